@@ -1,0 +1,26 @@
+"""tfdist: train Keras models that do not fit on one device.
+
+    strategy = tfdist.ShardedStrategy(zero_stage=3)   # was tf.distribute.MirroredStrategy()
+    with strategy.scope():
+        model = build_model()
+        model.compile(optimizer="adamw", loss="sparse_categorical_crossentropy")
+    model.fit(dataset)
+"""
+
+from tfdist import autograph, collectives, mesh, optimizers, sharding
+from tfdist.mesh import use_logical_cpus
+from tfdist.profiling import memory_report
+from tfdist.strategy import ShardedStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ShardedStrategy",
+    "autograph",
+    "collectives",
+    "memory_report",
+    "mesh",
+    "optimizers",
+    "sharding",
+    "use_logical_cpus",
+]

@@ -1,0 +1,36 @@
+"""Level 3: collectives over mesh axes, with gradients; their transport; and the plan of a traced step.
+
+Used inside the function that `strategy.run` runs, for example `tfdist.collectives.all_reduce(x, "data")`.
+"""
+
+from tfdist.collectives.buckets import assign_buckets
+from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes
+from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
+from tfdist.collectives.point_to_point import receive, send
+from tfdist.collectives.program import Communicator, RankProgram, current_program, find_program
+from tfdist.collectives.transport import NCCL, RING, Transport, choose_transport
+
+__all__ = [
+    "NCCL",
+    "RING",
+    "CollectivePlan",
+    "CollectiveRecord",
+    "Communicator",
+    "RankProgram",
+    "Transport",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "assign_buckets",
+    "broadcast",
+    "choose_transport",
+    "current_program",
+    "find_program",
+    "gather_to_master_all_reduce",
+    "naive_master_bytes",
+    "receive",
+    "reduce_scatter",
+    "ring_bytes",
+    "send",
+]

@@ -1,0 +1,31 @@
+"""Grouping many small tensors in few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+
+def assign_buckets(sizes: Sequence[int], bucket_bytes: int, kinds: Sequence[Hashable] | None = None) -> list[list[int]]:
+    """Cuts the tensors 0, 1, ... in consecutive buckets of about `bucket_bytes`.
+
+    A bucket is closed when the next tensor would take it past `bucket_bytes`; a tensor larger than that is a bucket of its own.
+    Only tensors of one kind (a dtype, say) share a bucket.
+
+    Args:
+        sizes: bytes of each tensor, in the order in which they become ready.
+        bucket_bytes: the size to aim at, in bytes.
+        kinds: what must agree within a bucket, per tensor; None when all agree.
+
+    Returns:
+        The buckets as lists of indices, in the order in which they can be closed.
+    """
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    closed: list[list[int]] = []
+    for index, size in enumerate(sizes):
+        kind = kinds[index] if kinds is not None else None
+        members, filled = open_buckets.get(kind, ([], 0))
+        if members and filled + size > bucket_bytes:
+            closed.append(members)
+            members, filled = [], 0
+        open_buckets[kind] = ([*members, index], filled + size)
+    return closed + [members for members, _ in open_buckets.values()]

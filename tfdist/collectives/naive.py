@@ -1,0 +1,51 @@
+"""The all-reduce that needs no idea: everybody sends to one master, which adds up and sends back.
+
+Kept because it explains the ring. With S bytes and N ranks the master receives (N-1) S and sends (N-1) S: its link carries
+2 (N-1) S bytes, growing with N, while the others' links idle. The ring cuts S in N pieces and keeps every link busy: each rank
+sends 2 S (N-1)/N bytes, less than 2 S for every N.
+
+        naive                            ring
+        1 ──S──▶ 0 ◀──S── 2              0 ──S/N──▶ 1
+                 ▲                       ▲          │      2 (N-1) such steps
+                 S                      S/N        S/N
+                 3                       3 ◀──S/N── 2
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist.collectives import ops, point_to_point
+from tfdist.collectives.program import current_program
+
+
+def gather_to_master_all_reduce(x: tf.Tensor, mesh_axis: str = "data") -> tf.Tensor:
+    """Sums `x` over the group through its first member. For tests and for teaching; use `all_reduce`.
+
+    Args:
+        x: tensor of one static shape on all ranks.
+        mesh_axis: "data", "pipe" or "tensor".
+
+    Returns:
+        A tensor like `x`: the sum over the group, added in rank order.
+    """
+    program = current_program("`gather_to_master_all_reduce`")
+    ranks = program.group_ranks(mesh_axis)
+    x = tf.convert_to_tensor(x)
+    total = x
+    if program.rank == ranks[0]:
+        for index in range(1, len(ranks)):
+            total += point_to_point.receive(x.shape, x.dtype, index, mesh_axis, label=f"naive/from_{index}")
+    else:
+        point_to_point.send(x, 0, mesh_axis, label=f"naive/from_{ranks.index(program.rank)}")
+    return ops.broadcast(total, mesh_axis, label="naive/broadcast")
+
+
+def naive_master_bytes(tensor_bytes: int, world_size: int) -> int:
+    """Bytes over the busiest link (the master's, both ways) of the naive all-reduce: 2 (N - 1) S."""
+    return 2 * (world_size - 1) * tensor_bytes
+
+
+def ring_bytes(tensor_bytes: int, world_size: int) -> float:
+    """Bytes that each rank sends in a ring all-reduce: 2 S (N - 1) / N."""
+    return 2 * tensor_bytes * (world_size - 1) / world_size

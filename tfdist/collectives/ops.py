@@ -1,0 +1,264 @@
+"""Collectives over a mesh axis, each differentiable with its adjoint.
+
+All of them are called by every rank of a group, in the function that `strategy.run` runs, inside a `tf.function`.
+
+    all_reduce       forward: sum over the group; backward: sum over the group
+    all_gather       forward: concatenate along axis 0; backward: reduce-scatter
+    reduce_scatter   forward: sum, keep this rank's rows; backward: all-gather
+    all_to_all       forward: exchange rows; backward: exchange them back
+    broadcast        forward: copy the root's value; backward: sum at the root, zero elsewhere
+
+A group of one rank returns its input. Dtypes: float32, float64, float16, bfloat16, int32, int64 (integers have no gradient).
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import wire
+from tfdist.collectives.program import RankProgram, current_program
+
+_REDUCE_OPS = ("sum", "mean", "max", "min")
+
+
+def all_reduce(
+    x: tf.Tensor, mesh_axis: str = "data", *, reduce_op: str = "sum", label: str = "all_reduce"
+) -> tf.Tensor:
+    """Reduces `x` elementwise over the group of `mesh_axis`; every rank gets the result.
+
+    Args:
+        x: tensor of one shape on all ranks.
+        mesh_axis: "data", "pipe" or "tensor".
+        reduce_op: "sum", "mean", "max" or "min". The gradient of "max" and "min" is not defined here and raises.
+        label: what it is for, shown in the plan.
+
+    Returns:
+        A tensor like `x`.
+
+    Raises:
+        ValueError: unknown `reduce_op` or `mesh_axis`, or a dtype that collectives do not carry.
+        RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
+
+    Source: ring all-reduce, Patarasuk and Yuan 2009; its adjoint is itself.
+    """
+    if reduce_op not in _REDUCE_OPS:
+        raise ValueError(errors.message(f"`reduce_op` must be one of {_REDUCE_OPS}.", reduce_op=reduce_op))
+    program, x, ranks = _enter("all_reduce", x, mesh_axis)
+    if reduce_op == "mean":
+        if not x.dtype.is_floating:
+            raise ValueError(errors.message('`reduce_op="mean"` needs a floating dtype.', dtype=x.dtype.name))
+        return all_reduce(x, mesh_axis, label=label) / len(ranks)
+
+    @tf.custom_gradient
+    def reduce(x):
+        def gradient(upstream):
+            if reduce_op != "sum":
+                raise NotImplementedError(
+                    errors.message(
+                        "`all_reduce` has a gradient for sums and means only.",
+                        reduce_op=reduce_op,
+                        fix="Wrap its input in `tf.stop_gradient`.",
+                    )
+                )
+            return all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
+
+        return wire.all_reduce(program, x, ranks, reduce_op, label), gradient
+
+    return reduce(x)
+
+
+def all_gather(
+    x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, label: str = "all_gather"
+) -> tf.Tensor:
+    """Concatenates the group's tensors along axis 0, in group order; every rank gets the result.
+
+    Args:
+        x: tensor of rank at least 1, the same shape on all ranks (with `uneven`, axis 0 may differ, and may be empty).
+        mesh_axis: "data", "pipe" or "tensor".
+        uneven: exchange the lengths first. It is implied when axis 0 of `x` is known at run time only.
+        label: what it is for, shown in the plan.
+
+    Returns:
+        A tensor of shape `(sum of the ranks' x.shape[0], *x.shape[1:])`.
+
+    Raises:
+        ValueError: `x` is a scalar, an inner dimension is not static, or a dtype that collectives do not carry.
+        RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
+    """
+    program, x, ranks = _enter("all_gather", x, mesh_axis)
+    _check_rows("all_gather", x)
+    if len(ranks) == 1:
+        return tf.identity(x)
+    if uneven or x.shape[0] is None:
+        return _all_gather_uneven(program, x, ranks, mesh_axis, label)
+
+    @tf.custom_gradient
+    def gather(x):
+        def gradient(upstream):
+            return reduce_scatter(upstream, mesh_axis, label=f"{label}/gradient")
+
+        return wire.all_gather(program, x, ranks, label), gradient
+
+    return gather(x)
+
+
+def _all_gather_uneven(
+    program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], mesh_axis: str, label: str
+) -> tf.Tensor:
+    """All-gather of tensors whose axis 0 differs by rank: padded to the longest (at least one row: kernels crash on none)."""
+    length = tf.shape(x)[0]
+    lengths = wire.all_gather(program, tf.reshape(length, [1]), ranks, f"{label}/lengths")
+    longest = tf.maximum(tf.reduce_max(lengths), 1)
+    inner = x.shape[1:]
+    keep = tf.reshape(tf.sequence_mask(lengths, longest), [-1])
+    # The padding and the mask are ordinary differentiable ops; only the trip in the middle needs an adjoint.
+    padded = tf.pad(x, [[0, longest - length]] + [[0, 0]] * inner.rank)
+
+    @tf.custom_gradient
+    def gather(padded):
+        def gradient(upstream):
+            rows = tf.reshape(upstream, tf.concat([[len(ranks), longest], inner.as_list()], 0))
+            return wire.reduce_scatter(program, tf.ensure_shape(rows, [len(ranks), None, *inner]), ranks, f"{label}/gradient")
+
+        return wire.all_gather(program, tf.ensure_shape(padded, [None, *inner]), ranks, label), gradient
+
+    return tf.boolean_mask(gather(padded), keep)
+
+
+def reduce_scatter(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "reduce_scatter") -> tf.Tensor:
+    """Sums `x` over the group and returns this rank's rows of the sum: the inverse traffic of `all_gather`.
+
+    With n = `x.shape[0]` rows, N ranks and c = ceil(n / N), rank i of the group gets rows [i c, min((i + 1) c, n)); the last
+    ranks may get fewer rows, or none.
+
+    Args:
+        x: tensor of rank at least 1 and static shape, the same on all ranks.
+        mesh_axis: "data", "pipe" or "tensor".
+        label: what it is for, shown in the plan.
+
+    Returns:
+        A tensor of shape `(this rank's number of rows, *x.shape[1:])`.
+
+    Raises:
+        ValueError: `x` is a scalar, its shape is not static, or a dtype that collectives do not carry.
+        RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
+    """
+    program, x, ranks = _enter("reduce_scatter", x, mesh_axis)
+    _check_rows("reduce_scatter", x, static_rows=True)
+    size, rows = len(ranks), x.shape[0]
+    chunk = -(-rows // size)
+    index = ranks.index(program.rank)
+    mine = max(0, min((index + 1) * chunk, rows) - index * chunk)
+    padding = [[0, chunk * size - rows]] + [[0, 0]] * (x.shape.rank - 1)
+
+    @tf.custom_gradient
+    def scatter(x):
+        def gradient(upstream):
+            short = [[0, chunk - mine]] + [[0, 0]] * (x.shape.rank - 1)
+            return all_gather(tf.pad(upstream, short), mesh_axis, label=f"{label}/gradient")[:rows]
+
+        stacked = tf.reshape(tf.pad(x, padding), [size, chunk, *x.shape[1:]])
+        return wire.reduce_scatter(program, stacked, ranks, label)[:mine], gradient
+
+    return scatter(x)
+
+
+def all_to_all(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "all_to_all") -> tf.Tensor:
+    """Sends the i-th block of rows of `x` to the i-th rank and returns the blocks received, in group order.
+
+    Args:
+        x: tensor whose axis 0 is a multiple of the group's size N, the same shape on all ranks.
+        mesh_axis: "data", "pipe" or "tensor".
+        label: what it is for, shown in the plan.
+
+    Returns:
+        A tensor like `x`.
+
+    Raises:
+        ValueError: N does not divide `x.shape[0]`, or a dtype that collectives do not carry.
+        RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
+    """
+    program, x, ranks = _enter("all_to_all", x, mesh_axis)
+    _check_rows("all_to_all", x, static_rows=True)
+    if x.shape[0] % len(ranks):
+        raise ValueError(
+            errors.message(
+                f"`all_to_all` needs axis 0 to be a multiple of the group's size, {len(ranks)}.",
+                shape=tuple(x.shape),
+                fix="Pad axis 0.",
+            )
+        )
+
+    @tf.custom_gradient
+    def exchange(x):
+        def gradient(upstream):
+            return all_to_all(upstream, mesh_axis, label=f"{label}/gradient")
+
+        blocks = tf.reshape(x, [len(ranks), x.shape[0] // len(ranks), *x.shape[1:]])
+        return tf.reshape(wire.all_to_all(program, blocks, ranks, label), x.shape), gradient
+
+    return exchange(x)
+
+
+def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: str = "broadcast") -> tf.Tensor:
+    """Gives every rank of the group the `x` of the group's member `root`.
+
+    Args:
+        x: tensor of one static shape on all ranks; only the root's values matter.
+        mesh_axis: "data", "pipe" or "tensor".
+        root: index within the group, in [0, N).
+        label: what it is for, shown in the plan.
+
+    Returns:
+        A tensor like `x`.
+
+    Raises:
+        ValueError: `root` outside the group, a shape that is not static, or a dtype that collectives do not carry.
+        RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
+    """
+    program, x, ranks = _enter("broadcast", x, mesh_axis)
+    if not 0 <= root < len(ranks):
+        raise ValueError(errors.message(f"`root` must be an index in the group, [0, {len(ranks)}).", root=root))
+    _check_static("broadcast", x)
+    is_root = ranks[root] == program.rank
+
+    @tf.custom_gradient
+    def copy(x):
+        def gradient(upstream):
+            total = all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
+            return total if is_root else tf.zeros_like(total)
+
+        if is_root:
+            return wire.broadcast_send(program, x, ranks, "broadcast", label), gradient
+        return wire.broadcast_receive(program, x.shape, x.dtype, ranks, "broadcast", label), gradient
+
+    return copy(x)
+
+
+def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tensor, tuple[int, ...]]:
+    program = current_program(f"`{op}`")
+    x = tf.convert_to_tensor(x)
+    wire.check_dtype(op, x)
+    return program, x, program.group_ranks(mesh_axis)
+
+
+def _check_rows(op: str, x: tf.Tensor, static_rows: bool = False) -> None:
+    if x.shape.rank is None or x.shape.rank == 0:
+        raise ValueError(
+            errors.message(f"`{op}` cuts or joins axis 0 and needs a tensor of rank at least 1.", shape=x.shape)
+        )
+    static = x.shape if static_rows else x.shape[1:]
+    if not static.is_fully_defined():
+        raise ValueError(
+            errors.message(
+                f"`{op}` needs static dimensions{'' if static_rows else ' after axis 0'}.",
+                shape=x.shape,
+                fix="Use `tf.ensure_shape`, or batch with `drop_remainder=True`.",
+            )
+        )
+
+
+def _check_static(op: str, x: tf.Tensor) -> None:
+    if not x.shape.is_fully_defined():
+        raise ValueError(errors.message(f"`{op}` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`."))

@@ -1,0 +1,123 @@
+"""The sequence of collectives that a traced step runs, as data."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+
+import tensorflow as tf
+
+from tfdist import errors
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveRecord:
+    """One collective of one rank.
+
+    Attributes:
+        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send".
+        ranks: the members of the group, in group order.
+        shape: static shape of this rank's input; None where a dimension is known at run time only.
+        dtype: dtype name on the wire.
+        label: what it is for, in the words of the code ("unshard/dense", "reduce_scatter/bucket_0").
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    shape: tuple[int | None, ...]
+    dtype: str
+    label: str = ""
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of this rank's input. Raises ValueError when the shape is known at run time only."""
+        if None in self.shape:
+            raise ValueError(errors.message("The bytes of a collective need a static shape.", record=self))
+        return math.prod(self.shape) * tf.as_dtype(self.dtype).size
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends, S = `input_bytes`, N ranks (ring algorithms; Rabenseifner, Patarasuk and Yuan):
+
+        all_reduce 2S(N-1)/N, all_gather S(N-1), reduce_scatter and all_to_all S(N-1)/N, broadcast and send S.
+        """
+        n = len(self.ranks)
+        factor = {
+            "all_reduce": 2 * (n - 1) / n,
+            "all_gather": n - 1,
+            "reduce_scatter": (n - 1) / n,
+            "all_to_all": (n - 1) / n,
+            "broadcast": 1,
+            "send": 1,
+        }[self.op]
+        return factor * self.input_bytes
+
+    @property
+    def signature(self) -> tuple:
+        """What all members of the group must agree on."""
+        return (self.op, self.ranks, self.shape, self.dtype, self.label)
+
+
+class CollectivePlan:
+    """The collectives of one trace of `strategy.run`, per rank, in program order.
+
+    While the ranks are traced the plan hands out the instance keys: the i-th collective of a group gets one key, whichever
+    member is traced first, and every later member must ask for the same operation. So a program in which two ranks disagree
+    is refused while it is traced, before it can hang.
+    """
+
+    _next_instance_key = itertools.count(1)
+
+    def __init__(self, world_size: int):
+        self.records: list[list[CollectiveRecord]] = [[] for _ in range(world_size)]
+        self._agreed: dict[tuple[int, ...], list[tuple[CollectiveRecord, int]]] = collections.defaultdict(list)
+        self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
+
+    def add(self, rank: int, record: CollectiveRecord) -> int:
+        """Appends `record` to `rank`'s program and returns its instance key.
+
+        Raises:
+            RuntimeError: another rank of the group runs something else at this place.
+        """
+        agreed = self._agreed[record.ranks]
+        index = self._position[rank, record.ranks]
+        self._position[rank, record.ranks] += 1
+        if index == len(agreed):
+            agreed.append((record, next(self._next_instance_key)))
+        expected, instance_key = agreed[index]
+        if expected.signature != record.signature:
+            raise RuntimeError(
+                errors.message(
+                    f"Ranks disagree on collective {index} of group {list(record.ranks)}: rank {rank} runs {record}, but a "
+                    f"rank traced before it runs {expected}.",
+                    fix="Every rank of a group must run the same collectives, on the same shapes, in the same order: look "
+                    "for code that branches on the replica id, or pass `uneven=True` where the sizes differ by rank.",
+                )
+            )
+        self.records[rank].append(record)
+        return instance_key
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError when a rank of a group ran fewer collectives than its peers: they would wait for it."""
+        for ranks, agreed in self._agreed.items():
+            counts = {rank: self._position[rank, ranks] for rank in ranks}
+            if set(counts.values()) != {len(agreed)}:
+                shortest = min(counts, key=counts.get)
+                raise RuntimeError(
+                    errors.message(
+                        f"Ranks of group {list(ranks)} run different numbers of collectives: {counts}. Rank {shortest} lacks "
+                        f"{agreed[counts[shortest]][0]}.",
+                        fix="Every rank of a group must run the same collectives: look for code that branches on the "
+                        "replica id.",
+                    )
+                )
+
+    def counts(self, rank: int = 0) -> dict[str, int]:
+        """Returns how often each operation occurs in `rank`'s program."""
+        return dict(collections.Counter(record.op for record in self.records[rank]))
+
+    def sent_bytes(self, rank: int = 0) -> float:
+        """Returns the bytes that `rank` sends in a step, by `CollectiveRecord.sent_bytes`."""
+        return sum(record.sent_bytes for record in self.records[rank])

@@ -1,0 +1,142 @@
+"""What one rank emits while `strategy.run` is traced."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+from tfdist import errors
+from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
+from tfdist.collectives.transport import Transport
+from tfdist.mesh import DeviceMesh
+
+_PROGRAM = "_tfdist_program"
+
+
+class Communicator:
+    """A strategy's groups: their keys, and one ordering token per rank.
+
+    Group keys are global to the process (and to the cluster) and strategies of TensorFlow take 1, 2, ...: ours start high and
+    are never used twice. Collectives of one rank form one chain on its token, in program order: one token for two ranks, or
+    two ranks that issue in different orders on their tokens, would hang.
+    """
+
+    _next_group_key = itertools.count(1 << 20)
+
+    def __init__(self, mesh: DeviceMesh, transport: Transport):
+        self.mesh = mesh
+        self.transport = transport
+        self._group_keys: dict[tuple[int, ...], int] = {}
+        self._tokens: dict[int, tf.Variable] = {}
+
+    def group_key(self, ranks: tuple[int, ...]) -> int:
+        """Returns the key of the group of `ranks`, the same on every call."""
+        if ranks not in self._group_keys:
+            self._group_keys[ranks] = next(self._next_group_key)
+        return self._group_keys[ranks]
+
+    def token(self, rank: int) -> tf.Tensor:
+        """Returns the resource handle on which `rank`'s collectives are chained."""
+        if rank not in self._tokens:
+            # `ResourceVariable` itself, because `tf.Variable` would ask the active strategy, which mirrors it.
+            with tf.init_scope(), tf.device(self.mesh.devices[rank]):
+                self._tokens[rank] = resource_variable_ops.ResourceVariable(0.0, trainable=False)
+        return self._tokens[rank].handle
+
+
+
+class RankProgram:
+    """One rank's part of one trace of `strategy.run`.
+
+    It knows the rank's place, hands out keys through the plan that all ranks of the trace share, and lets higher levels
+    attach state that lives as long as the trace (`attachment`), act before a collective is emitted (`before_collective`) and
+    when the rank's function has returned (`at_close`).
+
+    Attributes:
+        graph: the graph in which `strategy.run` was called; collectives are emitted in it, never inside control flow.
+    """
+
+    def __init__(self, communicator: Communicator, rank: int, graph: tf.Graph, plan: CollectivePlan):
+        self.communicator = communicator
+        self.mesh = communicator.mesh
+        self.transport = communicator.transport
+        self.rank = rank
+        self.device = self.mesh.devices[rank]
+        self.graph = graph
+        self.plan = plan
+        self.before_collective: list[Callable[[], None]] = []
+        self.at_close: list[Callable[[Any], None]] = []
+        self._attachments: dict[type, Any] = {}
+
+    def attachment(self, kind: type) -> Any:
+        """Returns this trace's one `kind(program)`, made on first use."""
+        if kind not in self._attachments:
+            self._attachments[kind] = kind(self)
+        return self._attachments[kind]
+
+    def group_ranks(self, mesh_axis: str) -> tuple[int, ...]:
+        """Returns the ranks of this rank's group along `mesh_axis`."""
+        return self.mesh.group_ranks(mesh_axis, self.rank)
+
+    def begin(self, op: str, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> dict[str, Any]:
+        """Registers one collective and returns the attributes that every collective op takes."""
+        for callback in self.before_collective:
+            callback()
+        record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label)
+        return {
+            "group_size": len(ranks),
+            "group_key": self.communicator.group_key(ranks),
+            "instance_key": self.plan.add(self.rank, record),
+            "communication_hint": self.transport.hint,
+            "timeout_seconds": self.transport.timeout_seconds,
+        }
+
+    def token(self) -> tf.Tensor:
+        return self.communicator.token(self.rank)
+
+    def close(self, outputs: Any) -> None:
+        """Runs the `at_close` callbacks; `outputs` is what the rank's function returned."""
+        for callback in self.at_close:
+            callback(outputs)
+
+    def install(self, replica_context: tf.distribute.ReplicaContext) -> None:
+        """Makes this the program of `replica_context`, which `current_program` finds."""
+        setattr(replica_context, _PROGRAM, self)
+
+
+def find_program() -> RankProgram | None:
+    """Returns the program of the rank that is being traced, or None outside `strategy.run` and in eager code."""
+    if tf.executing_eagerly():
+        return None
+    return getattr(tf.distribute.get_replica_context(), _PROGRAM, None)
+
+
+def current_program(what: str = "A collective") -> RankProgram:
+    """Returns the program of the rank that is being traced.
+
+    Raises:
+        RuntimeError: outside `strategy.run` of a tfdist strategy, or called eagerly, where the ranks run one after the other
+            and the first would wait for ever for the second.
+    """
+    program = find_program()
+    if program is not None:
+        return program
+    if tf.executing_eagerly() and tf.distribute.in_cross_replica_context() is False and tf.distribute.has_strategy():
+        raise RuntimeError(
+            errors.message(
+                f"{what} needs every rank at once, but `strategy.run` was called eagerly, where ranks run one after the "
+                "other and the first would wait for ever.",
+                fix="Call `strategy.run` inside a `tf.function` (`@tf.function` on the training step).",
+            )
+        )
+    raise RuntimeError(
+        errors.message(
+            f"{what} was called outside `strategy.run` of a tfdist strategy.",
+            fix="Call it in the function that is passed to `strategy.run`, inside a `tf.function`.",
+        )
+    )
+

@@ -1,0 +1,54 @@
+"""The one place that chooses how bytes travel.
+
+Ring on CPUs and on virtual GPUs, NCCL on physical GPUs. Facts behind each choice (TensorFlow 2.21):
+
+* Only the hint "nccl" on a GPU group selects NCCL; "auto" means the ring, on GPUs too.
+* ReduceScatterV2 has no CPU kernel: there a reduce-scatter is an all-to-all and a local sum, which moves the same bytes.
+* NCCL kernels refuse bfloat16 and int32 reductions (read in the source, not run): they are widened for the trip.
+* CollectiveGatherV2 and the broadcasts have no bfloat16 kernel: bfloat16 travels there as float16 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.mesh import uses_physical_gpus
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Transport:
+    """How the collectives of a set of devices travel.
+
+    Attributes:
+        hint: `communication_hint` of the collective ops, "ring" or "nccl".
+        has_reduce_scatter: whether ReduceScatterV2 exists there; else a reduce-scatter is an all-to-all and a sum.
+        timeout_seconds: after this long without a peer a collective fails instead of hanging; 0 waits for ever.
+    """
+
+    hint: str
+    has_reduce_scatter: bool
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+
+    def reduction_dtype(self, dtype: tf.DType) -> tf.DType:
+        """Returns the dtype in which a reduction of `dtype` travels."""
+        if self.hint == "nccl":
+            return {tf.bfloat16: tf.float32, tf.int32: tf.int64}.get(dtype, dtype)
+        return dtype
+
+    def byte_dtype(self, dtype: tf.DType) -> tf.DType:
+        """Returns a dtype of the same width in which `dtype` travels where bytes are only moved."""
+        return {tf.bfloat16: tf.float16}.get(dtype, dtype)
+
+
+RING = Transport("ring", has_reduce_scatter=False)
+NCCL = Transport("nccl", has_reduce_scatter=True)
+
+
+def choose_transport(devices: Sequence[str]) -> Transport:
+    """Returns `NCCL` when every device is a whole physical GPU, else `RING`."""
+    return NCCL if uses_physical_gpus(devices) else RING

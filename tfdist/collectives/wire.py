@@ -1,0 +1,151 @@
+"""The raw collective ops: the only file that calls them. No gradients, no shape rules beyond what the kernels need.
+
+Each function emits one op on the program's device, chained on its ordering token. Groups of one rank and tensors without
+elements never reach the kernels (an empty tensor crashes several of them): they return at once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives.program import RankProgram
+
+_DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def check_dtype(op: str, x: tf.Tensor) -> None:
+    """Raises ValueError when the collective `op` cannot carry `x.dtype`."""
+    if x.dtype not in _DTYPES:
+        raise ValueError(
+            errors.message(
+                f"`{op}` carries {[dtype.name for dtype in _DTYPES]}.",
+                dtype=x.dtype.name,
+                fix="Cast the tensor first, for example a bool to int32.",
+            )
+        )
+
+
+def is_trivial(x: tf.Tensor, ranks: tuple[int, ...]) -> bool:
+    """Whether nothing has to move: a group of one rank, or a tensor that is known to be empty."""
+    return len(ranks) == 1 or (x.shape.is_fully_defined() and math.prod(x.shape) == 0)
+
+
+def all_reduce(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
+    """Elementwise `reduce_op` ("sum", "max", "min") over `ranks`."""
+    if is_trivial(x, ranks):
+        return tf.identity(x)
+    dtype = x.dtype
+    wide = program.transport.reduction_dtype(dtype)
+    with tf.device(program.device):
+        x = tf.cast(x, wide)
+        reduced = tf.raw_ops.CollectiveReduceV2(
+            input=x,
+            merge_op={"sum": "Add", "max": "Max", "min": "Min"}[reduce_op],
+            final_op="Id",
+            ordering_token=[program.token()],
+            max_subdivs_per_device=-1,
+            **program.begin("all_reduce", x, ranks, label),
+        )
+        return tf.cast(reduced, dtype)
+
+
+def all_gather(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    """Concatenates `x` of all `ranks` along axis 0, in group order. Equal shapes on all ranks."""
+    if is_trivial(x, ranks):
+        return tf.identity(x) if len(ranks) == 1 else tf.zeros([x.shape[0] * len(ranks), *x.shape[1:]], x.dtype)
+    with tf.device(program.device):
+        carried = _as_bytes(program, x)
+        gathered = tf.raw_ops.CollectiveGatherV2(
+            input=carried, ordering_token=[program.token()], **program.begin("all_gather", carried, ranks, label)
+        )
+        gathered = tf.bitcast(gathered, x.dtype) if carried.dtype != x.dtype else gathered
+        rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
+        return tf.ensure_shape(gathered, [rows, *x.shape[1:]])
+
+
+def all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    """Sends `x[i]` to the i-th of `ranks` and returns what each sent here, stacked: (N, ...) to (N, ...)."""
+    if is_trivial(x, ranks):
+        return tf.identity(x)
+    with tf.device(program.device):
+        return tf.raw_ops.CollectiveAllToAllV2(
+            input=x, ordering_token=[program.token()], is_stateless=False, **program.begin("all_to_all", x, ranks, label)
+        )
+
+
+def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    """Sums `x`, of shape (N, ...), over `ranks`, and returns row i to the i-th rank: (N, ...) to (...)."""
+    if is_trivial(x, ranks):
+        return tf.reshape(x, x.shape[1:])
+    transport = program.transport
+    with tf.device(program.device):
+        if not transport.has_reduce_scatter:
+            received = tf.raw_ops.CollectiveAllToAllV2(
+                input=x,
+                ordering_token=[program.token()],
+                is_stateless=False,
+                **program.begin("reduce_scatter", x, ranks, label),
+            )
+            # Summed wider than it travelled: a half-precision wire does not mean a half-precision sum.
+            wide = tf.float32 if x.dtype in (tf.bfloat16, tf.float16) else x.dtype
+            return tf.cast(tf.reduce_sum(tf.cast(received, wide), axis=0), x.dtype)
+        carried = tf.cast(x, transport.reduction_dtype(x.dtype))
+        reduced = tf.raw_ops.CollectiveReduceScatterV2(
+            input=carried,
+            merge_op="Add",
+            final_op="Id",
+            ordering_token=[program.token()],
+            **program.begin("reduce_scatter", carried, ranks, label),
+        )
+        return tf.cast(tf.reshape(reduced, x.shape[1:]), x.dtype)
+
+
+def broadcast_send(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], op: str, label: str) -> tf.Tensor:
+    """Sends `x` to the other members of `ranks`; returns `x` once it has left."""
+    if is_trivial(x, ranks):
+        return tf.identity(x)
+    with tf.device(program.device):
+        carried = _as_bytes(program, x)
+        arguments = program.begin(op, carried, ranks, label)
+        with _chained(program):
+            sent = tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
+        _extend_chain(program, sent)
+        return tf.bitcast(sent, x.dtype) if carried.dtype != x.dtype else sent
+
+
+def broadcast_receive(
+    program: RankProgram, shape: tf.TensorShape, dtype: tf.DType, ranks: tuple[int, ...], op: str, label: str
+) -> tf.Tensor:
+    """Receives a tensor of static `shape` and `dtype` that one of `ranks` sends with `broadcast_send`."""
+    carried = program.transport.byte_dtype(dtype)
+    like = tf.TensorSpec(shape, carried)
+    if is_trivial(like, ranks):
+        return tf.zeros(shape, dtype)
+    with tf.device(program.device):
+        arguments = program.begin(op, like, ranks, label)
+        with _chained(program):
+            received = tf.raw_ops.CollectiveBcastRecvV2(
+                T=carried, shape=tf.constant(shape.as_list(), tf.int32), **arguments
+            )
+        _extend_chain(program, received)
+        received = tf.ensure_shape(received, shape)
+        return tf.bitcast(received, dtype) if carried != dtype else received
+
+
+def _as_bytes(program: RankProgram, x: tf.Tensor) -> tf.Tensor:
+    carried = program.transport.byte_dtype(x.dtype)
+    return x if carried == x.dtype else tf.bitcast(x, carried)
+
+
+# Note: broadcasts on the chain. The broadcast ops take no ordering token, and a send whose output nobody reads is pruned,
+# so that its peer waits for ever. Reading the token before and writing it after puts them on the chain and keeps them alive.
+def _chained(program: RankProgram):
+    return tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.float32)])
+
+
+def _extend_chain(program: RankProgram, moved: tf.Tensor) -> None:
+    with tf.control_dependencies([moved]):
+        tf.raw_ops.AssignVariableOp(resource=program.token(), value=tf.constant(0.0))

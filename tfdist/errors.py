@@ -1,0 +1,25 @@
+"""The wording of tfdist's errors, in one grammar.
+
+An error names the argument in backticks, says what was expected and what was received, and ends with the fix.
+`ValueError` is the user's mistake, `NotImplementedError` is our limit, `RuntimeError` is a call in the wrong place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def message(expected: str, *, fix: str = "", **received: Any) -> str:
+    """One error text: `expected`, then "Received: name=value, ...", then the fix.
+
+    Args:
+        expected: a full sentence that names the argument in backticks and says what must hold.
+        fix: a full sentence that tells what to do instead; may be empty when `expected` already does.
+        **received: the values that were received, by argument name.
+    """
+    parts = [expected]
+    if received:
+        parts.append("Received: " + ", ".join(f"{name}={value!r}" for name, value in received.items()) + ".")
+    if fix:
+        parts.append(fix)
+    return " ".join(parts)

@@ -1,0 +1,15 @@
+"""Level 2: which devices there are, and how they form a mesh. Only this package calls `tf.config`."""
+
+from tfdist.mesh.device_mesh import MESH_AXES, Coordinate, DeviceMesh, current_mesh
+from tfdist.mesh.devices import default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus
+
+__all__ = [
+    "MESH_AXES",
+    "Coordinate",
+    "DeviceMesh",
+    "current_mesh",
+    "default_devices",
+    "resolve_devices",
+    "use_logical_cpus",
+    "uses_physical_gpus",
+]

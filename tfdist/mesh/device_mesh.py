@@ -1,0 +1,161 @@
+"""The devices as a grid with three named axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist import errors
+
+MESH_AXES = ("data", "pipe", "tensor")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Coordinate:
+    """The place of one rank in the mesh: its index along each axis."""
+
+    data: int = 0
+    pipe: int = 0
+    tensor: int = 0
+
+    def along(self, mesh_axis: str) -> int:
+        """Returns the index along `mesh_axis`."""
+        return getattr(self, _checked_axis(mesh_axis))
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMesh:
+    """All devices of a job as a grid `(data, pipe, tensor)`, tensor innermost.
+
+    One device is one *rank*. Ranks are numbered in the order of `devices`, which fills the grid like a C array:
+
+        rank = (data_rank * pipe_size + pipe_rank) * tensor_size + tensor_rank
+
+    so the ranks of one tensor group are neighbours (the fastest links), and the devices of one copy of the model (one data
+    index) are consecutive.
+
+        8 devices, (data, pipe, tensor) = (2, 2, 2)      data 0: 0 1 | 2 3      tensor groups {0,1} {2,3} {4,5} {6,7}
+                                                         data 1: 4 5 | 6 7      data groups   {0,4} {1,5} {2,6} {3,7}
+
+    Args:
+        devices: canonical device names, one per rank.
+        pipeline_parallel_size: number of pipeline stages' ranks; 1 means off.
+        tensor_parallel_size: number of ranks that share each layer; 1 means off.
+
+    Raises:
+        ValueError: there are no devices, a size is not a positive integer, or
+            `pipeline_parallel_size * tensor_parallel_size` does not divide the number of devices.
+    """
+
+    devices: tuple[str, ...]
+    pipeline_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        if not self.devices:
+            raise ValueError(errors.message("`devices` must name at least one device.", devices=self.devices))
+        for name in ("pipeline_parallel_size", "tensor_parallel_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    errors.message(f"`{name}` must be a positive integer.", fix="1 turns it off.", **{name: value})
+                )
+        model_ranks = self.pipeline_parallel_size * self.tensor_parallel_size
+        if len(self.devices) % model_ranks:
+            raise ValueError(
+                errors.message(
+                    f"`pipeline_parallel_size` x `tensor_parallel_size` = {model_ranks} must divide the number of "
+                    f"devices, {len(self.devices)}.",
+                    pipeline_parallel_size=self.pipeline_parallel_size,
+                    tensor_parallel_size=self.tensor_parallel_size,
+                    devices=list(self.devices),
+                    fix="Choose sizes whose product divides the device count, or pass other `devices`.",
+                )
+            )
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // (self.pipeline_parallel_size * self.tensor_parallel_size)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Sizes of the axes, in the order of `MESH_AXES`."""
+        return (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size)
+
+    def size(self, mesh_axis: str) -> int:
+        """Returns the number of ranks along `mesh_axis`."""
+        return self.shape[MESH_AXES.index(_checked_axis(mesh_axis))]
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Returns the coordinate of `rank`; the inverse of `rank`."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(errors.message(f"`rank` must be in [0, {self.world_size}).", rank=rank))
+        rank, tensor = divmod(rank, self.tensor_parallel_size)
+        data, pipe = divmod(rank, self.pipeline_parallel_size)
+        return Coordinate(data, pipe, tensor)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """Returns the rank at `coordinate`; the inverse of `coordinate`."""
+        for mesh_axis in MESH_AXES:
+            if not 0 <= coordinate.along(mesh_axis) < self.size(mesh_axis):
+                raise ValueError(
+                    errors.message(f"`coordinate` must lie in a mesh of shape {self.shape}.", coordinate=coordinate)
+                )
+        stage = coordinate.data * self.pipeline_parallel_size + coordinate.pipe
+        return stage * self.tensor_parallel_size + coordinate.tensor
+
+    def group_ranks(self, mesh_axis: str, rank: int) -> tuple[int, ...]:
+        """Returns the ranks of `rank`'s group along `mesh_axis`, in axis order (`rank` is one of them)."""
+        here = self.coordinate(rank)
+        return tuple(
+            self.rank(dataclasses.replace(here, **{mesh_axis: index})) for index in range(self.size(mesh_axis))
+        )
+
+    def groups(self, mesh_axis: str) -> list[tuple[int, ...]]:
+        """Returns every group along `mesh_axis`; they partition the ranks."""
+        return sorted({self.group_ranks(mesh_axis, rank) for rank in range(self.world_size)})
+
+    def coordinates(self) -> list[Coordinate]:
+        """Returns the coordinates of ranks 0, 1, ... in rank order."""
+        return [Coordinate(*index) for index in itertools.product(*map(range, self.shape))]
+
+
+def current_mesh() -> DeviceMesh | None:
+    """Returns the mesh of the active `tf.distribute` strategy, or None when it is not one of tfdist's.
+
+    This is the protocol by which layers and pipelines find the mesh without importing the strategies: a tfdist strategy has
+    an attribute `mesh`.
+    """
+    mesh = getattr(tf.distribute.get_strategy(), "mesh", None)
+    return mesh if isinstance(mesh, DeviceMesh) else None
+
+
+def _checked_axis(mesh_axis: str) -> str:
+    if mesh_axis not in MESH_AXES:
+        raise ValueError(errors.message(f"`mesh_axis` must be one of {MESH_AXES}.", mesh_axis=mesh_axis))
+    return mesh_axis
+
+
+def canonical(devices: Sequence[str]) -> tuple[str, ...]:
+    """Returns full device names ("/job:localhost/replica:0/task:0/device:CPU:0") for short ones ("CPU:0")."""
+    full = []
+    for device in devices:
+        spec = tf.DeviceSpec.from_string(device if device.startswith("/") else f"/device:{device}")
+        full.append(
+            tf.DeviceSpec(
+                job=spec.job or "localhost",
+                replica=spec.replica or 0,
+                task=spec.task or 0,
+                device_type=spec.device_type,
+                device_index=spec.device_index,
+            ).to_string()
+        )
+    return tuple(full)

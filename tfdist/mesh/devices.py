@@ -1,0 +1,124 @@
+"""The devices of this machine: which to use, and how to split the CPU for trying things without GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.mesh.device_mesh import canonical
+
+
+def use_logical_cpus(n: int) -> list[str]:
+    """Splits this machine's CPU in `n` logical devices, so that everything can be tried without a GPU.
+
+    The logical devices share the cores and the memory of the machine: they show that a program is right and what each rank
+    stores; they do not make it faster. Call it first, before any TensorFlow operation.
+
+    Args:
+        n: number of logical CPU devices, at least 1.
+
+    Returns:
+        The device names `["CPU:0", ..., f"CPU:{n - 1}"]`, ready for `ShardedStrategy(devices)`.
+
+    Raises:
+        ValueError: `n` is not a positive integer.
+        RuntimeError: TensorFlow is already initialised with another number of CPU devices.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(errors.message("`n` must be a positive integer.", n=n))
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * n)
+    except RuntimeError as error:
+        present = len(tf.config.list_logical_devices("CPU"))
+        if present != n:
+            raise RuntimeError(
+                errors.message(
+                    f"`use_logical_cpus` must be called before TensorFlow is initialised; it already runs with {present} "
+                    "CPU device(s), which cannot change any more.",
+                    n=n,
+                    fix="Call it at the top of the program, before the first tensor, variable or `list_logical_devices`.",
+                )
+            ) from error
+    return [f"CPU:{index}" for index in range(n)]
+
+
+def default_devices() -> list[str]:
+    """Returns all logical GPUs, or all logical CPUs where there is no GPU."""
+    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    return [device.name for device in devices]
+
+
+def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
+    """Returns canonical names for `devices`, one per rank.
+
+    Args:
+        devices: names such as `["GPU:0", "GPU:1"]`, or None for all GPUs, else all logical CPUs.
+
+    Raises:
+        ValueError: no devices, a name twice, a name this machine lacks, or CPUs and GPUs mixed.
+    """
+    if devices is None:
+        devices = default_devices()
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise ValueError(
+            errors.message("`devices` must be a list of device names, such as ['CPU:0', 'CPU:1'].", devices=devices)
+        )
+    if not devices:
+        raise ValueError(
+            errors.message(
+                "`devices` must name at least one device.",
+                devices=devices,
+                fix="Pass None to use every GPU, or every logical CPU where there is none.",
+            )
+        )
+    try:
+        names = canonical(devices)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(
+            errors.message("`devices` must be device names such as 'GPU:0'.", devices=list(devices))
+        ) from error
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(
+            errors.message(
+                f"`devices` must be distinct: a device is one rank. These stand more than once: {twice}.",
+                devices=list(devices),
+            )
+        )
+    known = {device.name: device for device in tf.config.list_logical_devices()}
+    known = dict(zip(canonical(list(known)), known.values(), strict=True))
+    unknown = [device for device, name in zip(devices, names, strict=True) if name not in known]
+    if unknown:
+        raise ValueError(
+            errors.message(
+                f"`devices` names devices that this machine does not have: {unknown}. It has "
+                f"{[_short(name) for name in known]}.",
+                devices=list(devices),
+                fix="Without GPUs, `tfdist.use_logical_cpus(n)` at the top of the program makes n CPU devices.",
+            )
+        )
+    types = {tf.DeviceSpec.from_string(name).device_type for name in names}
+    if len(types) > 1:
+        raise ValueError(
+            errors.message(
+                f"`devices` must all be of one type, not a mix of {sorted(types)}: every rank does the same work.",
+                devices=list(devices),
+                fix="Pass only GPUs, or only CPUs.",
+            )
+        )
+    return names
+
+
+def uses_physical_gpus(devices: Sequence[str]) -> bool:
+    """Whether every one of `devices` is a whole physical GPU (NCCL refuses two logical GPUs on one card)."""
+    if any(tf.DeviceSpec.from_string(device).device_type != "GPU" for device in devices):
+        return False
+    return len(tf.config.list_logical_devices("GPU")) <= len(tf.config.list_physical_devices("GPU"))
+
+
+def _short(name: str) -> str:
+    spec = tf.DeviceSpec.from_string(name)
+    return f"{spec.device_type}:{spec.device_index}"

@@ -1,0 +1,159 @@
+"""Where Keras assumes mirrored variables, and has no hook: the few methods that tfdist overrides.
+
+Every override looks at the strategy first and falls through, untouched, for all but tfdist's. The names are private to Keras:
+tests/optimizers/test_keras_seam.py fails when they change.
+
+    TFOptimizer.__init__               refuse what the sharded step cannot do exactly (at construction)
+    TFOptimizer.build                  the variables must belong to the optimizer's strategy
+    TFOptimizer._apply_weight_decay    Keras decays the full variable here; the sharded step decays the shard
+    TFOptimizer._backend_update_step   reduce, step on the shard, publish
+    Trainer.compile                    model, optimizer and strategy must belong together; no XLA, no eager run
+    TensorFlowTrainer._maybe_symbolic_build   Keras averages the ranks' first batches only to learn their shape, which
+                                              fails for uneven batches and strings: take the first rank's
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.trainers.trainer import Trainer
+
+from tfdist import errors
+from tfdist.optimizers.step import sharded_step
+from tfdist.optimizers.support import check_supported, check_variables, describe
+from tfdist.sharding import ShardingConfig, config_of
+
+_INSTALLED = "_tfdist_override"
+
+
+def _override(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
+    """Replaces the method `owner.name` by `function(original, self, ...)`, once."""
+
+    def install(function: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        if hasattr(original, _INSTALLED):
+            return
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(original, self, *args, **kwargs)
+
+        setattr(method, _INSTALLED, original)
+        setattr(owner, name, method)
+
+    return install
+
+
+def _config(optimizer: Any) -> ShardingConfig | None:
+    return config_of(getattr(optimizer, "_distribution_strategy", None))
+
+
+@_override(TFOptimizer, "__init__")
+def _init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    config = _config(self)
+    if config is not None:
+        check_supported(self, config)
+
+
+@_override(TFOptimizer, "build")
+def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
+    config = _config(self)
+    if config is not None:
+        check_supported(self, config)
+        check_variables(self, variables, self._distribution_strategy)
+    elif any(config_of(getattr(_value(variable), "distribute_strategy", None)) for variable in variables):
+        check_variables(self, variables, self._distribution_strategy)
+    original(self, variables)
+
+
+@_override(TFOptimizer, "_apply_weight_decay")
+def _apply_weight_decay(original: Callable[..., None], self: Any, variables: Any) -> None:
+    if _config(self) is None:
+        original(self, variables)
+
+
+@_override(TFOptimizer, "_backend_update_step")
+def _backend_update_step(
+    original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any, learning_rate: Any
+) -> None:
+    config = _config(self)
+    if config is None:
+        original(self, grads, trainable_variables, learning_rate)
+    else:
+        sharded_step(self, grads, [_value(variable) for variable in trainable_variables], learning_rate, config)
+
+
+@_override(Trainer, "compile")
+def _compile(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    scope = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    made_by = getattr(self, "_distribute_strategy", None)
+    if config_of(scope) is not None and made_by is not scope:
+        raise ValueError(
+            errors.message(
+                f"The model was built under {describe(made_by)}, but is compiled under {describe(scope)}: its variables are "
+                "not sharded.",
+                model=self.name,
+                fix="Build the model and call `compile` inside the same `strategy.scope()`.",
+            )
+        )
+    original(self, *args, **kwargs)
+    if config_of(made_by) is not None:
+        _check_compiled(self, made_by)
+
+
+def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
+    if model.jit_compile:
+        raise NotImplementedError(
+            errors.message(
+                "`jit_compile=True` is not supported under a tfdist strategy: XLA has no collectives on CPU.",
+                jit_compile=model.jit_compile,
+                fix='Use `jit_compile="auto"` (the default) or `False`.',
+            )
+        )
+    if model.run_eagerly:
+        raise NotImplementedError(
+            errors.message(
+                "`run_eagerly=True` is not supported yet under a tfdist strategy: eager ranks run one after the other, and the "
+                "first would wait for ever in its first collective.",
+                run_eagerly=model.run_eagerly,
+                fix="Use `run_eagerly=False`; to debug, build the model without a strategy.",
+            )
+        )
+    optimizer = model.optimizer
+    if optimizer is not None and optimizer._distribution_strategy is not strategy:
+        raise ValueError(
+            errors.message(
+                f"The optimizer was made under {describe(optimizer._distribution_strategy)}, but the model under "
+                f"{describe(strategy)}.",
+                optimizer=type(optimizer).__name__,
+                fix="Make the optimizer, or call `compile`, inside the model's `strategy.scope()`.",
+            )
+        )
+    if optimizer is not None and model.built:
+        check_variables(optimizer, model.trainable_variables, strategy)
+
+
+@_override(TensorFlowTrainer, "_maybe_symbolic_build")
+def _maybe_symbolic_build(
+    original: Callable[..., None], self: Any, iterator: Any = None, data_batch: Any = None
+) -> None:
+    strategy = self._distribute_strategy
+    if config_of(strategy) is None or iterator is None:
+        original(self, iterator=iterator, data_batch=data_batch)
+        return
+    for _, _, batches in iterator:
+        first = next(batches)
+        data_batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], first)
+        break
+    original(self, data_batch=data_batch)
+
+
+def _value(variable: Any) -> Any:
+    """The `tf.Variable` of a Keras variable."""
+    return getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable

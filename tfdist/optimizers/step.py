@@ -1,0 +1,129 @@
+"""The optimizer step under sharding: reduce, step on the shard, publish.
+
+What happens to a variable follows from its placements, per variable:
+
+    parameter sharded (stage 3)      the gradient is already a reduced shard          -> step on the component
+    state sharded (stages 1, 2)      reduce-scatter in buckets -> step on the shard   -> all-gather in buckets
+    nothing sharded (stage 0)        all-reduce in buckets                            -> step on the local copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import RankProgram, assign_buckets, current_program, wire
+from tfdist.optimizers.parameter_shard import ParameterShard
+from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing
+
+
+def sharded_step(
+    optimizer: Any, grads: Sequence[Any], variables: Sequence[tf.Variable], learning_rate: Any, config: ShardingConfig
+) -> None:
+    """Reduces `grads` over the data axis (sum) and lets `optimizer` update `variables` with them.
+
+    Args:
+        optimizer: a Keras optimizer that `check_supported` accepts.
+        grads: this rank's gradients as they left the tape; IndexedSlices are summed and made dense.
+        variables: the distributed variables.
+        learning_rate: scalar tensor.
+        config: the strategy's sharding.
+
+    Raises:
+        RuntimeError: called eagerly, outside `strategy.run`, or inside a loop or branch of the function given to it.
+    """
+    program = current_program("`optimizer.apply`")
+    if tf.compat.v1.get_default_graph() is not program.graph:
+        raise RuntimeError(
+            errors.message(
+                "`optimizer.apply` was called inside a loop, a branch or a nested `tf.function` of the function given to "
+                "`strategy.run`; its collectives must stand outside.",
+                fix="Put the loop around `strategy.run`, and `@tf.function` on the outermost function.",
+            )
+        )
+    schedule = program.attachment(UnshardSchedule)
+    schedule.flush(grads)
+    schedule.invalidate()
+    pairs = [(tf.convert_to_tensor(grad), variable) for grad, variable in zip(grads, variables, strict=True)]
+    step = _Step(optimizer, learning_rate, config, program)
+    with tf.device(program.device):
+        step.on_sharded([pair for pair in pairs if isinstance(pair[1], ShardedVariable)])
+        full = [pair for pair in pairs if not isinstance(pair[1], ShardedVariable)]
+        # Backward makes the last layers' gradients first: their buckets go first.
+        full.reverse()
+        if isinstance(config.placements.optimizer_state, Shard):
+            step.on_shards_of_replicated(full)
+        else:
+            step.on_replicated(full)
+
+
+class _Step:
+    """One optimizer step of one rank."""
+
+    def __init__(self, optimizer: Any, learning_rate: Any, config: ShardingConfig, program: RankProgram):
+        self._optimizer = optimizer
+        self._learning_rate = learning_rate
+        self._config = config
+        self._program = program
+        self._ranks = program.group_ranks("data")
+
+    def on_sharded(self, pairs: Sequence[tuple[tf.Tensor, ShardedVariable]]) -> None:
+        """Stage 3: the gradients are reduced shards."""
+        for grad, variable in pairs:
+            self._update(grad, variable.component(self._program.rank))
+
+    def on_replicated(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> None:
+        """Stage 0: all-reduce, then every rank does the whole step."""
+        for number, bucket in enumerate(self._buckets(pairs)):
+            grads = [grad for grad, _ in bucket]
+            flat = tf.concat([tf.reshape(grad, [-1]) for grad in grads], 0)
+            wide = tf.cast(flat, self._config.reduce_dtype or flat.dtype)
+            reduced = wire.all_reduce(self._program, wide, self._ranks, "sum", f"all_reduce/bucket_{number}")
+            parts = tf.split(tf.cast(reduced, flat.dtype), [grad.shape.num_elements() for grad in grads])
+            for part, (grad, variable) in zip(parts, bucket, strict=True):
+                self._update(tf.reshape(part, grad.shape), self._local(variable))
+
+    def on_shards_of_replicated(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> None:
+        """Stages 1 and 2: reduce-scatter every bucket, step on the shards, all-gather every bucket."""
+        data_rank = self._ranks.index(self._program.rank)
+        buckets = self._buckets(pairs)
+        layouts = [
+            [self._config.slot_layout(self._config.parameter_layout(variable.shape)) for _, variable in bucket]
+            for bucket in buckets
+        ]
+        reduced = []
+        for number, (bucket, cuts) in enumerate(zip(buckets, layouts, strict=True)):
+            packed = packing.pack_full([grad for grad, _ in bucket], cuts)
+            wide = tf.cast(packed, self._config.reduce_dtype or packed.dtype)
+            shard = wire.reduce_scatter(self._program, wide, self._ranks, f"reduce_scatter/bucket_{number}")
+            reduced.append(packing.split_shards(tf.cast(shard, packed.dtype), cuts))
+        for number, (bucket, cuts, grads) in enumerate(zip(buckets, layouts, reduced, strict=True)):
+            shards = []
+            for grad, layout, (_, variable) in zip(grads, cuts, bucket, strict=True):
+                shard = ParameterShard(variable, self._local(variable), layout, data_rank)
+                self._update(grad, shard)
+                shards.append(shard)
+            packed = packing.pack_shards([shard.value() for shard in shards])
+            gathered = wire.all_gather(self._program, packed, self._ranks, f"all_gather/bucket_{number}")
+            rows = tf.reshape(gathered, [len(self._ranks), packed.shape[0]])
+            for shard, full in zip(shards, packing.unpack_full(rows, cuts), strict=True):
+                shard.local.assign(full, read_value=False)
+
+    def _update(self, grad: tf.Tensor, variable: tf.Variable | ParameterShard) -> None:
+        """Weight decay and the Keras optimizer's own update, on whatever part of the variable this rank steps."""
+        optimizer = self._optimizer
+        if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
+            rate = tf.cast(optimizer.learning_rate, variable.dtype)
+            variable.assign_sub(variable * tf.cast(optimizer.weight_decay, variable.dtype) * rate)
+        optimizer.update_step(grad, variable, self._learning_rate)
+
+    def _local(self, variable: tf.Variable) -> tf.Variable:
+        return variable.values[self._program.rank]
+
+    def _buckets(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> list[list[tuple[tf.Tensor, tf.Variable]]]:
+        sizes = [grad.shape.num_elements() * grad.dtype.size for grad, _ in pairs]
+        buckets = assign_buckets(sizes, self._config.bucket_bytes, [grad.dtype for grad, _ in pairs])
+        return [[pairs[index] for index in bucket] for bucket in buckets]

@@ -1,0 +1,172 @@
+"""What a model really holds on each device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.sharding import ShardedVariable, config_of
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of model state on one device.
+
+    Attributes:
+        device: the device's name, such as "CPU:0".
+        parameter_bytes: the model's weights, trainable and not, as stored.
+        gradient_bytes: the gradients of the trainable weights, by where the ZeRO stage keeps them between backward and step.
+        optimizer_bytes: the optimizer's variables, as stored; 0 before the optimizer is built.
+    """
+
+    device: str
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """The model state per device, beside what `tf.distribute.MirroredStrategy` would hold on each. Prints as a table.
+
+    Attributes:
+        devices: one `DeviceMemory` per device, in rank order.
+        mirrored: what one device would hold if everything were mirrored.
+        strategy: how the model is distributed, in words.
+        optimizer_is_built: False when the optimizer has made no state yet.
+    """
+
+    devices: tuple[DeviceMemory, ...]
+    mirrored: DeviceMemory
+    strategy: str
+    optimizer_is_built: bool
+
+    def __str__(self) -> str:
+        columns = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "total_bytes")
+        rows = [["device", "parameters", "gradients", "optimizer", "together", "of mirrored"]]
+        for memory in (*self.devices, self.mirrored):
+            share = memory.total_bytes / self.mirrored.total_bytes if self.mirrored.total_bytes else 1.0
+            rows.append([memory.device, *(_size(getattr(memory, name)) for name in columns), f"{share:.1%}"])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+            for row in rows
+        ]
+        rule = "-" * len(lines[0])
+        note = [] if self.optimizer_is_built else ["The optimizer has no state yet: it is made before the first step."]
+        return "\n".join([f"Model state: {self.strategy}", lines[0], rule, *lines[1:-1], rule, lines[-1], *note])
+
+
+def memory_report(model: keras.Model) -> MemoryReport:
+    """Reports the bytes of parameters, gradients and optimizer state that each device holds.
+
+    Parameters and optimizer state are summed over the variables that really exist on each device. Gradients exist during a step
+    only; they are counted by their placement: full size with `zero_stage` 0 and 1, this rank's shards with 2 and 3. Gathered
+    layers (stage 3) and activations are not model state and not counted.
+
+    Args:
+        model: a built Keras model, under a tfdist strategy, another one, or none.
+
+    Returns:
+        A `MemoryReport`: `print` it, or read `report.devices[i].parameter_bytes` and so on.
+
+    Raises:
+        ValueError: `model` is not a Keras model, or not built.
+    """
+    if not isinstance(model, keras.Model):
+        raise ValueError(errors.message("`model` must be a `keras.Model`.", model=model))
+    if not model.built or not model.variables:
+        raise ValueError(
+            errors.message(
+                "`model` has no variables yet.",
+                model=model.name,
+                fix="Build it first: `model.build(input_shape)`, or a first `fit`.",
+            )
+        )
+    optimizer = getattr(model, "optimizer", None)
+    slots = [] if optimizer is None else optimizer.variables
+    devices = _devices(model)
+    memories = []
+    for index, device in enumerate(devices):
+        memories.append(
+            DeviceMemory(
+                device=device.rpartition("/")[2].removeprefix("device:"),
+                parameter_bytes=sum(_stored_bytes(variable, index) for variable in model.variables),
+                gradient_bytes=sum(_gradient_bytes(variable) for variable in model.trainable_variables),
+                optimizer_bytes=sum(_stored_bytes(variable, index) for variable in slots),
+            )
+        )
+    mirrored = DeviceMemory(
+        "mirrored",
+        parameter_bytes=_full_bytes(model.variables),
+        gradient_bytes=_full_bytes(model.trainable_variables),
+        optimizer_bytes=_full_bytes(slots),
+    )
+    return MemoryReport(tuple(memories), mirrored, _describe(model), optimizer is not None and bool(optimizer.built))
+
+
+def _devices(model: keras.Model) -> list[str]:
+    strategy = model.distribute_strategy
+    mesh = getattr(strategy, "mesh", None)
+    if mesh is not None:
+        return list(mesh.devices)
+    value = _value(model.variables[0])
+    if isinstance(value, tf.distribute.DistributedValues):
+        return [component.device for component in value.values]
+    return [value.device]
+
+
+def _stored_bytes(variable: keras.Variable, index: int) -> int:
+    value = _value(variable)
+    if isinstance(value, tf.distribute.DistributedValues):
+        value = value.values[index]
+    return _bytes(value.shape, value.dtype)
+
+
+def _gradient_bytes(variable: keras.Variable) -> int:
+    value = _value(variable)
+    config = config_of(getattr(value, "distribute_strategy", None))
+    full = _bytes(value.shape, value.dtype)
+    if config is None or config.placements.fraction("gradient", config.mesh.data_parallel_size) == 1:
+        return full
+    layout = value.layout if isinstance(value, ShardedVariable) else config.parameter_layout(value.shape.as_list())
+    return layout.shard_elements * value.dtype.size
+
+
+def _full_bytes(variables: Iterable[keras.Variable]) -> int:
+    return sum(_bytes(variable.shape, _value(variable).dtype) for variable in variables)
+
+
+def _bytes(shape: Any, dtype: tf.DType) -> int:
+    return math.prod(shape) * dtype.size
+
+
+def _value(variable: keras.Variable) -> tf.Variable:
+    return variable.value
+
+
+def _describe(model: keras.Model) -> str:
+    strategy = model.distribute_strategy
+    config = config_of(strategy)
+    if config is not None:
+        return f"{type(strategy).__name__}, zero_stage={config.zero_stage}, {config.mesh.world_size} devices"
+    if len(_devices(model)) > 1:
+        return f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} devices"
+    return "one device"
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} B"

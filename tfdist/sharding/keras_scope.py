@@ -1,0 +1,19 @@
+"""What sharding asks of Keras while variables are made and read. Private names: see tests/sharding/test_keras_scope.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras.src.backend.common import global_state
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+__all__ = ["current_layer", "in_symbolic_scope"]
+
+
+def current_layer() -> Any | None:
+    """Returns the Keras object (a layer, usually) whose variables are being made, or None outside Keras.
+
+    Keras opens a name scope with the layer as its `caller` around every `build` and `add_weight`.
+    """
+    stack = global_state.get_global_attribute("name_scope_stack") or []
+    return stack[-1].caller if stack else None

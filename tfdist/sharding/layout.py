@@ -1,0 +1,161 @@
+"""What part of a variable each rank stores. Arithmetic only: no TensorFlow here.
+
+    global (5, 4), tensor axis 1 cut in 2, then flat shards over data = 4: 10 elements a half, 3 a rank, 2 of padding
+
+        ┌───────┬───────┐        tensor 0: a b c d e f g h i j
+        │ a b   │ k l   │           data 0: a b c    data 1: d e f    data 2: g h i    data 3: j · ·
+        │ c d   │ m n   │        tensor 1: k l m n o p q r s t
+        │ e f   │ o p   │           data 0: k l m    data 1: n o p    data 2: q r s    data 3: t · ·
+        │ g h   │ q r   │
+        │ i j   │ s t   │
+        └───────┴───────┘
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from tfdist import errors
+from tfdist.mesh import Coordinate, DeviceMesh
+from tfdist.sharding.placements import Replicate, Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Maps a variable of a global shape to the components that the ranks store.
+
+    Two cuts combine: first a tensor axis over the mesh's `tensor` axis (column, row or vocabulary parallel), then what is left,
+    flattened and padded, over `data` (ZeRO). `pipe_owner` says which pipeline coordinate stores it at all.
+
+    Args:
+        shape: the global shape.
+        mesh: the mesh; only its axis sizes matter.
+        tensor: `Replicate()` or `Shard(axis)` over the mesh's tensor axis.
+        data: `Replicate()` or `Shard()` (flat) over the mesh's data axis.
+        pipe_owner: the pipeline coordinate that stores the variable; None: all of them.
+
+    Raises:
+        ValueError: the tensor axis does not exist, its size is not divisible, or `pipe_owner` is outside the mesh.
+    """
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh
+    tensor: Replicate | Shard = Replicate()
+    data: Replicate | Shard = Replicate()
+    pipe_owner: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if isinstance(self.tensor, Shard):
+            axis, parts = self.tensor.axis, self.mesh.tensor_parallel_size
+            if axis is None or not 0 <= axis < len(self.shape):
+                raise ValueError(
+                    errors.message(f"`tensor` must cut one of the {len(self.shape)} axes.", tensor=self.tensor)
+                )
+            if self.shape[axis] % parts:
+                lower = self.shape[axis] // parts * parts
+                raise ValueError(
+                    errors.message(
+                        f"`tensor` cuts axis {axis} of shape {self.shape} in {parts} equal parts, but {parts} does not "
+                        f"divide {self.shape[axis]}.",
+                        tensor=self.tensor,
+                        fix=f"Sizes that work: {lower or parts}, {lower + parts}.",
+                    )
+                )
+        if isinstance(self.data, Shard) and self.data.axis is not None:
+            raise ValueError(
+                errors.message("`data` shards are flat: `Shard()` without an axis.", data=self.data)
+            )
+        if self.pipe_owner is not None and not 0 <= self.pipe_owner < self.mesh.pipeline_parallel_size:
+            raise ValueError(
+                errors.message(
+                    f"`pipe_owner` must be in [0, {self.mesh.pipeline_parallel_size}).", pipe_owner=self.pipe_owner
+                )
+            )
+
+    @property
+    def is_data_sharded(self) -> bool:
+        return isinstance(self.data, Shard)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the global variable."""
+        return math.prod(self.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape after the tensor cut, before the flat one: what a layer inside a replica computes with."""
+        if not isinstance(self.tensor, Shard):
+            return self.shape
+        local = list(self.shape)
+        local[self.tensor.axis] //= self.mesh.tensor_parallel_size
+        return tuple(local)
+
+    @property
+    def local_elements(self) -> int:
+        return math.prod(self.local_shape)
+
+    @property
+    def shard_elements(self) -> int:
+        """Elements of one flat data shard, padding included: ceil(local elements / data size)."""
+        return -(-self.local_elements // self.mesh.data_parallel_size)
+
+    @property
+    def padding(self) -> int:
+        """Elements of padding over all data shards together; less than the data size."""
+        return self.shard_elements * self.mesh.data_parallel_size - self.local_elements
+
+    @property
+    def component_shape(self) -> tuple[int, ...]:
+        """Shape of what one rank stores."""
+        return (self.shard_elements,) if self.is_data_sharded else self.local_shape
+
+    def stores(self, coordinate: Coordinate) -> bool:
+        """Whether the rank at `coordinate` stores a part of the variable."""
+        return self.pipe_owner is None or coordinate.pipe == self.pipe_owner
+
+    def tensor_slices(self, coordinate: Coordinate) -> tuple[slice, ...]:
+        """Returns the index of the tensor cut at `coordinate` in the global variable."""
+        slices = [slice(None)] * len(self.shape)
+        if isinstance(self.tensor, Shard):
+            length = self.local_shape[self.tensor.axis]
+            slices[self.tensor.axis] = slice(coordinate.tensor * length, (coordinate.tensor + 1) * length)
+        return tuple(slices)
+
+    def flat_range(self, coordinate: Coordinate) -> tuple[int, int]:
+        """Returns [start, stop) of the data shard at `coordinate` in the flattened local tensor, without its padding."""
+        start = min(coordinate.data * self.shard_elements, self.local_elements)
+        return start, min(start + self.shard_elements, self.local_elements)
+
+    # The reference implementation, in numpy; `ShardedVariable` does the same with tensors and is tested against it.
+
+    def shard(self, full: np.ndarray, coordinate: Coordinate) -> np.ndarray:
+        """Returns the component that the rank at `coordinate` stores of the global array `full`; `unshard` inverts it."""
+        local = np.asarray(full).reshape(self.shape)[self.tensor_slices(coordinate)]
+        if not self.is_data_sharded:
+            return local.copy()
+        start, stop = self.flat_range(coordinate)
+        component = np.zeros(self.component_shape, local.dtype)
+        component[: stop - start] = local.reshape(-1)[start:stop]
+        return component
+
+    def unshard(self, components: Mapping[Coordinate, np.ndarray]) -> np.ndarray:
+        """Returns the global array from the ranks' components; the inverse of `shard`."""
+        pipe = self.pipe_owner or 0
+        full = np.empty(self.shape, next(iter(components.values())).dtype)
+        for tensor in range(self.mesh.tensor_parallel_size):
+            local = np.empty(self.local_elements, full.dtype)
+            for data in range(self.mesh.data_parallel_size):
+                coordinate = Coordinate(data, pipe, tensor)
+                component = np.asarray(components[coordinate])
+                if self.is_data_sharded:
+                    start, stop = self.flat_range(coordinate)
+                    local[start:stop] = component[: stop - start]
+                else:
+                    local = component.reshape(-1)
+            full[self.tensor_slices(Coordinate(0, pipe, tensor))] = local.reshape(self.local_shape)
+        return full

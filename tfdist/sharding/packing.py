@@ -1,0 +1,61 @@
+"""Packing variables for transport: many shards in one message, rank-major so that a reduce-scatter cuts between ranks.
+
+    variables a (L=2 per shard), b (L=1), N = 2 ranks
+
+        full gradients        a0 a0 | a1 a1      b0 | b1
+        packed rows           rank 0:  a0 a0 b0
+                              rank 1:  a1 a1 b1          (N, L_a + L_b)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.sharding.layout import Layout
+
+
+def pack_shards(shards: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Joins flat shards, each (L_v,), in one (sum L_v,); `split_shards` inverts it."""
+    return tf.concat(shards, 0) if len(shards) > 1 else tf.identity(shards[0])
+
+
+def split_shards(packed: tf.Tensor, layouts: Sequence[Layout]) -> list[tf.Tensor]:
+    """Cuts (sum L_v,) in the variables' flat shards (L_v,); the inverse of `pack_shards`."""
+    if len(layouts) == 1:
+        return [packed]
+    return tf.split(packed, [layout.shard_elements for layout in layouts])
+
+
+def pack_full(fulls: Sequence[tf.Tensor], layouts: Sequence[Layout]) -> tf.Tensor:
+    """Joins full local tensors in (N, sum L_v), row i being what rank i stores; `unpack_full` inverts it."""
+    rows = []
+    for full, layout in zip(fulls, layouts, strict=True):
+        flat = tf.reshape(full, [-1])
+        if layout.padding:
+            flat = tf.pad(flat, [[0, layout.padding]])
+        rows.append(tf.reshape(flat, [layout.mesh.data_parallel_size, layout.shard_elements]))
+    return tf.concat(rows, 1) if len(rows) > 1 else rows[0]
+
+
+def unpack_full(packed: tf.Tensor, layouts: Sequence[Layout]) -> list[tf.Tensor]:
+    """Returns the full local tensors from all ranks' packed shards, (N, sum L_v); the inverse of `pack_full`."""
+    columns = [packed] if len(layouts) == 1 else tf.split(packed, [layout.shard_elements for layout in layouts], axis=1)
+    fulls = []
+    for column, layout in zip(columns, layouts, strict=True):
+        flat = tf.reshape(column, [-1])
+        if layout.padding:
+            flat = flat[: layout.local_elements]
+        fulls.append(tf.reshape(flat, layout.local_shape))
+    return fulls
+
+
+def cut_shard(full: tf.Tensor, layout: Layout, data_rank: int) -> tf.Tensor:
+    """Returns data rank `data_rank`'s flat shard of a full local tensor, padded with zeros: (...) to (L,)."""
+    flat = tf.reshape(full, [-1])
+    start = min(data_rank * layout.shard_elements, layout.local_elements)
+    stop = min(start + layout.shard_elements, layout.local_elements)
+    part = flat[start:stop]
+    missing = layout.shard_elements - (stop - start)
+    return tf.pad(part, [[0, missing]]) if missing else part

@@ -1,0 +1,29 @@
+"""Where a tensor lives: the words of the ZeRO table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicate:
+    """Every rank holds all of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Each rank holds one part.
+
+    Attributes:
+        axis: the tensor axis that is cut in equal parts; None cuts the flattened tensor in equal parts, padding the last.
+    """
+
+    axis: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """Every rank holds a full-size summand; the tensor is their sum, not formed yet."""
+
+
+Placement = Replicate | Shard | Partial

@@ -1,0 +1,290 @@
+"""The life of a sharded parameter in one step: gathered for forward, dropped, gathered for backward, its gradient scattered.
+
+Note: backward re-gather. The backward matrix product holds the gathered weight of the forward one, so a plain tape keeps the whole
+model gathered from forward to backward. When the gradients have been traced, the operations that read a weight in backward are
+known: the weight is gathered a second time and those operations are made to read the second copy. Nothing is computed twice,
+and the first copy is freed when the forward pass has used it.
+
+Note: one order. All collectives of a rank form a chain in the order in which they are emitted. The tape calls gradient functions
+in an order of its own, so what backward needs is collected and emitted together, ordered by `order_backward`: before the optimizer
+steps, before any other collective, and at the end at the latest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import RankProgram, ops, wire
+from tfdist.sharding import packing, tape
+from tfdist.sharding.backward_order import Reduction, Regather, order_backward
+from tfdist.sharding.config import ShardingConfig
+from tfdist.sharding.parameter_group import ParameterGroup
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """One gather of a parameter group. A group that is used again later in the step is gathered again: another unit."""
+
+    index: int
+    group: ParameterGroup
+    shards: dict[int, tf.Tensor]  # this rank's shard by variable id
+    outputs: dict[int, tf.Tensor]  # the gathered tensor by variable id
+    is_kept: bool = False  # the forward copy serves backward too
+
+    def consumers(self, wanted: Callable[[tf.Operation], bool]) -> dict[int, list[tf.Operation]]:
+        """Returns the operations that read the gathered tensors, by variable id."""
+        readers = {key: [op for op in full.consumers() if wanted(op)] for key, full in self.outputs.items()}
+        return {key: operations for key, operations in readers.items() if operations}
+
+
+@dataclasses.dataclass(eq=False)
+class PendingGradient:
+    """A full local gradient that waits to be reduce-scattered; `stub` stands for the result until then."""
+
+    unit: Unit
+    variable: Any
+    full: tf.Tensor
+    stub: tf.Tensor
+
+
+class UnshardSchedule:
+    """One rank's gathers and reduce-scatters in one trace of `strategy.run`.
+
+    At most `prefetch + 1` units are gathered at once, in each direction: a gather waits for the operations that read the
+    unit `prefetch + 1` gathers before it. Without such a wait the executor would start every gather at once, since none
+    depends on anything.
+
+    Reads inside `while`, `cond`, `map` or a nested function are gathered once, in the graph of `strategy.run`, and captured.
+    """
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._units: list[Unit] = []
+        self._live: dict[ParameterGroup, Unit] = {}
+        self._pending: list[PendingGradient] = []
+        self._emitting = False
+        self._config: ShardingConfig | None = None
+        self._has_regathered = False
+        program.before_collective.append(self.flush)
+        program.at_close.append(self._close)
+
+    # Forward
+
+    def read(self, variable: Any, config: ShardingConfig) -> tf.Tensor:
+        """Returns the full (local) value of `variable`, gathered with its group, on this rank's tapes."""
+        self._config = config
+        with self._in_run_graph():
+            shard = variable.component(self._program.rank).read_value()
+            unit = self._live.get(variable.group)
+            if unit is None or not self._is_recorded(unit, variable, shard):
+                unit = self._gather(variable.group)
+            return unit.outputs[id(variable)]
+
+    def invalidate(self) -> None:
+        """Forgets what is gathered, because parameters are about to change: the next read gathers again."""
+        self._live.clear()
+
+    @staticmethod
+    def _is_recorded(unit: Unit, variable: Any, shard: tf.Tensor) -> bool:
+        """Whether every tape that watches `shard` knows the unit's output too; a tape opened since the gather does not."""
+        if id(variable) not in unit.outputs:
+            return False
+        return tape.tapes_watching([unit.outputs[id(variable)]]) >= tape.tapes_watching([shard])
+
+    def _gather(self, group: ParameterGroup) -> Unit:
+        config, variables = self._config, group.variables
+        window = self._units[-config.prefetch - 1 :]
+        if self._pending or any(unit.consumers(tape.is_backward) for unit in window):
+            self.flush()  # a read within backward (recomputation)
+        shards = {id(v): v.component(self._program.rank).read_value() for v in variables}
+        is_training = tape.tapes_watching(list(shards.values())) > 0
+        gate: list[tf.Operation] = []
+        if len(window) > config.prefetch and (config.reshard_after_forward or not is_training):
+            gate = [op for operations in window[0].consumers(lambda op: True).values() for op in operations]
+        with self._own_emission(), tape.stop_recording():
+            outputs = self._all_gather(variables, shards, gate, f"unshard/{group.name}")
+        unit = Unit(len(self._units), group, shards, outputs)
+        for variable in variables:
+            tape.record_gradient(
+                "Unshard",
+                [outputs[id(variable)]],
+                [shards[id(variable)]],
+                functools.partial(self._on_gradient, unit, variable),
+            )
+        self._units.append(unit)
+        live = self._units[-config.prefetch - 1 :] if config.reshard_after_forward else self._units
+        self._live = {u.group: u for u in live if u.group in self._live or u is unit}
+        return unit
+
+    def _all_gather(
+        self, variables: Sequence[Any], shards: dict[int, tf.Tensor], gate: Sequence[tf.Operation], label: str
+    ) -> dict[int, tf.Tensor]:
+        """Gathers `variables` in one message per dtype, not before `gate` has run."""
+        program = self._program
+        ranks = program.group_ranks("data")
+        outputs = {}
+        for members in _by_dtype(variables):
+            layouts = [v.layout for v in members]
+            with tf.control_dependencies(gate), tf.name_scope(_scope_name(label)):
+                packed = packing.pack_shards([shards[id(v)] for v in members])
+                gathered = wire.all_gather(program, packed, ranks, label)
+                rows = tf.reshape(gathered, [len(ranks), packed.shape[0]])
+                for variable, full in zip(members, packing.unpack_full(rows, layouts), strict=True):
+                    # An operation of its own: its readers are this variable's, and only they are moved to a second copy.
+                    outputs[id(variable)] = tf.identity(full)
+        return outputs
+
+    # Backward
+
+    def _on_gradient(self, unit: Unit, variable: Any, upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
+        """The tape's way back through a gather: notes the full gradient and returns a stand-in for the reduced shard."""
+        full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
+        if full.graph is not self._program.graph:
+            raise NotImplementedError(
+                errors.message(
+                    f"The gradient of sharded parameter {variable.name!r} is taken inside a loop or a branch of the function "
+                    "given to `strategy.run`; with `zero_stage=3` it must be taken outside.",
+                    fix="Move the loop outside `strategy.run` (one `strategy.run` per step), or use `zero_stage=2`.",
+                )
+            )
+        with tape.stop_recording():
+            stub = tf.identity(tf.raw_ops.Placeholder(dtype=full.dtype, shape=[variable.layout.shard_elements]))
+        pending = PendingGradient(unit, variable, full, stub)
+        tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(self._second_order, variable))
+        self._pending.append(pending)
+        return [stub]
+
+    def _second_order(self, variable: Any, upstream: tf.Tensor) -> list[tf.Tensor]:
+        gathered = ops.all_gather(upstream, "data", label=f"unshard/{variable.group.name}/second_order")
+        return packing.unpack_full(tf.reshape(gathered, [-1, variable.layout.shard_elements]), [variable.layout])
+
+    def flush(self, gradients: Sequence[Any] = ()) -> None:
+        """Emits what backward has asked for so far.
+
+        Args:
+            gradients: tensors that are about to be used; a reduced gradient that is neither among them nor read by an
+                operation is not wanted (a frozen layer's) and not reduced yet.
+        """
+        if self._emitting or not self._units:
+            return
+        wanted = {id(tensor) for tensor in gradients}
+        ready = [p for p in self._pending if id(p.stub) in wanted or p.stub.consumers()]
+        uses = self._backward_uses()
+        if not ready and not uses:
+            return
+        self._pending = [p for p in self._pending if p not in ready]
+        operations = self._program.graph.get_operations()
+        numbers = {op.name: number for number, op in enumerate(operations)}
+        by_unit: dict[int, list[PendingGradient]] = {}
+        for pending in ready:
+            by_unit.setdefault(pending.unit.index, []).append(pending)
+        reductions = [Reduction(i, max(numbers[p.full.op.name] for p in group)) for i, group in by_unit.items()]
+        regathers = self._regathers(uses, numbers)
+        start = self._start_of_backward(uses, operations, numbers)
+        with self._own_emission(), self._in_run_graph(), tape.stop_recording():
+            for step in order_backward(regathers, reductions, self._config.prefetch):
+                if isinstance(step.action, Regather):
+                    gate = start if step.gate is None else [operations[number] for number in step.gate]
+                    self._regather(self._units[step.action.unit], uses[step.action.unit], gate)
+                else:
+                    self._reduce_scatter(by_unit[step.action.unit])
+
+    def _backward_uses(self) -> dict[int, dict[int, list[tf.Operation]]]:
+        """Returns, per unit index, the backward readers of its forward copy that must be moved to a second one."""
+        if not self._config.reshard_after_forward:
+            return {}
+        uses = {unit.index: unit.consumers(tape.is_backward) for unit in self._units if not unit.is_kept}
+        return {index: readers for index, readers in uses.items() if readers}
+
+    def _regathers(self, uses: dict[int, dict[int, list[tf.Operation]]], numbers: dict[str, int]) -> list[Regather]:
+        regathers = [
+            Regather(index, tuple(sorted(numbers[op.name] for operations in readers.values() for op in operations)))
+            for index, readers in uses.items()
+        ]
+        if regathers and not self._has_regathered:
+            self._has_regathered = True
+            first = min(regathers, key=lambda regather: min(regather.uses))
+            if first.unit == len(self._units) - 1:
+                # Gathered last and needed first: the forward copy is still there and serves backward.
+                self._units[first.unit].is_kept = True
+                regathers[regathers.index(first)] = dataclasses.replace(first, is_kept=True)
+        return regathers
+
+    def _start_of_backward(
+        self,
+        uses: dict[int, dict[int, list[tf.Operation]]],
+        operations: Sequence[tf.Operation],
+        numbers: dict[str, int],
+    ) -> list[tf.Operation]:
+        """Returns the operations whose results the first backward reader of a parameter needs besides the parameter."""
+        readers = [
+            (numbers[op.name], index, key) for index in uses for key, found in uses[index].items() for op in found
+        ]
+        if not readers:
+            return []
+        number, index, key = min(readers)
+        others = [tensor for tensor in operations[number].inputs if tensor is not self._units[index].outputs[key]]
+        return [tensor.op for tensor in others if numbers[tensor.op.name] < number]
+
+    def _regather(self, unit: Unit, uses: dict[int, list[tf.Operation]], gate: Sequence[tf.Operation]) -> None:
+        variables = [v for v in unit.group.variables if id(v) in uses]
+        again = self._all_gather(variables, unit.shards, gate, f"unshard/{unit.group.name}/backward")
+        for variable in variables:
+            for operation in uses[id(variable)]:
+                tape.reconnect(operation, unit.outputs[id(variable)], again[id(variable)])
+
+    def _reduce_scatter(self, pending: Sequence[PendingGradient]) -> None:
+        program = self._program
+        ranks = program.group_ranks("data")
+        label = f"reduce_scatter/{pending[0].unit.group.name}"
+        for members in _by_dtype(pending, key=lambda p: p.full.dtype):
+            layouts = [p.variable.layout for p in members]
+            with tf.name_scope(_scope_name(label)):
+                packed = packing.pack_full([p.full for p in members], layouts)
+                dtype = packed.dtype
+                packed = tf.cast(packed, self._config.reduce_dtype or dtype)
+                reduced = tf.cast(wire.reduce_scatter(program, packed, ranks, label), dtype)
+                for p, shard in zip(members, packing.split_shards(reduced, layouts), strict=True):
+                    tape.reconnect(p.stub.op, p.stub.op.inputs[0], shard)
+
+    # Order and place of emission
+
+    def _close(self, outputs: Any) -> None:
+        self.flush([tensor for tensor in tf.nest.flatten(outputs) if tf.is_tensor(tensor)])
+
+    @contextlib.contextmanager
+    def _own_emission(self) -> Iterator[None]:
+        """Marks collectives as this schedule's own: they do not flush it."""
+        self._emitting = True
+        try:
+            yield
+        finally:
+            self._emitting = False
+
+    @contextlib.contextmanager
+    def _in_run_graph(self) -> Iterator[None]:
+        """Makes operations in the graph of `strategy.run`, also from within the body of a loop or a nested function."""
+        if tf.compat.v1.get_default_graph() is self._program.graph:
+            yield
+            return
+        with self._program.graph.as_default(), tf.device(self._program.device):
+            yield
+
+
+def _by_dtype(items: Sequence[Any], key: Callable[[Any], Any] = lambda v: v.dtype) -> list[list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def _scope_name(label: str) -> str:
+    """A label as a legal TensorFlow name scope."""
+    return "".join(c if c.isalnum() or c in "_./-" else "_" for c in label)

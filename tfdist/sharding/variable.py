@@ -1,0 +1,241 @@
+"""A variable of which every rank stores a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib, values, values_util
+from tensorflow.python.trackable import base as trackable
+from tensorflow.python.training.saving import saveable_object
+
+from tfdist import errors
+from tfdist.collectives import find_program
+from tfdist.mesh import Coordinate
+from tfdist.sharding import keras_scope, packing
+from tfdist.sharding.config import config_of
+from tfdist.sharding.layout import Layout
+from tfdist.sharding.parameter_group import ParameterGroup
+from tfdist.sharding.unshard import UnshardSchedule
+
+
+class ShardedVariable(values.DistributedVariable):
+    """A `tf.distribute` variable that looks whole from outside and is stored in parts.
+
+    * Outside replicas it is the full variable: `shape` is the global shape, `numpy()` assembles the parts, `assign()` cuts and
+      scatters. So saving, loading and `summary()` know nothing of sharding.
+    * Inside a replica a parameter (it has a `group`) reads as its full value, gathered with its group; an optimizer slot reads
+      as this rank's shard.
+
+    Args:
+        strategy: the strategy that made it.
+        components: the local ranks' parts, one `tf.Variable` per rank, each on its rank's device.
+        layout: which part each rank stores.
+        ranks: the ranks of `components`.
+        aggregation: `tf.VariableAggregation` of assignments inside replicas. NONE: all ranks assign the same value.
+        group: the parameter group to gather it with; None for optimizer slots.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        components: Sequence[tf.Variable],
+        layout: Layout,
+        ranks: Sequence[int],
+        aggregation: tf.VariableAggregation = tf.VariableAggregation.NONE,
+        group: ParameterGroup | None = None,
+    ):
+        self.layout = layout
+        self.group = group
+        self._ranks = tuple(ranks)
+        self._full_shape = tf.TensorShape(layout.shape)
+        super().__init__(strategy, components, aggregation)
+        if group is not None:
+            group.add(self)
+
+    # What it is
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        """The global shape."""
+        return self._full_shape
+
+    def get_shape(self) -> tf.TensorShape:
+        return self._full_shape
+
+    @property
+    def device(self) -> str:
+        return self._local_component().device
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it reads as its full value inside replicas; False for optimizer slots."""
+        return self.group is not None
+
+    def _is_mirrored(self) -> bool:
+        return True
+
+    def component(self, rank: int) -> tf.Variable:
+        """Returns the part that local rank `rank` stores."""
+        return self._values[self._ranks.index(rank)]
+
+    def _local_component(self) -> tf.Variable:
+        replica = values_util.get_current_replica_id_as_int()
+        return self._values[replica or 0]
+
+    # Reading
+
+    def _read(self) -> tf.Tensor | tf.Variable:
+        """Returns what a read means here: the full value, the local shard, or, in an update, the local component."""
+        if values_util.is_saving_non_distributed():
+            return self._assemble()
+        # Outside `scope()` TensorFlow's default context reports replica 0 and would read one shard.
+        with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+            if distribute_lib.get_update_replica_id() is not None:
+                return self._local_component()
+            if tf.distribute.in_cross_replica_context():
+                return self._assemble()
+            if not self.is_parameter:
+                return self._local_component()
+            program = find_program()
+            if program is None or keras_scope.in_symbolic_scope():
+                return self._assemble()  # eager, or a scratch graph that only wants the shape: no collective
+            config = config_of(self._distribute_strategy)
+            return program.attachment(UnshardSchedule).read(self, config)
+
+    def _assemble(self) -> tf.Tensor:
+        """Returns the full value from the components of all ranks, without a collective: all are in this process."""
+        layout = self.layout
+        pipe = layout.pipe_owner or 0
+        pieces = []
+        with tf.device(self._primary.device):
+            for tensor in range(layout.mesh.tensor_parallel_size):
+                ranks = [
+                    layout.mesh.rank(Coordinate(data, pipe, tensor))
+                    for data in range(layout.mesh.data_parallel_size if layout.is_data_sharded else 1)
+                ]
+                flat = tf.concat([tf.reshape(self.component(rank).read_value(), [-1]) for rank in ranks], 0)
+                pieces.append(tf.reshape(flat[: layout.local_elements], layout.local_shape))
+            return pieces[0] if len(pieces) == 1 else tf.concat(pieces, layout.tensor.axis)
+
+    def _get(self) -> tf.Tensor | tf.Variable:
+        return self._read()
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        return self._assemble()
+
+    def _get_on_device_or_primary(self) -> tf.Tensor | tf.Variable:
+        return self._read()
+
+    def value(self) -> tf.Tensor:
+        return tf.convert_to_tensor(self._read())
+
+    def read_value(self) -> tf.Tensor:
+        return tf.convert_to_tensor(self._read())
+
+    def numpy(self) -> Any:
+        if not tf.executing_eagerly():
+            raise NotImplementedError("numpy() is only available when eager execution is enabled.")
+        return self._assemble().numpy()
+
+    def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
+        return tf.convert_to_tensor(self._read(), dtype=dtype, name=name)
+
+    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        """Reads rows, as `tf.nn.embedding_lookup` does."""
+        return tf.gather(self.read_value(), indices, name=name)
+
+    def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
+        return tf.gather_nd(self.read_value(), indices, name=name)
+
+    @property
+    def handle(self) -> tf.Tensor:
+        if values_util.get_current_replica_id_as_int() is None:
+            raise ValueError("ShardedVariable.handle exists inside replicas only: outside there is one per rank.")
+        return self._local_component().handle
+
+    # Writing
+
+    def _cut(self, value: Any, index: int) -> Any:
+        """Returns the part of a full `value` that the component at `index` stores; a component's own shape passes through."""
+        if isinstance(value, tf.distribute.DistributedValues):
+            value = value.values[index]
+        value = tf.convert_to_tensor(value, self.dtype)
+        layout = self.layout
+        if value.shape == self._values[index].shape and value.shape != self._full_shape:
+            return value
+        if value.shape == self._full_shape:
+            value = value[layout.tensor_slices(layout.mesh.coordinate(self._ranks[index]))]
+        if not value.shape.is_compatible_with(layout.local_shape):
+            raise ValueError(
+                errors.message(
+                    f"Variable {self.name!r} has shape {layout.shape}; the value assigned must have it too.",
+                    shape=tuple(value.shape),
+                )
+            )
+        if not layout.is_data_sharded:
+            return value
+        shard = packing.cut_shard(value, layout, layout.mesh.coordinate(self._ranks[index]).data)
+        # A slice shares its parent's buffer: without the copy the full value would live as long as the shard.
+        return tf.raw_ops.DeepCopy(x=shard) if tf.executing_eagerly() else shard
+
+    def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        updates = []
+        for index, component in enumerate(self._values):
+            with tf.device(component.device), distribute_lib.UpdateContext(index):
+                updates.append(update_fn(component, self._cut(value, index), **kwargs))
+        return self if tf.executing_eagerly() else tf.group(*[update for update in updates if update is not None])
+
+    def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        index = values_util.get_current_replica_id_as_int()
+        program = find_program()
+        if program is not None and self.is_parameter:
+            program.attachment(UnshardSchedule).invalidate()
+        if self._aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN) and self.is_parameter:
+            reduce_op = tf.distribute.ReduceOp[self._aggregation.name]
+            value = tf.distribute.get_replica_context().all_reduce(reduce_op, value)
+        return update_fn(self._values[index], self._cut(value, index), **kwargs)
+
+    def _no_scatter(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            errors.message(
+                f"Scatter updates of the sharded variable {self.name!r} are not supported.",
+                fix="Assign the whole value with `assign`, or use a `zero_stage` that does not shard it.",
+            )
+        )
+
+    scatter_sub = scatter_add = scatter_mul = scatter_div = _no_scatter
+    scatter_min = scatter_max = scatter_update = scatter_nd_update = _no_scatter
+
+    # Saving
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
+        return {trackable.VARIABLE_VALUE_KEY: lambda name=self._common_name: _ShardedSaveable(self, name)}
+
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            errors.message(
+                f"Variable {self.name!r} is sharded and cannot be written to a SavedModel.",
+                fix="Save the weights, load them into the same model built without a strategy, and export that one.",
+            )
+        )
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise NotImplementedError("A ShardedVariable cannot be copied; build the model again in the strategy's scope.")
+
+
+class _ShardedSaveable(saveable_object.SaveableObject):
+    """Saves a sharded variable as the full one, so that any other program can restore it, and the reverse."""
+
+    def __init__(self, variable: ShardedVariable, name: str):
+        self._variable = variable
+        spec = saveable_object.SaveSpec(
+            tensor=variable._assemble, slice_spec="", name=name, dtype=variable.dtype, device=variable._primary.device
+        )
+        super().__init__(variable._assemble, [spec], name)
+
+    def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: Any) -> tf.Operation:
+        (full,) = restored_tensors
+        variable = self._variable
+        return tf.group(*[c.assign(variable._cut(full, index)) for index, c in enumerate(variable.values)])

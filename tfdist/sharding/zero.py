@@ -1,0 +1,68 @@
+"""The ZeRO stages as a table of placements over the data axis (Rajbhandari et al. 2020).
+
+A stage is data, not a code path: what is done with a parameter, its gradient and its optimizer state follows from where they are
+placed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfdist import errors
+from tfdist.sharding.placements import Partial, Placement, Replicate, Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroPlacements:
+    """Where a stage keeps its three kinds of model state, over the data axis.
+
+    `gradient` is where a gradient rests between the backward pass and the optimizer step:
+
+    * `Replicate()`: summed and full on every rank (all-reduce);
+    * `Partial()`: this rank's own summand, full size, until the step reduce-scatters it;
+    * `Shard()`: summed, this rank's part only (reduce-scatter).
+    """
+
+    parameter: Placement
+    gradient: Placement
+    optimizer_state: Placement
+
+    def fraction(self, kind: str, data_parallel_size: int) -> float:
+        """Returns the part of the full tensor that one rank holds, `kind` being a field's name."""
+        return 1 / data_parallel_size if isinstance(getattr(self, kind), Shard) else 1.0
+
+    def bytes_per_parameter(self, data_parallel_size: int, num_slots: int = 2, itemsize: int = 4) -> float:
+        """Returns bytes of model state per parameter and rank, without padding.
+
+        Args:
+            data_parallel_size: N.
+            num_slots: optimizer slots per parameter (Adam: 2).
+            itemsize: bytes of one element.
+        """
+        weights = {"parameter": 1, "gradient": 1, "optimizer_state": num_slots}
+        return itemsize * sum(count * self.fraction(kind, data_parallel_size) for kind, count in weights.items())
+
+    @property
+    def traffic(self) -> int:
+        """Elements moved per parameter, rank and step, up to the factor (N-1)/N: 2 for stages 0-2, 3 for stage 3."""
+        return 3 if isinstance(self.parameter, Shard) else 2
+
+
+ZERO_STAGES = {
+    0: ZeroPlacements(Replicate(), Replicate(), Replicate()),
+    1: ZeroPlacements(Replicate(), Partial(), Shard()),
+    2: ZeroPlacements(Replicate(), Shard(), Shard()),
+    3: ZeroPlacements(Shard(), Shard(), Shard()),
+}
+
+
+def placements_of(zero_stage: int) -> ZeroPlacements:
+    """Returns the placements of `zero_stage`. Raises ValueError when it is not 0, 1, 2 or 3."""
+    if isinstance(zero_stage, bool) or zero_stage not in ZERO_STAGES:
+        raise ValueError(
+            errors.message(
+                "`zero_stage` must be 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).",
+                zero_stage=zero_stage,
+            )
+        )
+    return ZERO_STAGES[zero_stage]

@@ -1,0 +1,5 @@
+"""Level 7: the strategies, which compose everything below."""
+
+from tfdist.strategy.sharded_strategy import ShardedStrategy
+
+__all__ = ["ShardedStrategy"]

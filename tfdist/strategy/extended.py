@@ -1,0 +1,167 @@
+"""The `StrategyExtended` of tfdist: what TensorFlow asks of a strategy, answered with sharded variables."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.distribute import cross_device_ops, mirrored_run, mirrored_strategy, values, values_util
+from tensorflow.python.eager import record
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+
+from tfdist import collectives
+from tfdist.collectives import CollectivePlan, Communicator, RankProgram, choose_transport, find_program
+from tfdist.sharding import Layout, ParameterGroups, Replicate, ShardedVariable, ShardingConfig
+
+_SYNC_ON_READ = tf.VariableSynchronization.ON_READ
+
+
+class ShardedExtendedMixin:
+    """What every tfdist strategy adds to a mirrored one, whatever transport it stands on.
+
+    `self._sharding` (a `ShardingConfig`) and `self._communicator` are set by the strategy.
+    """
+
+    _sharding: ShardingConfig
+    _communicator: Communicator
+
+    def _setup(self, sharding: ShardingConfig) -> None:
+        self._sharding = sharding
+        self._communicator = Communicator(sharding.mesh, choose_transport(sharding.mesh.devices))
+        self._parameter_groups = ParameterGroups()
+        self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.last_plan: CollectivePlan | None = None
+
+    # Variables
+
+    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        """Makes a parameter (trainable), a slot (colocated with a parameter) or something that stays replicated."""
+        if kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+            # All ranks compute the same value; NONE stores it without a merge of the ranks.
+            kwargs["aggregation"] = tf.VariableAggregation.NONE
+        layout = self._layout_for(kwargs)
+        if layout is None or isinstance(layout.data, Replicate):
+            return super()._create_variable(next_creator, **kwargs)
+        is_slot = kwargs.pop("colocate_with", None) is not None
+        return self._create_sharded(next_creator, layout, is_slot, kwargs)
+
+    def _layout_for(self, kwargs: dict[str, Any]) -> Layout | None:
+        """Returns the layout of the variable to make, or None when sharding does not concern it."""
+        if kwargs.get("synchronization") == _SYNC_ON_READ:
+            return None
+        reference = kwargs.get("colocate_with")
+        if reference is not None and not isinstance(reference, values.DistributedVariable):
+            return None
+        if reference is None and not kwargs.get("trainable", True):
+            return None
+        with tf.init_scope(), record.stop_recording():
+            initial = kwargs["initial_value"]
+            with tf.device(self._sharding.mesh.devices[0]):
+                full = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
+        kwargs["initial_value"] = full
+        if not full.dtype.is_floating:
+            return None
+        layout = self._sharding.parameter_layout(full.shape.as_list())
+        if reference is None:
+            return layout
+        return self._sharding.slot_layout(layout) if full.shape == reference.shape else None
+
+    def _create_sharded(
+        self, next_creator: Callable[..., tf.Variable], layout: Layout, is_slot: bool, kwargs: dict[str, Any]
+    ) -> ShardedVariable:
+        full = kwargs.pop("initial_value").numpy()
+        kwargs.pop("shape", None)
+        name = kwargs.get("name") or "Variable"
+        mesh = self._sharding.mesh
+        aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
+        components = []
+        for rank, device in enumerate(mesh.devices):
+            # `layout.shard` copies: a slice would keep the full value alive as long as the shard.
+            shard = layout.shard(full, mesh.coordinate(rank))
+            with tf.init_scope(), record.stop_recording(), tf.device(device):
+                part = {"initial_value": tf.convert_to_tensor(shard), "name": f"{name}/shard_{rank}"}
+                components.append(next_creator(**{**kwargs, **part}))
+        group = None if is_slot else self._parameter_groups.group_for(name)
+        return ShardedVariable(
+            self._container_strategy(), components, layout, range(mesh.world_size), aggregation, group
+        )
+
+    # Running
+
+    def _use_merge_call(self) -> bool:
+        # In a graph all ranks are traced to the end one by one and meet in collectives; eager ranks meet in merge calls.
+        return tf.executing_eagerly()
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if isinstance(fn, polymorphic_function.Function):
+            return self._as_graph_function(fn)(*(args or ()), **(kwargs or {}))
+        strategy = self._container_strategy()
+        if tf.executing_eagerly():
+            return mirrored_run.call_for_each_replica(strategy, fn, args, kwargs)
+        fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
+        graph = tf.compat.v1.get_default_graph()
+        plan = CollectivePlan(self._sharding.mesh.world_size)
+
+        @tf.autograph.experimental.do_not_convert
+        def run_rank(*args: Any, **kwargs: Any) -> Any:
+            rank = values_util.get_current_replica_id_as_int()
+            program = RankProgram(self._communicator, rank, graph, plan)
+            program.install(tf.distribute.get_replica_context())
+            outputs = fn(*args, **kwargs)
+            program.close(outputs)
+            return outputs
+
+        result = mirrored_run.call_for_each_replica(strategy, run_rank, args, kwargs)
+        plan.check_complete()
+        self.last_plan = plan
+        return result
+
+    def _as_graph_function(self, fn: Any) -> Any:
+        """Returns `fn`, a `tf.function`, as one that runs all ranks in one graph."""
+        if fn not in self._graph_functions:
+            python_function = fn.python_function
+
+            def all_ranks(*args: Any, **kwargs: Any) -> Any:
+                return self._call_for_each_replica(python_function, args, kwargs)
+
+            self._graph_functions[fn] = fn._clone(python_function=all_ranks)
+        return self._graph_functions[fn]
+
+    # Reductions
+
+    def _get_cross_device_ops(self, value: Any) -> cross_device_ops.CrossDeviceOps:
+        # Between ranks, in cross-replica code, all values are in this process: plain additions, no collective.
+        return cross_device_ops.ReductionToOneDevice()
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if tf.executing_eagerly():
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)
+        op = {tf.distribute.ReduceOp.SUM: "sum", tf.distribute.ReduceOp.MEAN: "mean"}[reduce_op]
+        return tf.nest.map_structure(lambda tensor: collectives.all_reduce(tensor, "data", reduce_op=op), value)
+
+    # Updates
+
+    def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        if not isinstance(var, ShardedVariable) or tf.executing_eagerly():
+            return super()._replica_ctx_update(var, fn, args, kwargs, group)
+        program = find_program()
+        component = var.component(program.rank)
+        with tf.device(component.device):
+            return fn(component, *args, **(kwargs or {}))
+
+
+class ShardedMirroredExtended(ShardedExtendedMixin, mirrored_strategy.MirroredExtended):
+    """The devices of one process."""
+
+    # Two strategies of one process must not share group keys.
+    _next_key_base = itertools.count(1)
+
+    def __init__(self, strategy: tf.distribute.Strategy, sharding: ShardingConfig):
+        strategy._collective_key_base = 1000 * next(self._next_key_base)
+        self._setup(sharding)
+        super().__init__(strategy, devices=list(sharding.mesh.devices))
