@@ -7,13 +7,18 @@ from typing import Any
 from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-__all__ = ["current_layer", "in_symbolic_scope"]
+__all__ = ["current_layer", "in_symbolic_scope", "own_variables"]
 
 
 def current_layer() -> Any | None:
-    """Returns the Keras object (a layer, usually) whose variables are being made, or None outside Keras.
+    """Returns the Keras object (a layer, usually) that is being built or called, or None outside Keras.
 
-    Keras opens a name scope with the layer as its `caller` around every `build` and `add_weight`.
+    Keras opens a name scope with the layer as its `caller` around every `build`, `add_weight` and call.
     """
     stack = global_state.get_global_attribute("name_scope_stack") or []
     return stack[-1].caller if stack else None
+
+
+def own_variables(layer: Any) -> list[Any]:
+    """Returns the `tf.Variable`s of the trainable variables that `layer` itself made, not those of its sublayers."""
+    return [variable.value for variable in getattr(layer, "_trainable_variables", [])]

@@ -34,11 +34,30 @@ class ParameterGroups:
     def __init__(self) -> None:
         self._by_layer: weakref.WeakKeyDictionary[Any, ParameterGroup] = weakref.WeakKeyDictionary()
 
-    def group_for(self, variable_name: str) -> ParameterGroup:
-        """Returns the group that a variable made right now belongs to."""
+    def enter(self, variable: Any) -> ParameterGroup | None:
+        """Puts a new variable in the group of the layer that is being built and returns it.
+
+        None when no layer is: Keras makes the variables of a lazily built model after it has left the layers, and then the
+        group is found at the first read, by `adopt`.
+        """
         layer = keras_scope.current_layer()
-        if layer is None:
-            return ParameterGroup(variable_name)
+        return None if layer is None else self._add(layer, variable)
+
+    def adopt(self, variable: Any) -> ParameterGroup:
+        """Returns a group for a variable that has none: with the other variables of the layer being called, or its own."""
+        layer = keras_scope.current_layer()
+        own = [] if layer is None else keras_scope.own_variables(layer)
+        if not any(member is variable for member in own):
+            group = ParameterGroup(variable.name.partition("/")[0])
+            group.add(variable)
+            return group
+        for member in own:
+            if getattr(member, "is_parameter", False) and member.group is None:
+                member.group = self._add(layer, member)
+        return variable.group
+
+    def _add(self, layer: Any, variable: Any) -> ParameterGroup:
         if layer not in self._by_layer:
-            self._by_layer[layer] = ParameterGroup(getattr(layer, "name", variable_name))
+            self._by_layer[layer] = ParameterGroup(getattr(layer, "name", type(layer).__name__))
+        self._by_layer[layer].add(variable)
         return self._by_layer[layer]

@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
+from tensorflow.python.ops import while_v2
+
+LOOPS = ("While", "StatelessWhile")
 
 stop_recording = record.stop_recording
 
@@ -32,8 +35,41 @@ def is_backward(operation: tf.Operation) -> bool:
     return "gradient_tape/" in operation.name or operation.name.startswith("gradients/") or "/gradients/" in operation.name
 
 
+def same(one: tf.Tensor, other: tf.Tensor) -> bool:
+    """Whether both are the same tensor of one graph; an operation whose inputs changed hands out new Python objects."""
+    return one is other or one.name == other.name
+
+
+def loop_invariants(operation: tf.Operation, tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the outputs of a while loop that are `tensor` itself, an input which the loop's body passes on unchanged."""
+    if operation.type not in LOOPS:
+        return []
+    body = while_v2._get_graph(operation, "body", "_body_graph")  # noqa: SLF001
+    unchanged = []
+    # Not strict: the gradient adds inputs and outputs to a loop, at its end, and not the same number of each.
+    for passed, source, inside, result in zip(operation.outputs, operation.inputs, body.inputs, body.outputs, strict=False):
+        while result.op.type == "Identity":
+            result = result.op.inputs[0]
+        if same(source, tensor) and same(result, inside):
+            unchanged.append(passed)
+    return unchanged
+
+
+def clone(operation: tf.Operation, data: tf.Tensor) -> tf.Operation:
+    """Makes `operation` a second time, with `data` as its first input and the other inputs as they are."""
+    inputs = [data, *operation.inputs[1:]]
+    attributes = {name: value for name, value in operation.node_def.attr.items() if not name.startswith("_")}
+    return operation.graph._create_op_internal(  # noqa: SLF001
+        operation.type,
+        inputs,
+        dtypes=[output.dtype for output in operation.outputs],
+        attrs=attributes,
+        name=f"{operation.name.rpartition('/')[2]}_again",
+    )
+
+
 def reconnect(operation: tf.Operation, old: tf.Tensor, new: tf.Tensor) -> None:
     """Makes `operation` read `new` wherever it reads `old`."""
     for index, tensor in enumerate(operation.inputs):
-        if tensor is old:
+        if same(tensor, old):
             operation._update_input(index, new)

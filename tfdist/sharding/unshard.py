@@ -5,6 +5,10 @@ model gathered from forward to backward. When the gradients have been traced, th
 known: the weight is gathered a second time and those operations are made to read the second copy. Nothing is computed twice,
 and the first copy is freed when the forward pass has used it.
 
+Note: views. A layer often reshapes, transposes or casts a weight before it multiplies with it; what backward holds is then the view,
+which shares the weight's buffer or is as large. Operations that only move or cast a weight are made again on the second copy. A loop hands
+a weight that it captured on to its gradient as one of its outputs: that is a view too.
+
 Note: one order. All collectives of a rank form a chain in the order in which they are emitted. The tape calls gradient functions
 in an order of its own, so what backward needs is collected and emitted together, ordered by `order_backward`: before the optimizer
 steps, before any other collective, and at the end at the latest.
@@ -28,6 +32,33 @@ from tfdist.sharding.config import ShardingConfig
 from tfdist.sharding.parameter_group import ParameterGroup
 
 
+# Operations whose first input is only moved or cast.
+_VIEWS = frozenset(
+    "BroadcastTo Cast ExpandDims Identity Pad Reshape Slice Split SplitV Squeeze StopGradient StridedSlice Transpose Unpack".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """An operation that reads `tensor`: a gathered parameter or a view of it."""
+
+    operation: tf.Operation
+    tensor: tf.Tensor
+
+
+def _readers(tensor: tf.Tensor) -> Iterator[Reader]:
+    for operation in tensor.consumers():
+        if tape.is_backward(operation):
+            yield Reader(operation, tensor)
+        elif operation.type in _VIEWS and tape.same(operation.inputs[0], tensor):
+            for view in operation.outputs:
+                yield from _readers(view)
+        else:
+            yield Reader(operation, tensor)
+            for passed in tape.loop_invariants(operation, tensor):
+                yield from _readers(passed)
+
+
 @dataclasses.dataclass(eq=False)
 class Unit:
     """One gather of a parameter group. A group that is used again later in the step is gathered again: another unit."""
@@ -38,10 +69,13 @@ class Unit:
     outputs: dict[int, tf.Tensor]  # the gathered tensor by variable id
     is_kept: bool = False  # the forward copy serves backward too
 
-    def consumers(self, wanted: Callable[[tf.Operation], bool]) -> dict[int, list[tf.Operation]]:
-        """Returns the operations that read the gathered tensors, by variable id."""
-        readers = {key: [op for op in full.consumers() if wanted(op)] for key, full in self.outputs.items()}
-        return {key: operations for key, operations in readers.items() if operations}
+    def readers(self, wanted: Callable[[tf.Operation], bool]) -> dict[int, list[Reader]]:
+        """Returns who reads the gathered tensors or views of them, by variable id."""
+        found = {key: [r for r in _readers(full) if wanted(r.operation)] for key, full in self.outputs.items()}
+        return {key: readers for key, readers in found.items() if readers}
+
+    def reader_operations(self) -> list[tf.Operation]:
+        return [reader.operation for readers in self.readers(lambda _: True).values() for reader in readers]
 
 
 @dataclasses.dataclass(eq=False)
@@ -101,13 +135,13 @@ class UnshardSchedule:
     def _gather(self, group: ParameterGroup) -> Unit:
         config, variables = self._config, group.variables
         window = self._units[-config.prefetch - 1 :]
-        if self._pending or any(unit.consumers(tape.is_backward) for unit in window):
+        if self._pending or any(unit.readers(tape.is_backward) for unit in window):
             self.flush()  # a read within backward (recomputation)
         shards = {id(v): v.component(self._program.rank).read_value() for v in variables}
         is_training = tape.tapes_watching(list(shards.values())) > 0
         gate: list[tf.Operation] = []
         if len(window) > config.prefetch and (config.reshard_after_forward or not is_training):
-            gate = [op for operations in window[0].consumers(lambda op: True).values() for op in operations]
+            gate = window[0].reader_operations()
         with self._own_emission(), tape.stop_recording():
             outputs = self._all_gather(variables, shards, gate, f"unshard/{group.name}")
         unit = Unit(len(self._units), group, shards, outputs)
@@ -196,16 +230,16 @@ class UnshardSchedule:
                 else:
                     self._reduce_scatter(by_unit[step.action.unit])
 
-    def _backward_uses(self) -> dict[int, dict[int, list[tf.Operation]]]:
+    def _backward_uses(self) -> dict[int, dict[int, list[Reader]]]:
         """Returns, per unit index, the backward readers of its forward copy that must be moved to a second one."""
         if not self._config.reshard_after_forward:
             return {}
-        uses = {unit.index: unit.consumers(tape.is_backward) for unit in self._units if not unit.is_kept}
+        uses = {unit.index: unit.readers(tape.is_backward) for unit in self._units if not unit.is_kept}
         return {index: readers for index, readers in uses.items() if readers}
 
-    def _regathers(self, uses: dict[int, dict[int, list[tf.Operation]]], numbers: dict[str, int]) -> list[Regather]:
+    def _regathers(self, uses: dict[int, dict[int, list[Reader]]], numbers: dict[str, int]) -> list[Regather]:
         regathers = [
-            Regather(index, tuple(sorted(numbers[op.name] for operations in readers.values() for op in operations)))
+            Regather(index, tuple(sorted({numbers[r.operation.name] for found in readers.values() for r in found})))
             for index, readers in uses.items()
         ]
         if regathers and not self._has_regathered:
@@ -219,26 +253,25 @@ class UnshardSchedule:
 
     def _start_of_backward(
         self,
-        uses: dict[int, dict[int, list[tf.Operation]]],
+        uses: dict[int, dict[int, list[Reader]]],
         operations: Sequence[tf.Operation],
         numbers: dict[str, int],
     ) -> list[tf.Operation]:
         """Returns the operations whose results the first backward reader of a parameter needs besides the parameter."""
-        readers = [
-            (numbers[op.name], index, key) for index in uses for key, found in uses[index].items() for op in found
-        ]
+        readers = [reader for found in uses.values() for several in found.values() for reader in several]
         if not readers:
             return []
-        number, index, key = min(readers)
-        others = [tensor for tensor in operations[number].inputs if tensor is not self._units[index].outputs[key]]
-        return [tensor.op for tensor in others if numbers[tensor.op.name] < number]
+        first = min(readers, key=lambda reader: numbers[reader.operation.name])
+        others = [tensor.op for tensor in first.operation.inputs if not tape.same(tensor, first.tensor)]
+        return [op for op in others if numbers[op.name] < numbers[first.operation.name]]
 
-    def _regather(self, unit: Unit, uses: dict[int, list[tf.Operation]], gate: Sequence[tf.Operation]) -> None:
+    def _regather(self, unit: Unit, uses: dict[int, list[Reader]], gate: Sequence[tf.Operation]) -> None:
         variables = [v for v in unit.group.variables if id(v) in uses]
         again = self._all_gather(variables, unit.shards, gate, f"unshard/{unit.group.name}/backward")
         for variable in variables:
-            for operation in uses[id(variable)]:
-                tape.reconnect(operation, unit.outputs[id(variable)], again[id(variable)])
+            copies = {unit.outputs[id(variable)].name: again[id(variable)]}
+            for reader in uses[id(variable)]:
+                tape.reconnect(reader.operation, reader.tensor, _copy_of(reader.tensor, copies))
 
     def _reduce_scatter(self, pending: Sequence[PendingGradient]) -> None:
         program = self._program
@@ -276,6 +309,17 @@ class UnshardSchedule:
             return
         with self._program.graph.as_default(), tf.device(self._program.device):
             yield
+
+
+def _copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
+    """Returns the counterpart of `tensor`, a view, on the second copy; `copies` maps the names that have one, and grows."""
+    if tensor.name not in copies:
+        if tensor.op.type in tape.LOOPS:
+            copies[tensor.name] = _copy_of(tensor.op.inputs[tensor.value_index], copies)
+        else:
+            view = tape.clone(tensor.op, _copy_of(tensor.op.inputs[0], copies))
+            copies.update({old.name: new for old, new in zip(tensor.op.outputs, view.outputs, strict=True)})
+    return copies[tensor.name]
 
 
 def _by_dtype(items: Sequence[Any], key: Callable[[Any], Any] = lambda v: v.dtype) -> list[list[Any]]:

@@ -16,7 +16,7 @@ from tfdist.mesh import Coordinate
 from tfdist.sharding import keras_scope, packing
 from tfdist.sharding.config import config_of
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.parameter_group import ParameterGroup
+from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.unshard import UnshardSchedule
 
 
@@ -25,7 +25,7 @@ class ShardedVariable(values.DistributedVariable):
 
     * Outside replicas it is the full variable: `shape` is the global shape, `numpy()` assembles the parts, `assign()` cuts and
       scatters. So saving, loading and `summary()` know nothing of sharding.
-    * Inside a replica a parameter (it has a `group`) reads as its full value, gathered with its group; an optimizer slot reads
+    * Inside a replica a parameter (it has `groups`) reads as its full value, gathered with its group; an optimizer slot reads
       as this rank's shard.
 
     Args:
@@ -34,7 +34,7 @@ class ShardedVariable(values.DistributedVariable):
         layout: which part each rank stores.
         ranks: the ranks of `components`.
         aggregation: `tf.VariableAggregation` of assignments inside replicas. NONE: all ranks assign the same value.
-        group: the parameter group to gather it with; None for optimizer slots.
+        groups: the strategy's parameter groups, which say what it is gathered with; None for optimizer slots.
     """
 
     def __init__(
@@ -44,15 +44,16 @@ class ShardedVariable(values.DistributedVariable):
         layout: Layout,
         ranks: Sequence[int],
         aggregation: tf.VariableAggregation = tf.VariableAggregation.NONE,
-        group: ParameterGroup | None = None,
+        groups: ParameterGroups | None = None,
     ):
         self.layout = layout
-        self.group = group
+        self.group: ParameterGroup | None = None
+        self._groups = groups
         self._ranks = tuple(ranks)
         self._full_shape = tf.TensorShape(layout.shape)
         super().__init__(strategy, components, aggregation)
-        if group is not None:
-            group.add(self)
+        if groups is not None:
+            self.group = groups.enter(self)
 
     # What it is
 
@@ -71,7 +72,7 @@ class ShardedVariable(values.DistributedVariable):
     @property
     def is_parameter(self) -> bool:
         """Whether it reads as its full value inside replicas; False for optimizer slots."""
-        return self.group is not None
+        return self._groups is not None
 
     def _is_mirrored(self) -> bool:
         return True
@@ -101,6 +102,8 @@ class ShardedVariable(values.DistributedVariable):
             program = find_program()
             if program is None or keras_scope.in_symbolic_scope():
                 return self._assemble()  # eager, or a scratch graph that only wants the shape: no collective
+            if self.group is None:
+                self.group = self._groups.adopt(self)
             config = config_of(self._distribute_strategy)
             return program.attachment(UnshardSchedule).read(self, config)
 

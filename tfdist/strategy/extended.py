@@ -86,9 +86,9 @@ class ShardedExtendedMixin:
             with tf.init_scope(), record.stop_recording(), tf.device(device):
                 part = {"initial_value": tf.convert_to_tensor(shard), "name": f"{name}/shard_{rank}"}
                 components.append(next_creator(**{**kwargs, **part}))
-        group = None if is_slot else self._parameter_groups.group_for(name)
+        groups = None if is_slot else self._parameter_groups
         return ShardedVariable(
-            self._container_strategy(), components, layout, range(mesh.world_size), aggregation, group
+            self._container_strategy(), components, layout, range(mesh.world_size), aggregation, groups
         )
 
     # Running
