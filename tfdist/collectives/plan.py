@@ -11,6 +11,9 @@ import tensorflow as tf
 
 from tfdist import errors
 
+# A collective whose length is known at run time only uses one key per power of two: instance_key + log2(length).
+KEYS_PER_COLLECTIVE = 32
+
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRecord:
@@ -68,7 +71,7 @@ class CollectivePlan:
     is refused while it is traced, before it can hang.
     """
 
-    _next_instance_key = itertools.count(1)
+    _next_instance_key = itertools.count(KEYS_PER_COLLECTIVE, KEYS_PER_COLLECTIVE)
 
     def __init__(self, world_size: int):
         self.records: list[list[CollectiveRecord]] = [[] for _ in range(world_size)]

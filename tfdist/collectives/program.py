@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable_ops
 
 from tfdist import errors
-from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
+from tfdist.collectives.plan import KEYS_PER_COLLECTIVE, CollectivePlan, CollectiveRecord
 from tfdist.collectives.transport import Transport
 from tfdist.mesh import DeviceMesh
 
 _PROGRAM = "_tfdist_program"
+_LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 
 
 class Communicator:
@@ -23,6 +24,9 @@ class Communicator:
     Group keys are global to the process (and to the cluster) and strategies of TensorFlow take 1, 2, ...: ours start high and
     are never used twice. Collectives of one rank form one chain on its token, in program order: one token for two ranks, or
     two ranks that issue in different orders on their tokens, would hang.
+
+    Attributes:
+        kernel_orders: per group, the order in which the kernels number its members (see `wire`).
     """
 
     _next_group_key = itertools.count(1 << 20)
@@ -30,6 +34,7 @@ class Communicator:
     def __init__(self, mesh: DeviceMesh, transport: Transport):
         self.mesh = mesh
         self.transport = transport
+        self.kernel_orders: dict[tuple[int, ...], list[int]] = {}
         self._group_keys: dict[tuple[int, ...], int] = {}
         self._tokens: dict[int, tf.Variable] = {}
 
@@ -46,7 +51,6 @@ class Communicator:
             with tf.init_scope(), tf.device(self.mesh.devices[rank]):
                 self._tokens[rank] = resource_variable_ops.ResourceVariable(0.0, trainable=False)
         return self._tokens[rank].handle
-
 
 
 class RankProgram:
@@ -87,10 +91,14 @@ class RankProgram:
         for callback in self.before_collective:
             callback()
         record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label)
+        instance_key = self.plan.add(self.rank, record)
+        if None in record.shape:
+            # A key is bound to one shape for the life of the process: every power of two has its own.
+            instance_key += log2_ceiling(tf.shape(x)[record.shape.index(None)])
         return {
             "group_size": len(ranks),
             "group_key": self.communicator.group_key(ranks),
-            "instance_key": self.plan.add(self.rank, record),
+            "instance_key": instance_key,
             "communication_hint": self.transport.hint,
             "timeout_seconds": self.transport.timeout_seconds,
         }
@@ -108,6 +116,12 @@ class RankProgram:
         setattr(replica_context, _PROGRAM, self)
 
 
+def log2_ceiling(length: tf.Tensor) -> tf.Tensor:
+    """Returns the least k, as int32, with 2**k >= `length`, a positive int32 scalar."""
+    powers = tf.constant([1 << k for k in range(KEYS_PER_COLLECTIVE - 1)], tf.int32)
+    return tf.reduce_sum(tf.cast(powers < length, tf.int32))
+
+
 def find_program() -> RankProgram | None:
     """Returns the program of the rank that is being traced, or None outside `strategy.run` and in eager code."""
     if tf.executing_eagerly():
@@ -120,10 +134,18 @@ def current_program(what: str = "A collective") -> RankProgram:
 
     Raises:
         RuntimeError: outside `strategy.run` of a tfdist strategy, or called eagerly, where the ranks run one after the other
-            and the first would wait for ever for the second.
+            and the first would wait for ever for the second; or in a loop of one rank, where collectives hang.
     """
     program = find_program()
     if program is not None:
+        if _in_loop(program.graph):
+            raise RuntimeError(
+                errors.message(
+                    f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that is passed to "
+                    "`strategy.run`. TensorFlow's collectives hang there.",
+                    fix="Use a Python loop, or put the loop around `strategy.run`.",
+                )
+            )
         return program
     if tf.executing_eagerly() and tf.distribute.in_cross_replica_context() is False and tf.distribute.has_strategy():
         raise RuntimeError(
@@ -140,3 +162,12 @@ def current_program(what: str = "A collective") -> RankProgram:
         )
     )
 
+
+def _in_loop(outermost: tf.Graph) -> bool:
+    """Whether the code being traced stands in a loop within `outermost`."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not outermost:
+        if isinstance(graph, _LOOPS):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False

@@ -62,7 +62,7 @@ class ParameterShard(tf.__internal__.types.Tensor):
         return self.assign(self._value - delta)
 
     def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
-        return tf.convert_to_tensor(self._value, dtype, name)
+        return tf.convert_to_tensor(self._value, dtype, name=name)
 
 
 def _delegate(operator: str):

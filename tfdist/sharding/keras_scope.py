@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-__all__ = ["current_layer", "in_symbolic_scope", "own_variables"]
+__all__ = ["current_layer", "in_optimizer", "in_symbolic_scope", "own_variables"]
 
 
 def current_layer() -> Any | None:
@@ -17,6 +18,11 @@ def current_layer() -> Any | None:
     """
     stack = global_state.get_global_attribute("name_scope_stack") or []
     return stack[-1].caller if stack else None
+
+
+def in_optimizer() -> bool:
+    """Whether an optimizer is making a variable: its scalars are "trainable" by default, and still no parameters."""
+    return isinstance(current_layer(), keras.optimizers.Optimizer)
 
 
 def own_variables(layer: Any) -> list[Any]:

@@ -14,9 +14,9 @@ from tensorflow.python.distribute import cross_device_ops, mirrored_run, mirrore
 from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
-from tfdist import collectives
+from tfdist import collectives, errors
 from tfdist.collectives import CollectivePlan, Communicator, RankProgram, choose_transport, find_program
-from tfdist.sharding import Layout, ParameterGroups, Replicate, ShardedVariable, ShardingConfig
+from tfdist.sharding import Layout, ParameterGroups, Replicate, ShardedVariable, ShardingConfig, keras_scope
 
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 
@@ -45,31 +45,52 @@ class ShardedExtendedMixin:
             # All ranks compute the same value; NONE stores it without a merge of the ranks.
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         layout = self._layout_for(kwargs)
-        if layout is None or isinstance(layout.data, Replicate):
+        if layout is None:
             return super()._create_variable(next_creator, **kwargs)
         is_slot = kwargs.pop("colocate_with", None) is not None
         return self._create_sharded(next_creator, layout, is_slot, kwargs)
 
     def _layout_for(self, kwargs: dict[str, Any]) -> Layout | None:
-        """Returns the layout of the variable to make, or None when sharding does not concern it."""
+        """Returns the layout of the variable to make, or None when sharding does not concern it.
+
+        What it concerns gets its initial value drawn here, once and whole.
+        """
         if kwargs.get("synchronization") == _SYNC_ON_READ:
             return None
         reference = kwargs.get("colocate_with")
-        if reference is not None and not isinstance(reference, values.DistributedVariable):
+        if reference is None:
+            if not kwargs.get("trainable", True) or keras_scope.in_optimizer():
+                return None
+            placement = self._sharding.placements.parameter
+        elif isinstance(reference, values.DistributedVariable):
+            placement = self._sharding.placements.optimizer_state
+        else:
             return None
-        if reference is None and not kwargs.get("trainable", True):
+        if isinstance(placement, Replicate):
             return None
-        with tf.init_scope(), record.stop_recording():
-            initial = kwargs["initial_value"]
-            with tf.device(self._sharding.mesh.devices[0]):
-                full = tf.convert_to_tensor(initial() if callable(initial) else initial, kwargs.get("dtype"))
-        kwargs["initial_value"] = full
-        if not full.dtype.is_floating:
+        full = self._initial_value(kwargs)
+        if not full.dtype.is_floating or reference is not None and full.shape != reference.shape:
             return None
         layout = self._sharding.parameter_layout(full.shape.as_list())
-        if reference is None:
-            return layout
-        return self._sharding.slot_layout(layout) if full.shape == reference.shape else None
+        return layout if reference is None else self._sharding.slot_layout(layout)
+
+    def _initial_value(self, kwargs: dict[str, Any]) -> tf.Tensor:
+        """Draws the initial value and puts it back in `kwargs`, so that it is drawn once."""
+        with tf.init_scope(), record.stop_recording(), tf.device(self._sharding.mesh.devices[0]):
+            initial = kwargs["initial_value"]
+            initial = initial() if callable(initial) else initial
+            if tf.is_symbolic_tensor(initial):
+                initial = tf.get_static_value(initial)
+            if initial is None or not tf.executing_eagerly():
+                raise RuntimeError(
+                    errors.message(
+                        f"Variable {kwargs.get('name')!r} is to be sharded, but it is made inside a `tf.function` from a value "
+                        "that only exists when the function runs.",
+                        fix="Make it in `strategy.scope()` before the function is called, or from an initializer.",
+                    )
+                )
+            kwargs["initial_value"] = tf.convert_to_tensor(initial, kwargs.get("dtype"))
+        return kwargs["initial_value"]
 
     def _create_sharded(
         self, next_creator: Callable[..., tf.Variable], layout: Layout, is_slot: bool, kwargs: dict[str, Any]

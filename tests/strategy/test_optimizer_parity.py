@@ -1,0 +1,46 @@
+"""Every optimizer, every stage, 2, 3 and 4 ranks: losses, weights and slots of one device."""
+
+import functools
+
+import keras
+import pytest
+from training import assert_same, custom_loop, fit, mlp, one_device, strategy_for
+
+optimizers = keras.optimizers
+
+
+def decaying(optimizer):
+    """AdamW on a schedule, with biases and the scalar excluded from weight decay."""
+    optimizer.exclude_from_weight_decay(var_names=["bias", "scale"])
+    return optimizer
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optimizers.SGD(0.1),
+    "momentum": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "rmsprop": lambda: optimizers.RMSprop(0.01, rho=0.8, momentum=0.5, centered=True),
+    "adam": lambda: optimizers.Adam(0.01),
+    "amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True),
+    "adamw": lambda: decaying(
+        optimizers.AdamW(optimizers.schedules.ExponentialDecay(0.02, 2, 0.7, staircase=True), weight_decay=0.1)
+    ),
+    "adadelta": lambda: optimizers.Adadelta(1.0, rho=0.9),
+    "adagrad": lambda: optimizers.Adagrad(0.05),
+    "adamax": lambda: optimizers.Adamax(0.01),
+    "nadam": lambda: optimizers.Nadam(0.01),
+    "ftrl": lambda: optimizers.Ftrl(0.05, l1_regularization_strength=0.001, l2_regularization_strength=0.01),
+    "lion": lambda: optimizers.Lion(0.003, weight_decay=0.05),
+}
+GRID = [(stage, devices) for stage in range(4) for devices in (2, 3, 4)]
+
+
+@functools.cache
+def on_one_device(train, name):
+    return train(one_device(), mlp, OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize(("zero_stage", "devices"), GRID)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("train", [fit, custom_loop])
+def test_parity(train, name, zero_stage, devices):
+    assert_same(train(strategy_for(devices, zero_stage), mlp, OPTIMIZERS[name]), on_one_device(train, name))
