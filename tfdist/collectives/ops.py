@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import wire
-from tfdist.collectives.program import RankProgram, current_program
+from tfdist.collectives.program import RankProgram, current_program, log2_ceiling
 
 _REDUCE_OPS = ("sum", "mean", "max", "min")
 
@@ -28,7 +28,7 @@ def all_reduce(
     """Reduces `x` elementwise over the group of `mesh_axis`; every rank gets the result.
 
     Args:
-        x: tensor of one shape on all ranks.
+        x: tensor of one static shape on all ranks.
         mesh_axis: "data", "pipe" or "tensor".
         reduce_op: "sum", "mean", "max" or "min". The gradient of "max" and "min" is not defined here and raises.
         label: what it is for, shown in the plan.
@@ -37,7 +37,8 @@ def all_reduce(
         A tensor like `x`.
 
     Raises:
-        ValueError: unknown `reduce_op` or `mesh_axis`, or a dtype that collectives do not carry.
+        ValueError: unknown `reduce_op` or `mesh_axis`, a shape that is not static, or a dtype that collectives do not
+            carry.
         RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
 
     Source: ring all-reduce, Patarasuk and Yuan 2009; its adjoint is itself.
@@ -45,6 +46,7 @@ def all_reduce(
     if reduce_op not in _REDUCE_OPS:
         raise ValueError(errors.message(f"`reduce_op` must be one of {_REDUCE_OPS}.", reduce_op=reduce_op))
     program, x, ranks = _enter("all_reduce", x, mesh_axis)
+    _check_static("all_reduce", x)
     if reduce_op == "mean":
         if not x.dtype.is_floating:
             raise ValueError(errors.message('`reduce_op="mean"` needs a floating dtype.', dtype=x.dtype.name))
@@ -106,20 +108,24 @@ def all_gather(
 def _all_gather_uneven(
     program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], mesh_axis: str, label: str
 ) -> tf.Tensor:
-    """All-gather of tensors whose axis 0 differs by rank: padded to the longest (at least one row: kernels crash on none)."""
+    """All-gather of tensors whose axis 0 differs by rank: padded to the power of two that holds the longest.
+
+    At least one row, because kernels crash on none; a power of two, because every length that occurs costs a key.
+    """
     length = tf.shape(x)[0]
     lengths = wire.all_gather(program, tf.reshape(length, [1]), ranks, f"{label}/lengths")
-    longest = tf.maximum(tf.reduce_max(lengths), 1)
+    rows = tf.bitwise.left_shift(1, log2_ceiling(tf.reduce_max(lengths)))
     inner = x.shape[1:]
-    keep = tf.reshape(tf.sequence_mask(lengths, longest), [-1])
+    keep = tf.reshape(tf.sequence_mask(lengths, rows), [-1])
     # The padding and the mask are ordinary differentiable ops; only the trip in the middle needs an adjoint.
-    padded = tf.pad(x, [[0, longest - length]] + [[0, 0]] * inner.rank)
+    padded = tf.pad(x, [[0, rows - length]] + [[0, 0]] * inner.rank)
 
     @tf.custom_gradient
     def gather(padded):
         def gradient(upstream):
-            rows = tf.reshape(upstream, tf.concat([[len(ranks), longest], inner.as_list()], 0))
-            return wire.reduce_scatter(program, tf.ensure_shape(rows, [len(ranks), None, *inner]), ranks, f"{label}/gradient")
+            pieces = tf.reshape(upstream, tf.concat([[len(ranks), rows], inner.as_list()], 0))
+            pieces = tf.ensure_shape(pieces, [len(ranks), None, *inner])
+            return wire.reduce_scatter(program, pieces, ranks, f"{label}/gradient")
 
         return wire.all_gather(program, tf.ensure_shape(padded, [None, *inner]), ranks, label), gradient
 

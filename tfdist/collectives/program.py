@@ -141,8 +141,8 @@ def current_program(what: str = "A collective") -> RankProgram:
         if _in_loop(program.graph):
             raise RuntimeError(
                 errors.message(
-                    f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that is passed to "
-                    "`strategy.run`. TensorFlow's collectives hang there.",
+                    f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that is "
+                    "passed to `strategy.run`. TensorFlow's collectives hang there.",
                     fix="Use a Python loop, or put the loop around `strategy.run`.",
                 )
             )

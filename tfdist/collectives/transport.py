@@ -17,7 +17,10 @@ import tensorflow as tf
 
 from tfdist.mesh import uses_physical_gpus
 
-DEFAULT_TIMEOUT_SECONDS = 1800.0
+# No timeout by default: TensorFlow 2.21 leaves about two sleeping threads behind for every collective that runs with one, until
+# it would have expired, so that a training run of some minutes exhausts the process's threads. Within one process a missing peer
+# is found while tracing (`CollectivePlan`).
+DEFAULT_TIMEOUT_SECONDS = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

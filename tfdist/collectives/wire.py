@@ -6,14 +6,16 @@ elements never reach the kernels (an empty tensor crashes several of them): they
 
 from __future__ import annotations
 
-import math
-
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives.program import RankProgram
+from tfdist.collectives.program import Communicator, RankProgram
 
 _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+
+# AllToAllV2 names a message by its two ranks, written without a separator: in a larger group of one process "1" to "11"
+# and "11" to "1" are one name, and blocks are silently exchanged.
+_ALL_TO_ALL_RANKS = 11
 
 
 def check_dtype(op: str, x: tf.Tensor) -> None:
@@ -30,7 +32,7 @@ def check_dtype(op: str, x: tf.Tensor) -> None:
 
 def is_trivial(x: tf.Tensor, ranks: tuple[int, ...]) -> bool:
     """Whether nothing has to move: a group of one rank, or a tensor that is known to be empty."""
-    return len(ranks) == 1 or (x.shape.is_fully_defined() and math.prod(x.shape) == 0)
+    return len(ranks) == 1 or 0 in x.shape.as_list()
 
 
 def all_reduce(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
@@ -55,13 +57,17 @@ def all_reduce(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduc
 def all_gather(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
     """Concatenates `x` of all `ranks` along axis 0, in group order. Equal shapes on all ranks."""
     if is_trivial(x, ranks):
-        return tf.identity(x) if len(ranks) == 1 else tf.zeros([x.shape[0] * len(ranks), *x.shape[1:]], x.dtype)
+        return tf.concat([x] * len(ranks), 0)
     with tf.device(program.device):
         carried = _as_bytes(program, x)
         gathered = tf.raw_ops.CollectiveGatherV2(
             input=carried, ordering_token=[program.token()], **program.begin("all_gather", carried, ranks, label)
         )
         gathered = tf.bitcast(gathered, x.dtype) if carried.dtype != x.dtype else gathered
+        order = _kernel_order(program, ranks)
+        if order != sorted(order):
+            stacked = tf.reshape(gathered, [len(ranks), -1, *x.shape[1:]])
+            gathered = tf.reshape(tf.gather(stacked, _inverse(order)), tf.shape(gathered))
         rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
         return tf.ensure_shape(gathered, [rows, *x.shape[1:]])
 
@@ -70,29 +76,30 @@ def all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
     """Sends `x[i]` to the i-th of `ranks` and returns what each sent here, stacked: (N, ...) to (N, ...)."""
     if is_trivial(x, ranks):
         return tf.identity(x)
+    if len(ranks) > _ALL_TO_ALL_RANKS:
+        gathered = all_gather(program, x, ranks, label)
+        return tf.reshape(gathered, [len(ranks), *x.shape])[:, ranks.index(program.rank)]
     with tf.device(program.device):
-        return tf.raw_ops.CollectiveAllToAllV2(
-            input=x, ordering_token=[program.token()], is_stateless=False, **program.begin("all_to_all", x, ranks, label)
-        )
+        received = _all_to_all(program, x, ranks, "all_to_all", label)
+        order = _kernel_order(program, ranks)
+        return received if order == sorted(order) else tf.gather(received, _inverse(order))
 
 
 def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
     """Sums `x`, of shape (N, ...), over `ranks`, and returns row i to the i-th rank: (N, ...) to (...)."""
     if is_trivial(x, ranks):
-        return tf.reshape(x, x.shape[1:])
+        return x[0]
     transport = program.transport
     with tf.device(program.device):
         if not transport.has_reduce_scatter:
-            received = tf.raw_ops.CollectiveAllToAllV2(
-                input=x,
-                ordering_token=[program.token()],
-                is_stateless=False,
-                **program.begin("reduce_scatter", x, ranks, label),
-            )
             # Summed wider than it travelled: a half-precision wire does not mean a half-precision sum.
             wide = tf.float32 if x.dtype in (tf.bfloat16, tf.float16) else x.dtype
-            return tf.cast(tf.reduce_sum(tf.cast(received, wide), axis=0), x.dtype)
-        carried = tf.cast(x, transport.reduction_dtype(x.dtype))
+            if len(ranks) > _ALL_TO_ALL_RANKS:
+                reduced = all_reduce(program, tf.cast(x, wide), ranks, "sum", label)[ranks.index(program.rank)]
+            else:
+                reduced = tf.reduce_sum(tf.cast(_all_to_all(program, x, ranks, "reduce_scatter", label), wide), axis=0)
+            return tf.cast(reduced, x.dtype)
+        carried = _in_kernel_order(program, tf.cast(x, transport.reduction_dtype(x.dtype)), ranks)
         reduced = tf.raw_ops.CollectiveReduceScatterV2(
             input=carried,
             merge_op="Add",
@@ -100,7 +107,7 @@ def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], l
             ordering_token=[program.token()],
             **program.begin("reduce_scatter", carried, ranks, label),
         )
-        return tf.cast(tf.reshape(reduced, x.shape[1:]), x.dtype)
+        return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), x.dtype)
 
 
 def broadcast_send(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], op: str, label: str) -> tf.Tensor:
@@ -133,6 +140,57 @@ def broadcast_receive(
         _extend_chain(program, received)
         received = tf.ensure_shape(received, shape)
         return tf.bitcast(received, dtype) if carried != dtype else received
+
+
+def _all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], op: str, label: str) -> tf.Tensor:
+    """Sends `x[i]` to the i-th of `ranks`; what arrives is in the kernels' order."""
+    x = _in_kernel_order(program, x, ranks)
+    return tf.raw_ops.CollectiveAllToAllV2(
+        input=x, ordering_token=[program.token()], is_stateless=False, **program.begin(op, x, ranks, label)
+    )
+
+
+# Note: order of a group. The kernels number the members of a group in an order of their own: devices by name, tasks as
+# strings (10 before 2), GPUs by their links. A group of this mesh may be in another order, so each group finds the
+# kernels' order once, by gathering its members' places, and rows are permuted locally where it differs.
+def _kernel_order(program: RankProgram, ranks: tuple[int, ...]) -> list[int]:
+    """Returns the places in `ranks` of the members, in the order in which the kernels number them."""
+    orders = program.communicator.kernel_orders
+    if ranks not in orders:
+        with tf.init_scope():
+            orders[ranks] = [int(place) for place in _gather_places(program.communicator, ranks)]
+    return orders[ranks]
+
+
+def _gather_places(communicator: Communicator, ranks: tuple[int, ...]) -> tf.Tensor:
+    @tf.function(autograph=False)
+    def gather() -> tf.Tensor:
+        gathered = []
+        for place, rank in enumerate(ranks):
+            with tf.device(communicator.mesh.devices[rank]):
+                gathered.append(
+                    tf.raw_ops.CollectiveGatherV2(
+                        input=tf.constant([place], tf.float32),
+                        ordering_token=[communicator.token(rank)],
+                        group_size=len(ranks),
+                        group_key=communicator.group_key(ranks),
+                        instance_key=0,  # the plan's keys start higher
+                        communication_hint=communicator.transport.hint,
+                        timeout_seconds=communicator.transport.timeout_seconds,
+                    )
+                )
+        return gathered[0]
+
+    return gather()
+
+
+def _in_kernel_order(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...]) -> tf.Tensor:
+    order = _kernel_order(program, ranks)
+    return x if order == sorted(order) else tf.gather(x, order)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(place) for place in range(len(order))]
 
 
 def _as_bytes(program: RankProgram, x: tf.Tensor) -> tf.Tensor:

@@ -31,10 +31,10 @@ from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import ShardingConfig
 from tfdist.sharding.parameter_group import ParameterGroup
 
-
 # Operations whose first input is only moved or cast.
 _VIEWS = frozenset(
-    "BroadcastTo Cast ExpandDims Identity Pad Reshape Slice Split SplitV Squeeze StopGradient StridedSlice Transpose Unpack".split()
+    "BroadcastTo Cast ExpandDims Identity Pad Reshape Slice Split SplitV Squeeze StopGradient StridedSlice Transpose "
+    "Unpack".split()
 )
 
 

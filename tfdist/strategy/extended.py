@@ -59,7 +59,7 @@ class ShardedExtendedMixin:
             return None
         reference = kwargs.get("colocate_with")
         if reference is None:
-            if not kwargs.get("trainable", True) or keras_scope.in_optimizer():
+            if kwargs.get("trainable") is False or keras_scope.in_optimizer():
                 return None
             placement = self._sharding.placements.parameter
         elif isinstance(reference, values.DistributedVariable):

@@ -1,0 +1,44 @@
+# make train   trains the example GPT, sharded, in a fresh .venv:  make train ARGS="--devices 4 --zero-stage 2"
+# make test    lint and all tests
+# make bench   memory and throughput beside MirroredStrategy
+#
+# Needs Python 3.11 or later and make; another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP     = $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: train test bench lint clean
+.DEFAULT_GOAL := test
+
+train: $(VENV)/.installed-examples
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+bench: $(VENV)/.installed-examples
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/throughput.py
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check
+
+# The stamps below keep a second `make` from installing again; a change of setup.py installs anew.
+$(VENV)/.installed-examples: setup.py | $(BIN)/pip
+	$(PIP) install --use-pep517 --editable '.[examples]'
+	@touch $@
+
+$(VENV)/.installed-test: setup.py | $(BIN)/pip
+	$(PIP) install --use-pep517 --editable '.[test,examples]'
+	@touch $@
+
+# pip is the last thing that venv installs, so a venv that was cut short is made again.
+$(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install it, or name another: make PYTHON=python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,114 @@
+"""The plan: what it counts, and what it refuses."""
+
+import pytest
+import tensorflow as tf
+
+from tfdist.collectives import CollectivePlan, CollectiveRecord
+from tfdist.collectives.plan import KEYS_PER_COLLECTIVE
+from tfdist.collectives.program import log2_ceiling
+
+
+def record(op="all_reduce", ranks=(0, 1), shape=(6, 5), dtype="float32", label="x"):
+    return CollectiveRecord(op, ranks, shape, dtype, label)
+
+
+@pytest.mark.parametrize(
+    ("op", "sent"),  # of S = 120 bytes on 4 ranks
+    [
+        ("all_reduce", 180),
+        ("all_gather", 360),
+        ("reduce_scatter", 90),
+        ("all_to_all", 90),
+        ("broadcast", 120),
+        ("send", 120),
+    ],
+)
+def test_sent_bytes(op, sent):
+    one = record(op, ranks=(0, 1, 2, 3))
+    assert one.input_bytes == 120
+    assert one.sent_bytes == sent
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float64", 8), ("int32", 4)])
+def test_bytes_depend_on_the_dtype(dtype, itemsize):
+    assert record(dtype=dtype).input_bytes == 30 * itemsize
+    assert record(dtype=dtype, shape=()).input_bytes == itemsize
+    assert record(dtype=dtype, shape=(3, 0)).input_bytes == 0
+
+
+def test_bytes_of_an_unknown_shape():
+    with pytest.raises(ValueError, match="need a static shape") as error:
+        _ = record(shape=(None, 5)).sent_bytes
+    assert "record=CollectiveRecord(op='all_reduce'" in str(error.value)
+
+
+def test_members_get_the_same_keys_whichever_comes_first():
+    plan = CollectivePlan(3)
+    pair, all_ranks = record(ranks=(1, 2)), record(ranks=(0, 1, 2))
+    keys = {
+        0: [plan.add(0, all_ranks), plan.add(0, all_ranks)],
+        2: [plan.add(2, pair), plan.add(2, all_ranks), plan.add(2, all_ranks), plan.add(2, pair)],
+        1: [plan.add(1, pair), plan.add(1, all_ranks), plan.add(1, all_ranks), plan.add(1, pair)],
+    }
+    assert keys[1] == keys[2]
+    assert keys[0] == keys[1][1:3]
+    assert len(set(keys[1])) == 4
+    plan.check_complete()
+    assert [len(records) for records in plan.records] == [2, 4, 4]
+    assert plan.counts(0) == {"all_reduce": 2}
+    assert plan.sent_bytes(1) == 2 * 120 + 2 * 160
+
+
+def test_keys_leave_room_and_are_never_used_twice():
+    keys = [plan.add(0, record()) for plan in (CollectivePlan(2), CollectivePlan(2)) for _ in range(3)]
+    assert min(keys) >= KEYS_PER_COLLECTIVE
+    assert all(later - earlier >= KEYS_PER_COLLECTIVE for earlier, later in zip(keys, keys[1:], strict=False))
+
+
+def test_every_length_has_a_key_of_its_own():
+    lengths = [1, 2, 3, 4, 5, 8, 9, 1 << 30]
+    assert [int(log2_ceiling(tf.constant(length))) for length in lengths] == [0, 1, 2, 2, 3, 3, 4, 30]
+    assert max(int(log2_ceiling(tf.constant((1 << 31) - 1))), 30) < KEYS_PER_COLLECTIVE
+
+
+@pytest.mark.parametrize(
+    "change", [{"op": "all_gather"}, {"shape": (6, 4)}, {"dtype": "float64"}, {"label": "y"}, {"shape": (None, 5)}]
+)
+def test_ranks_that_disagree(change):
+    plan = CollectivePlan(2)
+    plan.add(0, record())
+    plan.add(0, record())
+    plan.add(1, record())
+    with pytest.raises(RuntimeError, match=r"disagree on collective 1 of group \[0, 1\]: rank 1 runs") as error:
+        plan.add(1, record(**change))
+    assert repr(record()) in str(error.value)
+    assert repr(record(**change)) in str(error.value)
+    assert "same order" in str(error.value)
+
+
+def test_a_rank_that_leaves_one_out():
+    plan = CollectivePlan(3)
+    both = record(ranks=(0, 2))
+    plan.add(0, both)
+    plan.add(0, record("all_gather", ranks=(0, 2), label="forgotten"))
+    plan.add(2, both)
+    with pytest.raises(RuntimeError, match=r"group \[0, 2\] run different numbers of collectives: {0: 2, 2: 1}") as error:
+        plan.check_complete()
+    assert "Rank 2 lacks" in str(error.value)
+    assert "forgotten" in str(error.value)
+
+
+def test_the_rank_traced_first_may_be_the_one_that_leaves_one_out():
+    plan = CollectivePlan(2)
+    plan.add(0, record())
+    plan.add(1, record())
+    plan.add(1, record())
+    with pytest.raises(RuntimeError, match="Rank 0 lacks"):
+        plan.check_complete()
+
+
+def test_an_empty_plan_is_complete():
+    plan = CollectivePlan(2)
+    plan.check_complete()
+    assert plan.counts() == {}
+    assert plan.sent_bytes() == 0

@@ -1,0 +1,149 @@
+"""The example end to end, and its data set. Both run in processes of their own: they split the CPU their own way."""
+
+import importlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run_python(*args):
+    """Runs Python with tfdist and the examples importable; returns the finished process."""
+    path = os.pathsep.join([str(EXAMPLES), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *args],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def run_example(*flags):
+    return run_python(str(EXAMPLES / "train_gpt.py"), *map(str, flags))
+
+
+@pytest.mark.timeout(300)
+def test_trains_sharded_and_restores_without_a_strategy(tmp_path):
+    flags = "--devices 2 --zero-stage 3 --epochs 1 --steps-per-epoch 6 --width 15 --heads 3 --layers 1 --seq-len 33"
+    result = run_example(*flags.split(), "--batch-size", 6, "--learning-rate", 0.02, "--out", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "gpt.weights.h5").stat().st_size > 0
+    before, after = (float(loss) for loss in re.findall(r": validation loss ([\d.]+), perplexity", result.stdout))
+    assert after < before - 0.5  # from uniform over 256 bytes towards their frequencies
+    (line,) = (line for line in result.stdout.splitlines() if "without a strategy" in line)
+    sharded, plain = (float(loss) for loss in re.findall(r"\d+\.\d+", line))
+    assert line.endswith(": equal")
+    assert sharded == pytest.approx(plain, rel=1e-5)
+    assert sharded == pytest.approx(after, abs=1e-4)
+    assert "mirrored" in result.stdout  # the memory report
+    assert "tokens/s" in result.stdout
+    assert "The class " in result.stdout  # the sample
+
+
+@pytest.fixture
+def train_gpt(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("train_gpt")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--batch-size 5 --devices 2", "--batch-size: 5 must be divisible by --devices 2"),
+        ("--width 10 --heads 4", "--width: 10 must be divisible by --heads 4"),
+        ("--epochs 0", "--epochs: must be positive. Received: 0"),
+        ("--zero-stage 4", "--zero-stage: invalid choice: 4"),
+    ],
+)
+def test_bad_flags_are_named(train_gpt, capsys, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        train_gpt.parse_args(flags.split())
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_batches_predict_the_next_token_and_follow_the_seed(train_gpt):
+    tokens = np.arange(200, dtype=np.uint8)
+
+    def batches(seed):
+        train, validation = train_gpt.make_datasets(tokens, tokens[:80], seq_len=7, batch_size=4, seed=seed)
+        return list(train.take(9).as_numpy_iterator()), list(validation.as_numpy_iterator())
+
+    train, validation = batches(1)
+    for inputs, targets in train + validation:
+        assert inputs.shape == targets.shape == (4, 7)
+        np.testing.assert_array_equal(inputs + 1, targets)
+    assert len(validation) == 2  # 11 windows: the last 3 make no batch
+    np.testing.assert_array_equal(train, batches(1)[0])
+    assert not np.array_equal(train, batches(2)[0])
+
+
+def test_text_too_short_for_a_batch_is_refused(train_gpt):
+    with pytest.raises(ValueError, match="--batch-size 4 windows of --seq-len 7. Received: 20 tokens, which make 2"):
+        train_gpt.make_datasets(np.zeros(20, np.uint8), np.zeros(200, np.uint8), seq_len=7, batch_size=4, seed=0)
+
+
+PREPARE = """
+import json, sys
+import stdlib_text
+import tensorflow_datasets as tfds
+
+tfds.disable_progress_bar()
+splits = []
+for data_dir in sys.argv[1:]:
+    builder = tfds.builder("stdlib_text", data_dir=data_dir)
+    builder.download_and_prepare()
+    splits.append({
+        name: [
+            [record["source"].decode(), record["text"].decode()]
+            for record in builder.as_dataset(split=name).as_numpy_iterator()
+        ]
+        for name in builder.info.splits
+    })
+json.dump(splits, sys.stdout)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_data_set_is_deterministic_and_its_splits_disjoint(tmp_path):
+    result = run_python("-c", PREPARE, str(tmp_path / "a"), str(tmp_path / "b"))
+    assert result.returncode == 0, result.stderr
+    first, second = json.loads(result.stdout.splitlines()[-1])  # tensorflow-datasets prints its progress before
+    assert first == second
+    assert set(first) == {"train", "validation"}
+    assert all(text.strip() and source for records in first.values() for source, text in records)
+
+    train, validation = ({text for _, text in first[name]} for name in ("train", "validation"))
+    assert len(train) == len(first["train"]) and len(validation) == len(first["validation"])
+    assert not train & validation
+    assert 0.02 < len(validation) / len(train) < 0.1  # one in twenty
+    paragraphs = [{p for text in split for p in text.split("\n\n") if len(p) > 200} for split in (train, validation)]
+    assert paragraphs[1] and not paragraphs[0] & paragraphs[1]
+
+
+CHECK_SMALL_LIBRARY = """
+import pathlib, sys
+import stdlib_text
+
+stdlib_text.help_topics = lambda: ()
+(pathlib.Path(sys.argv[1]) / "module.py").write_text("'''A docstring that is long enough to be a record of its own.'''")
+stdlib_text.collect(sys.argv[1])
+"""
+
+
+def test_a_python_without_documentation_is_refused(tmp_path):
+    result = run_python("-c", CHECK_SMALL_LIBRARY, str(tmp_path))
+    assert result.returncode != 0
+    assert "RuntimeError: `stdlib_text` needs at least 200,000 characters" in result.stderr
+    assert "in 1 texts" in result.stderr

@@ -1,0 +1,206 @@
+"""Bad input: an error at the earliest moment, which names the argument, what was received and the fix."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from training import mlp, strategy_for, vectors
+
+import tfdist
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"zero_stage": 4}, ValueError, ["`zero_stage`", "zero_stage=4"]),
+        ({"zero_stage": -1}, ValueError, ["`zero_stage`", "zero_stage=-1"]),
+        ({"zero_stage": True}, ValueError, ["`zero_stage`"]),
+        ({"zero_stage": "3"}, ValueError, ["`zero_stage`", "zero_stage='3'"]),
+        ({"devices": []}, ValueError, ["`devices`", "at least one"]),
+        ({"devices": ["CPU:0", "CPU:0"]}, ValueError, ["`devices`", "distinct"]),
+        ({"devices": ["CPU:0", "CPU:9"]}, ValueError, ["`devices`", "CPU:9", "use_logical_cpus"]),
+        ({"devices": ["GPU:0"]}, ValueError, ["`devices`", "GPU:0"]),
+        ({"devices": "CPU:0"}, ValueError, ["`devices`", "list"]),
+        ({"tensor_parallel_size": 3}, ValueError, ["`tensor_parallel_size`", "4", "divide"]),
+        ({"pipeline_parallel_size": 8}, ValueError, ["`pipeline_parallel_size`", "divide"]),
+        ({"tensor_parallel_size": 0}, ValueError, ["`tensor_parallel_size`", "positive"]),
+        ({"tensor_parallel_size": 2}, NotImplementedError, ["`tensor_parallel_size`", "not built yet"]),
+        ({"pipeline_parallel_size": 2}, NotImplementedError, ["`pipeline_parallel_size`", "not built yet"]),
+        ({"bucket_bytes": 0}, ValueError, ["`bucket_bytes`", "bucket_bytes=0"]),
+        ({"prefetch": -1}, ValueError, ["`prefetch`", "prefetch=-1"]),
+        ({"reshard_after_forward": 1}, ValueError, ["`reshard_after_forward`"]),
+        ({"reduce_dtype": "int32"}, ValueError, ["`reduce_dtype`", "int32"]),
+        ({"reduce_dtype": "nonsense"}, ValueError, ["`reduce_dtype`", "nonsense"]),
+    ],
+    ids=str,
+)
+def test_arguments(arguments, error, words):
+    with pytest.raises(error) as caught:
+        tfdist.ShardedStrategy(**arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_mixed_devices(monkeypatch):
+    pretend = tf.config.LogicalDevice
+    devices = [pretend("/device:CPU:0", "CPU"), pretend("/device:GPU:0", "GPU")]
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: devices)
+    with pytest.raises(ValueError, match="one type, not a mix of"):
+        tfdist.ShardedStrategy(["CPU:0", "GPU:0"])
+
+
+def test_defaults_are_all_logical_cpus_and_stage_2():
+    strategy = tfdist.ShardedStrategy()
+    assert isinstance(strategy, tf.distribute.MirroredStrategy)
+    assert strategy.zero_stage == 2
+    assert strategy.num_replicas_in_sync == 4
+    assert strategy.mesh.shape == (4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"clipnorm": 1.0}, "clipnorm"),
+        ({"clipvalue": 1.0}, "clipvalue"),
+        ({"global_clipnorm": 1.0}, "global_clipnorm"),
+        ({"use_ema": True}, "use_ema"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
+        ({"loss_scale_factor": 8.0}, "loss_scale_factor"),
+    ],
+)
+def test_not_yet_exact_settings_are_refused_at_construction(settings, name):
+    for zero_stage in (0, 3):
+        with strategy_for(2, zero_stage).scope(), pytest.raises(NotImplementedError, match=f"`{name}` of Adam"):
+            keras.optimizers.Adam(0.1, **settings)
+    keras.optimizers.Adam(0.1, **settings)  # and only under a tfdist strategy
+
+
+def test_loss_scaling_is_refused():
+    with strategy_for(2, 2).scope(), pytest.raises(NotImplementedError, match="LossScaleOptimizer"):
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.Adafactor, keras.optimizers.Lamb])
+def test_whole_tensor_optimizers_are_refused_where_state_is_sharded(optimizer):
+    with strategy_for(2, 1).scope(), pytest.raises(NotImplementedError, match=f"`{optimizer.__name__}`.*elementwise"):
+        optimizer(0.1)
+    with strategy_for(2, 0).scope():
+        optimizer(0.1)
+
+
+def test_elementwise_declaration():
+    @tfdist.optimizers.elementwise
+    class Halving(keras.optimizers.SGD):
+        pass
+
+    class NotDeclared(keras.optimizers.SGD):
+        pass
+
+    with strategy_for(2, 2).scope():
+        Halving(0.1)
+        with pytest.raises(NotImplementedError, match="NotDeclared"):
+            NotDeclared(0.1)
+    with pytest.raises(ValueError, match="`optimizer_class`"):
+        tfdist.optimizers.elementwise(Halving(0.1))
+
+
+def test_model_built_outside_scope():
+    model = mlp()
+    with strategy_for(2, 3).scope(), pytest.raises(ValueError, match="built under no strategy.*same `strategy.scope"):
+        model.compile(optimizer="sgd", loss="mse")
+
+
+def test_model_built_under_another_strategy():
+    with strategy_for(2, 3).scope():
+        model = mlp()
+    with strategy_for(2, 3).scope(), pytest.raises(ValueError, match="built under ShardedStrategy"):
+        model.compile(optimizer="sgd", loss="mse")
+
+
+def test_layer_built_outside_scope():
+    layer = keras.layers.Dense(4)
+    layer.build((None, 15))
+    with strategy_for(2, 3).scope():
+        model = keras.Sequential([keras.Input((15,)), layer])
+        with pytest.raises(ValueError, match="dense.*kernel.*no strategy"):
+            model.compile(optimizer="sgd", loss="mse")
+
+
+def test_optimizer_made_outside_scope():
+    optimizer = keras.optimizers.SGD(0.1)
+    with strategy_for(2, 3).scope():
+        model = mlp()
+        with pytest.raises(ValueError, match="optimizer was made under no strategy"):
+            model.compile(optimizer=optimizer, loss="mse")
+    with pytest.raises(ValueError, match="optimizer was made under no strategy"):
+        optimizer.build(model.trainable_variables)
+
+
+def test_compile_outside_the_models_scope():
+    with strategy_for(2, 3).scope():
+        model = mlp()
+    with pytest.raises(ValueError, match="optimizer was made under no strategy"):
+        model.compile(optimizer="sgd", loss="mse")
+
+
+@pytest.mark.parametrize("setting", ["jit_compile", "run_eagerly"])
+def test_compile_settings_that_cannot_work(setting):
+    with strategy_for(2, 3).scope():
+        model = mlp()
+        with pytest.raises(NotImplementedError, match=f"`{setting}=True`"):
+            model.compile(optimizer="sgd", loss="mse", **{setting: True})
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_eager_run_is_refused_before_it_hangs(zero_stage):
+    strategy = strategy_for(2, zero_stage)
+    with strategy.scope():
+        model = mlp()
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    x = vectors()[0][:4]
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    with pytest.raises(RuntimeError, match="called eagerly.*tf.function"):
+        strategy.run(step)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_step_inside_a_loop_is_refused(zero_stage):
+    strategy = strategy_for(2, zero_stage)
+    with strategy.scope():
+        model = mlp()
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    x = vectors()[0][:4]
+
+    @tf.function
+    def run():
+        def step():
+            for _ in tf.range(2):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(model(x))
+                optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        strategy.run(step)
+
+    with pytest.raises((RuntimeError, NotImplementedError), match="in(side)? a loop"):
+        run()
+
+
+def test_wrong_shape_assigned():
+    with strategy_for(2, 3).scope():
+        variable = tf.Variable(np.zeros((3, 5), "float32"))
+        with pytest.raises(ValueError, match=r"shape \(3, 5\).*shape=\(5, 3\)"):
+            variable.assign(np.zeros((5, 3), "float32"))
+
+
+def test_scatter_updates_are_refused():
+    with strategy_for(2, 3).scope():
+        variable = tf.Variable(np.zeros((3, 5), "float32"))
+        with pytest.raises(NotImplementedError, match="Scatter updates"):
+            variable.scatter_add(tf.IndexedSlices(tf.zeros((1, 5)), [0]))

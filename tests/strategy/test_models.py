@@ -1,0 +1,157 @@
+"""Architectures whose parameters are read in unusual places, with every stage, against one device."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from training import CLASSES, Trained, assert_same, fit, one_device, strategy_for
+
+RNG = np.random.default_rng(11)
+SEQUENCES = RNG.normal(size=(72, 7, 15)).astype("float32")
+TOKENS = RNG.integers(0, 50, size=(72, 9))
+LABELS = RNG.integers(0, CLASSES, size=72)
+
+
+def stack(*parts):
+    return keras.Sequential([keras.Input((7, 15)), *parts, layers.Flatten(), layers.Dense(CLASSES)])
+
+
+class ControlFlow(layers.Layer):
+    """Reads its weights in the bodies of cond, map, while and scan only."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(name="kernel", shape=(shape[-1], shape[-1]))
+        self.gain = self.add_weight(name="gain", shape=(), initializer="ones")
+        self.shifts = self.add_weight(name="shifts", shape=(3,))
+
+    def call(self, x):
+        x = tf.cond(tf.shape(x)[0] > 2, lambda: tf.matmul(x, self.kernel), lambda: 2.0 * tf.matmul(x, self.kernel))
+        x = tf.map_fn(lambda row: row @ self.kernel, x)
+        _, x = tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, tf.tanh(x + self.shifts[i])), [0, x])
+        steps = tf.transpose(x, [1, 0, 2])
+        return tf.transpose(tf.scan(lambda a, step: 0.5 * a + step * self.gain, steps, tf.zeros_like(x[:, 0])), [1, 0, 2])
+
+
+class NestedFunction(layers.Layer):
+    """Reads its weight in a `tf.function` of its own."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(name="kernel", shape=(shape[-1], shape[-1]))
+
+    @tf.function
+    def product(self, x):
+        return tf.matmul(x, self.kernel)
+
+    def call(self, x):
+        return self.product(x)
+
+
+class PartlyUsed(layers.Layer):
+    """One of its weights takes no part in the loss: Keras gives it no gradient, and neither decay nor momentum."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(name="kernel", shape=(shape[-1], shape[-1]))
+        self.unused = self.add_weight(name="unused", shape=(3, 5))
+
+    def call(self, x):
+        return tf.matmul(x, self.kernel)
+
+
+@keras.saving.register_keras_serializable("tests")
+class LazilyBuilt(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(17)
+        self.norm = layers.LayerNormalization()
+        self.head = layers.Dense(CLASSES)
+
+    def call(self, x):
+        return self.head(tf.reduce_mean(self.norm(self.inner(x)), axis=1))
+
+
+def used_three_times():
+    inputs = keras.Input((7, 15))
+    shared = layers.Dense(15, activation="tanh")
+    x = shared(layers.LayerNormalization()(shared(inputs)))
+    x = shared(layers.Dense(15)(x))
+    return keras.Model(inputs, layers.Dense(CLASSES)(layers.Flatten()(x)))
+
+
+def attention():
+    inputs = x = keras.Input((7, 15))
+    for _ in range(2):
+        normed = layers.LayerNormalization()(x)
+        x = x + layers.MultiHeadAttention(3, 5)(normed, normed, use_causal_mask=True)
+        x = x + layers.Dense(15, activation="gelu")(layers.LayerNormalization()(x))
+    return keras.Model(inputs, layers.Dense(CLASSES)(layers.GlobalAveragePooling1D()(x)))
+
+
+def with_frozen_layers():
+    model = stack(layers.Dense(16, activation="relu"), layers.Dense(17, activation="relu", name="frozen"), layers.Dense(9))
+    model.get_layer("frozen").trainable = False
+    return model
+
+
+def embedding():
+    return keras.Sequential(
+        [keras.Input((9,), dtype="int32"), layers.Embedding(50, 33), layers.GlobalAveragePooling1D(), layers.Dense(CLASSES)]
+    )
+
+
+MODELS = {
+    "control_flow": lambda: stack(ControlFlow()),
+    "lstm_gru": lambda: stack(layers.LSTM(13, return_sequences=True), layers.GRU(11)),
+    "bidirectional": lambda: stack(layers.Bidirectional(layers.LSTM(9))),
+    "stacked_cells": lambda: stack(layers.RNN([layers.LSTMCell(9), layers.GRUCell(7)])),
+    "convolutions": lambda: stack(
+        layers.Reshape((7, 15, 1)), layers.Conv2D(5, 3, activation="relu"), layers.DepthwiseConv2D(3)
+    ),
+    "nested_function": lambda: stack(NestedFunction(), NestedFunction()),
+    "partly_used": lambda: stack(PartlyUsed(), layers.Dense(9)),
+    "lazily_built": LazilyBuilt,
+    "used_three_times": used_three_times,
+    "attention": attention,
+    "frozen": with_frozen_layers,
+    "regularized": lambda: stack(
+        layers.Dense(16, kernel_regularizer="l2", kernel_constraint=keras.constraints.MaxNorm(0.5)), layers.Dense(9)
+    ),
+}
+
+
+def train(strategy, name) -> Trained:
+    # A large epsilon keeps Adam from magnifying rounding where a gradient is nothing but rounding.
+    optimizer = functools.partial(keras.optimizers.AdamW, 1e-2, weight_decay=0.1, epsilon=1e-3)
+    return fit(strategy, MODELS[name], optimizer, data=(SEQUENCES, LABELS), metrics=["accuracy"])
+
+
+@functools.cache
+def on_one_device(name):
+    return train(one_device(), name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("zero_stage", "devices"), [(0, 2), (2, 2), (3, 2), (3, 3)])
+def test_architecture(name, zero_stage, devices):
+    assert_same(train(strategy_for(devices, zero_stage), name), on_one_device(name))
+
+
+@pytest.mark.parametrize("name", ["control_flow", "lstm_gru", "attention", "used_three_times"])
+@pytest.mark.parametrize("settings", [{"prefetch": 0}, {"prefetch": 3}, {"reshard_after_forward": False}], ids=str)
+def test_settings_of_stage_3_change_no_number(name, settings):
+    assert_same(train(strategy_for(2, 3, **settings), name), on_one_device(name))
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_embedding_gradients_are_summed_like_dense_ones(zero_stage):
+    """Keras's Adam squares the duplicates of a sparse gradient unsummed; the sharded step equals the dense gradient."""
+
+    class DenseGradients(keras.optimizers.Adam):
+        def apply(self, grads, trainable_variables=None):
+            super().apply([tf.convert_to_tensor(grad) for grad in grads], trainable_variables)
+
+    data = (TOKENS, LABELS)
+    expected = fit(one_device(), embedding, lambda: DenseGradients(0.01), data=data)
+    assert_same(fit(strategy_for(4, zero_stage), embedding, lambda: keras.optimizers.Adam(0.01), data=data), expected)
