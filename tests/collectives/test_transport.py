@@ -47,7 +47,7 @@ def test_virtual_gpus_take_the_ring(monkeypatch, cards, expected):
 def test_what_they_can():
     assert (RING.hint, RING.has_reduce_scatter) == ("ring", False)
     assert (NCCL.hint, NCCL.has_reduce_scatter) == ("nccl", True)
-    assert RING.timeout_seconds == NCCL.timeout_seconds > 0
+    assert RING.timeout_seconds == NCCL.timeout_seconds == transport.DEFAULT_TIMEOUT_SECONDS
 
 
 def test_reduction_dtypes():

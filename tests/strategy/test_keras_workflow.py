@@ -1,5 +1,7 @@
 """The rest of a Keras program under the strategy: evaluate, predict, saving, callbacks, reading and setting weights."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -141,12 +143,11 @@ def test_steps_run_as_function_of_functions():
             optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
             return loss
 
-        if form == 0:
-            step = tf.function(lambda s=strategy, f=rank_step: s.run(f))
-        elif form == 1:
-            step = lambda s=strategy, f=tf.function(rank_step): s.run(f)  # noqa: E731
-        else:
-            step = tf.function(lambda s=strategy, f=tf.function(rank_step): s.run(f))
+        if form > 0:
+            rank_step = tf.function(rank_step)
+        step = functools.partial(strategy.run, rank_step)
+        if form != 1:
+            step = tf.function(step)
         results.append([float(strategy.reduce("MEAN", step(), axis=None)) for _ in range(3)])
     np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
     np.testing.assert_allclose(results[2], results[0], rtol=1e-6)

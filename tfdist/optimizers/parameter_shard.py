@@ -73,5 +73,10 @@ def _delegate(operator: str):
     return apply
 
 
-for _operator in ["__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__neg__", "__abs__", "__lt__", "__le__", "__gt__", "__ge__", "__getitem__"]:
+_OPERATORS = """
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__ __abs__
+    __lt__ __le__ __gt__ __ge__ __getitem__
+"""
+
+for _operator in _OPERATORS.split():
     setattr(ParameterShard, _operator, _delegate(_operator))

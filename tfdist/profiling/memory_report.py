@@ -59,7 +59,7 @@ class MemoryReport:
             rows.append([memory.device, *(_size(getattr(memory, name)) for name in columns), f"{share:.1%}"])
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
-            "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
             for row in rows
         ]
         rule = "-" * len(lines[0])

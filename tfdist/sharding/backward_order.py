@@ -55,7 +55,7 @@ class Step:
 def order_backward(regathers: Sequence[Regather], reductions: Sequence[Reduction], prefetch: int) -> list[Step]:
     """Returns the collectives of the backward pass in program order.
 
-    The i-th regather is issued where the (i - prefetch)-th is first read, and waits until the (i - prefetch - 1)-th has been read.
+    The i-th regather is issued where the (i - prefetch)-th is first read, and waits until the one before that has been read.
 
     Args:
         regathers: the units to gather again (or kept), in any order.

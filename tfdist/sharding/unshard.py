@@ -1,17 +1,17 @@
 """The life of a sharded parameter in one step: gathered for forward, dropped, gathered for backward, its gradient scattered.
 
-Note: backward re-gather. The backward matrix product holds the gathered weight of the forward one, so a plain tape keeps the whole
-model gathered from forward to backward. When the gradients have been traced, the operations that read a weight in backward are
-known: the weight is gathered a second time and those operations are made to read the second copy. Nothing is computed twice,
+Note: backward re-gather. The backward matrix product holds the gathered weight of the forward one, so a plain tape keeps the
+whole model gathered from forward to backward. When the gradients have been traced, the operations that read a weight in backward
+are known: the weight is gathered a second time and those operations are made to read the second copy. Nothing is computed twice,
 and the first copy is freed when the forward pass has used it.
 
-Note: views. A layer often reshapes, transposes or casts a weight before it multiplies with it; what backward holds is then the view,
-which shares the weight's buffer or is as large. Operations that only move or cast a weight are made again on the second copy. A loop hands
-a weight that it captured on to its gradient as one of its outputs: that is a view too.
+Note: views. A layer often reshapes, transposes or casts a weight before it multiplies with it; what backward holds is then the
+view, which shares the weight's buffer or is as large. Operations that only move or cast a weight are made again on the second
+copy. A loop hands a weight that it captured on to its gradient as one of its outputs: that is a view too.
 
 Note: one order. All collectives of a rank form a chain in the order in which they are emitted. The tape calls gradient functions
-in an order of its own, so what backward needs is collected and emitted together, ordered by `order_backward`: before the optimizer
-steps, before any other collective, and at the end at the latest.
+in an order of its own, so what backward needs is collected and emitted together, ordered by `order_backward`: before the
+optimizer steps, before any other collective, and at the end at the latest.
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+"""Running one function on several ranks, with numpy in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+
+
+def strategy_on(num_ranks: int, **settings: Any) -> tfdist.ShardedStrategy:
+    return tfdist.ShardedStrategy([f"CPU:{index}" for index in range(num_ranks)], **settings)
+
+
+def rank_id() -> int:
+    """This rank's number, a Python integer, as code is traced once per rank."""
+    return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+
+def per_rank(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
+    """Gives rank i `values[i]`, an array or a structure of arrays."""
+    flat = [tf.nest.flatten(value) for value in values]
+    distributed = [
+        strategy.experimental_distribute_values_from_function(
+            lambda context, column=column: tf.convert_to_tensor(column[context.replica_id_in_sync_group])
+        )
+        for column in zip(*flat, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(values[0], distributed)
+
+
+def trace(strategy: tf.distribute.Strategy, function: Callable[..., Any]) -> Any:
+    """Returns `function` as a `tf.function` of per-rank values that runs it on every rank."""
+
+    @tf.function(autograph=False)
+    def step(*arguments):
+        return strategy.run(function, args=arguments)
+
+    return step
+
+
+def local(strategy: tf.distribute.Strategy, results: Any) -> list[Any]:
+    """Returns the ranks' results, numpy structures, in rank order."""
+    size = strategy.mesh.world_size
+    flat = [strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(results)]
+    return [tf.nest.pack_sequence_as(results, [leaf[rank].numpy() for leaf in flat]) for rank in range(size)]
+
+
+def run(strategy: tf.distribute.Strategy, function: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
+    """Traces `function`, runs it with `values` (per argument, one value a rank) and returns the ranks' results."""
+    return local(strategy, trace(strategy, function)(*[per_rank(strategy, value) for value in values]))
+
+
+def integers(rng: np.random.Generator, shape: Sequence[int], dtype: tf.DType = tf.float32) -> np.ndarray:
+    """Small integers: exact in every dtype, also summed over the ranks."""
+    return rng.integers(-8, 9, size=shape).astype(dtype.as_numpy_dtype)

@@ -1,0 +1,223 @@
+"""How many messages a step sends, and how many bytes: exactly, for every stage, read from the graph that runs."""
+
+import collections
+import math
+
+import keras
+import pytest
+import tensorflow as tf
+from training import strategy_for
+
+WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
+LAYERS = len(WIDTHS) - 1
+SIZES = [size for n, m in zip(WIDTHS, WIDTHS[1:], strict=False) for size in (n * m, m)]
+GROUPS = [(n * m, m) for n, m in zip(WIDTHS, WIDTHS[1:], strict=False)]
+
+
+def build():
+    return keras.Sequential(
+        [keras.Input((WIDTHS[0],)), *(keras.layers.Dense(m, activation="tanh") for m in WIDTHS[1:])]
+    )
+
+
+def traced_step(strategy, build=build, train=True):
+    """Returns the graph of one step and the strategy's plan of it."""
+    with strategy.scope():
+        model = build()
+        optimizer = keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+
+    def rank_step(x):
+        if not train:
+            return model(x)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    step = tf.function(lambda x: strategy.run(rank_step, args=(x,)))
+    graph = step.get_concrete_function(tf.zeros((6, *model.input_shape[1:]))).graph
+    return graph, strategy.last_plan
+
+
+def collectives_of(graph, rank=0):
+    """Returns, per collective kind, the elements of each message that `rank` puts into it, in graph order."""
+    found = collections.defaultdict(list)
+    for operation in graph.get_operations():
+        if operation.type.startswith("Collective") and operation.device.endswith(f"CPU:{rank}"):
+            found[operation.type].append(math.prod(operation.inputs[0].shape))
+    return dict(found)
+
+
+def shard(size, devices):
+    return -(-size // devices)
+
+
+def packed(group, devices):
+    return sum(shard(size, devices) for size in group)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_stage_0_is_one_all_reduce_of_everything(devices):
+    graph, _ = traced_step(strategy_for(devices, 0))
+    for rank in range(devices):
+        assert collectives_of(graph, rank) == {"CollectiveReduceV2": [sum(SIZES)]}
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_stages_1_and_2_are_one_reduce_scatter_and_one_all_gather(zero_stage, devices):
+    graph, plan = traced_step(strategy_for(devices, zero_stage))
+    everything = packed(SIZES, devices)
+    for rank in range(devices):
+        assert collectives_of(graph, rank) == {
+            "CollectiveAllToAllV2": [devices * everything],
+            "CollectiveGatherV2": [everything],
+        }
+    # Both halves together move what one all-reduce moves, but for the padding.
+    padding = devices * everything - sum(SIZES)
+    assert 0 <= padding < devices * len(SIZES)
+    assert plan.sent_bytes() == pytest.approx(2 * 4 * (sum(SIZES) + padding) * (devices - 1) / devices)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_buckets_of_about_bucket_bytes(zero_stage):
+    """The gradients go last layer first; a bucket is closed before it would pass `bucket_bytes`."""
+    bucket_bytes = 4 * 2100
+    buckets, filled = [[]], 0
+    for size in reversed(SIZES):
+        if buckets[-1] and 4 * (filled + size) > bucket_bytes:
+            buckets, filled = [*buckets, []], 0
+        buckets[-1].append(size)
+        filled += size
+    assert len(buckets) > 1
+    found = collectives_of(traced_step(strategy_for(2, zero_stage, bucket_bytes=bucket_bytes))[0])
+    if zero_stage == 0:
+        assert found == {"CollectiveReduceV2": [sum(bucket) for bucket in buckets]}
+    else:
+        assert found == {
+            "CollectiveAllToAllV2": [2 * packed(bucket, 2) for bucket in buckets],
+            "CollectiveGatherV2": [packed(bucket, 2) for bucket in buckets],
+        }
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_stage_3_gathers_each_layer_once_a_direction(devices, prefetch):
+    """Forward: every layer. Backward: the kernels that the gradient of the input passes, but for the last layer's.
+
+    The first layer's input needs no gradient, so its kernel is not gathered again; the last layer's is still there; biases are
+    never read in backward.
+    """
+    graph, plan = traced_step(strategy_for(devices, 3, prefetch=prefetch))
+    forward = [packed(group, devices) for group in GROUPS]
+    backward = [shard(kernel, devices) for kernel, _ in reversed(GROUPS[1:-1])]
+    scattered = [devices * packed(group, devices) for group in reversed(GROUPS)]
+    for rank in range(devices):
+        assert collectives_of(graph, rank) == {
+            "CollectiveGatherV2": forward + backward,
+            "CollectiveAllToAllV2": scattered,
+        }
+    gathered = 4 * (sum(forward) + sum(backward)) * (devices - 1)
+    assert plan.sent_bytes() == pytest.approx(gathered + 4 * sum(scattered) * (devices - 1) / devices)
+    assert plan.sent_bytes() <= 3 * 4 * (sum(SIZES) + devices * len(SIZES)) * (devices - 1) / devices
+
+
+def test_stage_3_without_reshard_gathers_once():
+    found = collectives_of(traced_step(strategy_for(2, 3, reshard_after_forward=False))[0])
+    assert found == {
+        "CollectiveGatherV2": [packed(group, 2) for group in GROUPS],
+        "CollectiveAllToAllV2": [2 * packed(group, 2) for group in reversed(GROUPS)],
+    }
+
+
+def test_stage_3_order_of_messages():
+    """The way back interleaves: a layer is gathered before the gradient of the one after it is reduced."""
+    plan = traced_step(strategy_for(2, 3, prefetch=1), lambda: _deep(5))[1]
+    order = [record.label for record in plan.records[0]]
+    assert order == [
+        *(f"unshard/layer_{k}" for k in range(5)),
+        "unshard/layer_3/backward",
+        "reduce_scatter/layer_4",
+        "unshard/layer_2/backward",
+        "reduce_scatter/layer_3",
+        "unshard/layer_1/backward",
+        "reduce_scatter/layer_2",
+        "reduce_scatter/layer_1",
+        "reduce_scatter/layer_0",
+    ]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_stage_3_holds_at_most_prefetch_plus_1_layers(prefetch):
+    """Every gather waits for the readers of the layer `prefetch + 1` gathers before it, in both directions."""
+    depth = 8
+    graph, _ = traced_step(strategy_for(2, 3, prefetch=prefetch), lambda: _deep(depth))
+    gathers = [op for op in graph.get_operations() if op.type == "CollectiveGatherV2" and op.device.endswith("CPU:0")]
+    forward, backward = gathers[:depth], gathers[depth:]
+    assert len(backward) == depth - 2
+    products = [op for op in graph.get_operations() if op.type == "MatMul" and op.device.endswith("CPU:0")]
+    forward_products = [op for op in products if "gradient_tape" not in op.name]
+    for k in range(prefetch + 1, depth):
+        assert _waits_for(forward[k], forward_products[k - prefetch - 1]), k
+    # Backward gathers layers depth-2, ..., 1; the last layer is kept and takes the first place.
+    input_products = [op for op in products if "gradient_tape" in op.name and op.get_attr("transpose_b")]
+    assert len(input_products) == depth - 1
+    for i in range(len(backward)):
+        released = i - prefetch  # place i + 1 waits for place i - prefetch
+        if released >= 0:
+            assert _waits_for(backward[i], input_products[released]), i
+        assert _waits_for(backward[i], forward_products[-1]), i
+
+
+def test_stage_3_leaves_no_forward_copy_to_backward():
+    graph, _ = traced_step(strategy_for(2, 3), lambda: _deep(6))
+    names = [f"layer_{k}" for k in range(5)]
+    for operation in graph.get_operations():
+        if operation.type == "MatMul" and "gradient_tape" in operation.name and operation.get_attr("transpose_b"):
+            source = operation.inputs[1].op.name
+            if any(f"/{name}/" in source for name in names):
+                assert "backward" in source, (operation.name, source)
+
+
+def test_frozen_layers_are_gathered_and_not_reduced():
+    def build_frozen():
+        model = build()
+        model.layers[0].trainable = False
+        return model
+
+    found = collectives_of(traced_step(strategy_for(2, 3), build_frozen)[0])
+    assert found["CollectiveAllToAllV2"] == [2 * packed(group, 2) for group in reversed(GROUPS[1:])]
+
+
+def test_inference_gathers_each_layer_once():
+    for zero_stage in (0, 1, 2):
+        assert collectives_of(traced_step(strategy_for(2, zero_stage), train=False)[0]) == {}
+    found = collectives_of(traced_step(strategy_for(2, 3), train=False)[0])
+    assert found == {"CollectiveGatherV2": [packed(group, 2) for group in GROUPS]}
+
+
+def test_reduce_dtype_halves_the_reduced_bytes():
+    graph, plan = traced_step(strategy_for(2, 2, reduce_dtype="bfloat16"))
+    assert collectives_of(graph) == collectives_of(traced_step(strategy_for(2, 2))[0])
+    dtypes = {record.op: record.dtype for record in plan.records[0]}
+    assert dtypes == {"reduce_scatter": "bfloat16", "all_gather": "float32"}
+
+
+def _deep(depth):
+    layers = [keras.layers.Dense(19, activation="tanh", name=f"layer_{k}") for k in range(depth)]
+    return keras.Sequential([keras.Input((19,)), *layers])
+
+
+def _waits_for(operation, other):
+    """Whether `operation` can only run after `other`, by data or control dependencies."""
+    seen, open_ = set(), [operation]
+    while open_:
+        here = open_.pop()
+        if here.name == other.name:
+            return True
+        if here.name in seen:
+            continue
+        seen.add(here.name)
+        open_ += [tensor.op for tensor in here.inputs] + list(here.control_inputs)
+    return False
