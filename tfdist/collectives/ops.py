@@ -123,8 +123,7 @@ def _all_gather_uneven(
     @tf.custom_gradient
     def gather(padded):
         def gradient(upstream):
-            pieces = tf.reshape(upstream, tf.concat([[len(ranks), rows], inner.as_list()], 0))
-            pieces = tf.ensure_shape(pieces, [len(ranks), None, *inner])
+            pieces = tf.ensure_shape(tf.reshape(upstream, [len(ranks), rows, *inner]), [len(ranks), None, *inner])
             return wire.reduce_scatter(program, pieces, ranks, f"{label}/gradient")
 
         return wire.all_gather(program, tf.ensure_shape(padded, [None, *inner]), ranks, label), gradient
@@ -237,7 +236,7 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
 
         if is_root:
             return wire.broadcast_send(program, x, ranks, "broadcast", label), gradient
-        return wire.broadcast_receive(program, x.shape, x.dtype, ranks, "broadcast", label), gradient
+        return wire.broadcast_receive(program, x.shape, x.dtype, ranks, ranks[root], "broadcast", label), gradient
 
     return copy(x)
 

@@ -25,6 +25,7 @@ class CollectiveRecord:
         shape: static shape of this rank's input; None where a dimension is known at run time only.
         dtype: dtype name on the wire.
         label: what it is for, in the words of the code ("unshard/dense", "reduce_scatter/bucket_0").
+        source: the rank that sends, of "broadcast" and "send".
     """
 
     op: str
@@ -32,6 +33,7 @@ class CollectiveRecord:
     shape: tuple[int | None, ...]
     dtype: str
     label: str = ""
+    source: int | None = None
 
     @property
     def input_bytes(self) -> int:
@@ -60,7 +62,7 @@ class CollectiveRecord:
     @property
     def signature(self) -> tuple:
         """What all members of the group must agree on."""
-        return (self.op, self.ranks, self.shape, self.dtype, self.label)
+        return (self.op, self.ranks, self.shape, self.dtype, self.label, self.source)
 
 
 class CollectivePlan:

@@ -29,6 +29,7 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
     Returns:
         A scalar zero of `x`'s dtype, the receipt. Add it to this rank's loss: it carries the way back, on which the gradient
         of `x` is received. Without that, `x` has no gradient and the receiver's gradient must not be asked for either.
+        Whether a scaled loss scales the receipt too makes no difference.
 
     Raises:
         ValueError: `destination` outside the group or this rank itself, or a shape that is not static.
@@ -42,9 +43,9 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
 
     @tf.custom_gradient
     def leave(x):
-        def gradient(upstream):
-            received = wire.broadcast_receive(program, x.shape, x.dtype, pair, "send", f"{label}/gradient")
-            return received * upstream
+        def gradient(_):
+            # Not times the receipt's gradient: what arrives is the whole gradient of the receiver's loss, scaled as that is.
+            return wire.broadcast_receive(program, x.shape, x.dtype, pair, peer, "send", f"{label}/gradient")
 
         sent = wire.broadcast_send(program, x, pair, "send", label)
         with tf.control_dependencies([sent]):
@@ -83,6 +84,7 @@ def receive(
     shape, dtype = tf.TensorShape(shape), tf.as_dtype(dtype)
     if not shape.is_fully_defined():
         raise ValueError(errors.message("`receive` needs a static `shape`.", shape=shape))
+    wire.check_dtype("receive", tf.TensorSpec(shape, dtype))
 
     @tf.custom_gradient
     def arrive(anchor):
@@ -91,7 +93,7 @@ def receive(
             with tf.control_dependencies([sent]):
                 return tf.zeros_like(anchor)
 
-        return wire.broadcast_receive(program, shape, dtype, pair, "send", label), gradient
+        return wire.broadcast_receive(program, shape, dtype, pair, peer, "send", label), gradient
 
     return arrive(tf.zeros([], tf.float32) if anchor is None else anchor)
 

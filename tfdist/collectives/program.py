@@ -86,11 +86,13 @@ class RankProgram:
         """Returns the ranks of this rank's group along `mesh_axis`."""
         return self.mesh.group_ranks(mesh_axis, self.rank)
 
-    def begin(self, op: str, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> dict[str, Any]:
+    def begin(
+        self, op: str, x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...], label: str, source: int | None = None
+    ) -> dict[str, Any]:
         """Registers one collective and returns the attributes that every collective op takes."""
         for callback in self.before_collective:
             callback()
-        record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label)
+        record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source)
         instance_key = self.plan.add(self.rank, record)
         if None in record.shape:
             # A key is bound to one shape for the life of the process: every power of two has its own.
@@ -141,8 +143,8 @@ def current_program(what: str = "A collective") -> RankProgram:
         if _in_loop(program.graph):
             raise RuntimeError(
                 errors.message(
-                    f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that is "
-                    "passed to `strategy.run`. TensorFlow's collectives hang there.",
+                    f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that "
+                    "is passed to `strategy.run`. TensorFlow's collectives hang there.",
                     fix="Use a Python loop, or put the loop around `strategy.run`.",
                 )
             )

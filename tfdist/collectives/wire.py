@@ -18,7 +18,7 @@ _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _ALL_TO_ALL_RANKS = 11
 
 
-def check_dtype(op: str, x: tf.Tensor) -> None:
+def check_dtype(op: str, x: tf.Tensor | tf.TensorSpec) -> None:
     """Raises ValueError when the collective `op` cannot carry `x.dtype`."""
     if x.dtype not in _DTYPES:
         raise ValueError(
@@ -116,7 +116,7 @@ def broadcast_send(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], o
         return tf.identity(x)
     with tf.device(program.device):
         carried = _as_bytes(program, x)
-        arguments = program.begin(op, carried, ranks, label)
+        arguments = program.begin(op, carried, ranks, label, source=program.rank)
         with _chained(program):
             sent = tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
         _extend_chain(program, sent)
@@ -124,15 +124,21 @@ def broadcast_send(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], o
 
 
 def broadcast_receive(
-    program: RankProgram, shape: tf.TensorShape, dtype: tf.DType, ranks: tuple[int, ...], op: str, label: str
+    program: RankProgram,
+    shape: tf.TensorShape,
+    dtype: tf.DType,
+    ranks: tuple[int, ...],
+    source: int,
+    op: str,
+    label: str,
 ) -> tf.Tensor:
-    """Receives a tensor of static `shape` and `dtype` that one of `ranks` sends with `broadcast_send`."""
+    """Receives a tensor of static `shape` and `dtype` that `source`, one of `ranks`, sends with `broadcast_send`."""
     carried = program.transport.byte_dtype(dtype)
     like = tf.TensorSpec(shape, carried)
     if is_trivial(like, ranks):
         return tf.zeros(shape, dtype)
     with tf.device(program.device):
-        arguments = program.begin(op, like, ranks, label)
+        arguments = program.begin(op, like, ranks, label, source=source)
         with _chained(program):
             received = tf.raw_ops.CollectiveBcastRecvV2(
                 T=carried, shape=tf.constant(shape.as_list(), tf.int32), **arguments

@@ -1,4 +1,4 @@
-"""A rank's part of a replicated parameter, dressed as a variable for the optimizer (stages 1 and 2)."""
+"""A rank's part of a parameter, dressed as a variable for the optimizer."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.sharding import Layout, packing
+from tfdist import errors
 
 
 class ParameterShard(tf.__internal__.types.Tensor):
     """What `Optimizer.update_step` gets instead of a parameter whose slots are sharded.
 
-    It reads as this rank's flat shard of the full local parameter; assignments are noted, not stored: when the step is over,
-    `value()` is gathered from all ranks and the whole parameter is assigned. No memory is held between steps.
+    It reads as `value`, this rank's flat shard; assignments are noted, not stored: when the step is over, `value()` is stored in
+    the rank's component (stage 3), or gathered from all ranks and stored in the whole parameter (stages 1 and 2).
 
     Args:
-        parameter: the distributed variable, replicated over data.
-        local: its component on this rank, full size.
-        layout: the layout of its optimizer slots.
-        data_rank: this rank's data coordinate.
+        parameter: the distributed variable.
+        value: this rank's shard, (L,).
     """
 
-    def __init__(self, parameter: tf.Variable, local: tf.Variable, layout: Layout, data_rank: int):
+    def __init__(self, parameter: tf.Variable, value: tf.Tensor):
         self._parameter = parameter
-        self._value = packing.cut_shard(local.read_value(), layout, data_rank)
-        self.layout = layout
-        self.local = local
+        self._value = value
+
+    def with_value(self, value: tf.Tensor) -> ParameterShard:
+        """Returns the same parameter's shard, reading as `value`."""
+        return ParameterShard(self._parameter, value)
 
     # What Keras optimizers ask of a variable
 
@@ -52,7 +52,17 @@ class ParameterShard(tf.__internal__.types.Tensor):
     read_value = value
 
     def assign(self, value: Any) -> ParameterShard:
-        self._value = tf.ensure_shape(tf.convert_to_tensor(value, self.dtype), self.shape)
+        value = tf.convert_to_tensor(value, self.dtype)
+        if not value.shape.is_compatible_with(self.shape):
+            raise ValueError(
+                errors.message(
+                    f"The update of {self.name!r} must keep the shard's shape, {self.shape}.",
+                    shape=value.shape,
+                    fix="Only elementwise optimizers run on shards.",
+                )
+            )
+        value.set_shape(self.shape)
+        self._value = value
         return self
 
     def assign_add(self, delta: Any) -> ParameterShard:

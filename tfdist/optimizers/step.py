@@ -17,6 +17,8 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, assign_buckets, current_program, wire
 from tfdist.optimizers.parameter_shard import ParameterShard
+from tfdist.optimizers.shared_update import SharedUpdates, update_shard
+from tfdist.optimizers.support import may_share
 from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing
 
 
@@ -48,8 +50,8 @@ def sharded_step(
     schedule.flush(grads)
     schedule.invalidate()
     pairs = [(tf.convert_to_tensor(grad), variable) for grad, variable in zip(grads, variables, strict=True)]
-    step = _Step(optimizer, learning_rate, config, program)
     with tf.device(program.device):
+        step = _Step(optimizer, tf.convert_to_tensor(learning_rate), config, program)
         step.on_sharded([pair for pair in pairs if isinstance(pair[1], ShardedVariable)])
         full = [pair for pair in pairs if not isinstance(pair[1], ShardedVariable)]
         # Backward makes the last layers' gradients first: their buckets go first.
@@ -69,11 +71,13 @@ class _Step:
         self._config = config
         self._program = program
         self._ranks = program.group_ranks("data")
+        self._shared = SharedUpdates(optimizer, program.rank)
 
     def on_sharded(self, pairs: Sequence[tuple[tf.Tensor, ShardedVariable]]) -> None:
         """Stage 3: the gradients are reduced shards."""
         for grad, variable in pairs:
-            self._update(grad, variable.component(self._program.rank))
+            component = variable.component(self._program.rank)
+            component.assign(self._updated_shard(variable, component.read_value(), grad), read_value=False)
 
     def on_replicated(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> None:
         """Stage 0: all-reduce, then every rank does the whole step."""
@@ -84,7 +88,10 @@ class _Step:
             reduced = wire.all_reduce(self._program, wide, self._ranks, "sum", f"all_reduce/bucket_{number}")
             parts = tf.split(tf.cast(reduced, flat.dtype), [grad.shape.num_elements() for grad in grads])
             for part, (grad, variable) in zip(parts, bucket, strict=True):
-                self._update(tf.reshape(part, grad.shape), self._local(variable))
+                decays = self._decays(variable)
+                update_shard(
+                    self._optimizer, self._local(variable), tf.reshape(part, grad.shape), self._learning_rate, decays
+                )
 
     def on_shards_of_replicated(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> None:
         """Stages 1 and 2: reduce-scatter every bucket, step on the shards, all-gather every bucket."""
@@ -103,22 +110,25 @@ class _Step:
         for number, (bucket, cuts, grads) in enumerate(zip(buckets, layouts, reduced, strict=True)):
             shards = []
             for grad, layout, (_, variable) in zip(grads, cuts, bucket, strict=True):
-                shard = ParameterShard(variable, self._local(variable), layout, data_rank)
-                self._update(grad, shard)
-                shards.append(shard)
-            packed = packing.pack_shards([shard.value() for shard in shards])
+                mine = packing.cut_shard(self._local(variable).read_value(), layout, data_rank)
+                shards.append(self._updated_shard(variable, mine, grad))
+            packed = packing.pack_shards(shards)
             gathered = wire.all_gather(self._program, packed, self._ranks, f"all_gather/bucket_{number}")
-            rows = tf.reshape(gathered, [len(self._ranks), packed.shape[0]])
-            for shard, full in zip(shards, packing.unpack_full(rows, cuts), strict=True):
-                shard.local.assign(full, read_value=False)
+            for (_, variable), full in zip(bucket, packing.unpack_full(gathered, cuts), strict=True):
+                self._local(variable).assign(full, read_value=False)
 
-    def _update(self, grad: tf.Tensor, variable: tf.Variable | ParameterShard) -> None:
-        """Weight decay and the Keras optimizer's own update, on whatever part of the variable this rank steps."""
-        optimizer = self._optimizer
-        if optimizer.weight_decay is not None and optimizer._use_weight_decay(variable):
-            rate = tf.cast(optimizer.learning_rate, variable.dtype)
-            variable.assign_sub(variable * tf.cast(optimizer.weight_decay, variable.dtype) * rate)
-        optimizer.update_step(grad, variable, self._learning_rate)
+    def _updated_shard(self, variable: tf.Variable, shard: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+        """Returns this rank's `shard` of `variable` after the optimizer's update; the slots are updated in place."""
+        parameter = ParameterShard(variable, shard)
+        decays = self._decays(parameter)
+        if may_share(self._optimizer):
+            self._shared(parameter, grad, self._learning_rate, decays)
+        else:
+            update_shard(self._optimizer, parameter, grad, self._learning_rate, decays)
+        return parameter.value()
+
+    def _decays(self, variable: Any) -> bool:
+        return self._optimizer.weight_decay is not None and self._optimizer._use_weight_decay(variable)
 
     def _local(self, variable: tf.Variable) -> tf.Variable:
         return variable.values[self._program.rank]

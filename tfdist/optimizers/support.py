@@ -24,6 +24,8 @@ _ELEMENTWISE: set[type] = {
     keras.optimizers.Lion,
 }
 
+_KERAS_OWN = frozenset(_ELEMENTWISE)
+
 _NOT_YET = {
     "clipnorm": "it must act on the reduced gradient, and Keras clips before the reduction",
     "clipvalue": "it must act on the reduced gradient, and Keras clips before the reduction",
@@ -56,6 +58,11 @@ def elementwise(optimizer_class: type) -> type:
         )
     _ELEMENTWISE.add(optimizer_class)
     return optimizer_class
+
+
+def may_share(optimizer: Any) -> bool:
+    """Whether one traced update serves all parameters of a shape: Keras's own classes look at nothing else of a parameter."""
+    return type(optimizer) in _KERAS_OWN
 
 
 def check_supported(optimizer: Any, config: ShardingConfig) -> None:

@@ -39,7 +39,8 @@ class Layout:
         pipe_owner: the pipeline coordinate that stores the variable; None: all of them.
 
     Raises:
-        ValueError: the tensor axis does not exist, its size is not divisible, or `pipe_owner` is outside the mesh.
+        ValueError: another placement, the tensor axis does not exist, its size is not divisible, or `pipe_owner` is outside
+            the mesh.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +51,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        for name in ("tensor", "data"):
+            if not isinstance(getattr(self, name), Replicate | Shard):
+                raise ValueError(
+                    errors.message(f"`{name}` must be `Replicate()` or `Shard()`.", **{name: getattr(self, name)})
+                )
         if isinstance(self.tensor, Shard):
             axis, parts = self.tensor.axis, self.mesh.tensor_parallel_size
             if axis is None or not 0 <= axis < len(self.shape):
@@ -57,13 +63,13 @@ class Layout:
                     errors.message(f"`tensor` must cut one of the {len(self.shape)} axes.", tensor=self.tensor)
                 )
             if self.shape[axis] % parts:
-                lower = self.shape[axis] // parts * parts
+                lower = max(self.shape[axis] // parts, 1) * parts
                 raise ValueError(
                     errors.message(
                         f"`tensor` cuts axis {axis} of shape {self.shape} in {parts} equal parts, but {parts} does not "
                         f"divide {self.shape[axis]}.",
                         tensor=self.tensor,
-                        fix=f"Sizes that work: {lower or parts}, {lower + parts}.",
+                        fix=f"Sizes that work: {lower}, {lower + parts}.",
                     )
                 )
         if isinstance(self.data, Shard) and self.data.axis is not None:

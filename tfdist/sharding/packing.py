@@ -18,7 +18,7 @@ from tfdist.sharding.layout import Layout
 
 def pack_shards(shards: Sequence[tf.Tensor]) -> tf.Tensor:
     """Joins flat shards, each (L_v,), in one (sum L_v,); `split_shards` inverts it."""
-    return tf.concat(shards, 0) if len(shards) > 1 else tf.identity(shards[0])
+    return tf.concat(shards, 0) if len(shards) > 1 else shards[0]
 
 
 def split_shards(packed: tf.Tensor, layouts: Sequence[Layout]) -> list[tf.Tensor]:
@@ -32,22 +32,27 @@ def pack_full(fulls: Sequence[tf.Tensor], layouts: Sequence[Layout]) -> tf.Tenso
     """Joins full local tensors in (N, sum L_v), row i being what rank i stores; `unpack_full` inverts it."""
     rows = []
     for full, layout in zip(fulls, layouts, strict=True):
-        flat = tf.reshape(full, [-1])
         if layout.padding:
-            flat = tf.pad(flat, [[0, layout.padding]])
-        rows.append(tf.reshape(flat, [layout.mesh.data_parallel_size, layout.shard_elements]))
+            full = tf.pad(tf.reshape(full, [-1]), [[0, layout.padding]])
+        rows.append(tf.reshape(full, [layout.mesh.data_parallel_size, layout.shard_elements]))
     return tf.concat(rows, 1) if len(rows) > 1 else rows[0]
 
 
 def unpack_full(packed: tf.Tensor, layouts: Sequence[Layout]) -> list[tf.Tensor]:
-    """Returns the full local tensors from all ranks' packed shards, (N, sum L_v); the inverse of `pack_full`."""
-    columns = [packed] if len(layouts) == 1 else tf.split(packed, [layout.shard_elements for layout in layouts], axis=1)
+    """Returns the full local tensors from all ranks' packed shards, (N, sum L_v) flattened; the inverse of `pack_full`.
+
+    Each is made by an operation of its own.
+    """
+    columns = [packed]
+    if len(layouts) > 1:
+        lengths = [layout.shard_elements for layout in layouts]
+        rows = tf.reshape(packed, [layouts[0].mesh.data_parallel_size, sum(lengths)])
+        columns = tf.split(rows, lengths, axis=1)
     fulls = []
     for column, layout in zip(columns, layouts, strict=True):
-        flat = tf.reshape(column, [-1])
         if layout.padding:
-            flat = flat[: layout.local_elements]
-        fulls.append(tf.reshape(flat, layout.local_shape))
+            column = tf.reshape(column, [-1])[: layout.local_elements]
+        fulls.append(tf.reshape(column, layout.local_shape))
     return fulls
 
 

@@ -169,10 +169,8 @@ class UnshardSchedule:
             with tf.control_dependencies(gate), tf.name_scope(_scope_name(label)):
                 packed = packing.pack_shards([shards[id(v)] for v in members])
                 gathered = wire.all_gather(program, packed, ranks, label)
-                rows = tf.reshape(gathered, [len(ranks), packed.shape[0]])
-                for variable, full in zip(members, packing.unpack_full(rows, layouts), strict=True):
-                    # An operation of its own: its readers are this variable's, and only they are moved to a second copy.
-                    outputs[id(variable)] = tf.identity(full)
+                fulls = packing.unpack_full(gathered, layouts)
+                outputs.update({id(variable): full for variable, full in zip(members, fulls, strict=True)})
         return outputs
 
     # Backward
@@ -197,7 +195,7 @@ class UnshardSchedule:
 
     def _second_order(self, variable: Any, upstream: tf.Tensor) -> list[tf.Tensor]:
         gathered = ops.all_gather(upstream, "data", label=f"unshard/{variable.group.name}/second_order")
-        return packing.unpack_full(tf.reshape(gathered, [-1, variable.layout.shard_elements]), [variable.layout])
+        return packing.unpack_full(gathered, [variable.layout])
 
     def flush(self, gradients: Sequence[Any] = ()) -> None:
         """Emits what backward has asked for so far.

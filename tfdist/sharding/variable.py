@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -49,6 +50,7 @@ class ShardedVariable(values.DistributedVariable):
         self.layout = layout
         self.group: ParameterGroup | None = None
         self._groups = groups
+        self._stand_in: Any = None
         self._ranks = tuple(ranks)
         self._full_shape = tf.TensorShape(layout.shape)
         super().__init__(strategy, components, aggregation)
@@ -81,7 +83,18 @@ class ShardedVariable(values.DistributedVariable):
         """Returns the part that local rank `rank` stores."""
         return self._values[self._ranks.index(rank)]
 
+    @contextlib.contextmanager
+    def replaced_by(self, stand_in: Any) -> Iterator[None]:
+        """Makes the local component `stand_in`, something with the methods of a variable, while a shared function is traced."""
+        self._stand_in = stand_in
+        try:
+            yield
+        finally:
+            self._stand_in = None
+
     def _local_component(self) -> tf.Variable:
+        if self._stand_in is not None:
+            return self._stand_in
         replica = values_util.get_current_replica_id_as_int()
         return self._values[replica or 0]
 
@@ -198,7 +211,7 @@ class ShardedVariable(values.DistributedVariable):
         if self._aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN) and self.is_parameter:
             reduce_op = tf.distribute.ReduceOp[self._aggregation.name]
             value = tf.distribute.get_replica_context().all_reduce(reduce_op, value)
-        return update_fn(self._values[index], self._cut(value, index), **kwargs)
+        return update_fn(self._local_component(), self._cut(value, index), **kwargs)
 
     def _no_scatter(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
