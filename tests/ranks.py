@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist.collectives import current_program
 
 
 def strategy_on(num_ranks: int, **settings: Any) -> tfdist.ShardedStrategy:
@@ -16,8 +18,8 @@ def strategy_on(num_ranks: int, **settings: Any) -> tfdist.ShardedStrategy:
 
 
 def rank_id() -> int:
-    """This rank's number, a Python integer, as code is traced once per rank."""
-    return tf.distribute.get_replica_context().replica_id_in_sync_group
+    """This rank's number, a Python integer: each rank is traced on its own."""
+    return current_program("`rank_id`").rank
 
 
 def per_rank(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> Any:
@@ -57,3 +59,16 @@ def run(strategy: tf.distribute.Strategy, function: Callable[..., Any], *values:
 def integers(rng: np.random.Generator, shape: Sequence[int], dtype: tf.DType = tf.float32) -> np.ndarray:
     """Small integers: exact in every dtype, also summed over the ranks."""
     return rng.integers(-8, 9, size=shape).astype(dtype.as_numpy_dtype)
+
+
+def transposed(values: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """From one list per case to one dictionary per rank."""
+    return [{name: ranks[rank] for name, ranks in values.items()} for rank in range(len(next(iter(values.values()))))]
+
+
+def refused(error_type: type[Exception], match: str, function: Callable[..., Any], n: int = 2) -> str:
+    """Asserts that running `function` on `n` ranks is refused while it is traced, and returns the error's text."""
+    strategy = strategy_on(n)
+    with pytest.raises(error_type, match=match) as error:
+        trace(strategy, function)()
+    return str(error.value)

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import integers, local, per_rank, rank_id, run, strategy_on, trace
+from ranks import integers, local, per_rank, rank_id, refused, run, strategy_on, trace, transposed
 
 import tfdist
 from tfdist.collectives import (
@@ -67,9 +67,19 @@ def linear_cases(n):
         ("gather", all_gather, np_gather, same),
         ("gather vectors", all_gather, np_gather, [(1,)] * n),
         ("gather uneven", functools.partial(all_gather, uneven=True), np_gather, [(i, 3) for i in range(n)]),
-        ("gather uneven, last empty", functools.partial(all_gather, uneven=True), np_gather, [(5 * (n - 1 - i),) for i in range(n)]),
+        (
+            "gather uneven, last empty",
+            functools.partial(all_gather, uneven=True),
+            np_gather,
+            [(5 * (n - 1 - i),) for i in range(n)],
+        ),
         ("gather uneven, all empty", functools.partial(all_gather, uneven=True), np_gather, [(0, 2)] * n),
-        ("gather uneven, no columns", functools.partial(all_gather, uneven=True), np_gather, [(i, 0) for i in range(n)]),
+        (
+            "gather uneven, no columns",
+            functools.partial(all_gather, uneven=True),
+            np_gather,
+            [(i, 0) for i in range(n)],
+        ),
         ("gather even as uneven", functools.partial(all_gather, uneven=True), np_gather, same),
         ("scatter", reduce_scatter, np_scatter, [(2 * n, 3)] * n),
         ("scatter uneven", reduce_scatter, np_scatter, [(2 * n + 1, 3)] * n),
@@ -94,9 +104,7 @@ def linear_cases(n):
     return cases
 
 
-def transposed(values):
-    """From one list per case to one dictionary per rank."""
-    return [{name: ranks[rank] for name, ranks in values.items()} for rank in range(len(next(iter(values.values()))))]
+EVERY_DTYPE = ("sum", "gather", "gather uneven", "scatter uneven", "exchange blocks", "broadcast from 1")
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -104,6 +112,8 @@ def transposed(values):
 def test_forward(n, dtype):
     rng = np.random.default_rng(n)
     cases = linear_cases(n)
+    if dtype != tf.float32:  # shapes do not depend on dtypes
+        cases = [case for case in cases if case[0] in EVERY_DTYPE]
     for reduce_op, ufunc in [("max", np.maximum), ("min", np.minimum)]:
         reference = lambda xs, ufunc=ufunc: [functools.reduce(ufunc, xs)] * len(xs)  # noqa: E731
         cases.append((reduce_op, functools.partial(all_reduce, reduce_op=reduce_op), reference, [(4, 3)] * n))
@@ -161,7 +171,7 @@ def test_gradients_are_adjoint(n):
 
 
 def test_second_order():
-    """f = sum_i (sum_j x_j)^2 / 2 has gradient N s on every rank, whose sum of squares has gradient 2 N^4 s there."""
+    """f = sum_i (sum_j x_j)^2 / 2 has gradient N s on every rank, whose sum of squares has gradient 2 N^3 s there."""
     values = [np.array([float(1 + i)]) for i in range(3)]
 
     def rank(x):
@@ -176,7 +186,7 @@ def test_second_order():
 
     for first, second in run(strategy_on(3), rank, values):
         np.testing.assert_allclose(first, [3 * 6.0])
-        np.testing.assert_allclose(second, [2 * 81 * 6.0])
+        np.testing.assert_allclose(second, [2 * 27 * 6.0])
 
 
 def test_lengths_known_at_run_time_only():
@@ -208,10 +218,12 @@ def test_lengths_known_at_run_time_only():
 
 
 def test_half_precision_is_summed_in_single():
-    """256 + 1 + 1 is 256 when added in bfloat16, one by one."""
-    values = [np.full((4,), value, tf.bfloat16.as_numpy_dtype) for value in (256, 1, 1, 0)]
-    results = run(strategy_on(4), reduce_scatter, values)
-    np.testing.assert_array_equal(np.concatenate(results).astype("float32"), [258.0] * 4)
+    """40000 + 40000 is past the end of float16; 256 + 1 + 1 + 1 is 256 when added in bfloat16 one by one."""
+    halves = [np.full((4,), value, np.float16) for value in (40000, 40000, -40000, 24)]
+    brains = [np.full((4,), value, tf.bfloat16.as_numpy_dtype) for value in (256, 1, 1, 0)]
+    results = run(strategy_on(4), lambda x, y: (reduce_scatter(x), reduce_scatter(y)), halves, brains)
+    assert [float(half[0]) for half, _ in results] == [float(np.float16(40024))] * 4
+    assert [float(brain[0]) for _, brain in results] == [258.0] * 4
 
 
 # Groups
@@ -347,97 +359,7 @@ def test_branches_that_the_ranks_agree_on():
     assert local(strategy, step(tf.constant(False), x)) == [-1.0, -2.0, -3.0]
 
 
-# Send and receive
-
-
-@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16], ids=lambda dtype: dtype.name)
-@pytest.mark.parametrize("n", SIZES)
-def test_a_chain_of_stages_trains_as_one(n, dtype):
-    """Stage i computes h = tanh(w_i h) and sends it on; gradients come back the same way."""
-    rng = np.random.default_rng(n)
-    values = [rng.normal(size=(5,)).astype(dtype.as_numpy_dtype) for _ in range(n)]
-    strategy = strategy_on(n)
-
-    def stage(weight):
-        index = rank_id()
-        anchor = tf.zeros([])
-        with tf.GradientTape() as tape:
-            tape.watch([weight, anchor])
-            if index == 0:
-                hidden = tf.ones([5], dtype)
-            else:
-                hidden = receive([5], dtype, index - 1, anchor=anchor, label=f"to_{index}")
-            hidden = tf.tanh(weight * hidden)
-            if index < n - 1:
-                loss = send(hidden, index + 1, label=f"to_{index + 1}")
-            else:
-                loss = tf.reduce_sum(hidden**2)
-        return loss, *tape.gradient(loss, [weight, anchor], unconnected_gradients="zero")
-
-    results = run(strategy, stage, values)
-    weights = [tf.constant(value) for value in values]
-    with tf.GradientTape() as tape:
-        tape.watch(weights)
-        hidden = tf.ones([5], dtype)
-        for weight in weights:
-            hidden = tf.tanh(weight * hidden)
-        loss = tf.reduce_sum(hidden**2)
-    exact = dict(rtol=1e-6) if dtype == tf.float32 else dict(rtol=2e-2, atol=1e-2)
-    for (receipt, gradient, anchor), expected in zip(results, tape.gradient(loss, weights), strict=True):
-        assert np.any(expected.numpy() != 0)
-        np.testing.assert_allclose(gradient.astype("float32"), expected.numpy().astype("float32"), **exact)
-        assert anchor == 0
-    assert [receipt for receipt, _, _ in results[:-1]] == [0] * (n - 1)
-    np.testing.assert_allclose(results[-1][0].astype("float32"), float(loss), **exact)
-    assert strategy.last_plan.counts(0) == {"send": 2}
-    assert strategy.last_plan.counts(n - 1) == {"send": 2}
-    assert {record.dtype for record in strategy.last_plan.records[0]} == {RING.byte_dtype(dtype).name}
-
-
-def test_send_carries_every_dtype_there_and_back():
-    rng = np.random.default_rng(1)
-    values = {dtype.name: [integers(rng, (3, 2), dtype) for _ in range(2)] for dtype in DTYPES}
-
-    def rank(x):
-        arrived = {}
-        for name, value in x.items():
-            if rank_id() == 0:
-                send(value, 1, label=f"{name}/there")
-                arrived[name] = receive([3, 2], value.dtype, 1, label=f"{name}/back")
-            else:
-                arrived[name] = receive([3, 2], value.dtype, 0, label=f"{name}/there")
-                send(value, 0, label=f"{name}/back")
-        return arrived
-
-    results = run(strategy_on(2), rank, transposed(values))
-    for name, (zero, one) in values.items():
-        np.testing.assert_array_equal(results[0][name], one)
-        np.testing.assert_array_equal(results[1][name], zero)
-
-
-def test_messages_to_different_members():
-    """Rank 0 sends to 2, then to 1; the pairs are groups of their own."""
-
-    def rank(x):
-        if rank_id() == 0:
-            send(x, 2)
-            send(10 * x, 1)
-            return x
-        return receive([2], tf.float32, 0)
-
-    results = run(strategy_on(3), rank, [np.full((2,), 7, np.float32)] * 3)
-    assert [result[0] for result in results] == [7, 70, 7]
-
-
 # Errors: all while tracing
-
-
-def refused(error_type, match, function, n=2):
-    """Asserts that tracing `function` is refused, and that the process's collectives still work."""
-    strategy = strategy_on(n)
-    with pytest.raises(error_type, match=match) as error:
-        trace(strategy, function)()
-    return str(error.value)
 
 
 X = functools.partial(tf.ones, [4, 2])
@@ -496,114 +418,3 @@ def test_max_and_min_have_no_gradient(reduce_op):
         return tape.gradient(loss, x)
 
     refused(NotImplementedError, f"gradient for sums and means only.*reduce_op='{reduce_op}'", rank)
-
-
-def test_called_eagerly():
-    strategy = strategy_on(2)
-    with pytest.raises(RuntimeError, match=r"`all_reduce` needs every rank at once.*tf\.function"):
-        strategy.run(lambda: all_reduce(X()))
-    assert run(strategy, all_reduce, [np.float32(1)] * 2) == [2, 2]
-
-
-OUTSIDE = r"was called outside `strategy\.run` of a tfdist strategy"
-EVERY_OP = {
-    "all_reduce": lambda: all_reduce(X()),
-    "all_gather": lambda: all_gather(X()),
-    "reduce_scatter": lambda: reduce_scatter(X()),
-    "all_to_all": lambda: all_to_all(X()),
-    "broadcast": lambda: broadcast(X()),
-    "send": lambda: send(X(), 1),
-    "receive": lambda: receive([4], tf.float32, 1),
-    "gather_to_master_all_reduce": lambda: tfdist.collectives.gather_to_master_all_reduce(X()),
-}
-
-
-@pytest.mark.parametrize("name", EVERY_OP)
-def test_called_outside_run(name, cpus):
-    call = EVERY_OP[name]
-    with pytest.raises(RuntimeError, match=f"`{name}` {OUTSIDE}"):
-        call()
-    with pytest.raises(RuntimeError, match=OUTSIDE):
-        tf.function(call, autograph=False)()
-    with strategy_on(2).scope(), pytest.raises(RuntimeError, match=OUTSIDE):
-        call()
-
-
-def test_called_under_another_strategy(cpus):
-    mirrored = tf.distribute.MirroredStrategy(cpus[:2])
-    with pytest.raises(RuntimeError, match=OUTSIDE):
-        trace(mirrored, EVERY_OP["all_reduce"])()
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        lambda: tf.while_loop(lambda x: tf.reduce_sum(x) < 9.0, lambda x: (all_reduce(x),), (X(),)),
-        lambda: tf.while_loop(lambda x: tf.reduce_sum(all_reduce(x)) < 9.0, lambda x: (x + 1,), (X(),)),
-        lambda: tf.map_fn(all_reduce, X()),
-        lambda: tf.scan(lambda total, x: total + broadcast(x), X()),
-        lambda: tf.while_loop(
-            lambda x: tf.reduce_sum(x) < 9.0,
-            lambda x: (tf.cond(x[0, 0] > 0.0, lambda: all_reduce(x), lambda: x),),
-            (X(),),
-        ),
-    ],
-)
-def test_loops_of_one_rank(loop):
-    refused(RuntimeError, r"was called in a loop .* Use a Python loop", loop)
-
-
-@pytest.mark.parametrize(
-    "disagreeing",
-    [
-        lambda: all_reduce(tf.ones([2 + rank_id()])),
-        lambda: all_gather(tf.ones([2 + rank_id()])),
-        lambda: all_reduce(tf.ones([2], (tf.float32, tf.float64)[rank_id()])),
-        lambda: (all_reduce, all_gather)[rank_id()](X()),
-        lambda: all_reduce(X(), label=f"rank_{rank_id()}"),
-        lambda: receive([3], tf.float32, 0) if rank_id() else send(X(), 1),
-    ],
-)
-def test_ranks_that_disagree(disagreeing):
-    text = refused(RuntimeError, r"Ranks disagree on collective 0 of group \[0, 1\]: rank 1 runs", disagreeing)
-    assert "same order" in text
-    assert "uneven=True" in text
-
-
-def test_ranks_in_another_order():
-    def rank():
-        first, second = (all_reduce, broadcast) if rank_id() != 2 else (broadcast, all_reduce)
-        return first(X()), second(X())
-
-    refused(RuntimeError, "Ranks disagree on collective 0 .* rank 2 runs", rank, n=3)
-
-
-@pytest.mark.parametrize("lacking", [0, 1, 2])
-def test_a_rank_that_leaves_out_a_collective(lacking):
-    def rank():
-        x = all_reduce(X())
-        return x if rank_id() == lacking else all_reduce(x, label="forgotten")
-
-    refused(RuntimeError, f"different numbers of collectives.*Rank {lacking} lacks .*'forgotten'", rank, n=3)
-
-
-def test_a_rank_that_leaves_out_the_gradient():
-    def rank():
-        x = X()
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(all_reduce(x))
-        return tape.gradient(loss, x) if rank_id() == 0 else x
-
-    refused(RuntimeError, "Rank 1 lacks .*'all_reduce/gradient'", rank)
-
-
-def test_a_message_that_nobody_receives():
-    refused(RuntimeError, r"group \[0, 1\].* Rank 1 lacks .*'send'", lambda: send(X(), 1) if rank_id() == 0 else X())
-
-
-def test_a_refused_trace_leaves_the_strategy_usable():
-    strategy = strategy_on(2)
-    with pytest.raises(RuntimeError, match="disagree"):
-        trace(strategy, lambda: all_reduce(tf.ones([1 + rank_id()])))()
-    assert run(strategy, all_reduce, [np.float32(3)] * 2) == [6, 6]

@@ -8,8 +8,8 @@ from tfdist.collectives.plan import KEYS_PER_COLLECTIVE
 from tfdist.collectives.program import log2_ceiling
 
 
-def record(op="all_reduce", ranks=(0, 1), shape=(6, 5), dtype="float32", label="x"):
-    return CollectiveRecord(op, ranks, shape, dtype, label)
+def record(op="all_reduce", ranks=(0, 1), shape=(6, 5), dtype="float32", label="x", source=None):
+    return CollectiveRecord(op, ranks, shape, dtype, label, source)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,15 @@ def test_every_length_has_a_key_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "change", [{"op": "all_gather"}, {"shape": (6, 4)}, {"dtype": "float64"}, {"label": "y"}, {"shape": (None, 5)}]
+    "change",
+    [
+        {"op": "all_gather"},
+        {"shape": (6, 4)},
+        {"dtype": "float64"},
+        {"label": "y"},
+        {"shape": (None, 5)},
+        {"source": 0},
+    ],
 )
 def test_ranks_that_disagree(change):
     plan = CollectivePlan(2)

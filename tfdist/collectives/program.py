@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -75,6 +75,7 @@ class RankProgram:
         self.before_collective: list[Callable[[], None]] = []
         self.at_close: list[Callable[[Any], None]] = []
         self._attachments: dict[type, Any] = {}
+        self._constants: dict[Any, tf.Tensor] = {}
 
     def attachment(self, kind: type) -> Any:
         """Returns this trace's one `kind(program)`, made on first use."""
@@ -98,12 +99,26 @@ class RankProgram:
             # A key is bound to one shape for the life of the process: every power of two has its own.
             instance_key += log2_ceiling(tf.shape(x)[record.shape.index(None)])
         return {
-            "group_size": len(ranks),
-            "group_key": self.communicator.group_key(ranks),
+            "group_size": self.constant(len(ranks)),
+            "group_key": self.constant(self.communicator.group_key(ranks)),
             "instance_key": instance_key,
             "communication_hint": self.transport.hint,
             "timeout_seconds": self.transport.timeout_seconds,
         }
+
+    def constant(self, value: int | Sequence[int]) -> Any:
+        """Returns `value` as an int32 tensor that all operations of this rank share.
+
+        A deep model has thousands of collectives and reshapes, and a constant for each would be a third of its graph. Inside a
+        loop or a branch of the rank's function it returns `value` as it is.
+        """
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            return value
+        key = value if isinstance(value, int) else tuple(value)
+        if key not in self._constants:
+            with tf.control_dependencies(None), tf.device(self.device):
+                self._constants[key] = tf.constant(value, tf.int32)
+        return self._constants[key]
 
     def token(self) -> tf.Tensor:
         return self.communicator.token(self.rank)

@@ -69,7 +69,8 @@ def all_gather(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
             stacked = tf.reshape(gathered, [len(ranks), -1, *x.shape[1:]])
             gathered = tf.reshape(tf.gather(stacked, _inverse(order)), tf.shape(gathered))
         rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
-        return tf.ensure_shape(gathered, [rows, *x.shape[1:]])
+        gathered.set_shape([rows, *x.shape[1:]])
+        return gathered
 
 
 def all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:

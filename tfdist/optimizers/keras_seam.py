@@ -1,7 +1,7 @@
 """Where Keras assumes mirrored variables, and has no hook: the few methods that tfdist overrides.
 
 Every override looks at the strategy first and falls through, untouched, for all but tfdist's. The names are private to Keras:
-tests/optimizers/test_keras_seam.py fails when they change.
+tests/test_private_names.py fails when they change.
 
     TFOptimizer.__init__               refuse what the sharded step cannot do exactly (at construction)
     TFOptimizer.build                  the variables must belong to the optimizer's strategy

@@ -77,7 +77,7 @@ class _Step:
         """Stage 3: the gradients are reduced shards."""
         for grad, variable in pairs:
             component = variable.component(self._program.rank)
-            component.assign(self._updated_shard(variable, component.read_value(), grad), read_value=False)
+            component.assign(self._updated_shard(variable, component.value(), grad), read_value=False)
 
     def on_replicated(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> None:
         """Stage 0: all-reduce, then every rank does the whole step."""
@@ -95,7 +95,7 @@ class _Step:
 
     def on_shards_of_replicated(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> None:
         """Stages 1 and 2: reduce-scatter every bucket, step on the shards, all-gather every bucket."""
-        data_rank = self._ranks.index(self._program.rank)
+        data_rank, constant = self._ranks.index(self._program.rank), self._program.constant
         buckets = self._buckets(pairs)
         layouts = [
             [self._config.slot_layout(self._config.parameter_layout(variable.shape)) for _, variable in bucket]
@@ -103,18 +103,18 @@ class _Step:
         ]
         reduced = []
         for number, (bucket, cuts) in enumerate(zip(buckets, layouts, strict=True)):
-            packed = packing.pack_full([grad for grad, _ in bucket], cuts)
+            packed = packing.pack_full([grad for grad, _ in bucket], cuts, constant)
             wide = tf.cast(packed, self._config.reduce_dtype or packed.dtype)
             shard = wire.reduce_scatter(self._program, wide, self._ranks, f"reduce_scatter/bucket_{number}")
-            reduced.append(packing.split_shards(tf.cast(shard, packed.dtype), cuts))
+            reduced.append(packing.split_shards(tf.cast(shard, packed.dtype), cuts, constant))
         for number, (bucket, cuts, grads) in enumerate(zip(buckets, layouts, reduced, strict=True)):
             shards = []
             for grad, layout, (_, variable) in zip(grads, cuts, bucket, strict=True):
-                mine = packing.cut_shard(self._local(variable).read_value(), layout, data_rank)
+                mine = packing.cut_shard(self._local(variable).value(), layout, data_rank)
                 shards.append(self._updated_shard(variable, mine, grad))
-            packed = packing.pack_shards(shards)
+            packed = packing.pack_shards(shards, constant)
             gathered = wire.all_gather(self._program, packed, self._ranks, f"all_gather/bucket_{number}")
-            for (_, variable), full in zip(bucket, packing.unpack_full(gathered, cuts), strict=True):
+            for (_, variable), full in zip(bucket, packing.unpack_full(gathered, cuts, constant), strict=True):
                 self._local(variable).assign(full, read_value=False)
 
     def _updated_shard(self, variable: tf.Variable, shard: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:

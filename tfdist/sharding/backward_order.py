@@ -60,7 +60,8 @@ def order_backward(regathers: Sequence[Regather], reductions: Sequence[Reduction
     Args:
         regathers: the units to gather again (or kept), in any order.
         reductions: the units to reduce, in any order.
-        prefetch: how many units may be gathered ahead of the one in use.
+        prefetch: how many units may be gathered ahead of the one in use. Units whose uses interleave (a layer used twice within
+            the window) are needed at once and held at once, whatever the limit.
     """
     regathers = sorted(regathers, key=lambda regather: (min(regather.uses), regather.unit))
     placed: list[tuple[float, int, Step]] = []

@@ -1,4 +1,4 @@
-"""What sharding asks of Keras while variables are made and read. Private names: see tests/sharding/test_keras_scope.py."""
+"""What sharding asks of Keras while variables are made and read. Private names: see tests/test_private_names.py."""
 
 from __future__ import annotations
 

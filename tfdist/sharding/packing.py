@@ -9,36 +9,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist.sharding.layout import Layout
 
+# Turns a shape, a list of lengths or an axis in what an operation takes; `RankProgram.constant` shares one tensor for equal ones.
+Constant = Callable[[Any], Any]
 
-def pack_shards(shards: Sequence[tf.Tensor]) -> tf.Tensor:
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def pack_shards(shards: Sequence[tf.Tensor], constant: Constant = _as_it_is) -> tf.Tensor:
     """Joins flat shards, each (L_v,), in one (sum L_v,); `split_shards` inverts it."""
-    return tf.concat(shards, 0) if len(shards) > 1 else shards[0]
+    return tf.concat(shards, constant(0)) if len(shards) > 1 else shards[0]
 
 
-def split_shards(packed: tf.Tensor, layouts: Sequence[Layout]) -> list[tf.Tensor]:
+def split_shards(packed: tf.Tensor, layouts: Sequence[Layout], constant: Constant = _as_it_is) -> list[tf.Tensor]:
     """Cuts (sum L_v,) in the variables' flat shards (L_v,); the inverse of `pack_shards`."""
     if len(layouts) == 1:
         return [packed]
-    return tf.split(packed, [layout.shard_elements for layout in layouts])
+    lengths = [layout.shard_elements for layout in layouts]
+    return tf.split(packed, constant(lengths), constant(0), num=len(lengths))
 
 
-def pack_full(fulls: Sequence[tf.Tensor], layouts: Sequence[Layout]) -> tf.Tensor:
+def pack_full(fulls: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Constant = _as_it_is) -> tf.Tensor:
     """Joins full local tensors in (N, sum L_v), row i being what rank i stores; `unpack_full` inverts it."""
     rows = []
     for full, layout in zip(fulls, layouts, strict=True):
         if layout.padding:
-            full = tf.pad(tf.reshape(full, [-1]), [[0, layout.padding]])
-        rows.append(tf.reshape(full, [layout.mesh.data_parallel_size, layout.shard_elements]))
-    return tf.concat(rows, 1) if len(rows) > 1 else rows[0]
+            full = tf.pad(tf.reshape(full, constant([-1])), [[0, layout.padding]])
+        rows.append(tf.reshape(full, constant([layout.mesh.data_parallel_size, layout.shard_elements])))
+    return tf.concat(rows, constant(1)) if len(rows) > 1 else rows[0]
 
 
-def unpack_full(packed: tf.Tensor, layouts: Sequence[Layout]) -> list[tf.Tensor]:
+def unpack_full(packed: tf.Tensor, layouts: Sequence[Layout], constant: Constant = _as_it_is) -> list[tf.Tensor]:
     """Returns the full local tensors from all ranks' packed shards, (N, sum L_v) flattened; the inverse of `pack_full`.
 
     Each is made by an operation of its own.
@@ -46,13 +55,13 @@ def unpack_full(packed: tf.Tensor, layouts: Sequence[Layout]) -> list[tf.Tensor]
     columns = [packed]
     if len(layouts) > 1:
         lengths = [layout.shard_elements for layout in layouts]
-        rows = tf.reshape(packed, [layouts[0].mesh.data_parallel_size, sum(lengths)])
-        columns = tf.split(rows, lengths, axis=1)
+        rows = tf.reshape(packed, constant([layouts[0].mesh.data_parallel_size, sum(lengths)]))
+        columns = tf.split(rows, constant(lengths), constant(1), num=len(lengths))
     fulls = []
     for column, layout in zip(columns, layouts, strict=True):
         if layout.padding:
-            column = tf.reshape(column, [-1])[: layout.local_elements]
-        fulls.append(tf.reshape(column, layout.local_shape))
+            column = tf.reshape(column, constant([-1]))[: layout.local_elements]
+        fulls.append(tf.reshape(column, constant(list(layout.local_shape))))
     return fulls
 
 

@@ -115,7 +115,7 @@ class UnshardSchedule:
         """Returns the full (local) value of `variable`, gathered with its group, on this rank's tapes."""
         self._config = config
         with self._in_run_graph():
-            shard = variable.component(self._program.rank).read_value()
+            shard = variable.component(self._program.rank).value()
             unit = self._live.get(variable.group)
             if unit is None or not self._is_recorded(unit, variable, shard):
                 unit = self._gather(variable.group)
@@ -137,7 +137,7 @@ class UnshardSchedule:
         window = self._units[-config.prefetch - 1 :]
         if self._pending or any(unit.readers(tape.is_backward) for unit in window):
             self.flush()  # a read within backward (recomputation)
-        shards = {id(v): v.component(self._program.rank).read_value() for v in variables}
+        shards = {id(v): v.component(self._program.rank).value() for v in variables}
         is_training = tape.tapes_watching(list(shards.values())) > 0
         gate: list[tf.Operation] = []
         if len(window) > config.prefetch and (config.reshard_after_forward or not is_training):
@@ -167,9 +167,9 @@ class UnshardSchedule:
         for members in _by_dtype(variables):
             layouts = [v.layout for v in members]
             with tf.control_dependencies(gate), tf.name_scope(_scope_name(label)):
-                packed = packing.pack_shards([shards[id(v)] for v in members])
+                packed = packing.pack_shards([shards[id(v)] for v in members], program.constant)
                 gathered = wire.all_gather(program, packed, ranks, label)
-                fulls = packing.unpack_full(gathered, layouts)
+                fulls = packing.unpack_full(gathered, layouts, program.constant)
                 outputs.update({id(variable): full for variable, full in zip(members, fulls, strict=True)})
         return outputs
 
@@ -221,12 +221,13 @@ class UnshardSchedule:
         regathers = self._regathers(uses, numbers)
         start = self._start_of_backward(uses, operations, numbers)
         with self._own_emission(), self._in_run_graph(), tape.stop_recording():
+            previous: list[tf.Tensor] = []
             for step in order_backward(regathers, reductions, self._config.prefetch):
                 if isinstance(step.action, Regather):
                     gate = start if step.gate is None else [operations[number] for number in step.gate]
                     self._regather(self._units[step.action.unit], uses[step.action.unit], gate)
                 else:
-                    self._reduce_scatter(by_unit[step.action.unit])
+                    previous = self._reduce_scatter(by_unit[step.action.unit], previous)
 
     def _backward_uses(self) -> dict[int, dict[int, list[Reader]]]:
         """Returns, per unit index, the backward readers of its forward copy that must be moved to a second one."""
@@ -271,19 +272,28 @@ class UnshardSchedule:
             for reader in uses[id(variable)]:
                 tape.reconnect(reader.operation, reader.tensor, _copy_of(reader.tensor, copies))
 
-    def _reduce_scatter(self, pending: Sequence[PendingGradient]) -> None:
+    def _reduce_scatter(self, pending: Sequence[PendingGradient], previous: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Reduces a unit's gradients in one message per dtype; packed only when the `previous` messages have left.
+
+        Packing earlier would hold a second copy of the gradients while they wait for their turn.
+        """
         program = self._program
         ranks = program.group_ranks("data")
         label = f"reduce_scatter/{pending[0].unit.group.name}"
+        sent = []
         for members in _by_dtype(pending, key=lambda p: p.full.dtype):
             layouts = [p.variable.layout for p in members]
             with tf.name_scope(_scope_name(label)):
-                packed = packing.pack_full([p.full for p in members], layouts)
+                with tf.control_dependencies(previous):
+                    packed = packing.pack_full([p.full for p in members], layouts, program.constant)
                 dtype = packed.dtype
                 packed = tf.cast(packed, self._config.reduce_dtype or dtype)
                 reduced = tf.cast(wire.reduce_scatter(program, packed, ranks, label), dtype)
-                for p, shard in zip(members, packing.split_shards(reduced, layouts), strict=True):
+                shards = packing.split_shards(reduced, layouts, program.constant)
+                for p, shard in zip(members, shards, strict=True):
                     tape.reconnect(p.stub.op, p.stub.op.inputs[0], shard)
+            sent.append(reduced)
+        return sent
 
     # Order and place of emission
 

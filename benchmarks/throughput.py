@@ -1,0 +1,185 @@
+"""Steps per second under each ZeRO stage, MirroredStrategy and one device, all in one run.
+
+    python -m benchmarks.throughput --devices 2 4 --model mlp
+
+Every contender lives in a process of its own, which builds and traces its step and then waits. The parent lets them
+take turns, one at a time, round after round, so that a machine whose speed drifts slows all of them; the order rotates
+by one each round, and a first round is not counted. Per contender: the median of steps per second, and the median over
+rounds of the ratio to MirroredStrategy in the same round. All contenders train the same model on the same global batch
+from the same weights; their losses after the warm-up must agree.
+
+The logical CPUs of one machine share its cores: the ratios say what a strategy adds, not how it scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pathlib
+import statistics
+import sys
+
+if not __package__:  # run as a file: its folder stands on the path instead of the repository
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+
+from benchmarks import cases
+from benchmarks.cases import MIRRORED, Case, Child, ChildError, Target
+
+SIZES = {"mlp": {"layers": 8, "width": 1024}, "gpt": {"layers": 4, "width": 128}}
+LIMITS = {"zero1": 1.0, "zero2": 1.0, "zero3": 0.85}  # of MirroredStrategy's steps per second
+# Relative, after the warm-up. Sums are made in other orders, and without tfdist Keras's Adam takes the gradient of an
+# embedding as sparse rows, which is not quite the same update.
+LOSS_TOLERANCE = 1e-3
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=cases.positive_int, nargs="+", default=[2, 4], help="logical CPUs (default: 2 4)")
+    parser.add_argument("--model", choices=cases.MODELS, default="mlp", help="default: mlp")
+    parser.add_argument("--layers", type=cases.positive_int, help="default: 8 (mlp), 4 (gpt)")
+    parser.add_argument("--width", type=cases.positive_int, help="default: 1024 (mlp), 128 (gpt)")
+    parser.add_argument("--heads", type=cases.positive_int, default=4, help="of the gpt (default: 4)")
+    parser.add_argument("--batch-size", type=cases.positive_int, default=64, help="examples over all devices (default: 64)")
+    parser.add_argument("--rounds", type=cases.positive_int, default=7, help="turns of every contender (default: 7)")
+    parser.add_argument("--steps", type=cases.positive_int, default=10, help="steps of one turn (default: 10)")
+    parser.add_argument("--loop", choices=cases.LOOPS, default="function", help="a tf.function, or model.fit (default: function)")
+    cases.add_common_arguments(parser, timeout_seconds=300)
+    args = parser.parse_args(argv)
+    cases.check_common_arguments(parser, args)
+    args.layers = args.layers or SIZES[args.model]["layers"]
+    args.width = args.width or SIZES[args.model]["width"]
+    if len(set(args.devices)) < len(args.devices):
+        parser.error(f"argument --devices: each number at most once. Received: {args.devices}")
+    for devices in args.devices:
+        if args.batch_size % devices:
+            parser.error(f"argument --batch-size: must be divisible by --devices {devices}. Received: {args.batch_size}")
+    if args.model == "gpt" and args.width % args.heads:
+        parser.error(f"argument --width: must be divisible by --heads {args.heads}. Received: {args.width}")
+    return args
+
+
+def measure(args: argparse.Namespace, devices: int) -> list[dict]:
+    """Runs all contenders on `devices` devices, in turns; returns their JSON records, a failed one with an `error`."""
+    children: dict[str, Child] = {}
+    errors: dict[str, str] = {}
+    all_cases: dict[str, Case] = {}
+    speeds: dict[str, list[float | None]] = {contender: [] for contender in args.contenders}
+    with contextlib.ExitStack() as stack:
+        for contender in args.contenders:
+            all_cases[contender] = case = _case(args, devices, contender)
+            cases.progress(f"starting {case.label} ...")
+            try:
+                child = Child("throughput", case, environment={}, timeout_seconds=args.timeout_seconds)
+            except ChildError as error:
+                errors[contender] = error.reason
+                cases.progress(f"FAILED {error}")
+                continue
+            children[contender] = stack.enter_context(child)
+        for number in range(args.rounds + 1):
+            cases.progress(f"{devices} devices, round {number} of {args.rounds} ...")
+            shift = number % len(args.contenders)
+            for contender in [*args.contenders[shift:], *args.contenders[:shift]]:
+                speed = None
+                if contender in children and contender not in errors:
+                    try:
+                        answer = children[contender].ask({"steps": args.steps})
+                        speed = args.steps / answer["seconds"]
+                    except ChildError as error:
+                        errors[contender] = error.reason
+                        cases.progress(f"FAILED {error}")
+                if number > 0:
+                    speeds[contender].append(speed)
+    reference = children[MIRRORED].ready["warmup_loss"] if MIRRORED in children else None
+    return [
+        {
+            "benchmark": "throughput",
+            "case": case.label,
+            **vars(case),
+            "rounds": args.rounds,
+            "steps": args.steps,
+            **(children[contender].ready if contender in children else {}),
+            **(
+                {"error": errors[contender]}
+                if contender in errors
+                else _figures(children[contender].ready, reference, speeds[contender], speeds.get(MIRRORED, []))
+            ),
+            **cases.machine_fields(),
+        }
+        for contender, case in all_cases.items()
+    ]
+
+
+def _case(args: argparse.Namespace, devices: int, contender: str) -> Case:
+    return Case(
+        contender=contender,
+        model=args.model,
+        devices=devices,
+        layers=args.layers,
+        width=args.width,
+        global_batch_size=args.batch_size,
+        loop=args.loop,
+        bucket_bytes=args.bucket_bytes,
+        prefetch=args.prefetch,
+        heads=args.heads,
+    )
+
+
+def _figures(ready: dict, reference_loss: float | None, speeds: list[float], mirrored: list[float | None]) -> dict[str, object]:
+    ratios = [own / other for own, other in zip(speeds, mirrored, strict=False) if other is not None]
+    figures = {
+        "steps_per_second": statistics.median(speeds),
+        "steps_per_second_by_round": speeds,
+        "ratio_to_mirrored": statistics.median(ratios) if ratios else None,
+        "ratio_to_mirrored_range": [min(ratios), max(ratios)] if ratios else None,
+        "ratio_to_mirrored_by_round": ratios,
+    }
+    loss = ready["warmup_loss"]
+    if reference_loss is not None and abs(loss - reference_loss) > LOSS_TOLERANCE * abs(reference_loss):
+        figures["error"] = f"the loss, {loss}, is not MirroredStrategy's, {reference_loss}: not the same work"
+    return figures
+
+
+def targets(records: list[dict]) -> list[Target]:
+    """Returns what is promised per contender and number of devices, for those that were asked for."""
+    return [
+        Target(
+            f"{record['case']}, {record['model']}: steps per second over MirroredStrategy's, at least {limit}",
+            record.get("ratio_to_mirrored"),
+            (record.get("ratio_to_mirrored") or 0) >= limit,
+        )
+        for record in records
+        if (limit := LIMITS.get(record["contender"])) is not None
+    ]
+
+
+def show(records: list[dict]) -> str:
+    rows = []
+    for record in records:
+        low, high = record.get("ratio_to_mirrored_range") or (None, None)
+        rows.append(
+            [
+                record["case"],
+                record["devices"],
+                cases.number(record.get("steps_per_second")),
+                cases.number(record.get("ratio_to_mirrored")),
+                None if low is None else f"{low:.2f} .. {high:.2f}",
+                "failed" if "error" in record else "",
+            ]
+        )
+    return cases.table(["contender", "devices", "steps/s", "x mirrored", "range", ""], rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    records = []
+    for devices in args.devices:
+        for record in measure(args, devices):
+            records.append(record)
+            cases.emit(record, args.json)
+    found = targets(records)
+    print("\n" + "\n".join([show(records), "", *map(str, found)]))
+    return cases.exit_code(found, failures=sum("error" in record for record in records), check=args.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The layers of the code, enforced: what may import what, and where private and raw names may stand."""
+
+import ast
+import inspect
+import pathlib
+
+import pytest
+
+import tfdist
+
+ROOT = pathlib.Path(tfdist.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+LEVELS = {
+    "errors": 0,
+    "autograph": 0,
+    "mesh": 2,
+    "collectives": 3,
+    "sharding": 4,
+    "optimizers": 5,
+    "layers": 6,
+    "pipeline": 6,
+    "checkpoint": 6,
+    "data": 6,
+    "strategy": 7,
+    "planner": 8,
+    "launch": 9,
+    "profiling": 9,
+    "testing": 9,
+}
+TOP = "__init__.py"  # may import everything
+
+PRIVATE = {
+    "autograph.py",
+    "collectives/program.py",
+    "sharding/tape.py",
+    "sharding/keras_scope.py",
+    "sharding/variable.py",
+    "strategy/extended.py",
+    "optimizers/keras_seam.py",
+}
+RAW_COLLECTIVES = {"collectives/wire.py"}
+TF_CONFIG = {"mesh/devices.py"}
+MAX_LINES = 450
+
+
+def part(name):
+    """Returns the package or module of tfdist that a file belongs to."""
+    return name.partition("/")[0].removesuffix(".py")
+
+
+def imports(tree):
+    """Yields (module, line) of every import; `from a import b` counts as `a.b`, which may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((f"{'.' * node.level}{node.module or ''}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def dotted(node):
+    """Returns "tf.raw_ops.X" for such an expression, "" for any other."""
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return base and f"{base}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def uses(tree, prefix):
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and dotted(node).startswith(prefix)]
+
+
+def test_the_files_are_found():
+    assert {TOP, "errors.py", "mesh/devices.py", "collectives/wire.py", "strategy/extended.py"} <= set(TREES)
+
+
+def test_every_part_has_a_level():
+    assert {part(name) for name in TREES if name != TOP} <= set(LEVELS)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_imports_point_down(name):
+    own = part(name)
+    for module, line in imports(TREES[name]):
+        assert not module.startswith("."), f"tfdist/{name}:{line}: relative import"
+        if module.partition(".")[0] != "tfdist" or name == TOP:
+            continue
+        other = module.split(".")[1]
+        assert other in LEVELS, f"tfdist/{name}:{line} imports {module}, which has no level"
+        assert other == own or LEVELS[other] < LEVELS[own], f"tfdist/{name}:{line} imports up or across: {module}"
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_no_imports_inside_functions(name):
+    for function in ast.walk(TREES[name]):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inside = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Import | ast.ImportFrom)]
+            assert not inside, f"tfdist/{name}:{inside}"
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_private_names_of_tensorflow_and_keras(name):
+    found = [
+        (module, line)
+        for module, line in imports(TREES[name])
+        if module.startswith(("tensorflow.python", "tensorflow.compiler", "tensorflow.core", "keras.src"))
+    ]
+    reached = [
+        line
+        for prefix in ("tf.python", "tf.__internal__.distribute", "tf.__internal__.eager", "keras.src")
+        for line in uses(TREES[name], prefix)
+    ]
+    if name not in PRIVATE:
+        assert not found + reached, f"tfdist/{name} uses private names: {found + reached}"
+
+
+def test_the_named_files_exist_and_use_private_names():
+    for name in PRIVATE:
+        assert any(module.startswith(("tensorflow.python", "keras.src")) for module, _ in imports(TREES[name])), name
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_raw_collectives_and_tf_config(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    if name not in RAW_COLLECTIVES:
+        assert not uses(TREES[name], "tf.raw_ops.Collective"), name
+        assert "collective_ops" not in text, f"tfdist/{name}: tensorflow.python.ops.collective_ops"
+    if name not in TF_CONFIG:
+        assert not uses(TREES[name], "tf.config"), name
+        assert not any(module.startswith("tensorflow.config") for module, _ in imports(TREES[name])), name
+
+
+def test_those_rules_find_what_they_look_for():
+    assert uses(TREES["collectives/wire.py"], "tf.raw_ops.Collective")
+    assert uses(TREES["mesh/devices.py"], "tf.config")
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_no_file_is_long(name):
+    lines = (ROOT / name).read_text(encoding="utf-8").count("\n")
+    assert lines < MAX_LINES, f"tfdist/{name} has {lines} lines"
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_file_says_what_it_is(name):
+    assert ast.get_docstring(TREES[name]), f"tfdist/{name} has no docstring"
+
+
+def public(module):
+    return [(f"{module.__name__}.{name}", getattr(module, name)) for name in module.__all__]
+
+
+def test_public_names_have_docstrings():
+    modules = [tfdist] + [value for _, value in public(tfdist) if inspect.ismodule(value) and hasattr(value, "__all__")]
+    checked = 0
+    for module in modules:
+        assert len(module.__all__) == len(set(module.__all__)), module.__name__
+        for name, value in public(module):
+            if inspect.isclass(value) or inspect.isfunction(value):
+                own = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
+                # A dataclass without one is given its signature.
+                assert own and not own.startswith(f"{value.__name__}("), f"{name} has no docstring"
+                checked += 1
+    assert checked > 20

@@ -1,0 +1,578 @@
+"""The private names of TensorFlow and Keras that tfdist stands on: that they exist and do what is relied upon.
+
+A failure here after an upgrade names what changed; the file that uses it is in the test's name or docstring.
+"""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.trainers.trainer import Trainer
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.autograph.core import ag_ctx, config
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.distribute import (
+    cross_device_ops,
+    distribute_lib,
+    mirrored_run,
+    mirrored_strategy,
+    values,
+    values_util,
+)
+from tensorflow.python.eager import record
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable_ops, while_v2
+from tensorflow.python.trackable import base as trackable
+from tensorflow.python.training.saving import saveable_object
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def in_graph(function, *arguments):
+    """Traces `function` and returns the concrete function."""
+    return tf.function(function, autograph=False).get_concrete_function(*arguments)
+
+
+# tfdist/autograph.py
+
+
+def test_autograph_rules():
+    rule = config.DoNotConvert("some_package")
+    assert rule.matches("some_package.module")
+    assert not rule.matches("other_package")
+    assert str(rule) == str(config.DoNotConvert("some_package")) != str(config.DoNotConvert("other_package"))
+    assert isinstance(config.CONVERSION_RULES, tuple)
+    assert sum(str(known) == str(config.DoNotConvert("tfdist")) for known in config.CONVERSION_RULES) == 1
+
+
+def test_autograph_reads_the_rules_when_it_converts(monkeypatch):
+    """A rule that is put in front wins over later ones."""
+
+    def branching(x):
+        if x > 0:
+            return x
+        return -x
+
+    assert int(tf.function(lambda x: branching(x))(tf.constant(-3))) == 3
+    rule = config.DoNotConvert(branching.__module__)
+    monkeypatch.setattr(config, "CONVERSION_RULES", (rule, *config.CONVERSION_RULES))
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        tf.function(lambda x: branching(x))(tf.constant(-3))
+
+
+def test_autograph_conversion_of_the_rank_function():
+    """strategy/extended.py: the function is converted when the code around it is."""
+
+    def branching(x):
+        if x > 0:
+            return x
+        return -x
+
+    with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED):
+        converted = autograph.tf_convert(branching, ag_ctx.control_status_ctx())
+    assert int(in_graph(converted, tf.TensorSpec([], tf.int32))(tf.constant(-3))) == 3
+    with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.DISABLED):
+        plain = autograph.tf_convert(branching, ag_ctx.control_status_ctx())
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        in_graph(plain, tf.TensorSpec([], tf.int32))
+
+
+# tfdist/collectives/program.py
+
+
+def test_a_resource_variable_is_not_the_strategys(cpus):
+    with tf.distribute.MirroredStrategy(cpus[:2]).scope(), tf.device("CPU:1"):
+        variable = resource_variable_ops.ResourceVariable(0.0, trainable=False)
+    assert not isinstance(variable, values.DistributedVariable)
+    assert variable.device.endswith("CPU:1")
+    assert variable.handle.dtype == tf.resource
+
+
+def test_loops_have_graphs_of_their_own():
+    seen = {}
+
+    def note(place, result):
+        seen[place] = tf.compat.v1.get_default_graph()
+        return result
+
+    def loops_and_a_branch(x):
+        note("outer", x)
+        tf.while_loop(lambda x: note("condition", x < 3), lambda x: (note("body", x + 1),), (x,))
+        tf.cond(x > 0, lambda: note("branch", x), lambda: x)
+        tf.map_fn(lambda y: note("map", y), tf.stack([x, x]))
+        return x
+
+    in_graph(loops_and_a_branch, tf.TensorSpec([], tf.int32))
+    loops = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
+    assert isinstance(seen["condition"], loops[1])
+    assert isinstance(seen["body"], loops[0])
+    assert isinstance(seen["map"], loops[0])
+    assert not isinstance(seen["branch"], loops)
+    assert all(seen[place].outer_graph is seen["outer"] for place in ("condition", "body", "branch", "map"))
+
+
+# tfdist/sharding/tape.py
+
+
+def test_how_many_tapes_watch():
+    watching = pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes
+    x, y = tf.constant(1.0), tf.constant(2.0)
+    assert watching([x]) == 0
+    with tf.GradientTape() as tape:
+        assert watching([x]) == 0
+        tape.watch(x)
+        assert watching([x]) == watching([y, x]) == watching([x * 2]) == 1
+        assert watching([y]) == 0
+        with tf.GradientTape() as inner:
+            assert watching([x]) == 1
+            inner.watch(x)
+            assert watching([x]) == 2
+        with record.stop_recording():
+            assert watching([x]) == 0
+    assert watching([x]) == 0
+
+
+def test_watching_inside_a_graph():
+    counts = []
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            counts.append(pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes([x]))
+            tape.watch(x)
+            counts.append(pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes([x * x]))
+        return x
+
+    in_graph(step, tf.TensorSpec([]))
+    assert counts == [0, 1]
+
+
+def test_record_operation_connects_tensors():
+    called = []
+
+    def gradient(*upstream):
+        called.append(len(upstream))
+        return [upstream[0] * 7.0, None]
+
+    def step(x, z):
+        with tf.GradientTape() as tape:
+            tape.watch([x, z])
+            with record.stop_recording():
+                y, unused = tf.identity(x), tf.identity(x)
+            record.record_operation("Unshard", [y, unused], [x, z], gradient)
+            loss = y * 2.0
+        return tape.gradient(loss, x)
+
+    assert float(step(tf.constant(1.0), tf.constant(1.0))) == 14.0
+    assert float(in_graph(step, tf.TensorSpec([]), tf.TensorSpec([]))(tf.constant(1.0), tf.constant(1.0))) == 14.0
+    assert called == [2, 2]
+
+
+def test_stop_recording():
+    x = tf.constant(1.0)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        with record.stop_recording():
+            y = x * 2.0
+    assert tape.gradient(y, x) is None
+
+
+def test_backward_operations_are_named():
+    """Those that read something of the forward pass; a sum of several gradients is not named so, and reads none."""
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(tf.tanh(tf.matmul(x, x)))
+        forward = {op.name for op in x.graph.get_operations()}
+        gradient = tape.gradient(loss, x)
+        backward = [op for op in x.graph.get_operations() if op.name not in forward]
+        readers = [op.name for op in backward if any(tensor.op.name in forward for tensor in op.inputs)]
+        assert len(readers) >= 3
+        assert all("gradient_tape/" in name for name in readers)
+        assert not any("gradient_tape/" in name for name in forward)
+        return gradient
+
+    in_graph(step, tf.TensorSpec([2, 2]))
+
+
+def test_update_input_rewires():
+    """And the consumers follow; the operation hands out new tensor objects, of the same name."""
+
+    def step(a, b):
+        c = tf.add(a, a, name="consumer")
+        operation = c.op
+        operation._update_input(0, b)
+        assert [tensor.name for tensor in operation.inputs] == [b.name, a.name]
+        assert operation.name in [consumer.name for consumer in b.consumers()]
+        return c
+
+    result = in_graph(step, tf.TensorSpec([]), tf.TensorSpec([]))(tf.constant(1.0), tf.constant(10.0))
+    assert float(result) == 11.0
+
+
+def test_an_operation_can_be_made_again():
+    def step(a, b):
+        operation = tf.transpose(a, [1, 0]).op
+        attributes = {name: value for name, value in operation.node_def.attr.items() if not name.startswith("_")}
+        again = operation.graph._create_op_internal(
+            operation.type,
+            [b, *operation.inputs[1:]],
+            dtypes=[output.dtype for output in operation.outputs],
+            attrs=attributes,
+            name="again",
+        )
+        assert again.name == "again"
+        return again.outputs[0]
+
+    result = in_graph(step, tf.TensorSpec([2, 3]), tf.TensorSpec([2, 3]))(tf.zeros([2, 3]), tf.reshape(tf.range(6.0), [2, 3]))
+    np.testing.assert_array_equal(result, np.arange(6.0).reshape(2, 3).T)
+
+
+def test_the_body_of_a_while_operation():
+    """Inputs and outputs of the operation and of its body stand in the same order."""
+
+    def step(x, weight):
+        tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * weight), (0, x))
+        (loop,) = [op for op in x.graph.get_operations() if op.type in ("While", "StatelessWhile")]
+        body = while_v2._get_graph(loop, "body", "_body_graph")
+        place = [tensor.name for tensor in loop.inputs].index(weight.name)
+        assert body.outputs[place].op.type in ("Identity", "Placeholder")
+        source = body.outputs[place]
+        while source.op.type == "Identity":
+            source = source.op.inputs[0]
+        assert source.name == body.inputs[place].name
+        return loop.outputs[place]
+
+    assert float(in_graph(step, tf.TensorSpec([]), tf.TensorSpec([]))(tf.constant(1.0), tf.constant(5.0))) == 5.0
+
+
+# tfdist/sharding/keras_scope.py
+
+
+class Probe(keras.layers.Layer):
+    """Notes what Keras says about who is building or calling."""
+
+    def __init__(self, seen):
+        super().__init__(name="probe")
+        self.seen = seen
+
+    def build(self, shape):
+        self.note("build")
+        self.weight = self.add_weight(name="w", shape=(3,), initializer=self.initialize)
+
+    def initialize(self, shape, dtype=None):
+        self.note("add_weight")
+        return tf.zeros(shape, dtype)
+
+    def call(self, x):
+        self.note("symbolic call" if in_symbolic_scope() else "call")
+        return x * self.weight
+
+    def note(self, place):
+        caller = global_state.get_global_attribute("name_scope_stack")[-1].caller
+        self.seen(place, caller is self, in_symbolic_scope())
+
+
+def test_the_name_scope_has_the_layer_as_caller():
+    keras.backend.clear_session()
+    seen = []
+    layer = Probe(lambda *note: seen.append(note))
+    layer(tf.ones([2, 3]))
+    assert seen == [("build", True, False), ("add_weight", True, False), ("call", True, False)]
+    assert not global_state.get_global_attribute("name_scope_stack")
+    assert not in_symbolic_scope()
+
+
+def test_the_symbolic_scope():
+    """In `compute_output_spec`: Keras's scratch graph."""
+    keras.backend.clear_session()
+    seen = []
+    layer = Probe(lambda *note: seen.append(note))
+    layer.build((None, 3))
+    layer(keras.Input((3,)))
+    assert [note for note in seen if "call" in note[0]] == [("symbolic call", True, True)]
+
+
+def test_variables_of_a_layer_itself():
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    assert [variable.path for variable in layer._trainable_variables] == [layer.kernel.path, layer.bias.path]
+    assert all(isinstance(variable.value, tf.Variable) for variable in layer._trainable_variables)
+    outer = keras.Sequential([layer])
+    outer.build((None, 3))
+    assert list(outer._trainable_variables) == []
+
+
+def test_an_optimizer_is_the_caller_while_it_makes_variables():
+    """Both its own scalars and its slots."""
+    callers = []
+
+    def creator(next_creator, **kwargs):
+        callers.append(global_state.get_global_attribute("name_scope_stack")[-1].caller)
+        return next_creator(**kwargs)
+
+    variable = keras.Variable(np.zeros((2,), "float32"))
+    with tf.variable_creator_scope(creator):
+        optimizer = keras.optimizers.Adam()
+        optimizer.build([variable])
+    assert len(callers) >= 4
+    assert all(caller is optimizer for caller in callers)
+
+
+# tfdist/sharding/variable.py and tfdist/strategy/extended.py
+
+
+def test_replica_ids(cpus):
+    strategy = tf.distribute.MirroredStrategy(cpus[:3])
+    seen = []
+
+    def rank():
+        seen.append(values_util.get_current_replica_id_as_int())
+        return tf.zeros([])
+
+    in_graph(lambda: strategy.run(rank) and tf.zeros([]))
+    assert seen == [0, 1, 2]
+    with strategy.scope():
+        assert values_util.get_current_replica_id_as_int() is None
+        assert distribute_lib.get_update_replica_id() is None
+        with distribute_lib.UpdateContext(2):
+            assert distribute_lib.get_update_replica_id() == 2
+    # Outside the scope the default strategy says 0, which is why reads enter the strategy first.
+    assert values_util.get_current_replica_id_as_int() == 0
+    with distribute_lib.enter_or_assert_strategy(strategy):
+        assert tf.distribute.get_strategy() is strategy
+        assert tf.distribute.in_cross_replica_context()
+    assert not values_util.is_saving_non_distributed()
+
+
+def test_a_replica_context_keeps_attributes(cpus):
+    """collectives/program.py hangs the rank's program on it; one context serves the rank's whole trace."""
+    strategy = tf.distribute.MirroredStrategy(cpus[:2])
+
+    def rank():
+        context = tf.distribute.get_replica_context()
+        assert getattr(context, "_tfdist_probe", None) is None
+        context._tfdist_probe = context.replica_id_in_sync_group
+        found = []
+        tf.cond(
+            tf.ones([]) > 0,
+            lambda: found.append(tf.distribute.get_replica_context()) or tf.zeros([]),
+            lambda: tf.zeros([]),
+        )
+        assert found == [context]
+        return tf.zeros([])
+
+    in_graph(lambda: strategy.run(rank) and tf.zeros([]))
+
+
+def test_distributed_variable(cpus):
+    """The methods that `ShardedVariable` overrides, and what it takes from the base class."""
+    for name in (
+        "_dense_var_to_tensor",
+        "_get",
+        "_get_cross_replica",
+        "_get_on_device_or_primary",
+        "_gather_saveables_for_checkpoint",
+        "_is_mirrored",
+        "_update_cross_replica",
+        "_update_replica",
+        "handle",
+        "read_value",
+        "value",
+    ):
+        assert hasattr(values.DistributedVariable, name), name
+    assert parameters(values.DistributedVariable.__init__)[:4] == ["self", "strategy", "values", "aggregation"]
+    assert parameters(values.DistributedVariable._update_cross_replica) == ["self", "update_fn", "value", "kwargs"]
+    assert parameters(values.DistributedVariable._update_replica) == ["self", "update_fn", "value", "kwargs"]
+    assert parameters(values.DistributedVariable._dense_var_to_tensor) == ["self", "dtype", "name", "as_ref"]
+    with tf.distribute.MirroredStrategy(cpus[:2]).scope():
+        variable = tf.Variable([1.0, 2.0])
+    assert isinstance(variable, values.DistributedVariable)
+    assert [one.device[-5:] for one in variable.values] == ["CPU:0", "CPU:1"]
+    assert variable._primary is variable._values[0]
+    assert isinstance(variable._common_name, str)
+    # By it an optimizer finds the slots of a component.
+    assert variable.values[1].handle._distributed_container() is variable
+    assert variable._unique_id
+
+
+def test_saveables(tmp_path):
+    """One full tensor is written and handed back."""
+    assert trackable.VARIABLE_VALUE_KEY == "VARIABLE_VALUE"
+    assert parameters(saveable_object.SaveableObject.__init__) == ["self", "op", "specs", "name"]
+    assert parameters(saveable_object.SaveableObject.restore) == ["self", "restored_tensors", "restored_shapes"]
+    spec = saveable_object.SaveSpec(
+        tensor=lambda: tf.constant([1.0, 2.0]), slice_spec="", name="v", dtype=tf.float32, device="CPU:0"
+    )
+    np.testing.assert_array_equal(spec.tensor, [1.0, 2.0])
+    restored = []
+
+    class Saveable(saveable_object.SaveableObject):
+        def __init__(self, name):
+            super().__init__(spec.tensor, [spec], name)
+
+        def restore(self, restored_tensors, restored_shapes):
+            restored.extend(restored_tensors)
+            return tf.no_op()
+
+    class Holder(tf.Module):
+        def _gather_saveables_for_checkpoint(self):
+            return {trackable.VARIABLE_VALUE_KEY: Saveable}
+
+    path = tf.train.Checkpoint(holder=Holder()).write(str(tmp_path / "checkpoint"))
+    tf.train.Checkpoint(holder=Holder()).read(path)
+    np.testing.assert_array_equal(restored[0], [1.0, 2.0])
+
+
+def test_mirrored_extended(cpus):
+    """The methods that `ShardedExtendedMixin` overrides, with the parameters it passes on."""
+    extended = mirrored_strategy.MirroredExtended
+    expected = {
+        "__init__": ["self", "container_strategy", "devices", "cross_device_ops"],
+        "_create_variable": ["self", "next_creator", "kwargs"],
+        "_use_merge_call": ["self"],
+        "_call_for_each_replica": ["self", "fn", "args", "kwargs"],
+        "_get_cross_device_ops": ["self", "value"],
+        "_replica_ctx_all_reduce": ["self", "reduce_op", "value", "options"],
+        "_replica_ctx_update": ["self", "var", "fn", "args", "kwargs", "group"],
+    }
+    for name, names in expected.items():
+        assert parameters(getattr(extended, name)) == names, name
+    assert parameters(mirrored_run.call_for_each_replica) == ["strategy", "fn", "args", "kwargs"]
+    assert isinstance(cross_device_ops.ReductionToOneDevice(), cross_device_ops.CrossDeviceOps)
+    strategy = tf.distribute.MirroredStrategy(cpus[:2])
+    assert strategy.extended._container_strategy() is strategy
+    # Two strategies of one process would share collective keys.
+    assert isinstance(mirrored_strategy.MirroredStrategy._collective_key_base, int)
+
+
+def test_variables_come_with_what_tells_their_kind(cpus):
+    """Parameters are trainable; slots come with `colocate_with`, the parameter; metrics with ON_READ."""
+    keras.backend.clear_session()
+    created = []
+
+    class Extended(mirrored_strategy.MirroredExtended):
+        def _create_variable(self, next_creator, **kwargs):
+            created.append(dict(kwargs))
+            return super()._create_variable(next_creator, **kwargs)
+
+    class Strategy(tf.distribute.MirroredStrategy):
+        def __init__(self, devices):
+            tf.distribute.Strategy.__init__(self, Extended(self, devices=devices))
+
+    with Strategy(cpus[:2]).scope():
+        layer = keras.layers.Dense(2, use_bias=False)
+        layer.build((None, 3))
+        (kernel,) = created
+        assert kernel["trainable"] is True
+        assert kernel.get("colocate_with") is None
+        initial = kernel["initial_value"]
+        assert (initial() if callable(initial) else initial).shape == (3, 2)
+        created.clear()
+        optimizer = keras.optimizers.SGD(momentum=0.9)
+        optimizer.build(layer.trainable_variables)
+    slots = [kwargs for kwargs in created if kwargs.get("colocate_with") is not None]
+    assert [kwargs["colocate_with"] is layer.kernel.value for kwargs in slots] == [True]
+    assert all("colocate_with" not in kwargs or kwargs in slots for kwargs in created)
+
+
+def test_functions_can_be_cloned():
+    """A `tf.function` given to `strategy.run` becomes one that runs all ranks."""
+    function = tf.function(lambda x: x + 1.0, autograph=False)
+    assert isinstance(function, polymorphic_function.Function)
+    assert function.python_function(1.0) == 2.0
+    clone = function._clone(python_function=lambda x: x + 10.0)
+    assert isinstance(clone, polymorphic_function.Function)
+    assert float(clone(tf.constant(1.0))) == 11.0
+    assert float(function(tf.constant(1.0))) == 2.0
+    with_signature = tf.function(lambda x: x, input_signature=[tf.TensorSpec([None])])
+    assert with_signature._clone(python_function=lambda x: x * 2.0).input_signature == (tf.TensorSpec([None]),)
+
+
+# tfdist/optimizers/keras_seam.py
+
+OVERRIDDEN = {
+    (TFOptimizer, "__init__"): ["self", "args", "kwargs"],
+    (TFOptimizer, "build"): ["self", "variables"],
+    (TFOptimizer, "_apply_weight_decay"): ["self", "variables"],
+    (TFOptimizer, "_backend_update_step"): ["self", "grads", "trainable_variables", "learning_rate"],
+    (TensorFlowTrainer, "_maybe_symbolic_build"): ["self", "iterator", "data_batch"],
+}
+
+
+@pytest.mark.parametrize(("owner", "name"), OVERRIDDEN, ids=lambda value: getattr(value, "__name__", value))
+def test_methods_that_the_seam_overrides(owner, name):
+    method = getattr(owner, name)
+    original = method._tfdist_override
+    assert original.__module__.startswith("keras.src.")
+    assert not hasattr(original, "_tfdist_override"), "overridden twice"
+    assert parameters(original) == OVERRIDDEN[owner, name]
+
+
+def test_compile_is_overridden():
+    original = Trainer.compile._tfdist_override
+    assert {"optimizer", "loss", "metrics", "run_eagerly", "jit_compile"} <= set(parameters(original))
+
+
+def test_the_seam_is_where_keras_calls_it():
+    """Every optimizer is a `TFOptimizer`, every model a `TensorFlowTrainer`; `apply` calls the overridden methods."""
+    assert issubclass(keras.optimizers.Adam, TFOptimizer)
+    assert issubclass(keras.Model, TensorFlowTrainer)
+    assert keras.Model.compile is Trainer.compile
+    calls = []
+
+    class Noting(keras.optimizers.SGD):
+        def _backend_update_step(self, *args):
+            calls.append("_backend_update_step")
+            return super()._backend_update_step(*args)
+
+        def _apply_weight_decay(self, *args):
+            calls.append("_apply_weight_decay")
+            return super()._apply_weight_decay(*args)
+
+        def update_step(self, gradient, variable, learning_rate):
+            calls.append("update_step")
+            return super().update_step(gradient, variable, learning_rate)
+
+    variable = keras.Variable(np.ones((2,), "float32"))
+    Noting(0.5, weight_decay=0.5).apply([tf.ones([2])], [variable])
+    assert calls == ["_apply_weight_decay", "_backend_update_step", "update_step"]
+    np.testing.assert_allclose(variable.numpy(), 1 - 0.5 * 0.5 - 0.5)
+
+
+def test_what_the_seam_reads_of_optimizers_and_models(cpus):
+    strategy = tf.distribute.MirroredStrategy(cpus[:2])
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(0.5, momentum=0.9, weight_decay=0.5)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(optimizer, "mse")
+        optimizer.build(model.trainable_variables)
+    assert optimizer._distribution_strategy is strategy
+    assert model._distribute_strategy is strategy
+    assert model.jit_compile is False
+    assert model.run_eagerly is False
+    kernel = model.trainable_variables[0].value
+    # By the container of a component an optimizer finds its slots.
+    assert optimizer._var_key(kernel.values[1]) == optimizer._var_key(kernel) == optimizer._var_key(model.weights[0])
+    assert optimizer._use_weight_decay(kernel)
+    optimizer.exclude_from_weight_decay(var_list=[model.trainable_variables[0]])
+    assert not optimizer._use_weight_decay(kernel.values[0])
+    for argument in (
+        "clipnorm",
+        "clipvalue",
+        "global_clipnorm",
+        "use_ema",
+        "gradient_accumulation_steps",
+        "loss_scale_factor",
+    ):
+        assert hasattr(optimizer, argument), argument
