@@ -206,9 +206,12 @@ def generate(model, prompt, *, length=200, temperature=0.7, seed=0):
 
 
 def choose_devices(count):
-    """Returns the names of the first `count` GPUs or, where there is none, of `count` logical CPUs."""
-    if tf.config.list_physical_devices("GPU"):
+    """Returns the names of the first `count` GPUs or, where there are fewer, of `count` logical CPUs."""
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    if gpus >= count:
         return [f"GPU:{i}" for i in range(count)]
+    if gpus:
+        print(f"{gpus} GPU(s) here, fewer than --devices {count}: using logical CPUs. --devices {gpus} uses the GPU(s).")
     return tfdist.use_logical_cpus(count)
 
 
@@ -231,9 +234,6 @@ def parse_args(argv):
     for name, value in vars(args).items():
         if name not in ("zero_stage", "seed") and isinstance(value, (int, float)) and value <= 0:
             parser.error(f"argument --{name.replace('_', '-')}: must be positive. Received: {value}")
-    gpus = tf.config.list_physical_devices("GPU")
-    if gpus and args.devices > len(gpus):
-        parser.error(f"argument --devices: must be at most the {len(gpus)} GPUs here. Received: {args.devices}")
     if args.batch_size % args.devices:
         parser.error(f"argument --batch-size: {args.batch_size} must be divisible by --devices {args.devices}")
     if args.width % args.heads:

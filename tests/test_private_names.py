@@ -576,3 +576,11 @@ def test_what_the_seam_reads_of_optimizers_and_models(cpus):
         "loss_scale_factor",
     ):
         assert hasattr(optimizer, argument), argument
+
+
+def test_operations_can_be_made_to_wait():
+    graph = tf.Graph()
+    with graph.as_default():
+        first, second = tf.constant(1).op, tf.constant(2).op
+        first._add_control_inputs([second])
+    assert [op.name for op in first.control_inputs] == [second.name]

@@ -101,6 +101,22 @@ def test_buckets_of_about_bucket_bytes(zero_stage):
         }
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_stage_2_holds_two_buckets_of_full_gradients(zero_stage):
+    """With `zero_stage` 2 a gradient waits until the bucket two before its own is reduced; with 1 nothing waits."""
+    depth = 6
+    graph, _ = traced_step(strategy_for(2, zero_stage, bucket_bytes=4 * (19 * 19 + 19)), lambda: _deep(depth))
+    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
+    reductions = [op for op in on_rank_0 if op.type == "CollectiveAllToAllV2"]
+    kernel_gradients = [
+        op for op in on_rank_0 if op.type == "MatMul" and "gradient_tape" in op.name and op.get_attr("transpose_a")
+    ]
+    assert len(reductions) == len(kernel_gradients) == depth
+    for k in range(2, depth):
+        assert _waits_for(kernel_gradients[k], reductions[k - 2]) == (zero_stage == 2)
+        assert not _waits_for(kernel_gradients[k], reductions[k - 1])
+
+
 @pytest.mark.parametrize("devices", [2, 3, 4])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_stage_3_gathers_each_layer_once_a_direction(devices, prefetch):

@@ -19,7 +19,7 @@ from tfdist.collectives import RankProgram, assign_buckets, current_program, wir
 from tfdist.optimizers.parameter_shard import ParameterShard
 from tfdist.optimizers.shared_update import SharedUpdates, update_shard
 from tfdist.optimizers.support import may_share
-from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing
+from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing, tape
 
 
 def sharded_step(
@@ -62,6 +62,10 @@ def sharded_step(
             step.on_replicated(full)
 
 
+# Stage 2: so many buckets of full gradients exist at once.
+_BUCKETS_IN_FLIGHT = 2
+
+
 class _Step:
     """One optimizer step of one rank."""
 
@@ -101,12 +105,16 @@ class _Step:
             [self._config.slot_layout(self._config.parameter_layout(variable.shape)) for _, variable in bucket]
             for bucket in buckets
         ]
-        reduced = []
+        reduced, sent = [], []
         for number, (bucket, cuts) in enumerate(zip(buckets, layouts, strict=True)):
             packed = packing.pack_full([grad for grad, _ in bucket], cuts, constant)
             wide = tf.cast(packed, self._config.reduce_dtype or packed.dtype)
             shard = wire.reduce_scatter(self._program, wide, self._ranks, f"reduce_scatter/bucket_{number}")
-            reduced.append(packing.split_shards(tf.cast(shard, packed.dtype), cuts, constant))
+            shard = tf.cast(shard, packed.dtype)
+            sent.append(shard.op)
+            reduced.append(packing.split_shards(shard, cuts, constant))
+        if isinstance(self._config.placements.gradient, Shard):
+            self._hold_back(buckets, sent)
         for number, (bucket, cuts, grads) in enumerate(zip(buckets, layouts, reduced, strict=True)):
             shards = []
             for grad, layout, (_, variable) in zip(grads, cuts, bucket, strict=True):
@@ -116,6 +124,22 @@ class _Step:
             gathered = wire.all_gather(self._program, packed, self._ranks, f"all_gather/bucket_{number}")
             for (_, variable), full in zip(bucket, packing.unpack_full(gathered, cuts, constant), strict=True):
                 self._local(variable).assign(full, read_value=False)
+
+    def _hold_back(self, buckets: Sequence[Sequence[tuple[tf.Tensor, tf.Variable]]], sent: Sequence[tf.Operation]) -> None:
+        """Stage 2: a gradient is not computed before the bucket two before its own has been reduced.
+
+        Otherwise backward outruns the chain of reductions and all full gradients exist at once, as in stage 1. An operation made
+        after all gradients of the earlier buckets cannot be what they wait for, so the new edges close no cycle.
+        """
+        if len(self._ranks) == 1 or len(buckets) <= _BUCKETS_IN_FLIGHT:
+            return
+        numbers = {op.name: number for number, op in enumerate(self._program.graph.get_operations())}
+        latest = 0
+        for bucket, reduction, held in zip(buckets, sent, buckets[_BUCKETS_IN_FLIGHT:], strict=False):
+            latest = max(latest, *(numbers[grad.op.name] for grad, _ in bucket))
+            for grad, _ in held:
+                if numbers[grad.op.name] > latest:
+                    tape.run_after(grad.op, reduction)
 
     def _updated_shard(self, variable: tf.Variable, shard: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
         """Returns this rank's `shard` of `variable` after the optimizer's update; the slots are updated in place."""

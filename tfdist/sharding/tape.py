@@ -68,6 +68,11 @@ def clone(operation: tf.Operation, data: tf.Tensor) -> tf.Operation:
     )
 
 
+def run_after(operation: tf.Operation, other: tf.Operation) -> None:
+    """Makes `operation` wait for `other`."""
+    operation._add_control_inputs([other])
+
+
 def reconnect(operation: tf.Operation, old: tf.Tensor, new: tf.Tensor) -> None:
     """Makes `operation` read `new` wherever it reads `old`."""
     for index, tensor in enumerate(operation.inputs):

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values, values_util
 from tensorflow.python.trackable import base as trackable
@@ -19,6 +20,9 @@ from tfdist.sharding.config import config_of
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.unshard import UnshardSchedule
+
+# What TensorFlow asks of an object that is not a variable yet.
+_NOT_DELEGATED = ("_values", "_use_resource_variables", "_attribute_sentinel", "_distributed_container")
 
 
 class ShardedVariable(values.DistributedVariable):
@@ -134,6 +138,16 @@ class ShardedVariable(values.DistributedVariable):
                 flat = tf.concat([tf.reshape(self.component(rank).read_value(), [-1]) for rank in ranks], 0)
                 pieces.append(tf.reshape(flat[: layout.local_elements], layout.local_shape))
             return pieces[0] if len(pieces) == 1 else tf.concat(pieces, layout.tensor.axis)
+
+    def __getattr__(self, name: str) -> Any:
+        # The base class would read the variable, and so gather it, to look for any attribute on its value. Only what TensorFlow
+        # keeps on variables, all alike on the components, is looked up there.
+        if name.startswith("__") or name.startswith("_self_") or not name.startswith("_") or name in _NOT_DELEGATED:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._values[0], name)
+
+    def __array__(self, dtype: Any = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
 
     def _get(self) -> tf.Tensor | tf.Variable:
         return self._read()

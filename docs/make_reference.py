@@ -1,0 +1,158 @@
+"""Writes docs/reference.md from the docstrings.
+
+    python docs/make_reference.py
+
+The page depends on the code only: run it after a change of a public signature or docstring. A test fails when it is not
+up to date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pathlib
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import tfdist
+from tfdist import profiling
+
+PAGE = pathlib.Path(__file__).with_name("reference.md")
+
+HEAD = """\
+# Reference
+
+Made from the docstrings by `docs/make_reference.py`. [The strategy](strategy.md) and [Collectives](collectives.md) show most of
+it in use.
+"""
+
+# What public functions return and `tfdist` itself does not list.
+RETURNED = (profiling.MemoryReport, profiling.DeviceMemory)
+
+# Documented member by member; of the other modules the first lines only, since they are for those who extend tfdist.
+IN_FULL = ("collectives", "optimizers", "mesh")
+
+LISTS = ("Args", "Attributes", "Raises")
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Source):\s*(.*)$")
+WIDTH = 110  # of a signature on one line
+ENTRY = re.compile(r"^    (\S[^:]*): (.*)$")
+
+
+class _Verbatim:
+    """An annotation that prints as it was written, without quotes."""
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def signature(function: Any, width: float = math.inf) -> str:
+    """Returns the signature of `function` without `self`; past `width` characters, with a line per parameter."""
+    found = inspect.signature(function)
+
+    def verbatim(annotation: Any) -> Any:
+        return _Verbatim(annotation) if isinstance(annotation, str) else annotation
+
+    parameters = [
+        parameter.replace(annotation=verbatim(parameter.annotation))
+        for name, parameter in found.parameters.items()
+        if name != "self"
+    ]
+    text = str(found.replace(parameters=parameters, return_annotation=verbatim(found.return_annotation)))
+    if len(text) <= width:
+        return text
+    kinds = [parameter.kind for parameter in parameters]
+    shown = [str(parameter) for parameter in parameters]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        shown.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    result = "" if found.return_annotation is found.empty else f" -> {verbatim(found.return_annotation)!r}"
+    return "(\n" + "".join(f"    {parameter},\n" for parameter in shown) + ")" + result
+
+
+def markdown(docstring: str) -> list[str]:
+    """Returns the lines of a docstring as Markdown: its sections as lists, indented pictures and code as they are."""
+    lines: list[str] = []
+    section = ""
+    for line in docstring.splitlines():
+        if opening := SECTION.match(line):
+            section, rest = opening.groups()
+            lines += [f"**{section}**" + (f" {rest}" if rest else "")]
+            lines += [""] if section in LISTS else []
+        elif section in LISTS and (entry := ENTRY.match(line)):
+            names = ", ".join(f"`{name}`" for name in entry[1].split(", "))
+            lines.append(f"- {names}: {entry[2]}")
+        elif section in LISTS and line.startswith("        "):
+            lines.append("  " + line.strip())
+        elif section and line.startswith("    "):
+            lines.append(line[4:])
+        else:
+            section = section if not line.strip() else ""
+            lines.append(line)
+    return [*lines, ""]
+
+
+def class_members(owner: type) -> Iterator[tuple[str, Any]]:
+    """Yields the public methods and properties that `owner` itself defines and documents, in the order of its code."""
+    for name, member in vars(owner).items():
+        is_callable = inspect.isfunction(member) or isinstance(member, property)
+        if not name.startswith("_") and is_callable and inspect.getdoc(member):
+            yield name, member
+
+
+def describe(name: str, member: Any, level: int) -> list[str]:
+    """Returns the section of a function or class called `name`, its heading of `level`."""
+    lines = [f"{'#' * level} `{name}`", ""]
+    if not callable(member):  # a constant
+        return [*lines, f"`{member!r}`", ""]
+    lines += ["```text", f"{name.rpartition('.')[2]}{signature(member, WIDTH)}", "```", ""]
+    lines += markdown(inspect.getdoc(member) or "")
+    if inspect.isclass(member):
+        for own, method in class_members(member):
+            if isinstance(method, property):
+                lines += [f"**`{own}`** (property)", ""]
+            else:
+                lines += [f"**`{own}{signature(method)}`**", ""]
+            lines += markdown(inspect.getdoc(method))
+    return lines
+
+
+def first_line(member: Any) -> str:
+    return (inspect.getdoc(member) or "").partition("\n")[0]
+
+
+def describe_module(name: str, module: ModuleType) -> list[str]:
+    """Returns the section of a module: in full, or a table of its members."""
+    lines = [f"## tfdist.{name}", "", *markdown(inspect.getdoc(module))]
+    members = {own: getattr(module, own) for own in getattr(module, "__all__", ())}
+    members = {own: member for own, member in members.items() if not inspect.ismodule(member) and own not in tfdist.__all__}
+    if name in IN_FULL:
+        for own in sorted(members, key=str.lower):
+            lines += describe(f"tfdist.{name}.{own}", members[own], 3)
+    elif members:
+        lines += ["| name | |", "|---|---|"]
+        lines += [f"| `{own}` | {first_line(member)} |" for own, member in members.items() if callable(member)]
+        lines += [""]
+    return lines
+
+
+def reference() -> str:
+    """Returns the page."""
+    members = {name: getattr(tfdist, name) for name in tfdist.__all__}
+    lines = [HEAD, "## tfdist", ""]
+    for name, member in members.items():
+        if not inspect.ismodule(member):
+            lines += describe(f"tfdist.{name}", member, 3)
+    for member in RETURNED:
+        lines += describe(f"{member.__module__.rpartition('.')[0]}.{member.__name__}", member, 3)
+    for name, member in members.items():
+        if inspect.ismodule(member):
+            lines += describe_module(name, member)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(reference(), encoding="utf-8")

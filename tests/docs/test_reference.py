@@ -1,0 +1,84 @@
+"""docs/reference.md is what docs/make_reference.py makes of the docstrings, and complete."""
+
+import importlib.util
+import inspect
+import pathlib
+
+import pytest
+
+import tfdist
+from tfdist import collectives
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def make_reference():
+    spec = importlib.util.spec_from_file_location("make_reference", DOCS / "make_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(make_reference):
+    page = (DOCS / "reference.md").read_text("utf-8")
+    assert page == make_reference.reference(), "run `python docs/make_reference.py`"
+
+
+def test_everything_public_is_in_it(make_reference):
+    page = make_reference.reference()
+    for name in tfdist.__all__:
+        assert f"## tfdist.{name}\n" in page if inspect.ismodule(getattr(tfdist, name)) else f"### `tfdist.{name}`\n" in page
+    for name in collectives.__all__:
+        assert f"### `tfdist.collectives.{name}`\n" in page
+    assert "0x" not in page  # an address would differ from run to run
+
+
+def example(first, second: "int | None" = None, *, third: "str" = "x") -> "list[int]":
+    """Does nothing.
+
+        a picture
+
+    Args:
+        first, second: two
+            lines.
+        third: see `https://x`: nothing.
+
+    Returns:
+        The first.
+
+    Source: nowhere.
+
+    More.
+    """
+
+
+def test_signatures_and_sections(make_reference):
+    assert make_reference.signature(example) == "(first, second: int | None = None, *, third: str = 'x') -> list[int]"
+    assert make_reference.signature(example, width=20).splitlines() == [
+        "(",
+        "    first,",
+        "    second: int | None = None,",
+        "    *,",
+        "    third: str = 'x',",
+        ") -> list[int]",
+    ]
+    assert make_reference.markdown(inspect.getdoc(example)) == [
+        "Does nothing.",
+        "",
+        "    a picture",
+        "",
+        "**Args**",
+        "",
+        "- `first`, `second`: two",
+        "  lines.",
+        "- `third`: see `https://x`: nothing.",
+        "",
+        "**Returns**",
+        "The first.",
+        "",
+        "**Source** nowhere.",
+        "",
+        "More.",
+        "",
+    ]

@@ -1,0 +1,94 @@
+"""Every Python block of the documentation runs, on logical CPUs, and prints what the text says it prints."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from snippets import blocks, expected_outputs, links, printed, script
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_CODE = [page for page in PAGES if any(block.language == "python" for block in blocks(page.read_text("utf-8")))]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_blocks_run(page, tmp_path):
+    """The blocks of one page share a namespace, in order, in a process of their own: it splits the CPU its own way."""
+    text = page.read_text("utf-8")
+    program = tmp_path / f"{page.stem}.py"
+    program.write_text(script(text), "utf-8")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    for line, mark, expected in expected_outputs(text):
+        assert printed(result.stdout, mark) == expected, f"{page.name}, line {line}"
+
+
+def test_the_pages_with_code():
+    """So that a page whose blocks are no longer found does not pass in silence."""
+    assert [page.name for page in WITH_CODE] == ["README.md", "collectives.md", "concepts.md", "strategy.md"]
+
+
+def test_few_blocks_are_not_run():
+    found = [block for page in PAGES for block in blocks(page.read_text("utf-8")) if block.language == "python"]
+    assert len([block for block in found if block.not_run]) <= 1
+    assert len(found) >= 15
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    for target in links(page.read_text("utf-8"), page.parent):
+        assert target.exists(), f"{page.name} links to {target}"
+
+
+PAGE = """\
+Text.
+
+```python
+x = 1
+print(x)
+```
+
+```output
+1
+```
+
+<!-- not run: no such thing here -->
+```python
+raise SystemExit
+```
+
+```text
+not code
+```
+"""
+
+
+def test_the_script_keeps_the_lines_of_the_page():
+    lines = script(PAGE).splitlines()
+    assert lines[3:5] == ["x = 1", "print(x)"]
+    assert lines[5].startswith("print(") and not any(lines[6:])
+    assert [block.not_run for block in blocks(PAGE)] == [None, None, "no such thing here", None]
+
+
+def test_outputs_belong_to_the_block_before():
+    ((line, mark, expected),) = expected_outputs(PAGE)
+    assert (line, expected) == (8, "1")
+    assert printed(f"0\n{mark.replace('3', '1')}\n1\n{mark}\n2\n", mark) == "1"
+    with pytest.raises(ValueError, match="line 1 follows no Python block"):
+        expected_outputs("```output\n1\n```\n")
+
+
+def test_an_open_block_is_an_error():
+    with pytest.raises(ValueError, match="line 2 is not closed"):
+        blocks("a\n```python\nx\n")
