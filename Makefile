@@ -16,7 +16,7 @@ train: $(VENV)/.installed-examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 bench: $(VENV)/.installed-examples
 	$(BIN)/python benchmarks/memory.py

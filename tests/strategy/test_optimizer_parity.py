@@ -39,8 +39,11 @@ def on_one_device(train, name):
     return train(one_device(), mlp, OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize(("zero_stage", "devices"), GRID)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+VARIANTS = ("momentum", "amsgrad")  # of optimizers in the table: with 3 ranks only
+CASES = [(name, *case) for name in OPTIMIZERS for case in GRID if name not in VARIANTS or case[1] == 3]
+
+
+@pytest.mark.parametrize(("name", "zero_stage", "devices"), CASES)
 @pytest.mark.parametrize("train", [fit, custom_loop])
 def test_parity(train, name, zero_stage, devices):
     assert_same(train(strategy_for(devices, zero_stage), mlp, OPTIMIZERS[name]), on_one_device(train, name))
