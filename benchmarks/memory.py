@@ -52,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=cases.positive_int, default=1024, help="units of each (default: 1024)")
     parser.add_argument("--per-device-batch-size", type=cases.positive_int, default=8, help="examples (default: 8)")
     parser.add_argument("--steps", type=cases.positive_int, default=6, help="training steps (default: 6)")
-    parser.add_argument("--loop", choices=cases.LOOPS, default="fit", help="model.fit or a tf.function (default: fit)")
+    parser.add_argument("--loop", choices=cases.LOOPS, default="function", help="a tf.function, or model.fit (default: function)")
     parser.add_argument("--allocators", nargs="+", choices=ALLOCATORS, default=list(ALLOCATORS), help="default: malloc bfc")
     parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="no tiny model before the baseline")
     cases.add_common_arguments(parser, timeout_seconds=900)

@@ -11,7 +11,7 @@ may look at a name or a path, and is traced parameter by parameter.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -50,34 +50,54 @@ class SlotStandIn:
 class SharedUpdates:
     """The update functions of one optimizer on one rank, by the shape of what they update."""
 
-    def __init__(self, optimizer: Any, rank: int):
+    def __init__(self, optimizer: Any, rank: int, learning_rate: tf.Tensor):
         self._optimizer = optimizer
         self._rank = rank
+        self._learning_rate = learning_rate
         self._functions: dict[tuple, Any] = {}
 
-    def __call__(self, parameter: ParameterShard, grad: tf.Tensor, learning_rate: tf.Tensor, decays: bool) -> None:
-        """Updates `parameter` (its noted value, and its slots in place) with `grad`."""
-        slots = slots_of(self._optimizer, parameter)
-        components = [slot.component(self._rank) for slot in slots]
-        key = (tuple(parameter.shape), parameter.dtype, decays, grad.dtype)
-        if key not in self._functions:
-            self._functions[key] = self._trace(parameter, slots, components, decays)
-        handles = [component.handle for component in components]
-        parameter.assign(self._functions[key](grad, parameter.value(), learning_rate, *handles))
+    def of_component(self, variable: ShardedVariable, grad: tf.Tensor, decays: bool) -> None:
+        """Updates this rank's component of `variable`, and its slots, in place (stage 3)."""
+        component = variable.component(self._rank)
 
-    def _trace(
-        self, parameter: ParameterShard, slots: Sequence[ShardedVariable], components: Sequence[tf.Variable], decays: bool
-    ) -> Any:
-        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
-        def update(grad: tf.Tensor, value: tf.Tensor, learning_rate: tf.Tensor, *handles: tf.Tensor) -> tf.Tensor:
-            shard = parameter.with_value(value)
-            with contextlib.ExitStack() as stack:
-                for slot, handle, component in zip(slots, handles, components, strict=True):
-                    stack.enter_context(slot.replaced_by(SlotStandIn(handle, component)))
-                update_shard(self._optimizer, shard, grad, learning_rate, decays)
+        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, handle: tf.Tensor) -> None:
+            stored = SlotStandIn(handle, component)
+            shard = shard.with_value(stored.read_value())
+            update_shard(self._optimizer, shard, grad, rate, decays)
+            stored.assign(shard.value())
+
+        # Its value is read inside the function: outside only shape and dtype matter.
+        spec = ParameterShard(variable, tf.TensorSpec(component.shape, component.dtype))
+        self._call(update, spec, grad, decays, component.handle)
+
+    def of_shard(self, shard: ParameterShard, grad: tf.Tensor, decays: bool) -> None:
+        """Updates the noted value of `shard`, and its slots in place (stages 1 and 2)."""
+
+        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+            shard = shard.with_value(value)
+            update_shard(self._optimizer, shard, grad, rate, decays)
             return shard.value()
 
-        return update
+        shard.assign(self._call(update, shard, grad, decays, shard.value()))
+
+    def _call(
+        self, update: Callable[..., Any], shard: ParameterShard, grad: tf.Tensor, decays: bool, parameter: tf.Tensor
+    ) -> Any:
+        """Calls the function of `shard`'s kind on its own gradient, `parameter` (value or handle) and slots."""
+        slots = slots_of(self._optimizer, shard)
+        components = [slot.component(self._rank) for slot in slots]
+        key = (tuple(shard.shape), shard.dtype, grad.dtype, decays)
+        if key not in self._functions:
+
+            @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+            def shared(grad: tf.Tensor, rate: tf.Tensor, parameter: tf.Tensor, *handles: tf.Tensor) -> Any:
+                with contextlib.ExitStack() as stack:
+                    for slot, handle, component in zip(slots, handles, components, strict=True):
+                        stack.enter_context(slot.replaced_by(SlotStandIn(handle, component)))
+                    return update(shard, grad, rate, parameter)
+
+            self._functions[key] = shared
+        return self._functions[key](grad, self._learning_rate, parameter, *(component.handle for component in components))
 
 
 def update_shard(

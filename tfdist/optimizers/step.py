@@ -75,13 +75,17 @@ class _Step:
         self._config = config
         self._program = program
         self._ranks = program.group_ranks("data")
-        self._shared = SharedUpdates(optimizer, program.rank)
+        self._shared = SharedUpdates(optimizer, program.rank, learning_rate)
 
     def on_sharded(self, pairs: Sequence[tuple[tf.Tensor, ShardedVariable]]) -> None:
         """Stage 3: the gradients are reduced shards."""
         for grad, variable in pairs:
             component = variable.component(self._program.rank)
-            component.assign(self._updated_shard(variable, component.value(), grad), read_value=False)
+            decays = self._decays(component)
+            if may_share(self._optimizer):
+                self._shared.of_component(variable, grad, decays)
+            else:
+                update_shard(self._optimizer, component, grad, self._learning_rate, decays)
 
     def on_replicated(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> None:
         """Stage 0: all-reduce, then every rank does the whole step."""
@@ -146,7 +150,7 @@ class _Step:
         parameter = ParameterShard(variable, shard)
         decays = self._decays(parameter)
         if may_share(self._optimizer):
-            self._shared(parameter, grad, self._learning_rate, decays)
+            self._shared.of_shard(parameter, grad, decays)
         else:
             update_shard(self._optimizer, parameter, grad, self._learning_rate, decays)
         return parameter.value()

@@ -115,9 +115,8 @@ class UnshardSchedule:
         """Returns the full (local) value of `variable`, gathered with its group, on this rank's tapes."""
         self._config = config
         with self._in_run_graph():
-            shard = variable.component(self._program.rank).value()
             unit = self._live.get(variable.group)
-            if unit is None or not self._is_recorded(unit, variable, shard):
+            if unit is None or not self._is_recorded(unit, variable):
                 unit = self._gather(variable.group)
             return unit.outputs[id(variable)]
 
@@ -125,11 +124,11 @@ class UnshardSchedule:
         """Forgets what is gathered, because parameters are about to change: the next read gathers again."""
         self._live.clear()
 
-    @staticmethod
-    def _is_recorded(unit: Unit, variable: Any, shard: tf.Tensor) -> bool:
-        """Whether every tape that watches `shard` knows the unit's output too; a tape opened since the gather does not."""
+    def _is_recorded(self, unit: Unit, variable: Any) -> bool:
+        """Whether every tape that watches the variable knows the unit's output too; a tape opened since the gather does not."""
         if id(variable) not in unit.outputs:
             return False
+        shard = variable.component(self._program.rank).value()  # on the tapes that watch the variable
         return tape.tapes_watching([unit.outputs[id(variable)]]) >= tape.tapes_watching([shard])
 
     def _gather(self, group: ParameterGroup) -> Unit:
