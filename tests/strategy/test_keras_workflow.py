@@ -127,6 +127,31 @@ def test_lazily_built_model_is_built_sharded_by_fit():
     assert len({v.value.group for v in model.trainable_variables}) == 3
 
 
+def test_model_built_lazily_inside_the_step():
+    """Nothing is built before `strategy.run`: layers still travel one by one, and agree with one device."""
+    sequences = np.random.default_rng(0).normal(size=(BATCH, 7, 15)).astype("float32")
+
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model, optimizer = LazilyBuilt(), keras.optimizers.SGD(0.1)
+
+        def rank_step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x) ** 2) / BATCH
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        step = tf.function(lambda x: strategy.run(rank_step, args=(x,)))
+        for x in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(sequences).repeat(6)):
+            step(x)
+        return model.get_weights()
+
+    strategy = strategy_for(3, 3)
+    for mine, theirs in zip(train(strategy), train(one_device()), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert strategy.last_plan.counts() == {"all_gather": 4, "reduce_scatter": 3}
+
+
 def test_steps_run_as_function_of_functions():
     """`tf.function(strategy.run)`, `strategy.run(tf.function)` and both agree."""
     results = []

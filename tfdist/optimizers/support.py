@@ -120,8 +120,6 @@ def check_variables(optimizer: Any, variables: Sequence[Any], strategy: tf.distr
 
 def describe(strategy: tf.distribute.Strategy | None) -> str:
     """Names a strategy for an error message."""
-    if strategy is None or strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy():
-        return "no strategy"
-    if type(strategy).__name__ == "_DefaultDistributionStrategy":
+    if strategy is None or type(strategy).__name__ == "_DefaultDistributionStrategy":
         return "no strategy"
     return f"{type(strategy).__name__} at {id(strategy):#x}"

@@ -27,4 +27,6 @@ def in_optimizer() -> bool:
 
 def own_variables(layer: Any) -> list[Any]:
     """Returns the `tf.Variable`s of the trainable variables that `layer` itself made, not those of its sublayers."""
-    return [variable.value for variable in getattr(layer, "_trainable_variables", [])]
+    if not isinstance(layer, keras.layers.Layer):
+        return []  # an optimizer has a list of that name too: everybody's variables
+    return [variable.value for variable in layer._trainable_variables]

@@ -34,27 +34,23 @@ class ParameterGroups:
     def __init__(self) -> None:
         self._by_layer: weakref.WeakKeyDictionary[Any, ParameterGroup] = weakref.WeakKeyDictionary()
 
-    def enter(self, variable: Any) -> ParameterGroup | None:
-        """Puts a new variable in the group of the layer that is being built and returns it.
+    def adopt(self, variable: Any, maker: Any | None) -> ParameterGroup:
+        """Returns the group of a variable that is read for the first time, and puts its layer's other variables in it.
 
-        None when no layer is: Keras makes the variables of a lazily built model after it has left the layers, and then the
-        group is found at the first read, by `adopt`.
+        The layer is the one being called, or `maker`, the one that was being built when the variable was made, whichever owns the
+        variable: a layer may read another's weights, and Keras makes the variables of a lazily built model after it has left the
+        layers. A variable that neither owns is a group of its own.
         """
-        layer = keras_scope.current_layer()
-        return None if layer is None else self._add(layer, variable)
-
-    def adopt(self, variable: Any) -> ParameterGroup:
-        """Returns a group for a variable that has none: with the other variables of the layer being called, or its own."""
-        layer = keras_scope.current_layer()
-        own = [] if layer is None else keras_scope.own_variables(layer)
-        if not any(member is variable for member in own):
-            group = ParameterGroup(variable.name.partition("/")[0])
-            group.add(variable)
-            return group
-        for member in own:
-            if getattr(member, "is_parameter", False) and member.group is None:
-                member.group = self._add(layer, member)
-        return variable.group
+        for layer in (keras_scope.current_layer(), maker):
+            own = [] if layer is None else keras_scope.own_variables(layer)
+            if any(member is variable for member in own):
+                for member in own:
+                    if getattr(member, "is_parameter", False) and member.group is None:
+                        member.group = self._add(layer, member)
+                return variable.group
+        group = ParameterGroup(variable.name.partition("/")[0])
+        group.add(variable)
+        return group
 
     def _add(self, layer: Any, variable: Any) -> ParameterGroup:
         if layer not in self._by_layer:

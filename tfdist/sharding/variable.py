@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,8 +59,8 @@ class ShardedVariable(values.DistributedVariable):
         self._ranks = tuple(ranks)
         self._full_shape = tf.TensorShape(layout.shape)
         super().__init__(strategy, components, aggregation)
-        if groups is not None:
-            self.group = groups.enter(self)
+        layer = keras_scope.current_layer()
+        self._maker = (lambda: None) if layer is None else weakref.ref(layer)
 
     # What it is
 
@@ -120,7 +121,7 @@ class ShardedVariable(values.DistributedVariable):
             if program is None or keras_scope.in_symbolic_scope():
                 return self._assemble()  # eager, or a scratch graph that only wants the shape: no collective
             if self.group is None:
-                self.group = self._groups.adopt(self)
+                self.group = self._groups.adopt(self, self._maker())
             config = config_of(self._distribute_strategy)
             return program.attachment(UnshardSchedule).read(self, config)
 
