@@ -6,6 +6,7 @@ import math
 import keras
 import pytest
 import tensorflow as tf
+import test_models
 from training import strategy_for
 
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
@@ -237,3 +238,29 @@ def _waits_for(operation, other):
         seen.add(here.name)
         open_ += [tensor.op for tensor in here.inputs] + list(here.control_inputs)
     return False
+
+
+def _collectives_in_functions(graph):
+    """Returns the collective operations in the bodies of loops, branches and nested functions."""
+    functions = graph.as_graph_def().library.function
+    return [node.op for function in functions for node in function.node_def if node.op.startswith("Collective")]
+
+
+def test_weights_read_in_loops_are_gathered_once_outside():
+    """Two recurrent layers and a head: gathered once forward, and once backward but for the head, which is still there."""
+    model = [keras.layers.LSTM(13, return_sequences=True), keras.layers.GRU(11), keras.layers.Dense(7)]
+    graph, plan = traced_step(strategy_for(2, 3), lambda: keras.Sequential([keras.Input((7, 15)), *model]))
+    assert plan.counts() == {"all_gather": 5, "reduce_scatter": 3}
+    assert sum(op.type == "CollectiveGatherV2" for op in graph.get_operations()) == 2 * 5
+    assert _collectives_in_functions(graph) == []
+
+
+def test_reshaped_and_transposed_weights_are_gathered_again():
+    """Normalisation and attention reshape their weights before use: what backward holds is a view, and no forward copy.
+
+    A block is 7 groups (two normalisations, query, key, value, output, dense). Of 15 groups with the head, the first needs no
+    gradient of its input and the last is kept.
+    """
+    graph, plan = traced_step(strategy_for(2, 3), test_models.MODELS["attention"])
+    assert plan.counts() == {"all_gather": 15 + 13, "reduce_scatter": 15}
+    assert _collectives_in_functions(graph) == []
