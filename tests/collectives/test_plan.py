@@ -120,3 +120,11 @@ def test_an_empty_plan_is_complete():
     plan.check_complete()
     assert plan.counts() == {}
     assert plan.sent_bytes() == 0
+
+
+def test_receivers_send_nothing():
+    plan = CollectivePlan(2)
+    for rank in range(2):
+        plan.add(rank, CollectiveRecord("send", (0, 1), (3,), "float32", "a", source=1))
+        plan.add(rank, CollectiveRecord("broadcast", (0, 1), (5,), "float32", "b", source=0))
+    assert (plan.sent_bytes(0), plan.sent_bytes(1)) == (20, 12)

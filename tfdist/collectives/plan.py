@@ -124,5 +124,5 @@ class CollectivePlan:
         return dict(collections.Counter(record.op for record in self.records[rank]))
 
     def sent_bytes(self, rank: int = 0) -> float:
-        """Returns the bytes that `rank` sends in a step, by `CollectiveRecord.sent_bytes`."""
-        return sum(record.sent_bytes for record in self.records[rank])
+        """Returns the bytes that `rank` sends in a step, by `CollectiveRecord.sent_bytes`; receiving is not sending."""
+        return sum(record.sent_bytes for record in self.records[rank] if record.source in (None, rank))
