@@ -50,6 +50,13 @@ def mlp() -> keras.Model:
     )
 
 
+def small() -> keras.Model:
+    """The least model with odd sizes, a scalar, fewer elements than ranks, and two layers: (), 1x3, 15x7, 7."""
+    return keras.Sequential(
+        [keras.Input((FEATURES,)), ScaleAndShift(name="scale"), keras.layers.Dense(CLASSES, name="head")]
+    )
+
+
 def vectors(samples: int = SAMPLES) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(7)
     return rng.normal(size=(samples, FEATURES)).astype("float32"), rng.integers(0, CLASSES, size=samples)

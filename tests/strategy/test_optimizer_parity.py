@@ -4,7 +4,7 @@ import functools
 
 import keras
 import pytest
-from training import assert_same, custom_loop, fit, mlp, one_device, strategy_for
+from training import assert_same, custom_loop, fit, one_device, small, strategy_for
 
 optimizers = keras.optimizers
 
@@ -36,7 +36,7 @@ GRID = [(stage, devices) for stage in range(4) for devices in (2, 3, 4)]
 
 @functools.cache
 def on_one_device(train, name):
-    return train(one_device(), mlp, OPTIMIZERS[name])
+    return train(one_device(), small, OPTIMIZERS[name])
 
 
 VARIANTS = ("momentum", "amsgrad")  # of optimizers in the table: with 3 ranks only
@@ -46,4 +46,4 @@ CASES = [(name, *case) for name in OPTIMIZERS for case in GRID if name not in VA
 @pytest.mark.parametrize(("name", "zero_stage", "devices"), CASES)
 @pytest.mark.parametrize("train", [fit, custom_loop])
 def test_parity(train, name, zero_stage, devices):
-    assert_same(train(strategy_for(devices, zero_stage), mlp, OPTIMIZERS[name]), on_one_device(train, name))
+    assert_same(train(strategy_for(devices, zero_stage), small, OPTIMIZERS[name]), on_one_device(train, name))
