@@ -1,11 +1,8 @@
 """The plan: what it counts, and what it refuses."""
 
 import pytest
-import tensorflow as tf
 
 from tfdist.collectives import CollectivePlan, CollectiveRecord
-from tfdist.collectives.plan import KEYS_PER_COLLECTIVE
-from tfdist.collectives.program import log2_ceiling
 
 
 def record(op="all_reduce", ranks=(0, 1), shape=(6, 5), dtype="float32", label="x", source=None):
@@ -42,33 +39,31 @@ def test_bytes_of_an_unknown_shape():
     assert "record=CollectiveRecord(op='all_reduce'" in str(error.value)
 
 
-def test_members_get_the_same_keys_whichever_comes_first():
+def test_members_may_come_in_any_order():
     plan = CollectivePlan(3)
     pair, all_ranks = record(ranks=(1, 2)), record(ranks=(0, 1, 2))
-    keys = {
-        0: [plan.add(0, all_ranks), plan.add(0, all_ranks)],
-        2: [plan.add(2, pair), plan.add(2, all_ranks), plan.add(2, all_ranks), plan.add(2, pair)],
-        1: [plan.add(1, pair), plan.add(1, all_ranks), plan.add(1, all_ranks), plan.add(1, pair)],
-    }
-    assert keys[1] == keys[2]
-    assert keys[0] == keys[1][1:3]
-    assert len(set(keys[1])) == 4
+    for rank, program in {0: [all_ranks, all_ranks], 2: [pair, all_ranks, all_ranks, pair]}.items():
+        for entry in program:
+            plan.add(rank, entry)
+    for entry in [pair, all_ranks, all_ranks, pair]:
+        plan.add(1, entry)
     plan.check_complete()
     assert [len(records) for records in plan.records] == [2, 4, 4]
     assert plan.counts(0) == {"all_reduce": 2}
     assert plan.sent_bytes(1) == 2 * 120 + 2 * 160
+    assert plan.sequences() == {(1, 2): [pair, pair], (0, 1, 2): [all_ranks, all_ranks]}
 
 
-def test_keys_leave_room_and_are_never_used_twice():
-    keys = [plan.add(0, record()) for plan in (CollectivePlan(2), CollectivePlan(2)) for _ in range(3)]
-    assert min(keys) >= KEYS_PER_COLLECTIVE
-    assert all(later - earlier >= KEYS_PER_COLLECTIVE for earlier, later in zip(keys, keys[1:], strict=False))
-
-
-def test_every_length_has_a_key_of_its_own():
-    lengths = [1, 2, 3, 4, 5, 8, 9, 1 << 30]
-    assert [int(log2_ceiling(tf.constant(length))) for length in lengths] == [0, 1, 2, 2, 3, 3, 4, 30]
-    assert max(int(log2_ceiling(tf.constant((1 << 31) - 1))), 30) < KEYS_PER_COLLECTIVE
+def test_only_local_ranks_must_be_complete():
+    plan = CollectivePlan(4, local_ranks=(2, 3))
+    both = record(ranks=(0, 1, 2, 3))
+    plan.add(2, both)
+    with pytest.raises(RuntimeError, match=r"{2: 1, 3: 0}"):
+        plan.check_complete()
+    plan.add(3, both)
+    plan.check_complete()
+    assert plan.counts() == {"all_reduce": 1}
+    assert plan.sent_bytes() == 180
 
 
 @pytest.mark.parametrize(

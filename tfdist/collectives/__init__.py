@@ -3,13 +3,16 @@
 Used inside the function that `strategy.run` runs, for example `tfdist.collectives.all_reduce(x, "data")`.
 """
 
+from tfdist.collectives.agreement import PlanAgreement
 from tfdist.collectives.buckets import assign_buckets
+from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of, refuse_without_collective
 from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes
 from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
 from tfdist.collectives.program import Communicator, RankProgram, current_program, find_program
 from tfdist.collectives.transport import NCCL, RING, Transport, choose_transport
+from tfdist.collectives.wire import find_kernel_orders
 
 __all__ = [
     "NCCL",
@@ -17,6 +20,8 @@ __all__ = [
     "CollectivePlan",
     "CollectiveRecord",
     "Communicator",
+    "CrossReplica",
+    "PlanAgreement",
     "RankProgram",
     "Transport",
     "all_gather",
@@ -25,12 +30,15 @@ __all__ = [
     "assign_buckets",
     "broadcast",
     "choose_transport",
+    "cross_replica_of",
     "current_program",
+    "find_kernel_orders",
     "find_program",
     "gather_to_master_all_reduce",
     "naive_master_bytes",
     "receive",
     "reduce_scatter",
+    "refuse_without_collective",
     "ring_bytes",
     "send",
 ]

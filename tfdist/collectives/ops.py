@@ -93,7 +93,7 @@ def all_gather(
     if len(ranks) == 1:
         return tf.identity(x)
     if uneven or x.shape[0] is None:
-        return _all_gather_uneven(program, x, ranks, mesh_axis, label)
+        return all_gather_uneven(program, x, ranks, mesh_axis, label)
 
     @tf.custom_gradient
     def gather(x):
@@ -105,7 +105,7 @@ def all_gather(
     return gather(x)
 
 
-def _all_gather_uneven(
+def all_gather_uneven(
     program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], mesh_axis: str, label: str
 ) -> tf.Tensor:
     """All-gather of tensors whose axis 0 differs by rank: padded to the power of two that holds the longest.

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
+from collections.abc import Iterable
 
 import tensorflow as tf
 
 from tfdist import errors
-
-# A collective whose length is known at run time only uses one key per power of two: instance_key + log2(length).
-KEYS_PER_COLLECTIVE = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,28 +57,36 @@ class CollectiveRecord:
         return factor * self.input_bytes
 
     @property
+    def kind(self) -> tuple:
+        """What makes two collectives of a group interchangeable on the wire."""
+        return (self.op, self.ranks, self.shape, self.dtype, self.source)
+
+    @property
     def signature(self) -> tuple:
-        """What all members of the group must agree on."""
-        return (self.op, self.ranks, self.shape, self.dtype, self.label, self.source)
+        """What all members of the group in one process must agree on."""
+        return (*self.kind, self.label)
 
 
 class CollectivePlan:
     """The collectives of one trace of `strategy.run`, per rank, in program order.
 
-    While the ranks are traced the plan hands out the instance keys: the i-th collective of a group gets one key, whichever
-    member is traced first, and every later member must ask for the same operation. So a program in which two ranks disagree
-    is refused while it is traced, before it can hang.
+    While the ranks are traced, the i-th collective of a group must be the same for every member, whichever is traced first. So a
+    program in which two ranks disagree is refused while it is traced, before it can hang. Ranks of other workers are traced
+    elsewhere; `PlanAgreement` compares with them.
+
+    Args:
+        world_size: number of ranks.
+        local_ranks: the ranks that this process traces; None: all of them.
     """
 
-    _next_instance_key = itertools.count(KEYS_PER_COLLECTIVE, KEYS_PER_COLLECTIVE)
-
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, local_ranks: Iterable[int] | None = None):
+        self.local_ranks = tuple(range(world_size) if local_ranks is None else local_ranks)
         self.records: list[list[CollectiveRecord]] = [[] for _ in range(world_size)]
-        self._agreed: dict[tuple[int, ...], list[tuple[CollectiveRecord, int]]] = collections.defaultdict(list)
+        self._agreed: dict[tuple[int, ...], list[CollectiveRecord]] = collections.defaultdict(list)
         self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
 
-    def add(self, rank: int, record: CollectiveRecord) -> int:
-        """Appends `record` to `rank`'s program and returns its instance key.
+    def add(self, rank: int, record: CollectiveRecord) -> None:
+        """Appends `record` to `rank`'s program.
 
         Raises:
             RuntimeError: another rank of the group runs something else at this place.
@@ -90,8 +95,8 @@ class CollectivePlan:
         index = self._position[rank, record.ranks]
         self._position[rank, record.ranks] += 1
         if index == len(agreed):
-            agreed.append((record, next(self._next_instance_key)))
-        expected, instance_key = agreed[index]
+            agreed.append(record)
+        expected = agreed[index]
         if expected.signature != record.signature:
             raise RuntimeError(
                 errors.message(
@@ -102,27 +107,32 @@ class CollectivePlan:
                 )
             )
         self.records[rank].append(record)
-        return instance_key
+
+    def sequences(self) -> dict[tuple[int, ...], list[CollectiveRecord]]:
+        """Returns, per group of the local ranks, its collectives in order."""
+        return dict(self._agreed)
 
     def check_complete(self) -> None:
         """Raises RuntimeError when a rank of a group ran fewer collectives than its peers: they would wait for it."""
         for ranks, agreed in self._agreed.items():
-            counts = {rank: self._position[rank, ranks] for rank in ranks}
+            counts = {rank: self._position[rank, ranks] for rank in ranks if rank in self.local_ranks}
             if set(counts.values()) != {len(agreed)}:
                 shortest = min(counts, key=counts.get)
                 raise RuntimeError(
                     errors.message(
                         f"Ranks of group {list(ranks)} run different numbers of collectives: {counts}. Rank {shortest} lacks "
-                        f"{agreed[counts[shortest]][0]}.",
+                        f"{agreed[counts[shortest]]}.",
                         fix="Every rank of a group must run the same collectives: look for code that branches on the "
                         "replica id.",
                     )
                 )
 
-    def counts(self, rank: int = 0) -> dict[str, int]:
-        """Returns how often each operation occurs in `rank`'s program."""
+    def counts(self, rank: int | None = None) -> dict[str, int]:
+        """Returns how often each operation occurs in the program of `rank`, a local one; None: the first."""
+        rank = self.local_ranks[0] if rank is None else rank
         return dict(collections.Counter(record.op for record in self.records[rank]))
 
-    def sent_bytes(self, rank: int = 0) -> float:
-        """Returns the bytes that `rank` sends in a step, by `CollectiveRecord.sent_bytes`; receiving is not sending."""
+    def sent_bytes(self, rank: int | None = None) -> float:
+        """Returns the bytes that `rank`, a local one (None: the first), sends in a step; receiving is not sending."""
+        rank = self.local_ranks[0] if rank is None else rank
         return sum(record.sent_bytes for record in self.records[rank] if record.source in (None, rank))

@@ -10,7 +10,8 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable_ops
 
 from tfdist import errors
-from tfdist.collectives.plan import KEYS_PER_COLLECTIVE, CollectivePlan, CollectiveRecord
+from tfdist.collectives.instance_keys import KEYS_PER_COLLECTIVE, InstanceKeys
+from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.transport import Transport
 from tfdist.mesh import DeviceMesh
 
@@ -18,25 +19,42 @@ _PROGRAM = "_tfdist_program"
 _LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 
 
+# A token counts: odd while its rank runs a program, even between programs. Its upper bits are the program's number while odd.
+_COUNT_BITS = 40
+
+
 class Communicator:
-    """A strategy's groups: their keys, and one ordering token per rank.
+    """A strategy's groups: their keys, and one ordering token per local rank.
 
     Group keys are global to the process (and to the cluster) and strategies of TensorFlow take 1, 2, ...: ours start high and
     are never used twice. Collectives of one rank form one chain on its token, in program order: one token for two ranks, or
     two ranks that issue in different orders on their tokens, would hang.
 
+    Args:
+        mesh: all ranks of the job.
+        transport: how bytes travel.
+        local_ranks: the ranks of this process; None: all.
+
     Attributes:
         kernel_orders: per group, the order in which the kernels number its members (see `wire`).
+        programs: what was traced, by number; only kept where other workers take part.
     """
 
     _next_group_key = itertools.count(1 << 20)
 
-    def __init__(self, mesh: DeviceMesh, transport: Transport):
+    def __init__(self, mesh: DeviceMesh, transport: Transport, local_ranks: Sequence[int] | None = None):
         self.mesh = mesh
         self.transport = transport
+        self.local_ranks = tuple(range(mesh.world_size) if local_ranks is None else local_ranks)
         self.kernel_orders: dict[tuple[int, ...], list[int]] = {}
+        self.programs: list[CollectivePlan] = []
+        self.instance_keys = InstanceKeys()
         self._group_keys: dict[tuple[int, ...], int] = {}
         self._tokens: dict[int, tf.Variable] = {}
+
+    @property
+    def is_multi_worker(self) -> bool:
+        return len(self.local_ranks) < self.mesh.world_size
 
     def group_key(self, ranks: tuple[int, ...]) -> int:
         """Returns the key of the group of `ranks`, the same on every call."""
@@ -46,11 +64,34 @@ class Communicator:
 
     def token(self, rank: int) -> tf.Tensor:
         """Returns the resource handle on which `rank`'s collectives are chained."""
+        return self._token(rank).handle
+
+    def _token(self, rank: int) -> tf.Variable:
         if rank not in self._tokens:
             # `ResourceVariable` itself, because `tf.Variable` would ask the active strategy, which mirrors it.
             with tf.init_scope(), tf.device(self.mesh.devices[rank]):
-                self._tokens[rank] = resource_variable_ops.ResourceVariable(0.0, trainable=False)
-        return self._tokens[rank].handle
+                self._tokens[rank] = resource_variable_ops.ResourceVariable(tf.zeros([], tf.int64), trainable=False)
+        return self._tokens[rank]
+
+    def new_plan(self) -> CollectivePlan:
+        """Returns the plan of a new trace."""
+        plan = CollectivePlan(self.mesh.world_size, self.local_ranks)
+        if self.is_multi_worker:
+            self.programs.append(plan)
+        return plan
+
+    def running(self) -> dict[int, tuple[int, CollectivePlan]]:
+        """Returns, per local rank that is running collectives at this moment, a count of its programs so far and the plan.
+
+        The same count a while later means that the rank is still in the same program. For another thread to call, while training
+        runs; known for jobs of several workers only.
+        """
+        found = {}
+        for rank, token in list(self._tokens.items()):
+            number, count = divmod(int(token.numpy()), 1 << _COUNT_BITS)
+            if count % 2:
+                found[rank] = (count, self.programs[number])
+        return found
 
 
 class RankProgram:
@@ -69,11 +110,13 @@ class RankProgram:
         self.mesh = communicator.mesh
         self.transport = communicator.transport
         self.rank = rank
+        self.local_index = communicator.local_ranks.index(rank)
         self.device = self.mesh.devices[rank]
         self.graph = graph
         self.plan = plan
         self.before_collective: list[Callable[[], None]] = []
         self.at_close: list[Callable[[Any], None]] = []
+        self._is_marked = False
         self._attachments: dict[type, Any] = {}
         self._constants: dict[Any, tf.Tensor] = {}
 
@@ -94,7 +137,9 @@ class RankProgram:
         for callback in self.before_collective:
             callback()
         record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source)
-        instance_key = self.plan.add(self.rank, record)
+        self.plan.add(self.rank, record)
+        self._mark_start()
+        instance_key = self.communicator.instance_keys.key(record)
         if None in record.shape:
             # A key is bound to one shape for the life of the process: every power of two has its own.
             instance_key += log2_ceiling(tf.shape(x)[record.shape.index(None)])
@@ -127,6 +172,20 @@ class RankProgram:
         """Runs the `at_close` callbacks; `outputs` is what the rank's function returned."""
         for callback in self.at_close:
             callback(outputs)
+        if self._is_marked:
+            self._count(-1)
+
+    # Marks on the token, before the program's first collective and after its last, tell a watching thread that the rank is in it.
+    def _mark_start(self) -> None:
+        if self.communicator.is_multi_worker and not self._is_marked:
+            self._is_marked = True
+            self._count(1)
+
+    def _count(self, direction: int) -> None:
+        number = self.communicator.programs.index(self.plan)
+        step = tf.constant(1 + direction * (number << _COUNT_BITS), tf.int64)
+        with self.graph.as_default(), tf.control_dependencies(None), tf.device(self.device):
+            tf.raw_ops.AssignAddVariableOp(resource=self.token(), value=step)
 
     def install(self, replica_context: tf.distribute.ReplicaContext) -> None:
         """Makes this the program of `replica_context`, which `current_program` finds."""

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives.program import Communicator, RankProgram
+from tfdist.mesh import MESH_AXES
 
 _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
@@ -159,7 +160,16 @@ def _all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], op: 
 
 # Note: order of a group. The kernels number the members of a group in an order of their own: devices by name, tasks as
 # strings (10 before 2), GPUs by their links. A group of this mesh may be in another order, so each group finds the
-# kernels' order once, by gathering its members' places, and rows are permuted locally where it differs.
+# kernels' order once, by gathering its members' places, and rows are permuted locally where it differs. Workers do that when
+# the strategy is made (`find_kernel_orders`): while tracing, one of them may get there when the others do not.
+def find_kernel_orders(communicator: Communicator) -> None:
+    """Finds the order of every group of the mesh that has a local rank. All workers call it at once."""
+    for mesh_axis in MESH_AXES:
+        for ranks in communicator.mesh.groups(mesh_axis):
+            if len(ranks) > 1 and set(ranks) & set(communicator.local_ranks):
+                communicator.kernel_orders[ranks] = [int(place) for place in _gather_places(communicator, ranks)]
+
+
 def _kernel_order(program: RankProgram, ranks: tuple[int, ...]) -> list[int]:
     """Returns the places in `ranks` of the members, in the order in which the kernels number them."""
     orders = program.communicator.kernel_orders
@@ -174,6 +184,8 @@ def _gather_places(communicator: Communicator, ranks: tuple[int, ...]) -> tf.Ten
     def gather() -> tf.Tensor:
         gathered = []
         for place, rank in enumerate(ranks):
+            if rank not in communicator.local_ranks:
+                continue
             with tf.device(communicator.mesh.devices[rank]):
                 gathered.append(
                     tf.raw_ops.CollectiveGatherV2(
@@ -181,7 +193,7 @@ def _gather_places(communicator: Communicator, ranks: tuple[int, ...]) -> tf.Ten
                         ordering_token=[communicator.token(rank)],
                         group_size=len(ranks),
                         group_key=communicator.group_key(ranks),
-                        instance_key=0,  # the plan's keys start higher
+                        instance_key=0,  # `InstanceKeys` starts higher
                         communication_hint=communicator.transport.hint,
                         timeout_seconds=communicator.transport.timeout_seconds,
                     )
@@ -208,9 +220,9 @@ def _as_bytes(program: RankProgram, x: tf.Tensor) -> tf.Tensor:
 # Note: broadcasts on the chain. The broadcast ops take no ordering token, and a send whose output nobody reads is pruned,
 # so that its peer waits for ever. Reading the token before and writing it after puts them on the chain and keeps them alive.
 def _chained(program: RankProgram):
-    return tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.float32)])
+    return tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)])
 
 
 def _extend_chain(program: RankProgram, moved: tf.Tensor) -> None:
     with tf.control_dependencies([moved]):
-        tf.raw_ops.AssignVariableOp(resource=program.token(), value=tf.constant(0.0))
+        tf.raw_ops.AssignAddVariableOp(resource=program.token(), value=tf.zeros([], tf.int64))

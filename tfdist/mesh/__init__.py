@@ -1,15 +1,25 @@
 """Level 2: which devices there are, and how they form a mesh. Only this package calls `tf.config`."""
 
+from tfdist.mesh import coordination
+from tfdist.mesh.cluster import Cluster, Task, check_port_is_free, read_cluster
+from tfdist.mesh.coordination import Coordination
 from tfdist.mesh.device_mesh import MESH_AXES, Coordinate, DeviceMesh, current_mesh
-from tfdist.mesh.devices import default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus
+from tfdist.mesh.devices import default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus, worker_devices
 
 __all__ = [
     "MESH_AXES",
+    "Cluster",
     "Coordinate",
+    "Coordination",
     "DeviceMesh",
+    "Task",
+    "check_port_is_free",
+    "coordination",
     "current_mesh",
     "default_devices",
+    "read_cluster",
     "resolve_devices",
     "use_logical_cpus",
     "uses_physical_gpus",
+    "worker_devices",
 ]

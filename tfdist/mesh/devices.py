@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.mesh.cluster import devices_per_worker_setting
 from tfdist.mesh.device_mesh import canonical
 
 
@@ -49,6 +50,22 @@ def default_devices() -> list[str]:
     """Returns all logical GPUs, or all logical CPUs where there is no GPU."""
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     return [device.name for device in devices]
+
+
+def worker_devices() -> tuple[str, int]:
+    """Returns the type ("GPU" or "CPU") and number of the logical devices that this worker will have.
+
+    It does not initialise TensorFlow, which would be too early: a worker's server must start first. Without GPUs the CPU is one
+    device, or as many as `use_logical_cpus` or the launcher's `--devices-per-worker` have asked for.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        return "GPU", sum(len(tf.config.get_logical_device_configuration(gpu) or [None]) for gpu in gpus)
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    asked = devices_per_worker_setting()
+    if asked is not None and not tf.config.get_logical_device_configuration(cpu):
+        use_logical_cpus(asked)
+    return "CPU", len(tf.config.get_logical_device_configuration(cpu) or [None])
 
 
 def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:

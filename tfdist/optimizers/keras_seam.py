@@ -10,6 +10,8 @@ tests/test_private_names.py fails when they change.
     Trainer.compile                    model, optimizer and strategy must belong together; no XLA, no eager run
     TensorFlowTrainer._maybe_symbolic_build   Keras averages the ranks' first batches only to learn their shape, which
                                               fails for uneven batches and strings: take the first rank's
+    trainer._multi_worker_concat       `predict` over workers: Keras deals the rows to all workers' first devices first; here a
+                                       worker's devices are neighbours, and `gather` returns the rows in their order
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.trainer import Trainer
@@ -31,7 +34,7 @@ from tfdist.sharding import ShardingConfig, config_of
 _INSTALLED = "_tfdist_override"
 
 
-def _override(owner: type, name: str) -> Callable[[Callable[..., Any]], None]:
+def _override(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """Replaces the method `owner.name` by `function(original, self, ...)`, once."""
 
     def install(function: Callable[..., Any]) -> None:
@@ -152,6 +155,11 @@ def _maybe_symbolic_build(
         data_batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], first)
         break
     original(self, data_batch=data_batch)
+
+
+@_override(tensorflow_trainer, "_multi_worker_concat")
+def _multi_worker_concat(original: Callable[..., Any], value: Any, strategy: tf.distribute.Strategy) -> Any:
+    return original(value, strategy) if config_of(strategy) is None else strategy.gather(value, axis=0)
 
 
 def _value(variable: Any) -> Any:

@@ -159,7 +159,7 @@ class _Step:
         return self._optimizer.weight_decay is not None and self._optimizer._use_weight_decay(variable)
 
     def _local(self, variable: tf.Variable) -> tf.Variable:
-        return variable.values[self._program.rank]
+        return variable.values[self._program.local_index]
 
     def _buckets(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> list[list[tuple[tf.Tensor, tf.Variable]]]:
         sizes = [grad.shape.num_elements() * grad.dtype.size for grad, _ in pairs]

@@ -100,7 +100,7 @@ def memory_report(model: keras.Model) -> MemoryReport:
     for index, device in enumerate(devices):
         memories.append(
             DeviceMemory(
-                device=device.rpartition("/")[2].removeprefix("device:"),
+                device=_short_name(device),
                 parameter_bytes=sum(_stored_bytes(variable, index) for variable in model.variables),
                 gradient_bytes=sum(_gradient_bytes(variable) for variable in model.trainable_variables),
                 optimizer_bytes=sum(_stored_bytes(variable, index) for variable in slots),
@@ -126,10 +126,18 @@ def _devices(model: keras.Model) -> list[str]:
     return [value.device]
 
 
+def _short_name(device: str) -> str:
+    """Returns "CPU:0", or "worker 1 CPU:0" where there are several workers."""
+    spec = tf.DeviceSpec.from_string(device)
+    name = f"{spec.device_type}:{spec.device_index}"
+    return name if spec.job in (None, "localhost") else f"{spec.job} {spec.task} {name}"
+
+
 def _stored_bytes(variable: keras.Variable, index: int) -> int:
     value = _value(variable)
     if isinstance(value, tf.distribute.DistributedValues):
-        value = value.values[index]
+        # Devices of other workers store parts of the same size: shards are padded to it.
+        value = value.values[index if index < len(value.values) else 0]
     return _bytes(value.shape, value.dtype)
 
 

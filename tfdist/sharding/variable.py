@@ -14,7 +14,7 @@ from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist import errors
-from tfdist.collectives import find_program
+from tfdist.collectives import RankProgram, cross_replica_of, find_program, refuse_without_collective, wire
 from tfdist.mesh import Coordinate
 from tfdist.sharding import keras_scope, packing
 from tfdist.sharding.config import config_of
@@ -119,14 +119,27 @@ class ShardedVariable(values.DistributedVariable):
                 return self._local_component()
             program = find_program()
             if program is None or keras_scope.in_symbolic_scope():
-                return self._assemble()  # eager, or a scratch graph that only wants the shape: no collective
+                if self._is_elsewhere and not keras_scope.in_symbolic_scope():
+                    refuse_without_collective(f"Reading the sharded variable {self.name!r}")
+                return self._assemble()
             if self.group is None:
                 self.group = self._groups.adopt(self, self._maker())
             config = config_of(self._distribute_strategy)
             return program.attachment(UnshardSchedule).read(self, config)
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether other processes hold some of the parts."""
+        return len(self._ranks) < self.layout.mesh.world_size
+
     def _assemble(self) -> tf.Tensor:
-        """Returns the full value from the components of all ranks, without a collective: all are in this process."""
+        """Returns the full value. Where other workers hold some of the parts it is a collective: all workers call it at once."""
+        if self._is_elsewhere:
+            if keras_scope.in_symbolic_scope():
+                return tf.zeros(self._full_shape, self.dtype)  # a scratch graph, which only wants the shape
+            cross_replica = cross_replica_of(self._distribute_strategy)
+            parts = [component.read_value() for component in self._values]
+            return cross_replica.call(("assemble", self.layout), self._gather_parts, parts)[0]
         layout = self.layout
         pipe = layout.pipe_owner or 0
         pieces = []
@@ -139,6 +152,11 @@ class ShardedVariable(values.DistributedVariable):
                 flat = tf.concat([tf.reshape(self.component(rank).read_value(), [-1]) for rank in ranks], 0)
                 pieces.append(tf.reshape(flat[: layout.local_elements], layout.local_shape))
             return pieces[0] if len(pieces) == 1 else tf.concat(pieces, layout.tensor.axis)
+
+    def _gather_parts(self, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
+        """Returns the full value from this rank's part, over the data axis."""
+        gathered = wire.all_gather(program, part, program.group_ranks("data"), "assemble")
+        return packing.unpack_full(gathered, [self.layout])[0]
 
     def __getattr__(self, name: str) -> Any:
         # The base class would read the variable, and so gather it, to look for any attribute on its value. Only what TensorFlow

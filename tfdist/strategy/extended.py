@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -15,24 +15,19 @@ from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from tfdist import collectives, errors
-from tfdist.collectives import CollectivePlan, Communicator, RankProgram, choose_transport, find_program
+from tfdist.collectives import CollectivePlan, Communicator, CrossReplica, RankProgram, choose_transport, find_program
 from tfdist.sharding import Layout, ParameterGroups, Replicate, ShardedVariable, ShardingConfig, keras_scope
 
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 
 
 class ShardedExtendedMixin:
-    """What every tfdist strategy adds to a mirrored one, whatever transport it stands on.
+    """What every tfdist strategy adds to a mirrored one, whatever transport it stands on."""
 
-    `self._sharding` (a `ShardingConfig`) and `self._communicator` are set by the strategy.
-    """
-
-    _sharding: ShardingConfig
-    _communicator: Communicator
-
-    def _setup(self, sharding: ShardingConfig) -> None:
+    def _setup(self, sharding: ShardingConfig, local_ranks: Iterable[int] | None = None) -> None:
         self._sharding = sharding
-        self._communicator = Communicator(sharding.mesh, choose_transport(sharding.mesh.devices))
+        self._communicator = Communicator(sharding.mesh, choose_transport(sharding.mesh.devices), local_ranks)
+        self.cross_replica = CrossReplica(self._communicator)
         self._parameter_groups = ParameterGroups()
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
@@ -45,9 +40,12 @@ class ShardedExtendedMixin:
             # All ranks compute the same value; NONE stores it without a merge of the ranks.
             kwargs["aggregation"] = tf.VariableAggregation.NONE
         layout = self._layout_for(kwargs)
+        is_slot = kwargs.get("colocate_with") is not None
+        if layout is None or not is_slot:
+            self._share_initial_value(kwargs)
         if layout is None:
             return super()._create_variable(next_creator, **kwargs)
-        is_slot = kwargs.pop("colocate_with", None) is not None
+        kwargs.pop("colocate_with", None)
         return self._create_sharded(next_creator, layout, is_slot, kwargs)
 
     def _layout_for(self, kwargs: dict[str, Any]) -> Layout | None:
@@ -74,11 +72,15 @@ class ShardedExtendedMixin:
         layout = self._sharding.parameter_layout(full.shape.as_list())
         return layout if reference is None else self._sharding.slot_layout(layout)
 
+    def _share_initial_value(self, kwargs: dict[str, Any]) -> None:
+        """For strategies of several workers: replaces the initial value by the chief's."""
+
     def _initial_value(self, kwargs: dict[str, Any]) -> tf.Tensor:
         """Draws the initial value and puts it back in `kwargs`, so that it is drawn once."""
-        with tf.init_scope(), record.stop_recording(), tf.device(self._sharding.mesh.devices[0]):
+        with tf.init_scope(), record.stop_recording(), tf.device(self._local_devices()[0]):
             initial = kwargs["initial_value"]
             initial = initial() if callable(initial) else initial
+            initial = getattr(initial, "wrapped_value", initial)  # of a checkpoint
             if tf.is_symbolic_tensor(initial):
                 initial = tf.get_static_value(initial)
             if initial is None or not tf.executing_eagerly():
@@ -101,16 +103,18 @@ class ShardedExtendedMixin:
         mesh = self._sharding.mesh
         aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
         components = []
-        for rank, device in enumerate(mesh.devices):
+        ranks = self._communicator.local_ranks
+        for rank in ranks:
             # `layout.shard` copies: a slice would keep the full value alive as long as the shard.
             shard = layout.shard(full, mesh.coordinate(rank))
-            with tf.init_scope(), record.stop_recording(), tf.device(device):
+            with tf.init_scope(), record.stop_recording(), tf.device(mesh.devices[rank]):
                 part = {"initial_value": tf.convert_to_tensor(shard), "name": f"{name}/shard_{rank}"}
                 components.append(next_creator(**{**kwargs, **part}))
         groups = None if is_slot else self._parameter_groups
-        return ShardedVariable(
-            self._container_strategy(), components, layout, range(mesh.world_size), aggregation, groups
-        )
+        return ShardedVariable(self._container_strategy(), components, layout, ranks, aggregation, groups)
+
+    def _local_devices(self) -> list[str]:
+        return [self._sharding.mesh.devices[rank] for rank in self._communicator.local_ranks]
 
     # Running
 
@@ -126,11 +130,11 @@ class ShardedExtendedMixin:
             return mirrored_run.call_for_each_replica(strategy, fn, args, kwargs)
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
         graph = tf.compat.v1.get_default_graph()
-        plan = CollectivePlan(self._sharding.mesh.world_size)
+        plan = self._communicator.new_plan()
 
         @tf.autograph.experimental.do_not_convert
         def run_rank(*args: Any, **kwargs: Any) -> Any:
-            rank = values_util.get_current_replica_id_as_int()
+            rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
             program = RankProgram(self._communicator, rank, graph, plan)
             program.install(tf.distribute.get_replica_context())
             outputs = fn(*args, **kwargs)
@@ -139,8 +143,12 @@ class ShardedExtendedMixin:
 
         result = mirrored_run.call_for_each_replica(strategy, run_rank, args, kwargs)
         plan.check_complete()
+        self._check_agreement(plan)
         self.last_plan = plan
         return result
+
+    def _check_agreement(self, plan: CollectivePlan) -> None:
+        """For strategies of several workers: compares the traced program with theirs."""
 
     def _as_graph_function(self, fn: Any) -> Any:
         """Returns `fn`, a `tf.function`, as one that runs all ranks in one graph."""
@@ -156,7 +164,7 @@ class ShardedExtendedMixin:
     # Reductions
 
     def _get_cross_device_ops(self, value: Any) -> cross_device_ops.CrossDeviceOps:
-        # Between ranks, in cross-replica code, all values are in this process: plain additions, no collective.
+        # Between the ranks of a process, in cross-replica code: plain additions, no collective.
         return cross_device_ops.ReductionToOneDevice()
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:

@@ -7,14 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import errors
-from tfdist.collectives import CollectivePlan
-from tfdist.mesh import DeviceMesh, resolve_devices
-from tfdist.sharding import DEFAULT_BUCKET_BYTES, ShardingConfig
+from tfdist.mesh import resolve_devices
+from tfdist.sharding import DEFAULT_BUCKET_BYTES
 from tfdist.strategy.extended import ShardedMirroredExtended
+from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, sharding_config
 
 
-class ShardedStrategy(tf.distribute.MirroredStrategy):
+class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
     """Trains a Keras model on several devices of this machine without keeping a copy of everything on each.
 
     `MirroredStrategy` keeps parameters, gradients and optimizer state whole on every device. This keeps a part of them, by
@@ -70,46 +69,15 @@ class ShardedStrategy(tf.distribute.MirroredStrategy):
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
     ):
-        mesh = DeviceMesh(
+        self._sharding_config = sharding_config(
             resolve_devices(devices),
-            pipeline_parallel_size=pipeline_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-        )
-        if tensor_parallel_size > 1 or pipeline_parallel_size > 1:
-            raise NotImplementedError(
-                errors.message(
-                    "`tensor_parallel_size` and `pipeline_parallel_size` above 1 are not built yet.",
-                    tensor_parallel_size=tensor_parallel_size,
-                    pipeline_parallel_size=pipeline_parallel_size,
-                    fix="Leave both at 1: all devices then share the data axis.",
-                )
-            )
-        self._sharding_config = ShardingConfig(
-            mesh=mesh,
             zero_stage=zero_stage,
             bucket_bytes=bucket_bytes,
             prefetch=prefetch,
             reshard_after_forward=reshard_after_forward,
             reduce_dtype=reduce_dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
         )
         # Not MirroredStrategy.__init__, which makes its own extended; the base class stays, for isinstance checks.
         tf.distribute.Strategy.__init__(self, ShardedMirroredExtended(self, self._sharding_config))
-
-    @property
-    def sharding_config(self) -> ShardingConfig:
-        """The strategy's settings."""
-        return self._sharding_config
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The devices as a mesh (data, pipe, tensor)."""
-        return self._sharding_config.mesh
-
-    @property
-    def zero_stage(self) -> int:
-        return self._sharding_config.zero_stage
-
-    @property
-    def last_plan(self) -> CollectivePlan | None:
-        """The collectives of the step that was traced last, per rank; None before the first."""
-        return self.extended.last_plan

@@ -1,0 +1,147 @@
+"""Collectives of all ranks at once, from code that runs outside replicas: reading a variable, reducing a metric, saving.
+
+With several workers such code runs on every worker, and each must reach it in the same order. Eagerly or in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import ops, wire
+from tfdist.collectives.program import Communicator, RankProgram
+
+Emit = Callable[[RankProgram, tf.Tensor], tf.Tensor]
+
+# Dtypes that no collective carries, and those in which they travel.
+_SAME_BITS = {tf.uint32: tf.int32, tf.uint64: tf.int64}
+_WIDENED = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
+
+
+class CrossReplica:
+    """The collectives of one communicator for cross-replica code.
+
+    Every method takes and returns one tensor per local rank, in rank order.
+    """
+
+    def __init__(self, communicator: Communicator):
+        self._communicator = communicator
+        self._functions: dict[Hashable, Any] = {}
+
+    @property
+    def is_multi_worker(self) -> bool:
+        """Whether there are ranks in other processes; else all values are here and nothing needs a collective."""
+        return self._communicator.is_multi_worker
+
+    def all_reduce(self, values: Sequence[tf.Tensor], reduce_op: str, label: str = "reduce") -> list[tf.Tensor]:
+        """Reduces ("sum", "mean", "max", "min") elementwise over the data axis."""
+
+        def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
+            ranks = program.group_ranks("data")
+            reduced = wire.all_reduce(program, value, ranks, "sum" if reduce_op == "mean" else reduce_op, label)
+            return reduced / tf.cast(len(ranks), value.dtype) if reduce_op == "mean" else reduced
+
+        return self.call(("all_reduce", reduce_op, label), lambda p, v: _carried(emit, p, v), values)
+
+    def all_gather(self, values: Sequence[tf.Tensor], axis: int = 0, label: str = "gather") -> list[tf.Tensor]:
+        """Concatenates over the data axis, in rank order, along `axis`, which may differ in length."""
+
+        def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
+            axes = list(range(value.shape.rank))
+            axes[0], axes[axis] = axes[axis], axes[0]
+            swapped = tf.transpose(value, axes) if axis else value
+            gathered = ops.all_gather_uneven(program, swapped, program.group_ranks("data"), "data", label)
+            return tf.transpose(gathered, axes) if axis else gathered
+
+        return self.call(("all_gather", axis, label), lambda p, v: _carried(emit, p, v), values)
+
+    def sum_over_workers(self, value: tf.Tensor, label: str = "reduce/workers") -> tf.Tensor:
+        """Sums one `value` per worker over the workers; returns it on this one."""
+        members = self._first_ranks()
+
+        def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
+            return wire.all_reduce(program, value, members, "sum", label)
+
+        return self.call(("workers", label), lambda p, v: _carried(emit, p, v), [value], members)[0]
+
+    def from_chief(self, value: tf.Tensor, label: str = "broadcast/chief") -> tf.Tensor:
+        """Returns the first worker's `value` on every worker; the others give one of the same shape and dtype."""
+        members = self._first_ranks()
+
+        def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
+            if program.rank == members[0]:
+                return wire.broadcast_send(program, value, members, "broadcast", label)
+            return wire.broadcast_receive(program, value.shape, value.dtype, members, members[0], "broadcast", label)
+
+        return self.call(("from_chief", label), lambda p, v: _carried(emit, p, v), [value], members)[0]
+
+    def call(
+        self, key: Hashable, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None = None
+    ) -> list[tf.Tensor]:
+        """Runs `emit(program, value)` for every local rank (of `members`, if given), all of them at once.
+
+        Args:
+            key: eagerly, calls with one key share traced functions, one per shape: it must tell apart what `emit` does.
+            emit: emits the collectives of one rank.
+            values: one tensor per local rank that takes part.
+            members: the ranks that take part; None: all.
+        """
+        if not tf.executing_eagerly():
+            return self._emit(emit, values, members)
+        # A function each, because TensorFlow warns of a function that is traced for many shapes.
+        key = (key, *((tuple(value.shape), value.dtype) for value in values))
+        if key not in self._functions:
+            self._functions[key] = tf.function(lambda *values: self._emit(emit, values, members), autograph=False)
+        return self._functions[key](*values)
+
+    def _emit(self, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None) -> list[tf.Tensor]:
+        communicator = self._communicator
+        ranks = [rank for rank in communicator.local_ranks if members is None or rank in members]
+        plan = communicator.new_plan()
+        results = []
+        for rank, value in zip(ranks, values, strict=True):
+            program = RankProgram(communicator, rank, tf.compat.v1.get_default_graph(), plan)
+            with tf.device(program.device):
+                results.append(emit(program, value))
+                program.close(results[-1])
+        plan.check_complete()
+        return results
+
+    def _first_ranks(self) -> tuple[int, ...]:
+        """Returns the first rank of every worker, this one's among them; workers have equally many ranks."""
+        each = len(self._communicator.local_ranks)
+        return tuple(range(0, self._communicator.mesh.world_size, each))
+
+
+def _carried(emit: Emit, program: RankProgram, value: tf.Tensor) -> tf.Tensor:
+    """Runs `emit` in a dtype that collectives carry, and returns the result in the value's own."""
+    dtype = value.dtype
+    if dtype in _SAME_BITS:
+        return tf.bitcast(emit(program, tf.bitcast(value, _SAME_BITS[dtype])), dtype)
+    if dtype in _WIDENED:
+        return tf.cast(emit(program, tf.cast(value, _WIDENED[dtype])), dtype)
+    wire.check_dtype("a collective between workers", value)
+    return emit(program, value)
+
+
+def cross_replica_of(strategy: tf.distribute.Strategy) -> CrossReplica | None:
+    """Returns the cross-replica collectives of a tfdist strategy, None for every other strategy.
+
+    The protocol by which variables find them: a tfdist strategy's `extended` has an attribute `cross_replica`.
+    """
+    found = getattr(strategy.extended, "cross_replica", None)
+    return found if isinstance(found, CrossReplica) else None
+
+
+def refuse_without_collective(what: str) -> None:
+    """Raises RuntimeError for a read that would need ranks of other workers where they cannot be asked."""
+    raise RuntimeError(
+        errors.message(
+            f"{what} needs every rank at once, but `strategy.run` was called eagerly, where ranks run one after the other and "
+            "the first would wait for ever.",
+            fix="Call `strategy.run` inside a `tf.function` (`@tf.function` on the training step).",
+        )
+    )

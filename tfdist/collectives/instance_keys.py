@@ -1,0 +1,46 @@
+"""Instance keys: the numbers under which the members of a group find each other's call of a collective."""
+
+from __future__ import annotations
+
+import hashlib
+
+from tfdist.collectives.plan import CollectiveRecord
+
+# A collective whose length is known at run time only uses one key per power of two: instance_key + log2(length).
+KEYS_PER_COLLECTIVE = 32
+
+# Key 0 is for `wire`'s own question about the order of a group. The upper half holds blocks for unknown lengths.
+_FIRST_BLOCK = 1 << 30
+_BLOCKS = (1 << 30) // KEYS_PER_COLLECTIVE
+
+
+class InstanceKeys:
+    """The instance keys of one communicator, by what a collective is.
+
+    TensorFlow binds a key to one operation, shape and dtype for the life of the process. Collectives of a rank run one after the
+    other (on its token), and one is over only when its peers have taken what it sent, so that all collectives of one kind can
+    share a key.
+
+    The key follows from the kind alone: a number drawn while tracing would differ between workers as soon as one of them traces
+    a step once more (a last batch of another size, say).
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[tuple, int] = {}
+        self._taken: set[int] = set()
+
+    def key(self, record: CollectiveRecord) -> int:
+        """Returns the key of `record`; the first of `KEYS_PER_COLLECTIVE` where its length is known at run time only."""
+        kind = record.kind
+        if kind not in self._keys:
+            self._keys[kind] = self._free_key(kind, None in record.shape)
+        return self._keys[kind]
+
+    def _free_key(self, kind: tuple, is_dynamic: bool) -> int:
+        number = int.from_bytes(hashlib.sha256(repr(kind).encode()).digest()[:8], "big")
+        while True:
+            key = _FIRST_BLOCK + number % _BLOCKS * KEYS_PER_COLLECTIVE if is_dynamic else 1 + number % (_FIRST_BLOCK - 1)
+            if key not in self._taken:
+                self._taken.add(key)
+                return key
+            number += 1  # two kinds met, about once in 2**30 pairs; workers that differ in this are told by `PlanAgreement`

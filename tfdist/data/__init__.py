@@ -1,0 +1,13 @@
+"""Level 6: each process's part of the data, and whether all processes read the same."""
+
+from tfdist.data.signature import DatasetSignature, dataset_signature, difference, unordered, unseeded
+from tfdist.data.split import split_batches
+
+__all__ = [
+    "DatasetSignature",
+    "dataset_signature",
+    "difference",
+    "split_batches",
+    "unordered",
+    "unseeded",
+]

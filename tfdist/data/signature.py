@@ -1,0 +1,267 @@
+"""What two workers compare to find out that they read the same data in the same order.
+
+A signature lists the pipeline from its end to its sources, without running it:
+
+    dataset                        element_spec, cardinality, deterministic     the whole
+    BatchDataset                   batch_size, drop_remainder
+    RandomUniform in MapDataset    seed, seed2                                  an op that draws, in the function of the map
+    MapDataset                     functions                                    a checksum of the function's ops
+    ShuffleDataset                 buffer_size, seed, seed2, ...
+    TensorSliceDataset             element_spec, cardinality, head              a source, with a checksum of its first values
+
+Note: seeds
+    TensorFlow derives two numbers from the global seed (`keras.utils.set_random_seed`) and an op's own `seed` when the op or the
+    dataset is *built*. Built in the same order after the same `set_random_seed`, they are the same on every worker; an extra
+    random op on one worker shifts all that follow, which shows here. With neither seed both numbers are 0, and the op asks the
+    operating system when it runs: then no two workers agree.
+
+Note: what is not seen
+    Python code (generators, `py_function`); the state of a `tf.random.Generator` or of Keras's random layers; what a function
+    captures; floats; `interleave(deterministic=False)`; the choices of `choose_from_datasets`, which TensorFlow hides in a
+    `VariantDataset`; how often a dataset was iterated before (each time moves its reshuffling on); random ops in a parallel
+    `map`, which draw in the order in which they happen to run.
+
+The walk reads private attributes of TensorFlow's objects: `_inputs`, `_functions` and `_ATTRIBUTES` of datasets, `_functions` of
+graphs. Of a dataset that lacks one it lists the rest, so a name that TensorFlow changes goes unnoticed here;
+tests/data/test_signature.py notices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import posixpath
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist import errors
+
+_Values = dict[str, Any]
+
+# Attributes of dataset objects on which the elements or their order depend, where they are known before the data comes.
+_ATTRIBUTES = """
+    _seed _seed2 _buffer_size _reshuffle_each_iteration _rerandomize
+    _batch_size _batch_sizes _drop_remainder _size _shift _stride
+    _count _num_shards _index _start _stop _step
+    _cycle_length _block_length _deterministic _stop_on_empty_dataset
+""".split()
+
+# They pass every element on, in order: workers may differ in them.
+_TRANSPARENT = {"PrefetchDataset", "OptionsDataset"}
+
+_HEAD_VALUES = 64  # of a source, and of a constant
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetSignature:
+    """What can be told about the elements of a dataset and their order without running it; `dataset_signature` makes it.
+
+    Two equal signatures do not prove equal data, see "Note: what is not seen" in this module; two different ones prove that the
+    workers run different pipelines.
+
+    Args:
+        entries: pairs of a name ("ShuffleDataset", "RandomUniform in MapDataset") and what is known of it by attribute; the
+            whole first, then from the end of the pipeline to its sources.
+    """
+
+    entries: tuple[tuple[str, _Values], ...]
+
+    def to_json(self) -> str:
+        """Returns the signature as text, about a kilobyte for ten transformations; the inverse of `from_json`."""
+        return json.dumps(self.entries)
+
+    @classmethod
+    def from_json(cls, text: str) -> DatasetSignature:
+        """Returns the signature that `to_json` wrote."""
+        return cls(tuple((name, values) for name, values in json.loads(text)))
+
+
+def dataset_signature(dataset: tf.data.Dataset) -> DatasetSignature:
+    """Lists what the elements of `dataset` and their order depend on.
+
+    Takes milliseconds: nothing is iterated, and of data in memory only the first values are read.
+
+    Args:
+        dataset: any dataset. Of kinds unknown to this module it lists the names.
+
+    Returns:
+        Its signature.
+
+    Raises:
+        ValueError: `dataset` is not a `tf.data.Dataset`.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(errors.message("`dataset` must be a `tf.data.Dataset`.", dataset=dataset))
+    whole = _known(
+        element_spec=str(dataset.element_spec),
+        cardinality=dataset.cardinality(),
+        deterministic=dataset.options().deterministic,
+    )
+    return DatasetSignature((("dataset", whole), *_walk(dataset)))
+
+
+def unseeded(signature: DatasetSignature) -> list[str]:
+    """Returns the parts of a pipeline that shuffle or draw at random without any seed: they differ on every worker.
+
+    `keras.utils.set_random_seed(...)` before the pipeline is built, or a `seed` argument, seeds them.
+
+    Args:
+        signature: of the pipeline.
+
+    Returns:
+        One text each, such as "ShuffleDataset(buffer_size=1024)"; empty when all is seeded.
+    """
+    return [
+        _text(name, {key: values[key] for key in ("buffer_size",) if key in values})
+        for name, values in signature.entries
+        if values.get("seed") == values.get("seed2") == 0 and values.get("buffer_size") != 1  # a buffer of 1 keeps the order
+    ]
+
+
+def unordered(signature: DatasetSignature) -> list[str]:
+    """Returns the parts of a pipeline that may yield their elements in another order on each run (`deterministic=False`).
+
+    Args:
+        signature: of the pipeline.
+
+    Returns:
+        One text each, such as "ParallelMapDataset(deterministic='false')"; "dataset(...)" stands for the option
+        `tf.data.Options.deterministic`. An `interleave(deterministic=False)` cannot be seen.
+    """
+    return [
+        _text(name, {"deterministic": values["deterministic"]})
+        for name, values in signature.entries
+        if values.get("deterministic") in (False, "false")
+    ]
+
+
+def difference(mine: DatasetSignature, theirs: DatasetSignature) -> str | None:
+    """Returns the first difference of two signatures in words ("here" is `mine`, "there" is `theirs`), None if there is none.
+
+    Args:
+        mine: the signature of this worker's dataset.
+        theirs: that of another worker's.
+    """
+    for one, other in itertools.zip_longest(mine.entries, theirs.entries):
+        if one == other:
+            continue
+        if one is None or other is None or one[0] != other[0]:
+            here, there = (_text(*entry) if entry else "nothing more" for entry in (one, other))
+            return f"{here} here, {there} there"
+        name, here, there = one[0], one[1], other[1]
+        key = next(key for key in [*here, *there] if here.get(key) != there.get(key))
+        return f"{name}: {key}={here.get(key)!r} here, {key}={there.get(key)!r} there"
+    return None
+
+
+def _text(name: str, values: _Values) -> str:
+    inside = ", ".join(f"{key}={value!r}" for key, value in values.items())
+    return f"{name}({inside})" if inside else name
+
+
+def _walk(dataset: tf.data.Dataset) -> Iterator[tuple[str, _Values]]:
+    """Yields the entries of `dataset` and of what it reads from: each dataset before its inputs, these in order."""
+    seen: set[int] = set()
+    waiting = [dataset]  # a stack of our own: pipelines built in a loop are deeper than Python's
+    while waiting:
+        node = waiting.pop()
+        while isinstance(node, tf.compat.v1.data.Dataset) and hasattr(node, "_dataset"):
+            node = node._dataset  # the v1 face of a dataset
+        name = type(node).__name__.lstrip("_")
+        if id(node) in seen:  # one dataset used twice, as in `zip((a, a))`
+            yield name, {"again": True}
+            continue
+        seen.add(id(node))
+        inputs = list(node._inputs())
+        files = getattr(node, "_filenames", None)
+        if not inputs and isinstance(files, tf.data.Dataset):  # some readers keep them apart
+            inputs = [files]
+        waiting += reversed(inputs)
+        if name in _TRANSPARENT:
+            continue
+        operations = [op for function in node._functions() for op in _operations(function.function)]
+        for op in operations:
+            seeds = _seeds(op)
+            if seeds is not None:
+                yield f"{op.type} in {name}", _known(**seeds)
+        values = {attribute.lstrip("_"): getattr(node, attribute, None) for attribute in _ATTRIBUTES}
+        if operations:
+            values["functions"] = _checksum(sorted(map(_description, operations)))
+        if len(inputs) > 1:
+            values["num_inputs"] = len(inputs)
+        if not inputs:
+            values |= {"element_spec": str(node.element_spec), "cardinality": node.cardinality(), "head": _head(node)}
+        yield name, _known(**values)
+
+
+def _known(**values: Any) -> _Values:
+    """Returns the values as Python's own, without those that are None or known at run time only."""
+    plain = {}
+    for name, value in values.items():
+        if tf.is_tensor(value):
+            value = tf.get_static_value(value)
+        if isinstance(value, np.ndarray | np.generic):
+            value = value.tolist()
+        if value is not None:
+            plain[name] = value
+    return plain
+
+
+def _head(source: tf.data.Dataset) -> int | None:
+    """Returns a checksum of the first values of a source in memory; None where there are none that can be compared.
+
+    Integers and strings only: they are the file names, labels and tokens, and equal bit for bit when they are equal. Floats may
+    differ in the last bit between machines. Of paths the last part counts: folders may be mounted elsewhere.
+    """
+    values = []
+    for tensor in getattr(source, "_tensors", ())[:_HEAD_VALUES]:
+        if hasattr(tensor, "numpy") and (tensor.dtype.is_integer or tensor.dtype == tf.string):
+            with tf.init_scope(), tf.device(tensor.device):  # whatever scope is around: read now, copy nothing to a device
+                head = tf.reshape(tensor, [-1])[: _HEAD_VALUES - len(values)]
+            values += head.numpy().tolist()
+    values = [posixpath.basename(value) if isinstance(value, bytes) else value for value in values]
+    return _checksum(values) if values else None
+
+
+def _checksum(values: list[Any]) -> int:
+    return zlib.crc32(repr(values).encode())
+
+
+def _operations(function: Any) -> Iterator[tf.Operation]:
+    """Yields the ops of a traced function and of the functions that it calls."""
+    seen: set[str] = set()
+    waiting = [function]
+    while waiting:
+        function = waiting.pop()
+        graph = getattr(function, "graph", None)
+        if graph is None or function.name in seen:
+            continue
+        seen.add(function.name)
+        yield from graph.get_operations()
+        waiting += reversed(graph._functions.values())
+
+
+def _description(op: tf.Operation) -> str:
+    """Returns the type of `op`, and its value if it is a small integer constant: sizes, seeds, indices."""
+    if op.type == "Const":
+        (constant,) = op.outputs
+        size = constant.shape.num_elements()
+        if constant.dtype.is_integer and size is not None and size <= _HEAD_VALUES:
+            return f"Const {tf.get_static_value(constant).tolist()}"
+    return op.type
+
+
+def _seeds(op: tf.Operation) -> _Values | None:
+    """Returns `seed` and `seed2` of an op that has both; None for others, such as the stateless random ops."""
+    definition = op.op_def
+    if {"seed", "seed2"} <= {attribute.name for attribute in definition.attr}:
+        return {name: op.get_attr(name) for name in ("seed", "seed2")}
+    arguments = [argument.name for argument in definition.input_arg]
+    if {"seed", "seed2"} <= set(arguments) and len(arguments) == len(op.inputs):  # datasets inside a function
+        return {name: op.inputs[arguments.index(name)] for name in ("seed", "seed2")}
+    return None

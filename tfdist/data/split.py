@@ -1,0 +1,211 @@
+"""A dataset of global batches, cut in the pieces of this process's devices.
+
+    a global batch of 10 rows, `num_parts` = 4        data 0    data 1    data 2  data 3
+                                                      0 1 2  |  3 4 5  |  6 7  |  8 9
+    worker 0, parts (0, 1), yields                    0 1 2  ,  3 4 5
+    worker 1, parts (2, 3), yields                                        6 7  ,  8 9
+
+Note: every worker reads the global batch
+    All workers run the same program, so all build the same dataset of global batches. Each iterates it whole and keeps its own
+    rows: order, shuffling, partial last batches and what `batch` drops are those of one process, by construction. TensorFlow's
+    auto-sharding instead cuts the *source* and batches what is left, which changes the examples that meet in a batch. The
+    price is that every worker reads and transforms all examples; who cannot pay it lets each worker read its own part and
+    batch it by the per-worker size.
+
+    It holds as far as the workers' datasets agree; `tfdist.data.dataset_signature` compares them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import errors
+
+_TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+
+
+def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]) -> tf.data.Dataset:
+    """Cuts each global batch in `num_parts` pieces along axis 0 and yields the pieces `parts` of it, one element a piece.
+
+    With `n = q * num_parts + r` rows in a batch, piece `p` holds the rows
+
+        [p * q + min(p, r),  (p + 1) * q + min(p + 1, r))          the cuts of `numpy.array_split`
+
+    so sizes differ by at most one, larger pieces come first, and pieces are empty where `n < num_parts`. All pieces in order are
+    the batch. A worker passes the data indices of its devices; an index that several devices share may be repeated.
+
+    A dense piece is a view of the batch where it begins at a multiple of 64 bytes, a copy elsewhere; a view costs nothing, and
+    keeps the global batch in memory as long as it lives. The cut draws no random numbers and leaves the pipeline's seeds as
+    they are.
+
+    Args:
+        dataset: yields global batches: any structure of dense, ragged and sparse tensors whose axis 0 is the batch; None passes
+            unchanged. A batch size that is known (`batch(..., drop_remainder=True)`) and divisible by `num_parts` gives pieces
+            of static size `n / num_parts`; any other gives pieces of unknown size, the same for every part.
+        num_parts: pieces per batch: the data-parallel size of the whole job.
+        parts: the pieces to keep, each in [0, num_parts), in the order in which they are to come.
+
+    Returns:
+        A dataset of the same structure with `len(parts)` elements for each of `dataset`, with its options, but never sharded
+        automatically (`AutoShardPolicy.OFF`).
+
+    Raises:
+        ValueError: `num_parts` or `parts` are out of range, or an element of `dataset` holds a scalar, or tensors with different
+            numbers of rows.
+        NotImplementedError: an element holds something else than tensors, such as an `Optional` or a dataset.
+        tf.errors.InvalidArgumentError: while iterating, when the tensors of a batch have different numbers of rows.
+    """
+    parts = tuple(parts)
+    _check_arguments(dataset, num_parts, parts)
+    batch_rows = _static_rows(dataset.element_spec)
+    piece_rows = None if batch_rows is None or batch_rows % num_parts else batch_rows // num_parts
+
+    def pieces(*batch: Any) -> list[Any]:
+        if type(dataset.element_spec) is not tuple:  # a tuple, and nothing else, comes as several arguments
+            (batch,) = batch
+        rows = _rows(batch)
+
+        def piece(part: int) -> Any:
+            start, stop = _cut(rows, num_parts, part), _cut(rows, num_parts, part + 1)
+            return tf.nest.map_structure(lambda leaf: _piece(leaf, start, stop, piece_rows), batch)
+
+        return [piece(part) for part in parts]
+
+    def only_piece(*batch: Any) -> Any:
+        return pieces(*batch)[0]
+
+    def all_pieces(*batch: Any) -> tf.data.Dataset:
+        # Cheaper than a dataset of part indices, which runs one more function per piece.
+        elements = map(tf.data.Dataset.from_tensors, pieces(*batch))
+        return functools.reduce(tf.data.Dataset.concatenate, elements)
+
+    if num_parts == 1 and len(parts) == 1:
+        split = dataset
+    elif len(parts) == 1:
+        split = dataset.map(only_piece)  # not in parallel: there is nothing to compute
+    else:
+        split = _with_cardinality(dataset.flat_map(all_pieces), dataset.cardinality(), len(parts))
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return split.prefetch(tf.data.AUTOTUNE).with_options(options)
+
+
+def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int, ...]) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        raise ValueError(errors.message("`dataset` must be a `tf.data.Dataset`.", dataset=dataset))
+    if isinstance(num_parts, bool) or not isinstance(num_parts, int) or num_parts < 1:
+        raise ValueError(errors.message("`num_parts` must be a positive integer.", num_parts=num_parts))
+    if not parts or not all(isinstance(part, int) and 0 <= part < num_parts for part in parts):
+        raise ValueError(
+            errors.message(f"`parts` must name at least one piece, each an integer in [0, {num_parts}).", parts=parts)
+        )
+
+
+def _static_rows(element_spec: Any) -> int | None:
+    """Returns the number of rows of every batch, None where it is known at run time only; refuses what cannot be cut."""
+    specs = [spec for spec in tf.nest.flatten(element_spec) if not isinstance(spec, tf.NoneTensorSpec)]
+    for spec in specs:
+        if not isinstance(spec, _TENSOR_SPECS):
+            raise NotImplementedError(
+                errors.message(
+                    f"`dataset` must yield dense, ragged or sparse tensors; a {type(spec).__name__} has no rows to cut.",
+                    element_spec=element_spec,
+                    fix="Turn it into tensors with `dataset.map(...)`.",
+                )
+            )
+    if any(spec.shape.rank == 0 for spec in specs):
+        raise ValueError(
+            errors.message(
+                "`dataset` must yield global batches: axis 0 of each tensor is the batch.",
+                element_spec=element_spec,
+                fix="Batch it: `dataset.batch(global_batch_size)`.",
+            )
+        )
+    sizes = {spec.shape[0] for spec in specs if spec.shape.rank is not None} - {None}
+    if len(sizes) > 1:
+        raise ValueError(
+            errors.message(
+                f"All tensors of a batch must have the same number of rows, not {sorted(sizes)}.",
+                element_spec=element_spec,
+                fix="Axis 0 must be the batch in each of them.",
+            )
+        )
+    return sizes.pop() if sizes else None
+
+
+def _with_cardinality(dataset: tf.data.Dataset, num_batches: tf.Tensor, num_pieces: int) -> tf.data.Dataset:
+    """Tells `dataset`, a result of `flat_map`, its length: `num_pieces` for each of `num_batches` batches."""
+    cardinality = tf.get_static_value(num_batches)
+    if cardinality is None or cardinality == tf.data.UNKNOWN_CARDINALITY:
+        return dataset
+    if cardinality != tf.data.INFINITE_CARDINALITY:
+        cardinality = cardinality * num_pieces
+    return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))
+
+
+# What follows runs in the graph of the cut.
+
+
+def _rows(batch: Any) -> tf.Tensor:
+    """Returns the number of rows of `batch`, after checking that its tensors agree on it."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    rows, *others = map(_leaf_rows, leaves)
+    checks = [
+        tf.debugging.assert_equal(
+            other,
+            rows,
+            message=f"All tensors of a batch must have the same number of rows. Tensor {index} ({leaves[index]}) has another "
+            f"number than tensor 0 ({leaves[0]}).",
+        )
+        for index, other in enumerate(others, start=1)
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        # Opaque to shape inference: else a piece of an uneven cut gets a static size, and the workers' shapes differ.
+        return tf.compat.v1.placeholder_with_default(rows, [])
+
+
+def _leaf_rows(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(out_type=tf.int64)
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    check = tf.debugging.assert_rank_at_least(leaf, 1, message="The dataset must yield global batches, not scalars.")
+    with tf.control_dependencies([check]):
+        return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def _cut(rows: tf.Tensor, num_parts: int, part: int) -> tf.Tensor:
+    """Returns where `part` begins and the part before it ends."""
+    return part * (rows // num_parts) + tf.minimum(tf.constant(part, tf.int64), rows % num_parts)
+
+
+def _piece(leaf: Any, start: tf.Tensor, stop: tf.Tensor, static_rows: int | None) -> Any:
+    """Returns the rows [start, stop) of `leaf`; `static_rows` is their number where it is known."""
+    if leaf is None:
+        return None
+    if isinstance(leaf, tf.SparseTensor):
+        return _sparse_piece(leaf, start, stop, static_rows)
+    piece = leaf[start:stop]
+    if isinstance(piece, tf.RaggedTensor):
+        if static_rows is not None:
+            piece.row_splits.set_shape([static_rows + 1])
+        return piece
+    piece.set_shape(tf.TensorShape([static_rows]).concatenate(leaf.shape[1:]))
+    return piece
+
+
+def _sparse_piece(leaf: tf.SparseTensor, start: tf.Tensor, stop: tf.Tensor, static_rows: int | None) -> tf.SparseTensor:
+    row_shape = leaf.dense_shape[1:]
+    piece = tf.sparse.slice(
+        leaf, tf.concat([[start], tf.zeros_like(row_shape)], 0), tf.concat([[stop - start], row_shape], 0)
+    )
+    if leaf.shape.rank is None:
+        return piece
+    # Again with what is known of the shape, which the slice forgets.
+    shape = [static_rows, *leaf.shape[1:]]
+    sizes = [piece.dense_shape[axis] if size is None else tf.constant(size, tf.int64) for axis, size in enumerate(shape)]
+    return tf.SparseTensor(piece.indices, piece.values, tf.stack(sizes))

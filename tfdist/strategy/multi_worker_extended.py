@@ -1,0 +1,191 @@
+"""The `StrategyExtended` of `MultiWorkerShardedStrategy`: what stands on values in this process, made to span workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_utils, input_util, mirrored_strategy, values
+
+from tfdist import errors
+from tfdist.collectives import CollectivePlan, PlanAgreement, find_kernel_orders
+from tfdist.data import DatasetSignature, dataset_signature, difference, split_batches, unordered, unseeded
+from tfdist.mesh import Cluster, Coordination
+from tfdist.sharding import ShardingConfig
+from tfdist.strategy.extended import ShardedExtendedMixin
+
+
+class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_strategy.CollectiveAllReduceExtended):
+    """The devices of all workers; `_worker_devices` are this worker's.
+
+    Args:
+        strategy: the strategy.
+        sharding: its settings; the mesh holds the devices of all workers.
+        cluster: the workers; None: one worker, without a server.
+        communication_options: `tf.distribute.experimental.CommunicationOptions`.
+        server_runs: whether this process has become a worker for an earlier strategy.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        sharding: ShardingConfig,
+        cluster: Cluster | None,
+        cluster_resolver: Any,
+        communication_options: Any,
+        server_runs: bool,
+    ):
+        self._cluster = cluster
+        self._agreement: PlanAgreement | None = None
+        mesh = sharding.mesh
+        here, workers = (cluster.worker_index, cluster.num_workers) if cluster else (0, 1)
+        each = mesh.world_size // workers
+        self._setup(sharding, range(here * each, (here + 1) * each))
+        self._std_server_started = server_runs
+        super().__init__(strategy, cluster_resolver, communication_options)
+
+    def connect(self, coordination: Coordination, timeout_seconds: float) -> None:
+        """Once all workers have met: finds the order of the groups, and lets traced steps and datasets be compared."""
+        self._coordination = coordination
+        self._exchange_timeout_seconds = timeout_seconds
+        self._agreement = PlanAgreement(coordination, self._communicator.instance_keys, timeout_seconds)
+        find_kernel_orders(self._communicator)
+
+    @property
+    def communicator(self):
+        return self._communicator
+
+    # Devices
+
+    def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
+        if self._cluster is None:
+            self._initialize_local(cluster_resolver, devices=self._local_devices())
+        else:
+            self._initialize_multi_worker(cluster_resolver)
+
+    def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        devices = self._local_devices()
+        return tuple(devices), tf.DeviceSpec.from_string(devices[0]).device_type
+
+    # Variables
+
+    def _share_initial_value(self, kwargs: dict[str, Any]) -> None:
+        if self.cross_replica.is_multi_worker:
+            kwargs["initial_value"] = self.cross_replica.from_chief(self._initial_value(kwargs))
+
+    def _get_variable_creator_initial_value(self, replica_id: int, device: str, primary_var: Any, **kwargs: Any) -> Any:
+        # Shared already, by `_share_initial_value`: on this worker it only has to be copied to the other devices.
+        mirrored = mirrored_strategy.MirroredExtended._get_variable_creator_initial_value
+        if replica_id == 0:
+            return kwargs["initial_value"]
+        return mirrored(self, replica_id=replica_id, device=device, primary_var=primary_var, **kwargs)
+
+    # Running
+
+    def _check_agreement(self, plan: CollectivePlan) -> None:
+        if self._agreement is not None:
+            self._agreement.check(plan)
+
+    # Reductions over all workers, from cross-replica code
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        if not self.cross_replica.is_multi_worker:
+            return mirrored_strategy.MirroredExtended._reduce_to(self, reduce_op, value, destinations, options)
+        mean = reduce_op == tf.distribute.ReduceOp.MEAN
+        if isinstance(value, values.Mirrored) and mean:
+            return value
+        parts = self._parts(value)
+        if parts is None:  # one value of this worker, not one per device
+            total = self.cross_replica.sum_over_workers(tf.convert_to_tensor(value))
+            return total / tf.cast(self._num_workers, total.dtype) if mean else total
+        return self._everywhere(self.cross_replica.all_reduce(parts, "mean" if mean else "sum"), destinations)
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        return [self._reduce_to(reduce_op, value, destination, options) for value, destination in value_destination_pairs]
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        if not self.cross_replica.is_multi_worker:
+            return mirrored_strategy.MirroredExtended._gather_to_implementation(self, value, destinations, axis, options)
+        parts = self._parts(value)
+        if parts is None:
+            parts = [tf.convert_to_tensor(value)] * len(self.worker_devices)
+        return self._everywhere(self.cross_replica.all_gather(parts, axis), destinations)
+
+    def _parts(self, value: Any) -> Sequence[tf.Tensor] | None:
+        """Returns the values of the local devices; None for a value that is not one per device."""
+        if isinstance(value, values.DistributedValues):
+            return [tf.convert_to_tensor(part) for part in value.values]
+        return [tf.convert_to_tensor(value)] if len(self.worker_devices) == 1 else None
+
+    def _everywhere(self, results: Sequence[tf.Tensor], destinations: Any) -> Any:
+        """Dresses equal results of the local devices as what a reduction to `destinations` returns."""
+        if len(results) > 1 and isinstance(destinations, values.DistributedValues):
+            return distribute_utils.regroup(tuple(results), wrap_class=values.Mirrored)
+        return results[0]
+
+    # Data
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
+        """Every worker reads the global batches and keeps the rows of its own data indices."""
+        if not self.cross_replica.is_multi_worker:
+            return mirrored_strategy.MirroredExtended._experimental_distribute_dataset(self, dataset, options)
+        mesh = self._sharding.mesh
+        parts = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
+        if tf.executing_eagerly():
+            self._check_same_data(dataset)
+        pieces = split_batches(dataset, mesh.data_parallel_size, parts)
+        # All workers see the same number of batches, so that no step has to ask who still has one; of a dataset that cannot tell
+        # its length that is not known.
+        ask = not tf.executing_eagerly() or int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
+        with self._partial_batches_handled(ask):
+            return input_util.get_distributed_dataset(
+                pieces,
+                self._input_workers_with_options(options),
+                self._container_strategy(),
+                input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),  # cut already
+                options=options,
+            )
+
+    def _check_same_data(self, dataset: tf.data.Dataset) -> None:
+        """Raises ValueError, on every worker, when the workers would not read the same examples in the same order."""
+        signature = dataset_signature(dataset)
+        answers = self._coordination.exchange(
+            self._coordination.serial("dataset"), signature.to_json(), self._exchange_timeout_seconds
+        )
+        tasks = self._cluster.tasks
+        for index, answer in enumerate(answers):
+            theirs = DatasetSignature.from_json(answer)
+            different = difference(signature, theirs)
+            if different is not None:
+                raise ValueError(
+                    errors.message(
+                        f"Every worker must be given the same dataset, of which it takes its part, but {tasks[index]} differs "
+                        f"from {self._cluster.task}: {different}.",
+                        fix="Build it alike on all workers: the same files, global batch size and seeds "
+                        "(`keras.utils.set_random_seed`). Data that is split by worker already goes through "
+                        "`strategy.distribute_datasets_from_function`.",
+                    )
+                )
+        for found, fix in (
+            (unseeded(signature), "Give `shuffle` a seed, or call `keras.utils.set_random_seed` before the dataset is made."),
+            (unordered(signature), "Use `deterministic=True`, the default."),
+        ):
+            if found:
+                raise ValueError(
+                    errors.message(
+                        f"The dataset's order is not the same on every worker: {found[0]}. Some examples would be trained on "
+                        "twice and others not at all.",
+                        fix=fix,
+                    )
+                )
+
+    @contextlib.contextmanager
+    def _partial_batches_handled(self, enabled: bool) -> Iterator[None]:
+        before = self.experimental_enable_get_next_as_optional
+        self.experimental_enable_get_next_as_optional = enabled
+        try:
+            yield
+        finally:
+            self.experimental_enable_get_next_as_optional = before

@@ -1,0 +1,221 @@
+"""`tfdist.MultiWorkerShardedStrategy`: the devices of several machines, one process each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.mesh import (
+    Cluster,
+    Coordination,
+    check_port_is_free,
+    coordination,
+    read_cluster,
+    resolve_devices,
+    worker_devices,
+)
+from tfdist.sharding import DEFAULT_BUCKET_BYTES
+from tfdist.strategy.failure_watch import FailureWatch
+from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
+from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, sharding_config
+
+
+class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorkerMirroredStrategy):
+    """Trains a Keras model on the devices of several workers without keeping a copy of everything on each.
+
+    As `ShardedStrategy`, over all devices of all workers of a TF_CONFIG job. Every worker runs the same program:
+
+        strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=3)   # first: before any tensor or dataset
+        with strategy.scope():
+            model = build_model()
+            model.compile(optimizer=keras.optimizers.AdamW(3e-4), loss="sparse_categorical_crossentropy")
+        model.fit(dataset, callbacks=[keras.callbacks.BackupAndRestore("/shared/backup")])
+
+    * `dataset` is batched with the global batch size and the same on every worker; each worker trains on its own rows of every
+      global batch, so that the result is that of one device. Random orders are seeded alike on all workers.
+    * Initial values are the chief's (the first worker's), sent one variable at a time.
+    * Reading a variable outside `strategy.run` is a collective: every worker calls `save`, `get_weights` and the like. Only the
+      chief writes files.
+    * A worker that dies or raises ends the others within seconds, with a message that names it; a step that another worker does
+      not join is refused before it runs.
+
+    Without TF_CONFIG, or with one worker in it, it trains on the devices of this process.
+
+    The mistake to avoid: code that only one worker runs and that reads or trains the model, such as
+    `if chief: model.save(...)`. Call it everywhere.
+
+    Args:
+        cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; None reads TF_CONFIG.
+        communication_options: `tf.distribute.experimental.CommunicationOptions`: `bytes_per_pack` replaces `bucket_bytes`,
+            `implementation` chooses ring or NCCL, `timeout_seconds` replaces `step_timeout_seconds`; None chooses all.
+        zero_stage, bucket_bytes, prefetch, reshard_after_forward, reduce_dtype, tensor_parallel_size, pipeline_parallel_size: as
+            of `ShardedStrategy`.
+        rendezvous_timeout_seconds: how long to wait for the other workers to start.
+        step_timeout_seconds: how long a step, or another worker's part in a collective, may take before the job is ended.
+
+    Raises:
+        ValueError: an argument or TF_CONFIG is malformed, or the workers differ in their settings or numbers of devices.
+        RuntimeError: the worker's port is in use, TensorFlow is already initialised, or workers do not arrive in time.
+        NotImplementedError: a tensor or pipeline size above 1.
+
+    Source: ZeRO, Rajbhandari et al. 2020.
+    """
+
+    # Two strategies of one process must not share group keys of TensorFlow's own collectives, nor words in the store.
+    _serials = itertools.count(1)
+    _watch: FailureWatch | None = None
+
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
+        *,
+        zero_stage: int = 2,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        prefetch: int = 1,
+        reshard_after_forward: bool = True,
+        reduce_dtype: Any = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        rendezvous_timeout_seconds: float = 300.0,
+        step_timeout_seconds: float = 600.0,
+    ):
+        for name, value in (
+            ("rendezvous_timeout_seconds", rendezvous_timeout_seconds),
+            ("step_timeout_seconds", step_timeout_seconds),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(errors.message(f"`{name}` must be a positive number of seconds.", **{name: value}))
+        options = communication_options or tf.distribute.experimental.CommunicationOptions()
+        cluster = read_cluster(cluster_resolver)
+        kind, number = worker_devices()
+        if cluster is None:
+            devices = resolve_devices([f"{kind}:{index}" for index in range(number)])
+        else:
+            devices = [f"{task.device}/device:{kind}:{index}" for task in cluster.tasks for index in range(number)]
+        self._cluster = cluster
+        self._step_timeout_seconds = options.timeout_seconds or step_timeout_seconds
+        self._sharding_config = sharding_config(
+            devices,
+            zero_stage=zero_stage,
+            bucket_bytes=options.bytes_per_pack or bucket_bytes,
+            prefetch=prefetch,
+            reshard_after_forward=reshard_after_forward,
+            reduce_dtype=reduce_dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+        )
+        serial = next(self._serials)
+        self._collective_key_base = 1000 * serial
+        server_runs = cluster is not None and coordination.is_started()
+        if cluster is not None and not server_runs:
+            check_port_is_free(cluster.task)
+            coordination.configure(cluster, rendezvous_timeout_seconds)
+        resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        try:
+            extended = ShardedCollectiveExtended(self, self._sharding_config, cluster, resolver, options, server_runs)
+        except tf.errors.OpError as error:
+            raise RuntimeError(_not_met(cluster, rendezvous_timeout_seconds, str(error).splitlines()[0])) from error
+        # Not MultiWorkerMirroredStrategy.__init__, which makes its own extended.
+        tf.distribute.Strategy.__init__(self, extended)
+        if cluster is not None:
+            self._meet(f"strategy_{serial}", rendezvous_timeout_seconds)
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The workers; None for a job of one."""
+        return self._cluster
+
+    def _meet(self, name: str, timeout_seconds: float) -> None:
+        """Waits for all workers, compares their settings, and starts to watch them."""
+        if MultiWorkerShardedStrategy._watch is None:
+            MultiWorkerShardedStrategy._watch = FailureWatch(self._cluster, self._step_timeout_seconds)
+            MultiWorkerShardedStrategy._watch.start()
+        watch = MultiWorkerShardedStrategy._watch
+        watch.add(self.extended.communicator)
+        self._coordination = Coordination(self._cluster, name, watch.check)
+        mine = {"settings": self._settings(), "seed": random.SystemRandom().randrange(1, 1 << 31)}
+        try:
+            answers = self._coordination.exchange("hello", json.dumps(mine), timeout_seconds)
+        except TimeoutError as error:
+            raise RuntimeError(_not_met(self._cluster, timeout_seconds, str(error))) from error
+        everybody = [json.loads(answer) for answer in answers]
+        for index, theirs in enumerate(everybody):
+            self._compare(mine["settings"], theirs["settings"], index)
+        # A shuffle, a dropout or an initial value without a seed of its own must be drawn alike on all workers.
+        coordination.seed_if_unseeded(everybody[0]["seed"])
+        self.extended.connect(self._coordination, self._step_timeout_seconds)
+
+    def _settings(self) -> dict[str, Any]:
+        config, mesh = self._sharding_config, self.mesh
+        each = mesh.world_size // self._cluster.num_workers
+        kind = tf.DeviceSpec.from_string(mesh.devices[0]).device_type
+        settings = ("zero_stage", "bucket_bytes", "prefetch", "reshard_after_forward")
+        return {
+            "devices per worker": f"{each} {kind}",
+            "tensor_parallel_size": mesh.tensor_parallel_size,
+            "pipeline_parallel_size": mesh.pipeline_parallel_size,
+            **{name: getattr(config, name) for name in settings},
+            "reduce_dtype": config.reduce_dtype.name if config.reduce_dtype else None,
+            "cluster": [str(task) for task in self._cluster.tasks],
+            "TensorFlow version": tf.__version__,
+            "Keras version": keras.__version__,
+        }
+
+    def _compare(self, mine: dict[str, Any], theirs: dict[str, Any], other: int) -> None:
+        for name, value in mine.items():
+            if theirs.get(name) != value:
+                raise ValueError(
+                    errors.message(
+                        f"Workers must have the same settings: `{name}` is {value!r} on {self._cluster.task}, but "
+                        f"{theirs.get(name)!r} on {self._cluster.tasks[other]}.",
+                        fix="Start the same program with the same arguments, and as many devices, on every worker.",
+                    )
+                )
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+        """As `tf.distribute.Strategy.reduce`, also of structures, as Keras calls it; `axis` of a scalar is ignored."""
+
+        def reduce_one(leaf: Any) -> Any:
+            part = leaf.values[0] if isinstance(leaf, tf.distribute.DistributedValues) else leaf
+            is_scalar = getattr(getattr(part, "shape", None), "rank", None) == 0
+            return super(MultiWorkerShardedStrategy, self).reduce(reduce_op, leaf, None if is_scalar else axis)
+
+        return tf.nest.map_structure(reduce_one, value)
+
+    def barrier(self, name: str) -> None:
+        """Waits until every worker has called it with `name`; returns at once in a job of one worker.
+
+        Raises:
+            RuntimeError: a worker has failed, or has not come within the step timeout.
+        """
+        self.share(name, "")
+
+    def share(self, name: str, value: str) -> str:
+        """Returns the chief's `value` on every worker; all workers call it with the same `name`.
+
+        Raises:
+            RuntimeError: a worker has failed, or has not come within the step timeout.
+        """
+        if self._cluster is None:
+            return value
+        try:
+            return self._coordination.exchange(self._coordination.serial(f"share/{name}"), value, self._step_timeout_seconds)[0]
+        except TimeoutError as error:
+            raise RuntimeError(errors.message(f"Workers did not meet at {name!r}: {error}.")) from error
+
+
+def _not_met(cluster: Cluster, timeout_seconds: float, reason: str) -> str:
+    return errors.message(
+        f"{cluster.task} has waited for the other workers, but the cluster is not complete: {reason}.",
+        rendezvous_timeout_seconds=timeout_seconds,
+        cluster=[str(task) for task in cluster.tasks],
+        fix="Start the program on every worker of the cluster; look at the logs of those that are missing; check that the "
+        "addresses can be reached.",
+    )
