@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# The exit code of a worker that ends because another one has failed; a launcher looks for that other one.
+PEER_FAILED_EXIT_CODE = 78
+
 
 def message(expected: str, *, fix: str = "", **received: Any) -> str:
     """One error text: `expected`, then "Received: name=value, ...", then the fix.

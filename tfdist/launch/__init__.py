@@ -1,0 +1,14 @@
+"""Level 9: starts the worker processes of one machine, watches them, and starts them again after a failure.
+
+    cli ──> restarts ──> job (one attempt) ──> worker ──> output
+     │         │          │
+    gpus    signals     tasks (TF_CONFIG)
+
+The launcher never touches TensorFlow's devices: they belong to the workers.
+"""
+
+from tfdist.launch.cli import main
+from tfdist.launch.job import Job
+from tfdist.launch.restarts import run_job
+
+__all__ = ["Job", "main", "run_job"]

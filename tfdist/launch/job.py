@@ -1,0 +1,227 @@
+"""One attempt of a job: starts its workers, watches them, and ends the others when one fails.
+
+Note: the order of ends.
+Which worker failed first decides what is reported. All events come from one epoll, which returns descriptors in the order in
+which they became ready; so two workers that end between two looks are still seen in their order.
+
+Note: peers of a failed worker.
+A worker that ends only because another failed exits with `PEER_FAILED_EXIT_CODE`. It may end before the one that it blames,
+whose process still dumps or unwinds. So it is the cause only if nobody fails otherwise in the time that all are given.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import selectors
+import shlex
+import signal
+import sys
+import time
+
+from tfdist.errors import PEER_FAILED_EXIT_CODE
+from tfdist.launch.output import Output, say
+from tfdist.launch.signals import Signals
+from tfdist.launch.tasks import Cluster, Task
+from tfdist.launch.worker import Worker
+
+KILL_SECONDS = 5.0  # from SIGTERM to SIGKILL
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run, the same in every attempt.
+
+    Attributes:
+        command: what follows `python -u`: the script, or "-m" and the module, and its arguments.
+        device_environments: variables of each worker, in order of rank; their number is the number of workers.
+        chief: whether the first worker is the chief.
+        max_restarts: attempts after the first.
+        grace_seconds: what workers get to end by themselves after a failure or a signal.
+        log_dir: gets a file per attempt and worker; None: none, and the console shows every worker.
+    """
+
+    command: tuple[str, ...]
+    device_environments: tuple[dict[str, str], ...]
+    chief: bool = False
+    max_restarts: int = 0
+    grace_seconds: float = 20.0
+    log_dir: pathlib.Path | None = None
+
+    @property
+    def workers(self) -> int:
+        return len(self.device_environments)
+
+    @property
+    def attempts(self) -> int:
+        return 1 + self.max_restarts
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        exit_code: the launcher's: 0, that of the failed worker, or 128 + the signal, as shells do.
+        summary: the same in words, for example "worker 2 failed with exit code 1".
+        failure: what the failed worker printed at last, under a headline; empty if none failed.
+        stopped: whether the launcher was told to stop.
+    """
+
+    exit_code: int
+    summary: str
+    failure: str = ""
+    stopped: bool = False
+
+
+class Attempt:
+    """One attempt of `job`. `run` returns when no process of it is left.
+
+    Args:
+        job: what to run.
+        number: 0 is the first attempt.
+        signals: those of the launcher; entered by the caller, who outlives the attempts.
+    """
+
+    def __init__(self, job: Job, number: int, signals: Signals):
+        self._job = job
+        self._number = number
+        self._signals = signals
+        self._workers: list[Worker] = []
+        self._received: signal.Signals | None = None  # the first one
+        self._failures: list[Worker] = []  # in the order of their ends, until the launcher sends a signal itself
+        self._has_sent = False
+        self._plan: collections.deque[tuple[float, signal.Signals]] = collections.deque()  # what to send at what time
+
+    def run(self) -> Outcome:
+        cluster = Cluster.on_free_ports(self._job.workers, chief=self._job.chief)
+        say(
+            f"{_count(self._job.workers)} on localhost, "
+            f"ports {', '.join(map(str, cluster.ports))}, python {shlex.join(self._job.command)}"
+        )
+        if self._log_dir:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            say(f"output in {self._log_dir}, a file per worker; the console shows {cluster.tasks[0]} only")
+        start = time.monotonic()
+        with contextlib.ExitStack() as stack:
+            for rank in range(self._job.workers):
+                self._workers.append(self._start(cluster, rank, stack))
+            self._watch()
+        outcome = self._outcome()
+        say(f"{self._label} ended after {time.monotonic() - start:.1f} s: {outcome.summary}")
+        return outcome
+
+    @property
+    def _label(self) -> str:
+        return f"attempt {self._number + 1} of {self._job.attempts}"
+
+    @property
+    def _log_dir(self) -> pathlib.Path | None:
+        return self._job.log_dir and self._job.log_dir / f"attempt_{self._number}"
+
+    def _log_file(self, task: Task) -> pathlib.Path | None:
+        return self._log_dir and self._log_dir / f"{task.kind}_{task.index}.log"
+
+    def _start(self, cluster: Cluster, rank: int, stack: contextlib.ExitStack) -> Worker:
+        task = cluster.tasks[rank]
+        environment = {
+            **os.environ,
+            **self._job.device_environments[rank],
+            "TF_CONFIG": cluster.tf_config(task),
+            "TFDIST_LAUNCHER": "1",
+            "TFDIST_ATTEMPT": str(self._number),
+        }
+        path = self._log_file(task)
+        # Unbuffered, to be read while it grows; appended, so that no earlier run's output is lost.
+        file = stack.enter_context(path.open("ab", buffering=0)) if path else None
+        output = Output(str(task), shown=rank == 0 or not path, file=file)
+        return stack.enter_context(Worker(task, [sys.executable, "-u", *self._job.command], environment, output))
+
+    def _watch(self) -> None:
+        """Returns when every worker has ended."""
+        with selectors.EpollSelector() as selector:  # Note: the order of ends
+            selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
+            for worker in self._workers:
+                selector.register(worker.pidfd, selectors.EVENT_READ, functools.partial(self._on_end, selector, worker))
+                for source, pipe in worker.pipes.items():
+                    on_output = functools.partial(self._on_output, selector, worker, source)
+                    selector.register(pipe, selectors.EVENT_READ, on_output)
+            while self._running():
+                timeout = max(0.0, self._plan[0][0] - time.monotonic()) if self._plan else None
+                for key, _ in selector.select(timeout):
+                    key.data()
+                if self._plan and self._plan[0][0] <= time.monotonic():
+                    self._send(self._plan.popleft()[1])
+
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.exit_code is None]
+
+    def _on_output(self, selector: selectors.BaseSelector, worker: Worker, source: str) -> None:
+        if worker.read(source) == b"":
+            selector.unregister(worker.pipes[source])
+
+    def _on_end(self, selector: selectors.BaseSelector, worker: Worker) -> None:
+        selector.unregister(worker.pidfd)
+        worker.note_end()
+        if worker.exit_code and not self._has_sent:
+            self._failures.append(worker)
+            if len(self._failures) == 1 and self._running():
+                grace = f"the others have {self._job.grace_seconds:g} s to end by themselves"
+                say(f"{worker.task} {_how(worker.exit_code)}; {grace}")
+                self._plan_ends()
+
+    def _on_signals(self) -> None:
+        for received in self._signals.read():
+            if self._received is None:
+                self._received = received
+                self._plan_ends()
+                self._send(received)
+            else:  # somebody is in a hurry
+                self._plan.clear()
+                self._send(signal.SIGKILL)
+
+    def _plan_ends(self) -> None:
+        """From now on the workers have the grace time to end by themselves."""
+        sigterm_at = time.monotonic() + self._job.grace_seconds
+        self._plan = collections.deque([(sigterm_at, signal.SIGTERM), (sigterm_at + KILL_SECONDS, signal.SIGKILL)])
+
+    def _send(self, number: signal.Signals) -> None:
+        self._has_sent = True
+        for worker in self._workers:
+            worker.signal(number)
+
+    def _outcome(self) -> Outcome:
+        """What the workers' ends mean together. Call it when their output is complete."""
+        failed = min(self._failures, key=lambda worker: worker.exit_code == PEER_FAILED_EXIT_CODE, default=None)
+        failure = self._describe(failed) if failed else ""
+        if self._received:
+            return Outcome(128 + self._received, f"stopped by {self._received.name}", failure, stopped=True)
+        if failed:
+            exit_code = failed.exit_code if failed.exit_code > 0 else 128 - failed.exit_code
+            return Outcome(exit_code, f"{failed.task} {_how(failed.exit_code)}", failure)
+        return Outcome(0, f"{_count(self._job.workers)} succeeded")
+
+    def _describe(self, failed: Worker) -> str:
+        path = self._log_file(failed.task)
+        where = f" (all of it in {path})" if path else ""
+        lines = failed.output.last_words()
+        end = f"its last output{where}:" if lines else "it printed nothing"
+        headline = f"tfdist: {failed.task} (pid {failed.pid}, {self._label}) {_how(failed.exit_code)}; {end}"
+        return "\n".join([headline, *lines])
+
+
+def _count(workers: int) -> str:
+    return f"{workers} worker{'s' if workers > 1 else ''}"
+
+
+def _how(exit_code: int) -> str:
+    if exit_code > 0:
+        return f"failed with exit code {exit_code}"
+    if exit_code == -signal.SIGKILL:
+        return "was ended by SIGKILL (out of memory?)"
+    names = {member.value: member.name for member in signal.Signals}  # without the real-time ones
+    return f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"

@@ -1,0 +1,104 @@
+"""One worker process: started in a process group of its own, signalled with that group, reaped last."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from tfdist.launch.output import Output
+from tfdist.launch.tasks import Task
+
+_READ_BYTES = 1 << 16  # what a pipe holds
+
+
+class Worker:
+    """A running task.
+
+    While it is entered the process may run or have ended, but it is not reaped: so its id, which is also its group's, cannot
+    become another process's, and a signal reaches only what this worker started. On leaving, whatever is left of the
+    group is killed.
+
+    Attributes:
+        task: which one it is.
+        exit_code: None while it runs; negative for a signal, as in `subprocess`.
+        pidfd: readable once it has ended.
+    """
+
+    def __init__(self, task: Task, command: Sequence[str], environment: Mapping[str, str], output: Output):
+        self.task = task
+        self.output = output
+        self.exit_code: int | None = None
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=_DieWithLauncher(),
+        )
+        self.pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
+        for pipe in self.pipes.values():
+            os.set_blocking(pipe.fileno(), False)
+        self.pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def read(self, source: str) -> bytes | None:
+        """Passes on what lies in the pipe "stdout" or "stderr"; returns it: b"" at the end, None if nothing is there yet."""
+        data = self.pipes[source].read(_READ_BYTES)
+        if data:
+            self.output.feed(source, data)
+        elif data == b"":
+            self.output.end(source)
+        return data
+
+    def note_end(self) -> None:
+        """Sets `exit_code`; the process has ended."""
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        self.exit_code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process and everything in its group; harmless when all have ended."""
+        os.killpg(self.pid, number)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.signal(signal.SIGKILL)
+        try:
+            for source, pipe in self.pipes.items():
+                while self.read(source):
+                    pass
+                self.output.end(source)  # a process that left the group may still hold the pipe
+                pipe.close()
+        finally:
+            self._process.wait()
+            os.close(self.pidfd)
+
+
+class _DieWithLauncher:
+    """Runs in the new process before the program: the kernel kills it when the launcher's main thread ends, however that ends.
+
+    It does no more than two system calls: between fork and exec another thread's locks may be held for ever.
+    """
+
+    _PR_SET_PDEATHSIG = 1
+
+    def __init__(self) -> None:
+        self._prctl = ctypes.CDLL(None).prctl
+        self._launcher = os.getpid()
+
+    def __call__(self) -> None:
+        self._prctl(self._PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._launcher:  # it ended before the call
+            os._exit(1)
