@@ -1,35 +1,23 @@
-"""What is measured, the child process that measures it, and how results are shown. Imports no TensorFlow.
-
-Every case runs in a child process of its own: a fresh TensorFlow, whose environment is set before it is imported.
-Parent and child talk in JSON lines: the parent sends the case, the child answers when it is ready, and then once per
-request.
-"""
+"""What is measured, with which arguments, and how results are shown. Imports no TensorFlow."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import platform
-import queue
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
-SINGLE, MIRRORED = "single", "mirrored"
+SINGLE, MIRRORED, MW_MIRRORED = "single", "mirrored", "mw-mirrored"
 ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
 CONTENDERS = (SINGLE, MIRRORED, *ZERO_STAGES)
+WORKER_CONTENDERS = (SINGLE, MW_MIRRORED, *ZERO_STAGES)  # with --workers
 MODELS = ("mlp", "gpt")
 LOOPS = ("function", "fit")
-
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
-_STDERR_TAIL = 2000  # characters of a failed child's stderr to show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +25,19 @@ class Case:
     """One contender on one model.
 
     Attributes:
-        contender: "single" (no strategy), "mirrored" (`tf.distribute.MirroredStrategy`) or "zero0" to "zero3"
-            (`tfdist.ShardedStrategy`).
+        contender: "single" (no strategy), "mirrored" (`tf.distribute.MirroredStrategy`), "mw-mirrored"
+            (`tf.distribute.MultiWorkerMirroredStrategy`) or "zero0" to "zero3" (`tfdist.ShardedStrategy`, or
+            `tfdist.MultiWorkerShardedStrategy`).
         model: "mlp", a stack of square Dense layers, or "gpt", a decoder.
-        devices: logical CPUs; a "single" contender uses the first and makes no others.
+        devices: CPU devices; a "single" contender uses the first and makes no others.
         layers: Dense layers, or decoder blocks.
         width: units of a Dense layer, or the embedding's size.
         global_batch_size: examples of one step, over all devices.
         loop: "function" (a `tf.function` around `strategy.run`) or "fit" (`model.fit`).
-        bucket_bytes, prefetch: passed to `ShardedStrategy`; None: its own defaults.
+        multi_worker: whether each device belongs to a worker process of its own, of one TF_CONFIG job; else all are
+            logical CPUs of one process.
+        bucket_bytes, prefetch: passed to tfdist's strategy; None: its own defaults.
+        pack_bytes: `bytes_per_pack` of MultiWorkerMirroredStrategy's options; None: its default, all gradients in one message.
         heads, sequence_length, vocabulary: of the gpt.
     """
 
@@ -56,8 +48,10 @@ class Case:
     width: int
     global_batch_size: int
     loop: str
+    multi_worker: bool = False
     bucket_bytes: int | None = None
     prefetch: int | None = None
+    pack_bytes: int | None = None
     heads: int = 4
     sequence_length: int = 64
     vocabulary: int = 1000
@@ -67,114 +61,12 @@ class Case:
         return 1 if self.contender == SINGLE else self.devices
 
     @property
+    def num_processes(self) -> int:
+        return self.num_ranks if self.multi_worker else 1
+
+    @property
     def label(self) -> str:
         return self.contender if self.contender == SINGLE else f"{self.contender} x{self.devices}"
-
-
-class ChildError(RuntimeError):
-    """A child died, hung or reported an error.
-
-    Args:
-        reason: one line.
-        stderr: the end of what the child wrote there.
-    """
-
-    def __init__(self, reason: str, stderr: str = ""):
-        super().__init__(f"{reason}\n{stderr}".strip())
-        self.reason = reason
-
-
-class Child:
-    """A process that runs one case: `python -m benchmarks.child JOB`.
-
-        with Child("memory", case, environment={}, timeout_seconds=600) as child:
-            child.ready                        # what it said when it was ready
-            child.ask({"steps": 5})            # one answer per request
-
-    A child that does not answer in time is killed, by its own process id.
-
-    Args:
-        job: what it measures, see `benchmarks.child`.
-        case: what it measures it on.
-        environment: variables set in the child beside those every child gets.
-        timeout_seconds: longest wait for one answer.
-
-    Raises:
-        ChildError: on entering or asking, when the child dies, hangs or reports an error.
-    """
-
-    def __init__(self, job: str, case: Case, *, environment: dict[str, str], timeout_seconds: float):
-        self._case = case
-        self._timeout_seconds = timeout_seconds
-        self._stderr = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 (closed by `close`)
-        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        fixed = {
-            "CUDA_VISIBLE_DEVICES": "-1",
-            "KERAS_BACKEND": "tensorflow",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "PYTHONPATH": os.pathsep.join(paths),
-        }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.child", job],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            env={**os.environ, **fixed, **environment},
-        )
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._collect, daemon=True).start()
-        try:
-            self.ready = self.ask(dataclasses.asdict(case))
-        except BaseException:
-            self.close()
-            raise
-
-    def _collect(self) -> None:
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Sends `request` and returns the answer."""
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._lines.get(timeout=self._timeout_seconds)
-        except queue.Empty:
-            self._process.kill()
-            reason = f"{self._case.label}: no answer in {self._timeout_seconds:g} s, killed"
-            raise ChildError(reason, self._stderr_tail()) from None
-        except BrokenPipeError:
-            line = None
-        if line is None:
-            code = self._process.wait()
-            raise ChildError(f"{self._case.label}: ended with exit code {code}", self._stderr_tail())
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ChildError(f"{self._case.label}: {answer['error']}", self._stderr_tail())
-        return answer
-
-    def _stderr_tail(self) -> str:
-        self._stderr.seek(0)
-        return self._stderr.read()[-_STDERR_TAIL:]
-
-    def close(self) -> None:
-        """Ends the child: by the end of its input, or by a kill when that does not help."""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._stderr.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 # Arguments
@@ -210,19 +102,36 @@ def _at_least(least: int, kind: Callable[[str], Any], text: str) -> Any:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, *, timeout_seconds: float) -> None:
-    """Adds what both benchmarks take."""
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
-    parser.add_argument("--bucket-bytes", type=positive_int, help="of ShardedStrategy, stages 0-2; default: its own")
-    parser.add_argument("--prefetch", type=non_negative_int, help="of ShardedStrategy, stage 3; default: its own")
-    parser.add_argument("--timeout-seconds", type=positive_float, default=timeout_seconds, help="longest wait for a child")
+    """Adds what both benchmarks take, besides `--devices`."""
+    names = list(dict.fromkeys([*CONTENDERS, *WORKER_CONTENDERS]))
+    parser.add_argument("--contenders", nargs="+", choices=names, help="default: all that go with --devices or --workers")
+    parser.add_argument("--bucket-bytes", type=positive_int, help="of tfdist's strategy, stages 0-2; default: its own")
+    parser.add_argument("--prefetch", type=non_negative_int, help="of tfdist's strategy, stage 3; default: its own")
+    pack_help = "bytes_per_pack of MultiWorkerMirroredStrategy; default: its own, all gradients in one message"
+    parser.add_argument("--pack-bytes", type=positive_int, help=pack_help)
+    parser.add_argument("--timeout-seconds", type=positive_float, default=timeout_seconds, help="longest wait for an answer")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="append the JSON lines to FILE as well")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed or not measured")
 
 
 def check_common_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the program, with the reason, where arguments do not fit together."""
+    """Ends the program, with the reason, where arguments do not fit together; fills in `contenders`, and `mirrored`, the one of
+    them that the others are compared with.
+    """
+    flag, possible = ("--workers", WORKER_CONTENDERS) if args.workers else ("--devices", CONTENDERS)
+    args.mirrored = MW_MIRRORED if args.workers else MIRRORED
+    args.contenders = args.contenders or list(possible)
     if len(set(args.contenders)) < len(args.contenders):
         parser.error(f"argument --contenders: each at most once. Received: {' '.join(args.contenders)}")
+    if unfit := set(args.contenders) - set(possible):
+        parser.error(f"argument --contenders: must be some of {' '.join(possible)} with {flag}. Received: {' '.join(unfit)}")
+    if MW_MIRRORED in args.contenders and args.loop == "fit":
+        without = " ".join(contender for contender in args.contenders if contender != MW_MIRRORED)
+        parser.error(f"argument --loop: Keras cannot fit under MultiWorkerMirroredStrategy; use --contenders {without}")
+    if args.pack_bytes is not None and MW_MIRRORED not in args.contenders:
+        parser.error(f"argument --pack-bytes: is of {MW_MIRRORED}, which is not measured. Received: {args.pack_bytes}")
+    if args.workers and len(set(args.workers)) < len(args.workers):
+        parser.error(f"argument --workers: each number at most once. Received: {args.workers}")
     if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         parser.error(f"argument --json: must be a file in a folder that exists. Received: {args.json}")
 

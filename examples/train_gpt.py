@@ -1,11 +1,13 @@
 """Trains a small GPT with its parameters, gradients and optimizer state sharded over the devices (ZeRO).
 
     python examples/train_gpt.py --devices 2 --zero-stage 3
+    python -m tfdist run --workers 4 examples/train_gpt.py      # the same as a job of four processes
 
 The model, the loss, the optimizer and `fit` are plain Keras: what tfdist needs is the strategy around them. Where there
-is no GPU the CPU is split in `--devices` logical devices. The text is the Python documentation that is already on this
-machine (`stdlib_text.py`), one token per byte; `--dataset` names any other tensorflow-datasets text instead. At the end
-the weights are loaded into the same model without a strategy, which must give the same validation loss.
+is no GPU the CPU is split in `--devices` logical devices; in a TF_CONFIG job the devices are those of all workers. The
+text is the Python documentation that is already on this machine (`stdlib_text.py`), one token per byte; `--dataset` names
+any other tensorflow-datasets text instead. At the end the weights are loaded into the same model without a strategy,
+which must give the same validation loss.
 """
 
 import argparse
@@ -140,15 +142,17 @@ def make_datasets(train_tokens, validation_tokens, *, seq_len, batch_size, seed)
 
 
 class Progress(keras.callbacks.Callback):
-    """Keeps the loss of every step, and prints perplexity and speed after each epoch.
+    """Keeps the loss of every step, and says perplexity and speed after each epoch.
 
     Args:
         tokens_per_step: tokens of one global batch.
+        say: prints a line.
     """
 
-    def __init__(self, tokens_per_step):
+    def __init__(self, tokens_per_step, say=print):
         super().__init__()
         self.tokens_per_step = tokens_per_step
+        self.say = say
         self.losses = []  # one per step
         self.validation = []  # (step, loss)
 
@@ -168,7 +172,7 @@ class Progress(keras.callbacks.Callback):
         if len(self.seconds) > 1:  # the first step traces
             rate = self.tokens_per_step * (len(self.seconds) - 1) / (self.seconds[-1] - self.seconds[0])
             line += f", {rate:,.0f} tokens/s"
-        print(f"\n{line}", flush=True)
+        self.say(f"\n{line}", flush=True)
 
 
 def plot_history(progress, path):
@@ -205,14 +209,16 @@ def generate(model, prompt, *, length=200, temperature=0.7, seed=0):
     return bytes(stream).decode("utf-8", "replace")
 
 
-def choose_devices(count):
-    """Returns the names of the first `count` GPUs or, where there are fewer, of `count` logical CPUs."""
+def make_strategy(count, zero_stage):
+    """Returns a strategy over all workers of a TF_CONFIG job, else over `count` GPUs or logical CPUs of this machine."""
+    if os.environ.get("TF_CONFIG"):
+        return tfdist.MultiWorkerShardedStrategy(zero_stage=zero_stage)
     gpus = len(tf.config.list_physical_devices("GPU"))
     if gpus >= count:
-        return [f"GPU:{i}" for i in range(count)]
+        return tfdist.ShardedStrategy([f"GPU:{i}" for i in range(count)], zero_stage=zero_stage)
     if gpus:
         print(f"{gpus} GPU(s) here, fewer than --devices {count}: using logical CPUs. --devices {gpus} uses the GPU(s).")
-    return tfdist.use_logical_cpus(count)
+    return tfdist.ShardedStrategy(tfdist.use_logical_cpus(count), zero_stage=zero_stage)
 
 
 def parse_args(argv):
@@ -245,18 +251,25 @@ def parse_args(argv):
 
 def main(argv=None):
     args = parse_args(argv)
-    devices = choose_devices(args.devices)
+    strategy = make_strategy(args.devices, args.zero_stage)  # first: a worker must join its job before anything else
+    cluster = getattr(strategy, "cluster", None)  # None on one machine
+    is_chief = cluster is None or cluster.is_chief
+    say = print if is_chief else lambda *_, **__: None
     args.out.mkdir(parents=True, exist_ok=True)
 
-    data_dir = args.out / "data" if args.dataset == stdlib_text.StdlibText.name else None
+    def load():
+        return load_tokens(args.dataset, args.out / "data" if args.dataset == stdlib_text.StdlibText.name else None)
+
+    tokens = load() if is_chief else None
+    if cluster:
+        strategy.barrier("the data set is prepared")  # by the chief alone
     train, validation = make_datasets(
-        *load_tokens(args.dataset, data_dir), seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed
+        *(tokens or load()), seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed
     )
     steps = args.epochs * args.steps_per_epoch
     shape = dict(width=args.width, layers=args.layers, heads=args.heads, seq_len=args.seq_len)
 
     keras.utils.set_random_seed(args.seed)  # after the data: preparing it draws random numbers
-    strategy = tfdist.ShardedStrategy(devices, zero_stage=args.zero_stage)
     with strategy.scope():
         model = build_model(**shape)
         warmup_steps = steps // 10
@@ -264,23 +277,30 @@ def main(argv=None):
             0.0, steps - warmup_steps, warmup_target=args.learning_rate, warmup_steps=warmup_steps
         )
         model.compile(keras.optimizers.AdamW(learning_rate), loss=build_loss())
-    print(f"{model.count_params():,} parameters, {args.devices} devices, ZeRO stage {args.zero_stage}", flush=True)
+    where = f"{strategy.mesh.world_size} devices" + (f" of {cluster.num_workers} workers" if cluster else "")
+    say(f"{model.count_params():,} parameters, {where}, ZeRO stage {args.zero_stage}", flush=True)
 
-    progress = Progress(args.batch_size * args.seq_len)
+    progress = Progress(args.batch_size * args.seq_len, say)
+    callbacks = [progress]
+    if cluster:  # a job that is started again goes on from here
+        callbacks.append(keras.callbacks.BackupAndRestore(args.out / "backup"))
     loss = model.evaluate(validation, verbose=0)
     progress.validation.append((0, loss))
-    print(f"before training: validation loss {loss:.4f}, perplexity {math.exp(loss):.2f}", flush=True)
+    say(f"before training: validation loss {loss:.4f}, perplexity {math.exp(loss):.2f}", flush=True)
     model.fit(
         train,
         epochs=args.epochs,
         steps_per_epoch=args.steps_per_epoch,
         validation_data=validation,
         shuffle=False,  # the data set shuffles itself
-        callbacks=[progress],
+        callbacks=callbacks,
+        verbose="auto" if is_chief else 0,
     )
-    print(f"\n{tfdist.memory_report(model)}\n")  # its last row: what MirroredStrategy would hold
+    say(f"\n{tfdist.memory_report(model)}\n")  # its last row: what MirroredStrategy would hold
+    model.save_weights(args.out / "gpt.weights.h5")  # on every worker: all hold a part, the chief writes
+    if not is_chief:
+        return
     plot_history(progress, args.out / "loss.png")
-    model.save_weights(args.out / "gpt.weights.h5")
 
     plain = build_model(**shape)  # outside the scope: whole weights on one device
     plain.load_weights(args.out / "gpt.weights.h5")

@@ -19,6 +19,7 @@ LEVELS = {
     "collectives": 3,
     "sharding": 4,
     "optimizers": 5,
+    "losses": 5,
     "layers": 6,
     "pipeline": 6,
     "checkpoint": 6,
@@ -26,6 +27,7 @@ LEVELS = {
     "strategy": 7,
     "planner": 8,
     "launch": 9,
+    "__main__": 10,
     "profiling": 9,
     "testing": 9,
 }
@@ -33,12 +35,15 @@ TOP = "__init__.py"  # may import everything
 
 PRIVATE = {
     "autograph.py",
+    "mesh/coordination.py",
     "collectives/program.py",
     "sharding/tape.py",
     "sharding/keras_scope.py",
     "sharding/variable.py",
     "strategy/extended.py",
+    "strategy/multi_worker_extended.py",
     "optimizers/keras_seam.py",
+    "losses/keras_seam.py",
 }
 RAW_COLLECTIVES = {"collectives/wire.py"}
 TF_CONFIG = {"mesh/devices.py"}

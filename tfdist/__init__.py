@@ -7,17 +7,20 @@
     model.fit(dataset)
 """
 
-from tfdist import autograph, collectives, mesh, optimizers, sharding
+from tfdist import autograph, collectives, data, losses, mesh, optimizers, sharding
 from tfdist.mesh import use_logical_cpus
 from tfdist.profiling import memory_report
-from tfdist.strategy import ShardedStrategy
+from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "MultiWorkerShardedStrategy",
     "ShardedStrategy",
     "autograph",
     "collectives",
+    "data",
+    "losses",
     "memory_report",
     "mesh",
     "optimizers",

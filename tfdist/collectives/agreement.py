@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 from tfdist import errors
 from tfdist.collectives.instance_keys import InstanceKeys
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
-from tfdist.mesh import Coordination
+from tfdist.mesh import Coordination, coordination
 
 
 class PlanAgreement:
@@ -42,58 +43,54 @@ class PlanAgreement:
 
         Raises:
             RuntimeError: on every worker: the first entry that differs, and the workers; or, on a worker that waits in vain, who
-                has traced nothing.
+                has not come.
         """
         groups = {
             json.dumps(ranks): [self._entry(record) for record in records]
             for ranks, records in plan.sequences().items()
             if set(ranks) - set(plan.local_ranks)
         }
-        text = json.dumps(groups)
-        digest = hashlib.sha256(json.dumps({ranks: [e[:-1] for e in es] for ranks, es in groups.items()}).encode()).hexdigest()
+        essence = {ranks: [entry[:-1] for entry in entries] for ranks, entries in groups.items()}
+        digest = hashlib.sha256(json.dumps([essence, plan.notes]).encode()).hexdigest()
         if digest in self._known:
             return
         self._known.add(digest)
-        key = self._coordination.serial("plan")
-        # The text before the digest: who reads a digest finds the text.
-        self._coordination.put(f"{key}/text/{self._coordination.cluster.worker_index}", _packed(text))
-        try:
-            digests = self._coordination.exchange(f"{key}/digest", digest, self._timeout_seconds)
-        except TimeoutError as error:
-            raise RuntimeError(
-                errors.message(
-                    f"This worker, {self._coordination.cluster.task}, has traced a step with collectives that the other workers "
-                    f"have not: {error}. It would wait for them in its first collective.",
-                    fix="Every worker must call `fit`, `evaluate`, `predict`, `save` and the steps of a custom loop alike: look "
-                    "for code that only one worker runs, such as `if is_chief: model.evaluate(...)`.",
-                )
-            ) from error
+        place = len(self._known)
+        # Before the digest: who reads a digest finds the text.
+        self._coordination.put(f"plan/{place}/{self._coordination.cluster.worker_index}", _packed([groups, plan.notes]))
+        digests = self._coordination.meet("a training, test or predict step", digest, self._timeout_seconds)
         for index, theirs in enumerate(digests):
             if theirs != digest:
-                other = json.loads(_unpacked(self._coordination.get(f"{key}/text/{index}", self._timeout_seconds)))
-                self._compare(groups, other, index)
+                text = self._coordination.get(f"plan/{place}/{index}", self._timeout_seconds)
+                self._compare([groups, plan.notes], _unpacked(text), index)
 
     def _entry(self, record: CollectiveRecord) -> list[Any]:
         shape = [-1 if size is None else size for size in record.shape]
         return [record.op, shape, record.dtype, record.source, self._instance_keys.key(record), record.label]
 
-    def _compare(self, mine: dict[str, list], theirs: dict[str, list], other: int) -> None:
-        """Raises for the first difference in a group that both workers have a part in."""
-        tasks = self._coordination.cluster.tasks
-        here, there = self._coordination.cluster.task, tasks[other]
-        for ranks in [ranks for ranks in mine if ranks in theirs] or list(mine) or list(theirs):
-            own, other_entries = mine.get(ranks, []), theirs.get(ranks, [])
-            place = first_difference(own, other_entries)
-            if place is None:
-                continue
-            raise RuntimeError(
-                errors.message(
-                    f"Workers run different programs: collective {place} of ranks {ranks} is {_described(own, place)} on {here}, "
-                    f"but {_described(other_entries, place)} on {there}. Run so, both would hang.",
-                    fix="Every worker must build the same model, optimizer and step: look for code that depends on the worker, "
-                    "and for different versions of the program or its settings.",
+    def _compare(self, mine: list[Any], theirs: list[Any], other: int) -> None:
+        """Raises for the first difference in a group that both workers have a part in, or in the notes."""
+        (groups, notes), (other_groups, other_notes) = mine, theirs
+        here, there = self._coordination.cluster.task, self._coordination.cluster.tasks[other]
+        for ranks in [ranks for ranks in groups if ranks in other_groups] or [*groups, *other_groups]:
+            own, others = groups.get(ranks, []), other_groups.get(ranks, [])
+            place = first_difference(own, others)
+            if place is not None:
+                self._refuse(
+                    f"collective {place} of ranks {ranks} is {_described(own, place)} on {here}, but {_described(others, place)} "
+                    f"on {there}. Run so, both would hang"
                 )
+        for note, other_note in itertools.zip_longest(notes, other_notes, fillvalue="missing"):
+            if note != other_note:
+                self._refuse(f"{note} on {here}, but {other_note} on {there}")
+
+    def _refuse(self, difference: str) -> None:
+        self._coordination.fail(
+            errors.message(
+                f"Workers run different programs: {difference}.",
+                fix=coordination.SAME_PROGRAM,
             )
+        )
 
 
 def first_difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> int | None:
@@ -111,9 +108,9 @@ def _described(entries: Sequence[Sequence[Any]], place: int) -> str:
     return f"{op} {label!r} of {dtype}{shape} (key {key})"
 
 
-def _packed(text: str) -> str:
-    return base64.b64encode(zlib.compress(text.encode())).decode()
+def _packed(value: Any) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
 
 
-def _unpacked(text: str) -> str:
-    return zlib.decompress(base64.b64decode(text)).decode()
+def _unpacked(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))

@@ -77,11 +77,16 @@ class CollectivePlan:
     Args:
         world_size: number of ranks.
         local_ranks: the ranks that this process traces; None: all of them.
+
+    Attributes:
+        records: the collectives of each rank.
+        notes: what else all ranks must agree on, in words.
     """
 
     def __init__(self, world_size: int, local_ranks: Iterable[int] | None = None):
         self.local_ranks = tuple(range(world_size) if local_ranks is None else local_ranks)
         self.records: list[list[CollectiveRecord]] = [[] for _ in range(world_size)]
+        self.notes: list[str] = []
         self._agreed: dict[tuple[int, ...], list[CollectiveRecord]] = collections.defaultdict(list)
         self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
 
@@ -107,6 +112,11 @@ class CollectivePlan:
                 )
             )
         self.records[rank].append(record)
+
+    def note(self, rank: int, text: str) -> None:
+        """Notes something that no collective shows and in which workers must agree; the first local rank speaks for all."""
+        if rank == self.local_ranks[0]:
+            self.notes.append(text)
 
     def sequences(self) -> dict[tuple[int, ...], list[CollectiveRecord]]:
         """Returns, per group of the local ranks, its collectives in order."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist import errors
 from tfdist.mesh import uses_physical_gpus
 
 # No timeout by default: TensorFlow 2.21 leaves about two sleeping threads behind for every collective that runs with one, until
@@ -52,6 +53,24 @@ RING = Transport("ring", has_reduce_scatter=False)
 NCCL = Transport("nccl", has_reduce_scatter=True)
 
 
-def choose_transport(devices: Sequence[str]) -> Transport:
-    """Returns `NCCL` when every device is a whole physical GPU, else `RING`."""
-    return NCCL if uses_physical_gpus(devices) else RING
+def choose_transport(devices: Sequence[str], implementation: str = "AUTO") -> Transport:
+    """Returns `NCCL` when every device is a whole physical GPU, else `RING`.
+
+    Args:
+        devices: the devices of the job.
+        implementation: what the user asks for, a name of `tf.distribute.experimental.CommunicationImplementation`.
+
+    Raises:
+        ValueError: NCCL is asked for, but the devices are not whole physical GPUs.
+    """
+    is_nccl = uses_physical_gpus(devices)
+    if implementation == "NCCL" and not is_nccl:
+        raise ValueError(
+            errors.message(
+                "`communication_options` asks for NCCL, which needs whole physical GPUs.",
+                implementation=implementation,
+                devices=list(devices),
+                fix="Use `CommunicationImplementation.AUTO`, which takes NCCL where it can.",
+            )
+        )
+    return NCCL if is_nccl and implementation != "RING" else RING

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
@@ -21,6 +23,11 @@ from tfdist.mesh.cluster import Cluster, Task
 HEARTBEAT_TIMEOUT_SECONDS = 10
 # How long one blocking read of the store lasts, before the waiting worker looks up.
 _POLL_SECONDS = 2.0
+
+SAME_PROGRAM = (
+    "Every worker must build the same model, optimizer and steps, in the same order: look for code that depends on the worker, "
+    "and for different versions of the program or its settings."
+)
 
 
 def is_started() -> bool:
@@ -65,13 +72,21 @@ class Coordination:
         cluster: the workers.
         prefix: put before every key.
         check: called now and then while this worker waits; raises when waiting has become pointless.
+        report: called with the message of an error that ends the job, before it is raised.
     """
 
-    def __init__(self, cluster: Cluster, prefix: str, check: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        cluster: Cluster,
+        prefix: str,
+        check: Callable[[], None] = lambda: None,
+        report: Callable[[str], None] = lambda _: None,
+    ):
         self.cluster = cluster
-        self.check = check
+        self._check = check
+        self._report = report
         self._prefix = f"tfdist/{prefix}"
-        self._serials: dict[str, itertools.count] = {}
+        self._meetings = itertools.count()
 
     def put(self, key: str, value: str) -> bool:
         """Writes `value`; returns False, and changes nothing, when the key has been written."""
@@ -99,7 +114,7 @@ class Coordination:
             value = self.poll(key, min(left, _POLL_SECONDS))
             if value is not None:
                 return value
-            self.check()
+            self._check()
         raise TimeoutError(f"{key!r} was not written within {timeout_seconds:g} s")
 
     def exchange(self, key: str, value: str, timeout_seconds: float) -> list[str]:
@@ -109,19 +124,70 @@ class Coordination:
             TimeoutError: it names the workers that have not called it with `key` within `timeout_seconds`.
         """
         self.put(f"{key}/{self.cluster.worker_index}", value)
+        return self._gather(key, range(self.cluster.num_workers), timeout_seconds)
+
+    def _gather(self, key: str, workers: Sequence[int], timeout_seconds: float) -> list[str]:
         end = time.monotonic() + timeout_seconds
-        values = {self.cluster.worker_index: value}
-        for index, _ in self.cluster.others():
+        values = {}
+        for index in workers:
             with contextlib.suppress(TimeoutError):
                 values[index] = self.get(f"{key}/{index}", max(end - time.monotonic(), 0.01))
-        missing = [str(task) for index, task in enumerate(self.cluster.tasks) if index not in values]
+        missing = [str(self.cluster.tasks[index]) for index in workers if index not in values]
         if missing:
             raise TimeoutError(f"no answer within {timeout_seconds:g} s from {', '.join(missing)}")
-        return [values[index] for index in range(self.cluster.num_workers)]
+        return list(values.values())
 
-    def serial(self, name: str) -> str:
-        """Returns `name` with the number of times that this has been called for it: a fresh key, the same on every worker."""
-        return f"{name}/{next(self._serials.setdefault(name, itertools.count()))}"
+    def meet(self, what: str, value: str, timeout_seconds: float, *, with_chief_only: bool = False) -> list[str]:
+        """Exchanges values at a point of the program that every worker must reach, in the same order as all such points.
+
+        Args:
+            what: names the kind of point ("step", "variable").
+            value: this worker's value.
+            timeout_seconds: how long to wait for the others.
+            with_chief_only: compare with the chief only, who waits for nobody: enough where what follows makes them wait.
+
+        Returns:
+            The values of all workers, in worker order; with `with_chief_only` the chief's alone.
+
+        Raises:
+            RuntimeError: another worker is at a point of another kind, or does not come: the workers run different programs.
+        """
+        here = self.cluster.worker_index
+        key = f"meeting/{next(self._meetings)}"
+        self.put(f"{key}/{here}", json.dumps([what, value]))
+        try:
+            answers = self._gather(key, [0] if with_chief_only else range(self.cluster.num_workers), timeout_seconds)
+        except TimeoutError as error:
+            self.fail(
+                errors.message(
+                    f"{self.cluster.task} is at a point where all workers must meet, {_pointed(what, value)}, but there was "
+                    f"{error}.",
+                    fix="Every worker must call `fit`, `evaluate`, `predict`, `save` and the steps of a custom loop alike: look "
+                    "for code that only one worker runs, such as `if is_chief: model.evaluate(...)`.",
+                )
+            )
+        values = []
+        for index, answer in enumerate(answers):
+            theirs, their_value = json.loads(answer)
+            if theirs != what:
+                self.fail(
+                    errors.message(
+                        f"Workers run different programs: {self.cluster.task} is at {_pointed(what, value)}, when "
+                        f"{self.cluster.tasks[index]} is at {_pointed(theirs, their_value)}.",
+                        fix=SAME_PROGRAM,
+                    )
+                )
+            values.append(their_value)
+        return values
+
+    def fail(self, message: str) -> NoReturn:
+        """Raises RuntimeError with `message`, after telling the other workers: the job cannot go on."""
+        self._report(message)
+        raise RuntimeError(message)
+
+
+def _pointed(what: str, value: str) -> str:
+    return f"{what} {value}" if 0 < len(value) < 100 else what
 
 
 def abort_collectives(message: str) -> None:

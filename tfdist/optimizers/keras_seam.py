@@ -8,10 +8,11 @@ tests/test_private_names.py fails when they change.
     TFOptimizer._apply_weight_decay    Keras decays the full variable here; the sharded step decays the shard
     TFOptimizer._backend_update_step   reduce, step on the shard, publish
     Trainer.compile                    model, optimizer and strategy must belong together; no XLA, no eager run
-    TensorFlowTrainer._maybe_symbolic_build   Keras averages the ranks' first batches only to learn their shape, which
-                                              fails for uneven batches and strings: take the first rank's
-    trainer._multi_worker_concat       `predict` over workers: Keras deals the rows to all workers' first devices first; here a
-                                       worker's devices are neighbours, and `gather` returns the rows in their order
+    TensorFlowTrainer._maybe_symbolic_build   Keras reads and averages the ranks' first batches only to learn their shape:
+                                              that fails for uneven batches and strings, and moves a shuffled dataset on
+    TensorFlowTrainer.predict_on_batch        every rank predicts the whole batch: return it once
+    trainer._multi_worker_concat              `predict` over workers: Keras deals the rows to all workers' first devices
+                                              first; here a worker's devices are neighbours, and `gather` keeps their order
 """
 
 from __future__ import annotations
@@ -150,11 +151,33 @@ def _maybe_symbolic_build(
     if config_of(strategy) is None or iterator is None:
         original(self, iterator=iterator, data_batch=data_batch)
         return
-    for _, _, batches in iterator:
-        first = next(batches)
-        data_batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], first)
-        break
-    original(self, data_batch=data_batch)
+    batch = tf.nest.map_structure(_rank_spec, iterator._distributed_dataset.element_spec)
+    if not all(_has_known_shape(spec) for spec in tf.nest.flatten(batch)):
+        for _, _, batches in iterator:
+            batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
+            break
+    original(self, data_batch=batch)
+
+
+def _rank_spec(spec: Any) -> Any:
+    """Returns the spec of one rank's value, from that of the values of all; None for a value that is always None."""
+    spec = getattr(spec, "_value_specs", (spec,))[0]
+    return None if isinstance(spec, tf.NoneTensorSpec) else spec
+
+
+def _has_known_shape(spec: Any) -> bool:
+    """Whether all but the number of rows is known."""
+    is_dense = isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None
+    return spec is None or is_dense and spec.shape[1:].is_fully_defined()
+
+
+@_override(TensorFlowTrainer, "predict_on_batch")
+def _predict_on_batch(original: Callable[..., Any], self: Any, x: Any) -> Any:
+    outputs = original(self, x)
+    if config_of(self._distribute_strategy) is None:
+        return outputs
+    rows = len(tf.nest.flatten(x)[0])
+    return tf.nest.map_structure(lambda output: output[:rows], outputs)
 
 
 @_override(tensorflow_trainer, "_multi_worker_concat")

@@ -50,6 +50,7 @@ def sharded_step(
     schedule.flush(grads)
     schedule.invalidate()
     pairs = [(tf.convert_to_tensor(grad), variable) for grad, variable in zip(grads, variables, strict=True)]
+    program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
     with tf.device(program.device):
         step = _Step(optimizer, tf.convert_to_tensor(learning_rate), config, program)
         step.on_sharded([pair for pair in pairs if isinstance(pair[1], ShardedVariable)])
@@ -60,6 +61,16 @@ def sharded_step(
             step.on_shards_of_replicated(full)
         else:
             step.on_replicated(full)
+
+
+def _described(optimizer: Any) -> str:
+    """Returns class and hyperparameters; not the learning rate, which is a variable (and the chief's)."""
+    settings = {
+        name: value
+        for name, value in sorted(vars(optimizer).items())
+        if not name.startswith("_") and name not in ("name", "built") and isinstance(value, bool | int | float | str)
+    }
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 
 # Stage 2: so many buckets of full gradients exist at once.

@@ -24,9 +24,12 @@ _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 class ShardedExtendedMixin:
     """What every tfdist strategy adds to a mirrored one, whatever transport it stands on."""
 
-    def _setup(self, sharding: ShardingConfig, local_ranks: Iterable[int] | None = None) -> None:
+    def _setup(
+        self, sharding: ShardingConfig, local_ranks: Iterable[int] | None = None, implementation: str = "AUTO"
+    ) -> None:
         self._sharding = sharding
-        self._communicator = Communicator(sharding.mesh, choose_transport(sharding.mesh.devices), local_ranks)
+        transport = choose_transport(sharding.mesh.devices, implementation)
+        self._communicator = Communicator(sharding.mesh, transport, local_ranks)
         self.cross_replica = CrossReplica(self._communicator)
         self._parameter_groups = ParameterGroups()
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -14,6 +14,7 @@ Then collectives are aborted, so that the training loop raises, and a process th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,11 +26,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import errors
 from tfdist.collectives import Communicator
 from tfdist.mesh import Cluster, Coordination, coordination
-
-# The exit code of a worker that ends because another one has failed; a launcher looks for that other one.
-PEER_FAILED_EXIT_CODE = 78
 
 _POLL_SECONDS = 1.0
 # After its collectives were aborted, a worker has this long to end by itself.
@@ -101,6 +100,11 @@ class FailureWatch:
         if self._failure is not None:
             raise RuntimeError(self._message(self._failure))
 
+    def report(self, message: str) -> None:
+        """Tells the other workers of an error that this worker is about to raise, and that ends the job."""
+        self._raised = True
+        self._learn(self._agree(Failure(self._cluster.worker_index, f"raised RuntimeError: {message}")))
+
     # The thread
 
     def _watch(self) -> None:
@@ -123,7 +127,7 @@ class FailureWatch:
         if not self._is_ending:
             self._say(failure)
             _flush()
-            os._exit(PEER_FAILED_EXIT_CODE)
+            os._exit(errors.PEER_FAILED_EXIT_CODE)
 
     def _learn(self, failure: Failure) -> None:
         self._failure = failure
@@ -169,8 +173,14 @@ class FailureWatch:
         """Returns a failure of the first worker that does not answer, None when all do."""
         for index, task in self._cluster.others():
             if not coordination.is_reachable(task):
-                return Failure(index, "died, or cannot be reached any more")
+                return Failure(index, self._how_it_left(index))
         return None
+
+    def _how_it_left(self, index: int) -> str:
+        with contextlib.suppress(tf.errors.OpError):
+            if self._store.poll(f"ended/{index}", 0.001) is not None:
+                return f"ended its program while {self._cluster.task} was waiting for it in a collective"
+        return "died, or cannot be reached any more"
 
     # The main thread
 
@@ -208,19 +218,20 @@ class FailureWatch:
         try:
             if not failed:
                 self._store.put("ended", str(here))
-            self._store.put(f"ended/{here}", "")
+                self._store.put(f"ended/{here}", "")
+            self._store.put(f"left/{here}", "")
             if self._cluster.is_chief:
                 self._wait_for_others(_LINGER_SECONDS if failed else self._step_timeout_seconds)
         except tf.errors.OpError:
             pass  # the chief is gone already
         if failed and not self._raised:
             _flush()
-            os._exit(PEER_FAILED_EXIT_CODE)
+            os._exit(errors.PEER_FAILED_EXIT_CODE)
 
     def _wait_for_others(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         for index, task in self._cluster.others():
-            while time.monotonic() < end and self._store.poll(f"ended/{index}", 0.5) is None:
+            while time.monotonic() < end and self._store.poll(f"left/{index}", 0.5) is None:
                 if not coordination.is_reachable(task):
                     break
 

@@ -12,7 +12,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy, distrib
 from tfdist import errors
 from tfdist.collectives import CollectivePlan, PlanAgreement, find_kernel_orders
 from tfdist.data import DatasetSignature, dataset_signature, difference, split_batches, unordered, unseeded
-from tfdist.mesh import Cluster, Coordination
+from tfdist.mesh import Cluster, Coordination, coordination
 from tfdist.sharding import ShardingConfig
 from tfdist.strategy.extended import ShardedExtendedMixin
 
@@ -42,15 +42,16 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         mesh = sharding.mesh
         here, workers = (cluster.worker_index, cluster.num_workers) if cluster else (0, 1)
         each = mesh.world_size // workers
-        self._setup(sharding, range(here * each, (here + 1) * each))
+        implementation = communication_options.implementation
+        self._setup(sharding, range(here * each, (here + 1) * each), getattr(implementation, "value", implementation))
         self._std_server_started = server_runs
         super().__init__(strategy, cluster_resolver, communication_options)
 
-    def connect(self, coordination: Coordination, timeout_seconds: float) -> None:
+    def connect(self, words: Coordination, timeout_seconds: float) -> None:
         """Once all workers have met: finds the order of the groups, and lets traced steps and datasets be compared."""
-        self._coordination = coordination
-        self._exchange_timeout_seconds = timeout_seconds
-        self._agreement = PlanAgreement(coordination, self._communicator.instance_keys, timeout_seconds)
+        self._coordination = words
+        self._timeout_seconds = timeout_seconds
+        self._agreement = PlanAgreement(words, self._communicator.instance_keys, timeout_seconds)
         find_kernel_orders(self._communicator)
 
     @property
@@ -72,8 +73,20 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     # Variables
 
     def _share_initial_value(self, kwargs: dict[str, Any]) -> None:
-        if self.cross_replica.is_multi_worker:
-            kwargs["initial_value"] = self.cross_replica.from_chief(self._initial_value(kwargs))
+        if not self.cross_replica.is_multi_worker:
+            return
+        value = self._initial_value(kwargs)
+        spec = f"{value.dtype.name}{value.shape.as_list()}"
+        (chiefs,) = self._coordination.meet("the creation of a variable", spec, self._timeout_seconds, with_chief_only=True)
+        if chiefs != spec:
+            name, tasks = kwargs.get("name") or "Variable", self._cluster.tasks
+            self._coordination.fail(
+                errors.message(
+                    f"Workers make different variables: {name!r} is {spec} on {self._cluster.task}, but {chiefs} on {tasks[0]}.",
+                    fix=coordination.SAME_PROGRAM,
+                )
+            )
+        kwargs["initial_value"] = self.cross_replica.from_chief(value)
 
     def _get_variable_creator_initial_value(self, replica_id: int, device: str, primary_var: Any, **kwargs: Any) -> Any:
         # Shared already, by `_share_initial_value`: on this worker it only has to be copied to the other devices.
@@ -151,9 +164,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     def _check_same_data(self, dataset: tf.data.Dataset) -> None:
         """Raises ValueError, on every worker, when the workers would not read the same examples in the same order."""
         signature = dataset_signature(dataset)
-        answers = self._coordination.exchange(
-            self._coordination.serial("dataset"), signature.to_json(), self._exchange_timeout_seconds
-        )
+        answers = self._coordination.meet("the distribution of a dataset", signature.to_json(), self._timeout_seconds)
         tasks = self._cluster.tasks
         for index, answer in enumerate(answers):
             theirs = DatasetSignature.from_json(answer)

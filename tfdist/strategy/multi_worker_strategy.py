@@ -17,13 +17,15 @@ from tfdist.mesh import (
     check_port_is_free,
     coordination,
     read_cluster,
-    resolve_devices,
     worker_devices,
 )
 from tfdist.sharding import DEFAULT_BUCKET_BYTES
 from tfdist.strategy.failure_watch import FailureWatch
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
 from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, sharding_config
+
+# What one worker may do while the others wait for it outside of steps: write a large model, prepare a data set.
+_SLOWEST_SECONDS = 3600.0
 
 
 class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorkerMirroredStrategy):
@@ -93,12 +95,17 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(errors.message(f"`{name}` must be a positive number of seconds.", **{name: value}))
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
+        if not hasattr(options, "bytes_per_pack"):
+            raise ValueError(
+                errors.message(
+                    "`communication_options` must be `tf.distribute.experimental.CommunicationOptions` or None.",
+                    communication_options=communication_options,
+                )
+            )
         cluster = read_cluster(cluster_resolver)
         kind, number = worker_devices()
-        if cluster is None:
-            devices = resolve_devices([f"{kind}:{index}" for index in range(number)])
-        else:
-            devices = [f"{task.device}/device:{kind}:{index}" for task in cluster.tasks for index in range(number)]
+        tasks = [task.device for task in cluster.tasks] if cluster else ["/job:localhost/replica:0/task:0"]
+        devices = [f"{task}/device:{kind}:{index}" for task in tasks for index in range(number)]
         self._cluster = cluster
         self._step_timeout_seconds = options.timeout_seconds or step_timeout_seconds
         self._sharding_config = sharding_config(
@@ -139,7 +146,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             MultiWorkerShardedStrategy._watch.start()
         watch = MultiWorkerShardedStrategy._watch
         watch.add(self.extended.communicator)
-        self._coordination = Coordination(self._cluster, name, watch.check)
+        self._coordination = Coordination(self._cluster, name, watch.check, watch.report)
         mine = {"settings": self._settings(), "seed": random.SystemRandom().randrange(1, 1 << 31)}
         try:
             answers = self._coordination.exchange("hello", json.dumps(mine), timeout_seconds)
@@ -193,7 +200,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         """Waits until every worker has called it with `name`; returns at once in a job of one worker.
 
         Raises:
-            RuntimeError: a worker has failed, or has not come within the step timeout.
+            RuntimeError: a worker has failed, or has not come within the step timeout or an hour, whichever is longer.
         """
         self.share(name, "")
 
@@ -201,14 +208,12 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         """Returns the chief's `value` on every worker; all workers call it with the same `name`.
 
         Raises:
-            RuntimeError: a worker has failed, or has not come within the step timeout.
+            RuntimeError: as `barrier`.
         """
         if self._cluster is None:
             return value
-        try:
-            return self._coordination.exchange(self._coordination.serial(f"share/{name}"), value, self._step_timeout_seconds)[0]
-        except TimeoutError as error:
-            raise RuntimeError(errors.message(f"Workers did not meet at {name!r}: {error}.")) from error
+        timeout_seconds = max(self._step_timeout_seconds, _SLOWEST_SECONDS)
+        return self._coordination.meet(name, value, timeout_seconds)[0]
 
 
 def _not_met(cluster: Cluster, timeout_seconds: float, reason: str) -> str:

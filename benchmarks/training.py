@@ -1,0 +1,198 @@
+"""What a contender is, how it trains and on what: strategies, models, batches, loops."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+from benchmarks.cases import MIRRORED, MW_MIRRORED, SINGLE, ZERO_STAGES, Case
+
+_SEED = 1
+
+
+# Strategies
+
+
+def build_strategy(case: Case) -> tf.distribute.Strategy:
+    """Makes the case's strategy and initialises TensorFlow with its devices, each of which has run something."""
+    if case.multi_worker and case.contender != SINGLE:
+        # Before any operation: it makes this process one of the workers that TF_CONFIG lists.
+        strategy = _build_worker_strategy(case)
+        devices = strategy.extended.worker_devices
+    else:
+        devices = tfdist.use_logical_cpus(case.num_ranks)
+        strategy = _build_local_strategy(case, devices)
+    for device in devices:
+        with tf.device(device):
+            tf.add(tf.ones([2]), 1.0).numpy()
+    return strategy
+
+
+def _build_worker_strategy(case: Case) -> tf.distribute.Strategy:
+    if case.contender == MW_MIRRORED:
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=case.pack_bytes or 0)
+        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    return tfdist.MultiWorkerShardedStrategy(**_settings(case))
+
+
+def _build_local_strategy(case: Case, devices: list[str]) -> tf.distribute.Strategy:
+    if case.contender == SINGLE:
+        return tf.distribute.get_strategy()  # TensorFlow's default: no distribution
+    if case.contender == MIRRORED:
+        return tf.distribute.MirroredStrategy(devices)
+    return tfdist.ShardedStrategy(devices, **_settings(case))
+
+
+def _settings(case: Case) -> dict[str, Any]:
+    options = {"bucket_bytes": case.bucket_bytes, "prefetch": case.prefetch}
+    given = {name: value for name, value in options.items() if value is not None}
+    return {"zero_stage": ZERO_STAGES[case.contender], **given}
+
+
+# Models and data
+
+
+class PositionEmbedding(keras.layers.Layer):
+    """Adds a learned vector per position."""
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        self.vectors = self.add_weight(shape=input_shape[1:], initializer="uniform", name="vectors")
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + self.vectors
+
+
+def build_model(case: Case) -> keras.Model:
+    return {"mlp": _build_mlp, "gpt": _build_gpt}[case.model](case)
+
+
+def _build_mlp(case: Case) -> keras.Model:
+    layers = [keras.layers.Dense(case.width, activation="relu", name=f"dense_{i}") for i in range(case.layers)]
+    return keras.Sequential([keras.Input((case.width,)), *layers])
+
+
+def _build_gpt(case: Case) -> keras.Model:
+    tokens = keras.Input((case.sequence_length,), dtype="int32")
+    x = PositionEmbedding()(keras.layers.Embedding(case.vocabulary, case.width)(tokens))  # (batch, seq, width)
+    for _ in range(case.layers):
+        normed = keras.layers.LayerNormalization()(x)
+        attention = keras.layers.MultiHeadAttention(case.heads, case.width // case.heads)
+        x = x + attention(normed, normed, use_causal_mask=True)
+        hidden = keras.layers.Dense(4 * case.width, activation="gelu")(keras.layers.LayerNormalization()(x))
+        x = x + keras.layers.Dense(case.width)(hidden)
+    return keras.Model(tokens, keras.layers.Dense(case.vocabulary)(keras.layers.LayerNormalization()(x)))
+
+
+def build_loss(case: Case) -> keras.losses.Loss:
+    """The loss per example (and position): reduced by whoever uses it."""
+    if case.model == "mlp":
+        return keras.losses.MeanSquaredError(reduction=None)
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+
+
+def build_batch(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Returns inputs and targets of one global batch: always the same."""
+    random = np.random.default_rng(_SEED)
+    if case.model == "mlp":
+        shape = (2, case.global_batch_size, case.width)
+        return tuple(random.standard_normal(shape, dtype=np.float32))
+    shape = (2, case.global_batch_size, case.sequence_length)
+    return tuple(random.integers(0, case.vocabulary, shape, dtype=np.int32))
+
+
+# Training loops
+
+
+class FunctionLoop:
+    """A `tf.function` around `strategy.run`: tape, gradients, `optimizer.apply`. The batch lies on the devices."""
+
+    def __init__(self, case: Case, strategy: tf.distribute.Strategy):
+        keras.utils.set_random_seed(_SEED)
+        with strategy.scope():
+            self.model = model = build_model(case)
+            optimizer = keras.optimizers.Adam(1e-4)
+            optimizer.build(model.trainable_variables)
+        loss_of = build_loss(case)
+
+        def train(inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                # This rank's summand of the mean over the global batch.
+                loss = tf.reduce_mean(loss_of(targets, model(inputs, training=True))) / case.num_ranks
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
+            return loss
+
+        @tf.function(jit_compile=False)
+        def step(inputs: Any, targets: Any) -> tf.Tensor:
+            losses = strategy.run(train, (inputs, targets))
+            return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+
+        self._step = step
+        self._batch = [_place(array, case, strategy) for array in build_batch(case)]
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Runs `steps` steps; returns seconds and the last loss."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            loss = self._step(*self._batch)
+        loss = float(loss)
+        return time.perf_counter() - start, loss
+
+
+def _place(array: np.ndarray, case: Case, strategy: tf.distribute.Strategy) -> Any:
+    """Returns what `strategy.run` takes for a global batch: a worker with one device takes its rows as a plain tensor."""
+    parts = np.split(array, case.num_ranks)
+    if case.contender == SINGLE:
+        return tf.constant(parts[0])
+    if case.multi_worker:
+        return tf.constant(parts[strategy.cluster_resolver.task_id or 0])
+    devices = strategy.extended.worker_devices
+
+    def place(context: Any) -> tf.Tensor:
+        index = context.replica_id_in_sync_group
+        with tf.device(devices[index]):
+            return tf.constant(parts[index])
+
+    return strategy.experimental_distribute_values_from_function(place)
+
+
+class FitLoop:
+    """`model.fit` on a data set that repeats one batch. The clock runs from the first batch's begin to the last's end.
+
+    So neither the making of iterators nor the end of an epoch is timed.
+    """
+
+    def __init__(self, case: Case, strategy: tf.distribute.Strategy):
+        keras.utils.set_random_seed(_SEED)
+        with strategy.scope():
+            self.model = build_model(case)
+            loss = build_loss(case)
+            loss.reduction = "sum_over_batch_size"
+            self.model.compile(keras.optimizers.Adam(1e-4), loss=loss, jit_compile=False)
+        data = tf.data.Dataset.from_tensor_slices(build_batch(case)).cache().repeat()
+        self._data = data.batch(case.global_batch_size, drop_remainder=True).prefetch(2)
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Runs `steps` steps; returns seconds and the mean loss."""
+        clock = _BatchClock()
+        history = self.model.fit(self._data, steps_per_epoch=steps, epochs=1, verbose=0, callbacks=[clock])
+        return clock.end - clock.start, float(history.history["loss"][-1])
+
+
+class _BatchClock(keras.callbacks.Callback):
+    start: float | None = None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.start = self.start or time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.end = time.perf_counter()
+
+
+def build_loop(case: Case, strategy: tf.distribute.Strategy) -> FunctionLoop | FitLoop:
+    return {"function": FunctionLoop, "fit": FitLoop}[case.loop](case, strategy)

@@ -1,0 +1,374 @@
+"""The callbacks that write files, by two workers that train; and what another process makes of the files."""
+
+import json
+import os
+import shutil
+import threading
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import two_workers
+from saved_models import X, Y, sequential
+
+from tfdist.checkpoint import keras_callbacks
+from tfdist.strategy import ShardedStrategy
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Interrupt(keras.callbacks.Callback):
+    """The end of a job, at the beginning of an epoch."""
+
+    def __init__(self, epoch):
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == self.epoch:
+            raise Interrupted
+
+
+def compiled():
+    model = sequential()
+    generator = np.random.default_rng(5)  # Keras's own seed is one for all threads
+    model.set_weights([generator.normal(size=value.shape) for value in model.get_weights()])
+    model.layers[1].rate = 0.0  # Keras saves no seeds: masks differ after a restart
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError())
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def fit(model, callbacks, epochs=4):
+    return model.fit(X, Y, batch_size=6, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks).history
+
+
+def weights(model):
+    return [np.asarray(variable.value) for variable in model.weights + model.optimizer.variables]
+
+
+def train_together(monkeypatch, callbacks, epochs=4, interrupted=False):
+    """Trains a new model on both workers; `callbacks(worker)` makes the callbacks. `result`: model and history."""
+
+    def program(worker):
+        with worker.strategy.scope():
+            model = compiled()
+        worker.written.clear()
+        worker.model, worker.history = model, None
+        if interrupted:
+            with pytest.raises(Interrupted):
+                fit(model, callbacks(worker), epochs)
+        else:
+            worker.history = fit(model, callbacks(worker), epochs)
+        worker.wrote = list(worker.written)
+
+    return two_workers.succeed(monkeypatch, program)
+
+
+def assert_only_the_chief_wrote(chief, reader):
+    assert chief.wrote
+    assert not reader.wrote
+
+
+def assert_same(ours, theirs):
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-7)
+
+
+# ModelCheckpoint
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"filepath": "{epoch:02d}/model.keras"},
+        {"filepath": "new/directory/{epoch}-{loss:.4f}.weights.h5", "save_weights_only": True},
+        {"filepath": "e{epoch}b{batch}.weights.h5", "save_weights_only": True, "save_freq": 3},
+        {"filepath": "best.keras", "save_best_only": True, "monitor": "loss"},
+        {"filepath": "model.h5"},
+    ],
+    ids=lambda arguments: arguments["filepath"],
+)
+def test_model_checkpoint(arguments, tmp_path, monkeypatch):
+    def callbacks(directory):
+        return [keras.callbacks.ModelCheckpoint(**{**arguments, "filepath": str(directory / arguments["filepath"])})]
+
+    ours, plain = tmp_path / "ours", tmp_path / "plain"
+    ours.mkdir(), plain.mkdir()
+    chief, reader, _ = train_together(monkeypatch, lambda worker: callbacks(ours))
+    assert_only_the_chief_wrote(chief, reader)
+    single = compiled()
+    fit(single, callbacks(plain))
+    files = sorted(path.relative_to(plain) for path in plain.rglob("*"))
+    assert files
+    assert sorted(path.relative_to(ours) for path in ours.rglob("*")) == files
+    last = max((path for path in ours.rglob("*.*")), key=os.path.getmtime)
+    if last.name.endswith(".weights.h5"):
+        single.load_weights(last)
+    else:
+        single = keras.saving.load_model(last)
+    if "b{batch}" not in arguments["filepath"]:
+        assert_same(single.get_weights(), [np.asarray(v.value) for v in chief.model.weights])
+
+
+def test_the_chief_decides_what_is_best(tmp_path, monkeypatch):
+    """Where the workers' logs differ: else one would save, and wait for the other."""
+
+    class Score(keras.callbacks.Callback):
+        def __init__(self, scores):
+            super().__init__()
+            self.scores = scores
+
+        def on_epoch_end(self, epoch, logs=None):
+            logs["score"] = self.scores[epoch]
+
+    def callbacks(worker):
+        path = str(tmp_path / "{epoch}-{score}.weights.h5")
+        options = {"save_weights_only": True, "save_best_only": True, "monitor": "score", "mode": "max"}
+        scores = [1, 0, 2, 1] if worker.is_chief else [4, 5, 3, 6]
+        return [Score(scores), keras.callbacks.ModelCheckpoint(path, **options)]
+
+    train_together(monkeypatch, callbacks)
+    assert sorted(os.listdir(tmp_path)) == ["1-1.weights.h5", "3-2.weights.h5"]
+
+
+# BackupAndRestore
+
+
+@pytest.mark.parametrize("options", [{}, {"double_checkpoint": True}, {"save_freq": 1}], ids=str)
+def test_a_run_that_is_cut_goes_on_where_it_was(options, tmp_path, monkeypatch):
+    directory = tmp_path / "new" / "backup"
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(str(directory), **options)
+
+    uncut = compiled()
+    fit(uncut, [])
+    chief, reader, _ = train_together(monkeypatch, lambda worker: [backup(), Interrupt(2)], interrupted=True)
+    assert_only_the_chief_wrote(chief, reader)
+    names = {"latest.weights.h5", "training_metadata.json"}
+    if options.get("double_checkpoint"):
+        names |= {f"{name}.bkp" for name in names}
+    assert set(os.listdir(directory)) == names
+    before = weights(chief.model)
+    restored = {}
+
+    class AtBegin(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            restored.setdefault(two_workers.this_worker().role, (epoch, weights(self.model)))
+
+    chief, reader, _ = train_together(monkeypatch, lambda worker: [backup(), AtBegin()])
+    epoch = 1 if "save_freq" in options else 2  # Keras notes the epoch of the last batch
+    for role in ("chief", "reader"):
+        assert restored[role][0] == epoch
+        assert_same(restored[role][1], before)
+    assert_only_the_chief_wrote(chief, reader)
+    for worker in (chief, reader):
+        assert len(worker.history["loss"]) == 4 - epoch
+        if epoch == 2:
+            assert_same(weights(worker.model), weights(uncut))
+    assert not directory.exists()
+
+
+def interrupted_backup(monkeypatch, directory, epoch=2, **options):
+    """Leaves a backup of the beginning of `epoch`; returns the weights it has."""
+    chief, *_ = train_together(
+        monkeypatch,
+        lambda worker: [keras.callbacks.BackupAndRestore(str(directory), **options), Interrupt(epoch)],
+        interrupted=True,
+    )
+    return weights(chief.model)
+
+
+class Begun(keras.callbacks.Callback):
+    """Notes what a run begins with, and ends it."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch, self.weights = epoch, weights(self.model)
+        raise Interrupted
+
+
+def begin(monkeypatch, directory, **options):
+    """Returns the (epoch, weights) with which each worker goes on."""
+    begun = {"chief": Begun(), "reader": Begun()}
+    train_together(
+        monkeypatch,
+        lambda worker: [keras.callbacks.BackupAndRestore(str(directory), **options), begun[worker.role]],
+        interrupted=True,
+    )
+    return [(callback.epoch, callback.weights) for callback in begun.values()]
+
+
+def test_keras_without_tfdist_reads_the_backup_and_the_reverse(tmp_path, monkeypatch):
+    before = interrupted_backup(monkeypatch, tmp_path)
+    begun = Begun()
+    with pytest.raises(Interrupted):
+        fit(compiled(), [keras.callbacks.BackupAndRestore(str(tmp_path)), begun])
+    assert begun.epoch == 2
+    assert_same(begun.weights, before)
+    # Keras writes no attribute: its metadata count again.
+    plain = compiled()
+    with pytest.raises(Interrupted):
+        fit(plain, [keras.callbacks.BackupAndRestore(str(tmp_path)), Interrupt(3)])
+    for epoch, restored in begin(monkeypatch, tmp_path):
+        assert epoch == 3
+        assert_same(restored, weights(plain))
+
+
+def test_killed_between_the_weights_and_the_epoch(tmp_path, monkeypatch):
+    """The new weights are there, the metadata are of the epoch before: the attribute counts."""
+    staged = keras_callbacks.staged
+    backups = []
+
+    def dying(path):
+        backups.append(path)
+        if len(backups) == 4:  # the metadata of the second epoch
+            raise Interrupted
+        return staged(path)
+
+    def program(worker):
+        with worker.strategy.scope():
+            worker.model = compiled()
+        fit(worker.model, [keras.callbacks.BackupAndRestore(str(tmp_path))])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keras_callbacks, "staged", dying)
+        chief, reader, _ = two_workers.run(patch, program)
+    assert isinstance(chief.error, Interrupted)
+    assert isinstance(reader.error, threading.BrokenBarrierError)
+    assert json.loads((tmp_path / "training_metadata.json").read_text())["epoch"] == 1
+    for epoch, restored in begin(monkeypatch, tmp_path):
+        assert epoch == 2
+        assert_same(restored, weights(chief.model))
+
+
+def test_killed_while_the_weights_are_written(tmp_path, monkeypatch):
+    """The backup before is whole, with its epoch."""
+    before = interrupted_backup(monkeypatch, tmp_path, epoch=1)
+    create = h5py.AttributeManager.create
+
+    def dying(self, name, *args, **kwargs):
+        if name == "tfdist_training_state":
+            raise Interrupted
+        return create(self, name, *args, **kwargs)
+
+    def program(worker):
+        with worker.strategy.scope():
+            model = compiled()
+        fit(model, [keras.callbacks.BackupAndRestore(str(tmp_path))])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(h5py.AttributeManager, "create", dying)
+        chief, *_ = two_workers.run(patch, program)
+    assert isinstance(chief.error, Interrupted)
+    for epoch, restored in begin(monkeypatch, tmp_path):
+        assert epoch == 1
+        assert_same(restored, before)
+
+
+@pytest.mark.parametrize("has_epoch", [True, False])
+def test_an_unreadable_backup_gives_way_to_the_previous_one(has_epoch, tmp_path, monkeypatch):
+    previous = interrupted_backup(monkeypatch, tmp_path, epoch=1)
+    interrupted_backup(monkeypatch, tmp_path, epoch=2, double_checkpoint=True)
+    (tmp_path / "latest.weights.h5").write_bytes(b"\x89HDF no")
+    if not has_epoch:
+        (tmp_path / "training_metadata.json.bkp").unlink()
+        with h5py.File(tmp_path / "latest.weights.h5.bkp", "r+") as file:
+            del file.attrs["tfdist_training_state"]
+    for epoch, restored in begin(monkeypatch, tmp_path, double_checkpoint=True):
+        assert epoch == (1 if has_epoch else 0), "the epoch of the unreadable backup is not the previous one's"
+        assert_same(restored, previous)
+
+
+def test_an_unreadable_backup_without_a_previous_one_is_an_error_for_all(tmp_path, monkeypatch):
+    interrupted_backup(monkeypatch, tmp_path)
+    (tmp_path / "latest.weights.h5").write_bytes(b"\x89HDF no")
+
+    def program(worker):
+        with worker.strategy.scope():
+            model = compiled()
+        with pytest.raises(OSError, match="file signature not found"):
+            fit(model, [keras.callbacks.BackupAndRestore(str(tmp_path))])
+
+    two_workers.succeed(monkeypatch, program)
+
+
+@pytest.mark.parametrize("has_backup", ["chief", "reader"])
+def test_a_directory_that_is_not_shared_is_refused(has_backup, tmp_path, monkeypatch):
+    interrupted_backup(monkeypatch, tmp_path / "chief")
+    (tmp_path / "reader").mkdir()
+    if has_backup == "reader":
+        shutil.move(tmp_path / "chief" / "latest.weights.h5", tmp_path / "reader")
+
+    def program(worker):
+        with worker.strategy.scope():
+            model = compiled()
+        fit(model, [keras.callbacks.BackupAndRestore(str(tmp_path / worker.role))])
+
+    chief, reader, _ = two_workers.run(monkeypatch, program)
+    assert isinstance(reader.error, RuntimeError)
+    assert "`backup_dir` must be on a file system that all workers share" in str(reader.error)
+    assert "Received: backup_dir='" in str(reader.error)
+
+
+def test_a_backup_that_is_kept(tmp_path, monkeypatch):
+    chief, reader, _ = train_together(
+        monkeypatch, lambda worker: [keras.callbacks.BackupAndRestore(str(tmp_path), delete_checkpoint=False)]
+    )
+    assert_only_the_chief_wrote(chief, reader)
+    assert sorted(os.listdir(tmp_path)) == ["latest.weights.h5", "training_metadata.json"]
+    # All epochs are done: the next run only loads, and removes the backup when both have.
+    chief, reader, meeting = train_together(monkeypatch, lambda worker: [keras.callbacks.BackupAndRestore(str(tmp_path))])
+    assert chief.history == reader.history == {}
+    assert not tmp_path.exists()
+    assert meeting.done[-2:] == ["barrier BackupAndRestore/remove/begin", "barrier BackupAndRestore/remove/end"]
+
+
+# Others
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_csv_logger(append, tmp_path, monkeypatch):
+    path = tmp_path / "log.csv"
+    for _ in range(2):
+        chief, reader, _ = train_together(
+            monkeypatch, lambda worker: [keras.callbacks.CSVLogger(str(path), append=append)], epochs=2
+        )
+        assert_only_the_chief_wrote(chief, reader)
+    lines = path.read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == (["epoch", "0", "1", "0", "1"] if append else ["epoch", "0", "1"])
+
+
+def test_orbax_is_refused(cpus):
+    callback = object.__new__(keras.callbacks.OrbaxCheckpoint)  # Orbax need not be installed
+    callback.directory = "backups"
+    strategy = two_workers.attach_cluster(ShardedStrategy(cpus[:1]), two_workers.READER)
+    with strategy.scope():
+        model = sequential()
+    with pytest.raises(NotImplementedError, match="Received: directory='backups'. Use `ModelCheckpoint`"):
+        callback.set_model(model)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_other_strategies_are_left_alone(ours, cpus, tmp_path, monkeypatch):
+    for name in ("staged", "_write_backup", "_backup", "chief_decides", "all_workers_inside"):
+        monkeypatch.setattr(keras_callbacks, name, None)
+    strategy = ShardedStrategy(cpus[:2]) if ours else tf.distribute.get_strategy()
+    callbacks = [
+        keras.callbacks.BackupAndRestore(str(tmp_path / "backup"), delete_checkpoint=False),
+        keras.callbacks.ModelCheckpoint(str(tmp_path / "checkpoints" / "{epoch}.keras")),
+        keras.callbacks.CSVLogger(str(tmp_path / "log.csv")),
+    ]
+    with strategy.scope():
+        model = compiled()
+    fit(model, callbacks, epochs=2)
+    assert sorted(os.listdir(tmp_path)) == ["backup", "checkpoints", "log.csv"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["1.keras", "2.keras"]
+    fit(model, callbacks, epochs=2)
+    assert model._initial_epoch == 2

@@ -1,0 +1,180 @@
+"""The private names of Keras that tfdist/checkpoint stands on: that they exist and do what is relied upon.
+
+A failure here after an upgrade names what changed. (Not `test_private_names`: pytest takes test files by name, one of each.)
+"""
+
+import inspect
+import io
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import saved_models
+from keras.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, OrbaxCheckpoint
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_api, saving_lib
+from keras.src.utils import file_utils, io_utils
+
+from tfdist import checkpoint
+
+pytestmark = pytest.mark.timeout(120)
+
+assert checkpoint.keras_saving, "the overrides are installed"
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+OVERRIDDEN = {
+    # tfdist/checkpoint/keras_saving.py
+    (saving_lib, "save_model"): ["model", "filepath", "weights_format", "zipped"],
+    (saving_lib, "save_weights_only"): ["model", "filepath", "max_shard_size", "objects_to_skip"],
+    (legacy_h5_format, "save_model_to_hdf5"): ["model", "filepath", "overwrite", "include_optimizer"],
+    (saving_api, "save_model"): ["model", "filepath", "overwrite", "zipped", "kwargs"],
+    (saving_api, "save_weights"): ["model", "filepath", "overwrite", "max_shard_size", "kwargs"],
+    # tfdist/checkpoint/keras_callbacks.py
+    (ModelCheckpoint, "_should_save_model"): ["self", "epoch", "batch", "logs", "filepath"],
+    (ModelCheckpoint, "_get_file_path"): ["self", "epoch", "batch", "logs"],
+    (BackupAndRestore, "on_train_begin"): ["self", "logs"],
+    (BackupAndRestore, "_load_model"): ["self"],
+    (BackupAndRestore, "_save_model"): ["self"],
+    (BackupAndRestore, "on_train_end"): ["self", "logs"],
+    (CSVLogger, "on_train_begin"): ["self", "logs"],
+    (CSVLogger, "on_epoch_end"): ["self", "epoch", "logs"],
+    (CSVLogger, "on_train_end"): ["self", "logs"],
+    (OrbaxCheckpoint, "set_model"): ["self", "model"],
+}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), OVERRIDDEN, ids=lambda value: getattr(value, "__name__", value).rpartition(".")[2]
+)
+def test_what_is_overridden(owner, name):
+    original = getattr(owner, name)._tfdist_override
+    assert original.__module__.startswith("keras.src.")
+    assert not hasattr(original, "_tfdist_override"), "overridden twice"
+    assert parameters(original) == OVERRIDDEN[owner, name]
+
+
+def test_every_export_of_the_functions_is_overridden():
+    for name, exporters in {
+        "save_model": (saving_api, keras.saving, keras.models),
+        "save_weights": (saving_api, keras.saving),
+    }.items():
+        originals = {getattr(exporter, name)._tfdist_override for exporter in exporters}
+        assert len(originals) == 1, name
+    assert not hasattr(keras.models, "save_weights")
+
+
+def test_the_overrides_are_where_models_are_saved(tmp_path, monkeypatch):
+    """Every way to save passes by one of the functions, which it looks up in its module when it is called."""
+    calls = []
+    functions = [(saving_api, "save_model"), (saving_api, "save_weights"), (saving_lib, "save_model")]
+    functions += [(saving_lib, "save_weights_only"), (legacy_h5_format, "save_model_to_hdf5")]
+
+    def note(module, name):
+        original, label = getattr(module, name), f"{module.__name__.rpartition('.')[2]}.{name}"
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: (calls.append(label), original(*args, **kwargs)))
+
+    for module, name in functions:
+        note(module, name)
+    model = saved_models.sequential()
+    model.save(tmp_path / "a.keras")
+    model.save(tmp_path / "directory", zipped=False)
+    model.save(tmp_path / "a.h5")
+    model.save_weights(tmp_path / "a.weights.h5")
+    model.save_weights(tmp_path / "a.weights.json", max_shard_size=1)
+    assert calls == [
+        *("saving_api.save_model", "saving_lib.save_model") * 2,
+        *("saving_api.save_model", "legacy_h5_format.save_model_to_hdf5"),
+        *("saving_api.save_weights", "saving_lib.save_weights_only") * 2,
+    ]
+    calls.clear()
+    keras.saving.save_model(model, tmp_path / "a.keras")
+    keras.saving.save_weights(model, tmp_path / "a.weights.h5")
+    assert calls == ["saving_lib.save_model", "saving_lib.save_weights_only"]
+
+
+def test_what_a_reader_calls():
+    assert parameters(saving_lib._save_state) == [
+        *("saveable", "weights_store", "assets_store", "inner_path", "visited_saveables")
+    ]
+    assert parameters(saving_lib._serialize_model_as_json) == ["model"]
+    assert parameters(io_utils.ask_to_proceed_with_overwrite) == ["filepath"]
+    for path in ("gs://bucket/a", "hf://user/model", "/cns/a"):
+        assert file_utils.is_remote_path(path)
+    assert not file_utils.is_remote_path("/tmp/a.keras")
+
+
+def test_a_model_in_memory_needs_no_zip_suffix():
+    """An object in memory is written by every worker, so Keras must not look at its name."""
+    file = io.BytesIO()
+    saving_lib.save_model(saved_models.sequential(), file)
+    assert file.getvalue()[:2] == b"PK"
+
+
+def test_the_stores_that_readers_replace(tmp_path):
+    for store in (saving_lib.H5IOStore, saving_lib.ShardedH5IOStore):
+        assert parameters(store._get_h5_file) == ["self", "path_or_io", "mode"]
+        assert parameters(store.make) == ["self", "path", "metadata"]
+    assert parameters(saving_lib.H5IOStore.__init__) == ["self", "path_or_io", "archive", "mode"]
+    assert parameters(saving_lib.ShardedH5IOStore.__init__)[:3] == ["self", "path_or_io", "max_shard_size"]
+    assert parameters(saving_lib.DiskIOStore.make) == ["self", "path"]
+    opened = []
+
+    class Opening(saving_lib.H5IOStore):
+        def _get_h5_file(self, path_or_io, mode=None):
+            opened.append(path_or_io)
+            return super()._get_h5_file(path_or_io, mode)
+
+    store = Opening(tmp_path / "a.h5", mode="w")
+    store.make("layer")["0"] = keras.Variable([1.0, 2.0])
+    store.close()
+    assert opened == [tmp_path / "a.h5"]
+    with h5py.File(tmp_path / "a.h5") as file:
+        np.testing.assert_array_equal(file["layer/vars/0"], [1, 2])
+
+
+def test_the_layout_of_a_backup(tmp_path):
+    """The files, what the metadata say, and that an attribute of the weights file does no harm."""
+    callback = BackupAndRestore(str(tmp_path))
+    assert callback._weights_path == str(tmp_path / "latest.weights.h5")
+    assert callback._training_metadata_path == str(tmp_path / "training_metadata.json")
+    assert callback._prev_weights_path == f"{callback._weights_path}.bkp"
+    assert callback._prev_training_metadata_path == f"{callback._training_metadata_path}.bkp"
+    assert (callback._current_epoch, callback._last_batch_seen) == (0, 0)
+    assert callback.double_checkpoint is False
+    model = saved_models.sequential()
+    model.compile("sgd", "mse")
+    callback.set_model(model)
+    callback._current_epoch = 3
+    callback._save_model()
+    assert (tmp_path / "training_metadata.json").read_text() == '{"epoch": 3, "batch": 0}'
+    with h5py.File(tmp_path / "latest.weights.h5", "r+") as file:
+        file.attrs["other"] = "{}"
+    callback.on_train_begin()
+    assert model._initial_epoch == 3
+
+
+def test_a_checkpoint_is_saved_where_its_path_says_if_it_should(tmp_path):
+    """`_save_model` asks both overridden methods, makes the directory of the path, and saves the model itself."""
+    asked = []
+
+    class Asked(ModelCheckpoint):
+        def _get_file_path(self, *args):
+            asked.append("path")
+            return str(tmp_path / "new" / "a.keras")
+
+        def _should_save_model(self, *args):
+            asked.append("should")
+            return len(asked) > 2
+
+    callback = Asked("a.keras")
+    callback.set_model(saved_models.sequential())
+    callback._save_model(0, None, {})
+    assert not (tmp_path / "new").exists()
+    callback._save_model(1, None, {})
+    assert (tmp_path / "new" / "a.keras").exists()
+    assert asked == ["path", "should"] * 2

@@ -1,0 +1,70 @@
+"""Who writes."""
+
+import keras
+import pytest
+import saved_models
+import tensorflow as tf
+from two_workers import CHIEF, READER, attach_cluster
+
+from tfdist.checkpoint import WritingRole, writing_role
+from tfdist.checkpoint.writing_role import all_workers_inside, chief_decides, cluster_strategy
+from tfdist.strategy import ShardedStrategy
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def made_under(strategy):
+    with strategy.scope():
+        return saved_models.sequential()
+
+
+def test_alone_without_a_strategy_over_several_workers(cpus):
+    assert writing_role(saved_models.sequential()) is WritingRole.ALONE
+    assert writing_role(made_under(tf.distribute.MirroredStrategy(cpus[:2]))) is WritingRole.ALONE
+    assert writing_role(made_under(ShardedStrategy(cpus[:2]))) is WritingRole.ALONE
+    assert writing_role(made_under(attach_cluster(ShardedStrategy(cpus[:1]), CHIEF, num_workers=1))) is WritingRole.ALONE
+    strategy = ShardedStrategy(cpus[:1])
+    strategy.cluster = None
+    assert writing_role(made_under(strategy)) is WritingRole.ALONE
+
+
+@pytest.mark.parametrize(("role", "expected"), [(CHIEF, WritingRole.CHIEF), (READER, WritingRole.READER)])
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_chief_and_reader(role, expected, zero_stage, cpus):
+    strategy = attach_cluster(ShardedStrategy(cpus[:2], zero_stage=zero_stage), role)
+    model = made_under(strategy)
+    assert writing_role(model) is expected
+    assert cluster_strategy(model) is strategy
+    # Put together outside the scope, of layers made inside it.
+    part = keras.Model(model.inputs, model.layers[0].output)
+    assert part._distribute_strategy is None
+    assert writing_role(part) is expected
+    assert writing_role(model.layers[0]) is expected  # Keras saves layers too
+
+
+def test_objects_without_variables_are_alone():
+    assert writing_role(object()) is WritingRole.ALONE
+    assert writing_role(keras.Sequential()) is WritingRole.ALONE
+
+
+def test_the_chief_decides():
+    chief, reader = tf.distribute.OneDeviceStrategy("CPU:0"), tf.distribute.OneDeviceStrategy("CPU:0")
+    for decision in (True, False):
+        said = []
+        chief.share = lambda name, value, said=said: said.append((name, value)) or value
+        reader.share = lambda name, value, said=said: said[0][1]
+        assert chief_decides(chief, "question", decision) is decision
+        assert chief_decides(reader, "question", not decision) is decision
+        assert said[0][0] == "question"
+
+
+def test_an_error_leaves_a_common_block_at_once():
+    calls = []
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    strategy.barrier = calls.append
+    with pytest.raises(OSError), all_workers_inside(strategy, "block"):
+        raise OSError
+    assert calls == ["block/begin"]
+    with all_workers_inside(strategy, "block"):
+        assert calls == ["block/begin"] * 2
+    assert calls == ["block/begin", "block/begin", "block/end"]

@@ -1,0 +1,249 @@
+"""Batches that the ranks do not share equally: losses, weights, slots and metrics are those of one device.
+
+Batches of 16 of 33 examples leave a last batch of 1, so that all ranks but one get no example; of 37 a last batch of 5, of which
+the last of 4 ranks gets none; 3 ranks share 16 as 6, 6 and 4. All in float64: what differs is no rounding.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.losses import loss as keras_loss
+from training import CLASSES, FEATURES, assert_same, collect, mlp, one_device, small, strategy_for, vectors
+
+pytestmark = pytest.mark.timeout(180)
+
+BATCH = 16
+GRID = pytest.mark.parametrize(("devices", "zero_stage"), [(n, stage) for n in (2, 3, 4) for stage in (0, 2, 3)])
+DIAGONAL = pytest.mark.parametrize(("devices", "zero_stage"), [(2, 2), (3, 0), (4, 3)])
+WORDS, LENGTH = 11, 6
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def crossentropy(reduction="sum_over_batch_size"):
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+
+def example_weights(size):
+    """From 0 to 5, growing with the example, so that the ranks' sums differ much."""
+    return np.linspace(0.0, 5.0, size).astype("float32")
+
+
+def train(
+    strategy,
+    build,
+    x,
+    y,
+    loss,
+    optimizer=None,
+    sample_weight=None,
+    epochs=2,
+    batch_size=BATCH,
+    class_weight=None,
+    **compile_arguments,
+):
+    """Returns what `fit` leaves; its losses are all numbers that `fit` and `evaluate` report."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = build()
+        optimizer = keras.optimizers.Adam(0.01) if optimizer is None else optimizer()
+        model.compile(optimizer=optimizer, loss=loss(), **compile_arguments)
+    arrays = {"batch_size": batch_size, "verbose": 0, "sample_weight": sample_weight}
+    history = model.fit(x, y, epochs=epochs, shuffle=False, class_weight=class_weight, **arrays).history
+    evaluated = model.evaluate(x, y, return_dict=True, **arrays)
+    assert {name: len(values) for name, values in history.items()} == dict.fromkeys(evaluated, epochs)
+    reported = [value for name in sorted(history) for value in (*history[name], evaluated[name])]
+    return collect(model, model.optimizer, reported, strategy)
+
+
+@functools.cache
+def fitted(devices, zero_stage, size, weighted=False):
+    x, y = vectors(size)
+    strategy = strategy_for(devices, zero_stage) if devices > 1 else one_device()
+    weights = example_weights(size) if weighted else None
+    metrics = {"metrics": ["accuracy"], "weighted_metrics": [keras.metrics.SparseCategoricalCrossentropy(from_logits=True)]}
+    return train(strategy, mlp, x, y, crossentropy, sample_weight=weights, **metrics)
+
+
+@GRID
+def test_last_partial_batch(devices, zero_stage):
+    assert_same(fitted(devices, zero_stage, 33), fitted(1, 0, 33), rtol=1e-10)
+
+
+@DIAGONAL
+def test_sample_weight(devices, zero_stage):
+    assert_same(fitted(devices, zero_stage, 37, weighted=True), fitted(1, 0, 37, weighted=True), rtol=1e-10)
+
+
+@pytest.mark.parametrize("size", [33, 37])
+def test_a_mean_of_means_would_fail_here(size, monkeypatch):
+    for name in ("reduce_weighted_values", "unscale_loss_for_distribution"):
+        monkeypatch.setattr(keras_loss, name, getattr(keras_loss, name)._tfdist_override)
+    x, y = vectors(size)
+    theirs = train(strategy_for(4, 2), mlp, x, y, crossentropy, metrics=["accuracy"])
+    mine = fitted(1, 0, size)
+    assert np.abs(theirs.weights["0 sequential/hidden/kernel"] - mine.weights["0 sequential/hidden/kernel"]).max() > 1e-3
+
+
+def test_the_batches_are_shared_as_this_file_says():
+    shares = {}
+    for size, devices in ((33, 2), (37, 3), (37, 4)):
+        strategy = strategy_for(devices, 2)
+        dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.range(size).batch(BATCH))
+        shares[size, devices] = [[len(part) for part in strategy.experimental_local_results(batch)] for batch in dataset]
+    assert shares == {
+        (33, 2): [[8, 8], [8, 8], [1, 0]],
+        (37, 3): [[6, 6, 4], [6, 6, 4], [2, 2, 1]],
+        (37, 4): [[4, 4, 4, 4], [4, 4, 4, 4], [2, 2, 1, 0]],
+    }
+
+
+def compare(devices, zero_stage, *arguments, rtol=1e-10, **settings):
+    expected = train(one_device(), *arguments, **settings)
+    assert_same(train(strategy_for(devices, zero_stage), *arguments, **settings), expected, rtol=rtol)
+
+
+def momentum():
+    """For losses that are sums: steps small enough to stay where rounding is small."""
+    return keras.optimizers.SGD(0.003, momentum=0.9)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight", None])
+def test_reductions(reduction, weighted):
+    """Without a reduction Keras logs the mean of the examples' losses and trains on their sum."""
+    x, y = vectors(37)
+    weights = example_weights(37) if weighted else None
+    loss = functools.partial(crossentropy, reduction)
+    compare(3, 2, small, x, y, loss, optimizer=momentum, sample_weight=weights, metrics=["accuracy"])
+
+
+def test_class_weight():
+    x, y = vectors(33)
+    class_weight = {label: 0.1 + label for label in range(CLASSES)}
+    compare(2, 2, small, x, y, crossentropy, class_weight=class_weight, metrics=["accuracy"])
+
+
+def tagger():
+    """A label per word; words of index 0 are masked."""
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int32"),
+            keras.layers.Embedding(WORDS, 5, mask_zero=True),
+            keras.layers.LSTM(6, return_sequences=True),
+            keras.layers.TimeDistributed(keras.layers.Dense(CLASSES)),
+        ]
+    )
+
+
+def sentences(size):
+    """Sentences of 0 to 6 words, each batch sorted by length, so that the ranks' numbers of valid words differ much."""
+    rng = np.random.default_rng(5)
+    words = rng.integers(1, WORDS, size=(size, LENGTH))
+    lengths = np.arange(size) % BATCH * (LENGTH + 1) // BATCH
+    assert len(set(lengths)) == LENGTH + 1
+    words[np.arange(LENGTH) >= lengths[:, None]] = 0
+    return words.astype("int32"), rng.integers(0, CLASSES, size=(size, LENGTH))
+
+
+@DIAGONAL
+def test_masks(devices, zero_stage):
+    """The first rank of four sees 2 valid words in a batch, the last 21; of the last batch of 33, no rank any."""
+    words, labels = sentences(33)
+    valid = (words[:BATCH] > 0).reshape(4, -1).sum(1)
+    assert valid[0] * 10 < valid[-1]
+    assert not words[-1].any()
+    settings = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"], "optimizer": momentum}
+    compare(devices, zero_stage, tagger, words, labels, crossentropy, **settings)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+def test_masks_and_weights(reduction):
+    words, labels = sentences(37)
+    weights = example_weights(37)[:, None] * np.linspace(0.5, 1.5, LENGTH, dtype="float32")
+    settings = {"sample_weight": weights, "optimizer": momentum, "metrics": ["accuracy"]}
+    compare(3, 2, tagger, words, labels, functools.partial(crossentropy, reduction), **settings)
+
+
+def two_heads():
+    x = keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(9, activation="tanh")(x)
+    return keras.Model(x, {"label": keras.layers.Dense(CLASSES)(hidden), "value": keras.layers.Dense(3)(hidden)})
+
+
+@DIAGONAL
+def test_two_outputs(devices, zero_stage):
+    x, y = vectors(33)
+    targets = {"label": y, "value": x[:, :3] ** 2}
+
+    def losses():
+        return {"label": crossentropy(), "value": "mse"}
+
+    settings = {"loss_weights": {"label": 0.7, "value": 1.9}, "metrics": {"label": "accuracy", "value": "mae"}}
+    compare(devices, zero_stage, two_heads, x, targets, losses, **settings)
+
+
+def regularised():
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(9, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1)),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def test_weight_regularisation_counts_once():
+    """Each rank adds 1/N of it, which Keras rounds to float32."""
+    x, y = vectors(33)
+    compare(3, 3, regularised, x, y, crossentropy, metrics=["accuracy"], rtol=1e-7)
+
+
+def images():
+    return keras.Sequential(
+        [
+            keras.Input((6, 5, 2)),
+            keras.layers.Conv2D(3, 3, padding="same", activation="relu"),
+            keras.layers.MaxPooling2D(2),
+            keras.layers.LayerNormalization(),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(CLASSES, activation="softmax"),
+        ]
+    )
+
+
+def test_images():
+    """In double precision only: on no rows oneDNN's convolutions of single precision return a wrong shape and raise.
+
+    The gradient of `DepthwiseConv2D` is then uninitialised memory, and `BatchNormalization` is NaN: kernels of TensorFlow, under
+    every strategy.
+    """
+    x = np.random.default_rng(1).normal(size=(33, 6, 5, 2)).astype("float32")
+    y = vectors(33)[1]
+    settings = {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "metrics": ["accuracy"]}
+    compare(3, 2, images, x, y, lambda: "sparse_categorical_crossentropy", **settings)
+
+
+def test_several_steps_per_execution():
+    """The loop stands around `strategy.run`."""
+    x, y = vectors(37)
+    compare(3, 2, small, x, y, crossentropy, metrics=["accuracy"], steps_per_execution=2)
+
+
+def test_scalar_losses_are_averaged_over_the_ranks():
+    """A function that takes the mean itself: exact for batches that the ranks share equally."""
+    x, y = vectors(36)
+
+    def loss():
+        return lambda truth, predicted: tf.reduce_mean((predicted - truth) ** 2)
+
+    compare(3, 0, small, x, np.eye(CLASSES)[y], loss, batch_size=12, metrics=["mae"])

@@ -1,0 +1,141 @@
+"""Failures speak: nobody hangs, and every worker's last words name the worker and what happened."""
+
+import socket
+import time
+
+import pytest
+
+from tests import workers
+
+CASES = "tests.strategy.failure_cases"
+PEER_FAILED = 78
+SECONDS_TO_END = 30
+
+
+def last_lines(worker, number=4):
+    return "\n".join(worker.output.strip().splitlines()[-number:])
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("act", "victim", "code", "words"),
+    [
+        ("die", 2, -9, "died, or cannot be reached any more"),
+        ("die", 0, -9, "died, or cannot be reached any more"),
+        ("raise", 1, 1, "raised ValueError: the data of this worker are spoilt"),
+        ("leave", 1, 0, "ended its program while"),
+    ],
+)
+def test_one_worker_ends_all_in_time_and_is_named(tmp_path, act, victim, code, words):
+    each = [{"act": act if index == victim else ""} for index in range(3)]
+    with workers.job(tmp_path, 3, f"{CASES}:fit_and", each=each) as job:
+        job.workers[victim].wait_for("acting", 120)
+        acted = time.monotonic()
+        codes = job.wait(60)
+        assert time.monotonic() - acted < SECONDS_TO_END
+    assert codes[victim] == code
+    for index, worker in enumerate(job.workers):
+        if index != victim:
+            assert codes[index] == PEER_FAILED, worker.output[-3000:]
+            assert f"tfdist: Worker {victim}, worker {victim} (localhost:" in last_lines(worker), worker.output[-3000:]
+            assert words in last_lines(worker)
+            assert worker.output.count("no worker can train without the others") <= 3
+
+
+@pytest.mark.timeout(200)
+def test_a_worker_that_hangs_is_told_by_the_step_timeout(tmp_path):
+    each = [{"act": "hang" if index == 1 else "", "step_timeout_seconds": 6} for index in range(2)]
+    with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each) as job:
+        job.workers[1].wait_for("acting", 120)
+        acted = time.monotonic()
+        codes = job.wait(60)
+        assert time.monotonic() - acted < 6 + SECONDS_TO_END
+    assert codes[0] != 0 and codes[1] == PEER_FAILED, (codes, job.workers[1].output[-2000:])
+    for worker in job.workers:
+        assert "has waited for the other workers for" in worker.output
+        assert "step_timeout_seconds" in worker.output
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("width", "Workers make different variables"),
+        ("layers", "is at the creation of a variable"),
+        ("optimizer", "the optimizer is Adam("),
+        ("setting of the optimizer", "epsilon=0.001"),
+        ("own collective", "all_gather 'all_gather' of float32[2]"),
+        ("data", "Every worker must be given the same dataset"),
+        ("only the chief evaluates", "is at"),
+    ],
+)
+def test_different_programs_are_told_before_they_hang(tmp_path, case, words):
+    with workers.job(
+        tmp_path, 2, f"{CASES}:different_programs", case, each=[{"worker_index": index} for index in range(2)]
+    ) as job:
+        codes = job.wait(100)
+    for code, worker in zip(codes, job.workers, strict=True):
+        assert code not in (0, -9), worker.output[-3000:]
+        assert words in worker.output, worker.output[-3000:]
+        assert "not caught" not in worker.output
+
+
+@pytest.mark.timeout(200)
+def test_settings_that_differ(tmp_path):
+    with workers.job(tmp_path, 2, f"{CASES}:settings_differ", each=[{"worker_index": index} for index in range(2)]) as job:
+        results = job.results(100)
+    for stage, size in results:
+        assert "`zero_stage` is" in stage and "worker 0 (localhost:" in stage and "worker 1 (localhost:" in stage
+        assert "`bucket_bytes` is" in size
+
+
+@pytest.mark.timeout(200)
+def test_unequal_numbers_of_devices(tmp_path):
+    with workers.job(
+        tmp_path,
+        2,
+        f"{CASES}:make_strategy_on",
+        each=[{"devices": 1}, {"devices": 2}],
+        environment={"TFDIST_DEVICES_PER_WORKER": ""},
+    ) as job:
+        codes = job.wait(100)
+    for code, worker in zip(codes, job.workers, strict=True):
+        assert code != 0
+        assert "`devices per worker` is" in worker.output, worker.output[-2000:]
+
+
+@pytest.mark.timeout(200)
+def test_a_late_worker_is_waited_for(tmp_path):
+    with workers.job(tmp_path, 2, f"{CASES}:make_strategy", delays=[0, 8]) as job:
+        assert job.results(100) == [2, 2]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("present", [0, 1])
+def test_a_worker_that_never_comes(tmp_path, present):
+    ports = workers.free_ports(2)
+    with workers.job(
+        tmp_path, 2, f"{CASES}:make_strategy", ports=ports, each=[{"rendezvous_timeout_seconds": 6}] * 2, only=[present]
+    ) as job:
+        started = time.monotonic()
+        (code,) = job.wait(100)
+        assert time.monotonic() - started < 6 + SECONDS_TO_END
+    assert code == 1
+    output = job.workers[0].output
+    assert "rendezvous_timeout_seconds=6" in output, output[-2000:]
+    assert f"localhost:{ports[1 - present]}" in output
+
+
+@pytest.mark.timeout(200)
+def test_a_port_in_use(tmp_path):
+    ports = workers.free_ports(2)
+    with socket.socket() as taken:
+        taken.bind(("", ports[1]))
+        taken.listen()
+        with workers.job(
+            tmp_path, 2, f"{CASES}:make_strategy", ports=ports, each=[{"rendezvous_timeout_seconds": 8}] * 2
+        ) as job:
+            codes = job.wait(100)
+    assert codes == [1, 1]
+    assert f"port {ports[1]}, which TF_CONFIG gives it, cannot be used" in job.workers[1].output
+    assert f"worker 1 (localhost:{ports[1]})" in job.workers[0].output

@@ -1,0 +1,96 @@
+"""Jobs of several workers against one device: the same losses, weights and slots, on every worker."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests import training, workers
+from tests.strategy import worker_cases
+
+CASES = "tests.strategy.worker_cases"
+# workers, devices per worker, whether the first is called chief, stages
+JOBS = [(2, 1, False, [0, 1, 2, 3]), (2, 2, False, [1, 3]), (4, 1, True, [0, 2, 3])]
+
+
+def assert_equal_trees(actual, expected, what, rtol=1e-5):
+    """Numbers agree to `rtol` of the largest of each array."""
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected), what
+        for key in expected:
+            assert_equal_trees(actual[key], expected[key], f"{what}, {key}", rtol)
+    elif isinstance(expected, list) and not np.isscalar(expected[0]):
+        assert len(actual) == len(expected), what
+        for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_equal_trees(one, other, f"{what} {number}", rtol)
+    else:
+        actual, expected = np.asarray(actual), np.asarray(expected)
+        assert actual.shape == expected.shape, what
+        scale = max(np.abs(expected).max(initial=0.0), 1e-2)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * scale, err_msg=what)
+
+
+def assert_same_as(expected, numbers):
+    training.assert_same(training.Trained(**numbers), expected)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("number", "devices", "chief", "stages"), JOBS)
+def test_training_is_that_of_one_device(tmp_path, number, devices, chief, stages):
+    with workers.job(
+        tmp_path, number, f"{CASES}:train_grid", stages, devices_per_worker=devices, chief=chief
+    ) as job:
+        expected = {
+            name: train(training.one_device(), training.mlp, worker_cases.adam)
+            for name, train in (("fit", training.fit), ("custom_loop", training.custom_loop))
+        }
+        for found in job.results(350):
+            for (_, loop), numbers in found.items():
+                assert_same_as(expected[loop], numbers)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("number", "devices", "stages"), [(2, 1, [0, 2, 3]), (2, 2, [3])])
+def test_methods_of_a_model_on_data_that_do_not_divide(tmp_path, number, devices, stages):
+    with workers.job(tmp_path, number, f"{CASES}:ask_models", stages, devices_per_worker=devices) as job:
+        expected = worker_cases.ask_model(training.one_device())
+        for found in job.results(350):
+            for stage in stages:
+                assert_equal_trees(found[stage], expected, f"zero_stage {stage}")
+
+
+@pytest.mark.timeout(200)
+def test_workers_that_read_their_own_data(tmp_path):
+    """The shorter worker takes part with no rows until the longer one is through."""
+    with workers.job(tmp_path, 2, f"{CASES}:read_own_parts", 3) as job:
+        first, second = job.results(150)
+    assert len(first["losses"]) == 3
+    assert_equal_trees(second, first, "the other worker")
+    x, y = training.vectors(20)
+    batches = [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 16, 17, 18, 19], [8, 9, 10, 11]]
+    assert_equal_trees(first, one_device_on(x, y, batches), "one device on the same batches")
+
+
+def one_device_on(x, y, batches):
+    keras.utils.set_random_seed(5)
+    model = training.mlp()
+    model.compile(worker_cases.adam(), training.loss_function())
+    losses = [float(model.train_on_batch(x[rows], y[rows])) for rows in batches]
+    return {"losses": losses, "weights": model.get_weights()}
+
+
+@pytest.mark.timeout(500)
+def test_the_order_of_more_than_ten_workers(tmp_path):
+    size = 12
+    with workers.job(tmp_path, size, f"{CASES}:rank_order") as job:
+        expected = training.fit(training.one_device(), training.small, worker_cases.adam)
+        results = job.results(450)
+    ranks = np.arange(size, dtype="float32")
+    for rank, found in enumerate(results):
+        assert found["rank"] == rank
+        np.testing.assert_array_equal(found["gathered"], np.repeat(ranks, 2))
+        np.testing.assert_array_equal(found["gather"], np.repeat(ranks, 2))
+        np.testing.assert_array_equal(found["summed"], [ranks.sum()] * 2)
+        np.testing.assert_array_equal(found["scattered"], [size * rank + ranks.sum()])
+        np.testing.assert_array_equal(found["exchanged"], ranks * 100 + rank)
+        np.testing.assert_array_equal(found["from_3"], [3, 3])
+        assert_same_as(expected, found["trained"])

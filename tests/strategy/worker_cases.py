@@ -1,0 +1,119 @@
+"""What the workers of the multi-worker tests run. One launch runs many cases: starting TensorFlow costs more than they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+from tests import training
+
+SGD = {"learning_rate": 0.3, "momentum": 0.9}
+
+
+def adam() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(0.01)
+
+
+def as_numbers(trained: training.Trained) -> dict[str, Any]:
+    return {"losses": trained.losses, "weights": trained.weights, "slots": trained.slots}
+
+
+def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], dict[str, Any]]:
+    """Trains the same model with every stage, through `fit` and through a custom loop."""
+    found = {}
+    for stage in zero_stages:
+        strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
+        for name, train in (("fit", training.fit), ("custom_loop", training.custom_loop)):
+            found[stage, name] = as_numbers(train(strategy, training.mlp, adam))
+    return found
+
+
+def ask_model(strategy: Any) -> dict[str, Any]:
+    """Goes through the methods of a compiled model, on data that do not divide; also run on one device, for comparison."""
+    x, y = training.vectors(37)
+    weights = np.linspace(0.1, 2.0, 37).astype("float32")
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = training.mlp()
+        model.compile(adam(), training.loss_function(), metrics=["accuracy"])
+    found: dict[str, Any] = {}
+    # Batches of 8 and 5, then of 16, 16 and 5, then of 9 x 4 and 1: some ranks get fewer rows, or none.
+    history = model.fit(x, y, sample_weight=weights, batch_size=8, epochs=2, validation_data=(x, y), shuffle=True, verbose=0)
+    found["history"] = history.history
+    found["fit, last batch of 1"] = model.fit(x, y, batch_size=9, verbose=0).history
+    found["evaluate"] = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
+    found["predict"] = model.predict(x, batch_size=9, verbose=0)
+    found["train_on_batch"] = model.train_on_batch(x[:8], y[:8], return_dict=True)
+    found["test_on_batch"] = model.test_on_batch(x[:8], y[:8], return_dict=True)
+    found["predict_on_batch"] = model.predict_on_batch(x[:8])
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(37).batch(8).prefetch(2)
+    found["shuffled dataset"] = model.fit(dataset, epochs=2, verbose=0).history
+    unknown = dataset.filter(lambda features, labels: True)
+    found["unknown length"] = model.fit(unknown, verbose=0).history
+    found["steps"] = model.fit(dataset.repeat(), steps_per_epoch=3, epochs=2, verbose=0).history
+    found["weights"] = model.get_weights()
+    model.set_weights([weight * 0.5 for weight in found["weights"]])
+    found["half the weights"] = model.get_weights()
+    found["slots"] = [variable.numpy() for variable in model.optimizer.variables]
+    return found
+
+
+def ask_models(zero_stages: list[int]) -> dict[int, dict[str, Any]]:
+    return {stage: ask_model(tfdist.MultiWorkerShardedStrategy(zero_stage=stage)) for stage in zero_stages}
+
+
+def read_own_parts(zero_stage: int) -> dict[str, Any]:
+    """Trains on data that each worker reads on its own, of different length, with a custom loop."""
+    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=zero_stage)
+    x, y = training.vectors(20)
+
+    def own_part(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        rows = slice(0, 12) if context.input_pipeline_id == 0 else slice(12, 20)
+        return tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).batch(4)
+
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = training.mlp()
+        optimizer = adam()
+    loss_of = training.loss_function()  # a mean: over the rows of all workers
+
+    @tf.function
+    def step(features, labels):
+        def on_rank(features, labels):
+            with tf.GradientTape() as tape:
+                loss = loss_of(labels, model(features, training=True))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        return strategy.reduce("SUM", strategy.run(on_rank, args=(features, labels)), axis=None)
+
+    losses = [float(step(*batch)) for batch in strategy.distribute_datasets_from_function(own_part)]
+    return {"losses": losses, "weights": model.get_weights()}
+
+
+def rank_order() -> dict[str, Any]:
+    """Collectives among more than ten workers: tasks sort as strings."""
+    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=3)
+    size = strategy.mesh.world_size
+
+    def on_rank():
+        rank = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        mine = tf.fill([2], rank)
+        to_each = rank * 100 + tf.range(size, dtype=tf.float32)
+        return {
+            "gathered": tfdist.collectives.all_gather(mine),
+            "summed": tfdist.collectives.all_reduce(mine),
+            "scattered": tfdist.collectives.reduce_scatter(tf.range(size, dtype=tf.float32) + rank),
+            "exchanged": tfdist.collectives.all_to_all(to_each),
+            "from_3": tfdist.collectives.broadcast(mine, root=3),
+        }
+
+    outputs = tf.function(lambda: strategy.run(on_rank))()
+    found = {name: strategy.experimental_local_results(value)[0].numpy() for name, value in outputs.items()}
+    found["rank"] = strategy.extended.communicator.local_ranks[0]
+    found["gather"] = strategy.gather(tf.fill([2], float(found["rank"])), axis=0).numpy()
+    return {**found, "trained": as_numbers(training.fit(strategy, training.small, adam))}

@@ -1,0 +1,132 @@
+"""What a worker that is not the chief saves into: the stores of Keras, without the files.
+
+Everything but the file is Keras's own code, so a variable is read here when, and only when, the chief reads it. Each value is
+dropped as soon as it is read. The names are private to Keras (`keras.src.saving.saving_lib`):
+tests/checkpoint/test_private_names_of_saving.py fails when they change.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import tempfile
+from typing import Any
+
+import h5py
+from keras.src.saving import saving_lib
+
+from tfdist import errors
+
+
+class DiscardingGroup:
+    """A group of an HDF5 file that keeps the keys and drops the values."""
+
+    def __init__(self, name: str = "/"):
+        self._group_name = name
+        self._keys: dict[str, None] = {}
+
+    @property
+    def name(self) -> str:
+        return self._group_name
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        return {}
+
+    def create_group(self, name: str) -> DiscardingGroup:
+        return DiscardingGroup(f"{self._group_name.rstrip('/')}/{name}")
+
+    def create_dataset(self, name: str, *args: Any, **kwargs: Any) -> DiscardingGroup:
+        self[name] = None
+        return DiscardingGroup()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, str):  # otherwise a data set is filled: `dataset[:] = value`
+            self._keys[key] = None
+
+    def __delitem__(self, key: str) -> None:
+        del self._keys[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def keys(self) -> list[str]:
+        return list(self._keys)
+
+    def get(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            errors.message(
+                "`save_own_variables` must not read back what it stored: on all workers but the chief nothing is kept.",
+                key=name,
+                fix="Keep the value in a local variable.",
+            )
+        )
+
+    __getitem__ = get
+
+
+class DiscardingFile(DiscardingGroup, h5py.File):
+    """An HDF5 file open for writing, for whoever looks at the class, and no file at all."""
+
+    def __init__(self, filename: Any = ""):
+        DiscardingGroup.__init__(self)  # not h5py's, which opens a file
+        self._filename = str(filename)
+
+    @property
+    def filename(self) -> str:
+        return self._filename
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"<DiscardingFile {self._filename!r}>"
+
+
+class DiscardingStore(saving_lib.H5IOStore):
+    """Where a reader's variables go."""
+
+    def __init__(self) -> None:
+        super().__init__("discarded", mode="w")
+
+    def _get_h5_file(self, path_or_io: Any, mode: str | None = None) -> DiscardingFile:
+        return DiscardingFile(path_or_io)
+
+
+class DiscardingShardedStore(saving_lib.ShardedH5IOStore):
+    """The same for weights in several files: a variable larger than a file may be is refused as on the chief."""
+
+    def __init__(self, path: str | pathlib.Path, max_shard_size: float):
+        super().__init__(path, max_shard_size, mode="w")
+
+    def _get_h5_file(self, path_or_io: Any, mode: str | None = None) -> DiscardingFile:
+        return DiscardingFile(path_or_io)
+
+    def close(self) -> None:
+        self.h5_file = None  # Keras's own also writes the index
+
+
+class DiscardingAssets(saving_lib.DiskIOStore):
+    """Where a reader's assets go: `save_assets` may read variables too, so it must run. Its directory goes with the next."""
+
+    def __init__(self) -> None:
+        self._directory: str | None = None  # not Keras's `__init__`, which makes a directory before any is needed
+
+    def make(self, path: str) -> str:
+        self.close()
+        self._directory = tempfile.mkdtemp(prefix="tfdist-discarded-")
+        return self._directory
+
+    def close(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory)
+            self._directory = None

@@ -1,0 +1,62 @@
+"""Files that appear whole: written beside their place, then moved into it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def staged(path: str | os.PathLike) -> Iterator[str]:
+    """Gives a path to write to; what was written there takes the place of `path` when the block ends without an error.
+
+    A process that is killed inside the block leaves the old file as it was. It also leaves the staging directory, which the
+    next `staged` of the same path removes.
+
+        model.keras                                     the old file
+        .tfdist-saving-model.keras/model.keras          what the block writes
+        .tfdist-saving-model.keras/model_00000.h5       it may write more files beside it; they are moved first
+
+    One file is replaced atomically. Several files, or a directory that exists already, are replaced file by file: each is
+    whole, but a kill between two moves leaves new ones beside old ones. Disk: old and new at the same time.
+
+    Args:
+        path: a file or directory on a local file system (also a mounted one), in a directory that exists.
+
+    Raises:
+        OSError: the directory of `path` does not exist or cannot be written.
+    """
+    target = os.path.abspath(os.fspath(path))
+    directory, name = os.path.split(target)
+    # Beside the file that a link points to: only on the same file system is a move atomic.
+    staging = os.path.join(os.path.dirname(os.path.realpath(target)), f".tfdist-saving-{name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    os.mkdir(staging)
+    try:
+        yield os.path.join(staging, name)
+        for written in sorted(os.listdir(staging), key=lambda written: (written == name, written)):
+            source = os.path.join(staging, written)
+            _flush(source)
+            _move(source, os.path.realpath(os.path.join(directory, written)))
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _flush(path: str) -> None:
+    """Forces the files at `path` onto the disk: after a crash of the machine a moved file could else be empty."""
+    if os.path.isdir(path):
+        for name in os.listdir(path):
+            _flush(os.path.join(path, name))
+    else:
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+
+
+def _move(source: str, destination: str) -> None:
+    if os.path.isdir(source) and os.path.isdir(destination):
+        for name in sorted(os.listdir(source)):
+            _move(os.path.join(source, name), os.path.join(destination, name))
+    else:
+        os.replace(source, destination)

@@ -1,0 +1,71 @@
+"""What this worker does when a model is saved."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+
+class WritingRole(enum.Enum):
+    """What this worker does when a model is saved, and what that costs beyond the model.
+
+    Reading a variable that is sharded over workers is a collective: all workers must read the same ones in the same order.
+    """
+
+    ALONE = "alone"
+    """No tfdist strategy over several workers made the model: everything is Keras's own affair."""
+    CHIEF = "chief"
+    """Reads and writes. Disk: the new file beside the old one until it is whole."""
+    READER = "reader"
+    """Reads what the chief reads and drops it. Memory: one variable. Disk: nothing, but for what a layer's `save_assets` writes
+    in a temporary directory, layer by layer."""
+
+
+def cluster_strategy(model: Any) -> Any | None:
+    """Returns the tfdist strategy over several workers that made `model`, None where there is none.
+
+    Such a strategy has `cluster` (with `is_chief` and `num_workers`), `barrier(name)`, which returns when all workers have
+    called it, and `share(name, value)`, which returns the chief's value on all of them. Both take a name again and again.
+    """
+    for strategy in _strategies(model):
+        cluster = getattr(strategy, "cluster", None)
+        if cluster is not None and cluster.num_workers > 1:
+            return strategy
+    return None
+
+
+def _strategies(model: Any) -> Iterator[Any]:
+    yield getattr(model, "_distribute_strategy", None)
+    # A model put together outside `scope()` of layers made inside it: its variables know.
+    for variable in getattr(model, "variables", ()):
+        yield getattr(getattr(variable, "value", None), "distribute_strategy", None)
+
+
+def writing_role(model: Any) -> WritingRole:
+    """Returns what this worker does when `model` is saved.
+
+    Args:
+        model: a Keras model, or anything else that Keras saves.
+    """
+    strategy = cluster_strategy(model)
+    if strategy is None:
+        return WritingRole.ALONE
+    return WritingRole.CHIEF if strategy.cluster.is_chief else WritingRole.READER
+
+
+def chief_decides(strategy: Any, name: str, decision: bool) -> bool:
+    """Returns the chief's `decision` on every worker: where workers decide each for itself, one may save and the other not."""
+    return strategy.share(name, "yes" if decision else "no") == "yes"
+
+
+@contextlib.contextmanager
+def all_workers_inside(strategy: Any, name: str) -> Iterator[None]:
+    """A block that no worker enters before all are there, nor leaves before all have come to its end.
+
+    Where only such blocks change files, no worker reads a file while the chief changes it. An error leaves the block at once.
+    """
+    strategy.barrier(f"{name}/begin")
+    yield
+    strategy.barrier(f"{name}/end")
