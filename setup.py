@@ -21,7 +21,8 @@ setup(
     packages=find_packages(include=["tfdist", "tfdist.*"]),
     package_data={"tfdist": ["py.typed"]},
     python_requires=">=3.11",
-    install_requires=["tensorflow>=2.21,<2.22", "keras>=3.15,<4", "tensorflow-datasets", "numpy"],
+    install_requires=["tensorflow>=2.21,<2.22", "keras>=3.15,<4", "tensorflow-datasets", "numpy", "h5py"],
+    entry_points={"console_scripts": ["tfdist=tfdist.launch.cli:main"]},
     extras_require={"examples": EXAMPLES, "test": TEST + EXAMPLES},
     keywords=["tensorflow", "keras", "distributed training", "ZeRO", "FSDP", "sharding"],
     classifiers=[

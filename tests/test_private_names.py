@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.trainer import Trainer
@@ -507,6 +508,8 @@ OVERRIDDEN = {
     (TFOptimizer, "_apply_weight_decay"): ["self", "variables"],
     (TFOptimizer, "_backend_update_step"): ["self", "grads", "trainable_variables", "learning_rate"],
     (TensorFlowTrainer, "_maybe_symbolic_build"): ["self", "iterator", "data_batch"],
+    (TensorFlowTrainer, "predict_on_batch"): ["self", "x"],
+    (tensorflow_trainer, "_multi_worker_concat"): ["v", "strategy"],
 }
 
 

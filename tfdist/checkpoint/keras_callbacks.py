@@ -37,9 +37,9 @@ from keras.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, OrbaxC
 from keras.src.utils import file_utils
 
 from tfdist import errors
-from tfdist.checkpoint.override import override
 from tfdist.checkpoint.staging import staged
 from tfdist.checkpoint.writing_role import WritingRole, all_workers_inside, chief_decides, cluster_strategy, writing_role
+from tfdist.override import override
 
 _STATE = "tfdist_training_state"
 

@@ -34,9 +34,9 @@ from keras.src.utils import file_utils, io_utils
 
 from tfdist import errors
 from tfdist.checkpoint.discarding import DiscardingAssets, DiscardingFile, DiscardingShardedStore, DiscardingStore
-from tfdist.checkpoint.override import override
 from tfdist.checkpoint.staging import staged
 from tfdist.checkpoint.writing_role import WritingRole, all_workers_inside, chief_decides, cluster_strategy, writing_role
+from tfdist.override import override
 
 
 @override("save_model", saving_lib)

@@ -91,10 +91,12 @@ class CrossReplica:
         """
         if not tf.executing_eagerly():
             return self._emit(emit, values, members)
-        # A function each, because TensorFlow warns of a function that is traced for many shapes.
-        key = (key, *((tuple(value.shape), value.dtype) for value in values))
+        # Concrete functions, because TensorFlow warns of a function that is traced for many shapes.
+        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+        key = (key, *((tuple(spec.shape), spec.dtype) for spec in specs))
         if key not in self._functions:
-            self._functions[key] = tf.function(lambda *values: self._emit(emit, values, members), autograph=False)
+            traced = tf.function(lambda *values: self._emit(emit, values, members), autograph=False)
+            self._functions[key] = traced.get_concrete_function(*specs)
         return self._functions[key](*values)
 
     def _emit(self, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None) -> list[tf.Tensor]:

@@ -50,8 +50,7 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
         parts: the pieces to keep, each in [0, num_parts), in the order in which they are to come.
 
     Returns:
-        A dataset of the same structure with `len(parts)` elements for each of `dataset`, with its options, but never sharded
-        automatically (`AutoShardPolicy.OFF`).
+        A dataset of the same structure with `len(parts)` elements for each of `dataset`, with its options.
 
     Raises:
         ValueError: `num_parts` or `parts` are out of range, or an element of `dataset` holds a scalar, or tensors with different
@@ -89,9 +88,7 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
         split = dataset.map(only_piece)  # not in parallel: there is nothing to compute
     else:
         split = _with_cardinality(dataset.flat_map(all_pieces), dataset.cardinality(), len(parts))
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return split.prefetch(tf.data.AUTOTUNE).with_options(options)
+    return split.prefetch(tf.data.AUTOTUNE)
 
 
 def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int, ...]) -> None:

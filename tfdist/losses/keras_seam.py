@@ -11,7 +11,8 @@ S_r / sum_s D_s: shares, and so their gradients, add up to those of the global b
 
 Every override looks at the strategy first and falls through, untouched, for all but tfdist's; also in eager code, in
 cross-replica context and in Keras's symbolic build, where no rank computes. The names are private to Keras:
-tests/losses/test_private_names.py fails when they change. Metrics are left alone: they add up numerators and counts already.
+tests/losses/test_private_names_of_losses.py fails when they change. Metrics are left alone: they add up numerators and counts
+already.
 
     loss.reduce_weighted_values           a rank's share instead of the scaled local mean. One all-reduce of 1 number, of 3
                                           with a mask; none for the reductions "sum" and None, and for scalars
@@ -29,7 +30,6 @@ without examples is NaN: what is logged shows it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,29 +38,11 @@ import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 
 from tfdist.collectives import all_reduce, find_program
+from tfdist.override import override
 from tfdist.sharding import config_of
 from tfdist.sharding.keras_scope import in_symbolic_scope
 
-_INSTALLED = "_tfdist_override"
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-
-
-def _override(name: str) -> Callable[[Callable[..., Any]], None]:
-    """Replaces Keras's function `name` by `function(original, ...)`, once. Keras looks both up in their module on each call."""
-
-    def install(function: Callable[..., Any]) -> None:
-        original = getattr(keras_loss, name)
-        if hasattr(original, _INSTALLED):
-            return
-
-        @functools.wraps(original)
-        def overriding(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        setattr(overriding, _INSTALLED, original)
-        setattr(keras_loss, name, overriding)
-
-    return install
 
 
 def _batch_is_shared() -> bool:
@@ -71,7 +53,7 @@ def _batch_is_shared() -> bool:
     return program is not None and program.mesh.size("data") > 1
 
 
-@_override("reduce_weighted_values")
+@override("reduce_weighted_values", keras_loss)
 def _reduce_weighted_values(
     original: Callable[..., Any],
     values: Any,
@@ -109,7 +91,7 @@ def _reduce_weighted_values(
     return tf.cast(tf.math.divide_no_nan(total, divisor), values.dtype)
 
 
-@_override("unscale_loss_for_distribution")
+@override("unscale_loss_for_distribution", keras_loss)
 def _unscale_loss_for_distribution(original: Callable[..., Any], value: Any) -> Any:
     if not _batch_is_shared():
         return original(value)

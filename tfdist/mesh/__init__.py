@@ -1,10 +1,11 @@
 """Level 2: which devices there are, and how they form a mesh. Only this package calls `tf.config`."""
 
 from tfdist.mesh import coordination
-from tfdist.mesh.cluster import Cluster, Task, check_port_is_free, read_cluster
+from tfdist.mesh.cluster import Cluster, Task, read_cluster
 from tfdist.mesh.coordination import Coordination
 from tfdist.mesh.device_mesh import MESH_AXES, Coordinate, DeviceMesh, current_mesh
 from tfdist.mesh.devices import default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus, worker_devices
+from tfdist.mesh.rendezvous import wait_for_workers
 
 __all__ = [
     "MESH_AXES",
@@ -13,7 +14,6 @@ __all__ = [
     "Coordination",
     "DeviceMesh",
     "Task",
-    "check_port_is_free",
     "coordination",
     "current_mesh",
     "default_devices",
@@ -21,5 +21,6 @@ __all__ = [
     "resolve_devices",
     "use_logical_cpus",
     "uses_physical_gpus",
+    "wait_for_workers",
     "worker_devices",
 ]

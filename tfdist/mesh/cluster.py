@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -158,22 +157,6 @@ def _as_int(value: Any) -> int | None:
 def _is_address(value: Any) -> bool:
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
-
-
-def check_port_is_free(task: Task) -> None:
-    """Raises RuntimeError when this machine already uses the port on which `task`, this process, is to be reached."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # A port whose last connections are still closing is free for a server.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", task.port))
-        except OSError as error:
-            raise RuntimeError(
-                errors.message(
-                    f"{task} cannot start: port {task.port}, which TF_CONFIG gives it, cannot be used ({error}).",
-                    fix="End what uses it (a worker of an earlier run?), or choose another port for this task, on every worker.",
-                )
-            ) from error
 
 
 def devices_per_worker_setting() -> int | None:

@@ -17,7 +17,6 @@ tests/test_private_names.py fails when they change.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,34 +29,15 @@ from keras.src.trainers.trainer import Trainer
 from tfdist import errors
 from tfdist.optimizers.step import sharded_step
 from tfdist.optimizers.support import check_supported, check_variables, describe
+from tfdist.override import override
 from tfdist.sharding import ShardingConfig, config_of
-
-_INSTALLED = "_tfdist_override"
-
-
-def _override(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Replaces the method `owner.name` by `function(original, self, ...)`, once."""
-
-    def install(function: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-        if hasattr(original, _INSTALLED):
-            return
-
-        @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(original, self, *args, **kwargs)
-
-        setattr(method, _INSTALLED, original)
-        setattr(owner, name, method)
-
-    return install
 
 
 def _config(optimizer: Any) -> ShardingConfig | None:
     return config_of(getattr(optimizer, "_distribution_strategy", None))
 
 
-@_override(TFOptimizer, "__init__")
+@override("__init__", TFOptimizer)
 def _init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     config = _config(self)
@@ -65,7 +45,7 @@ def _init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -
         check_supported(self, config)
 
 
-@_override(TFOptimizer, "build")
+@override("build", TFOptimizer)
 def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     config = _config(self)
     if config is not None:
@@ -76,13 +56,13 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     original(self, variables)
 
 
-@_override(TFOptimizer, "_apply_weight_decay")
+@override("_apply_weight_decay", TFOptimizer)
 def _apply_weight_decay(original: Callable[..., None], self: Any, variables: Any) -> None:
     if _config(self) is None:
         original(self, variables)
 
 
-@_override(TFOptimizer, "_backend_update_step")
+@override("_backend_update_step", TFOptimizer)
 def _backend_update_step(
     original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any, learning_rate: Any
 ) -> None:
@@ -93,7 +73,7 @@ def _backend_update_step(
         sharded_step(self, grads, [_value(variable) for variable in trainable_variables], learning_rate, config)
 
 
-@_override(Trainer, "compile")
+@override("compile", Trainer)
 def _compile(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     scope = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
     made_by = getattr(self, "_distribute_strategy", None)
@@ -143,7 +123,7 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
         check_variables(optimizer, model.trainable_variables, strategy)
 
 
-@_override(TensorFlowTrainer, "_maybe_symbolic_build")
+@override("_maybe_symbolic_build", TensorFlowTrainer)
 def _maybe_symbolic_build(
     original: Callable[..., None], self: Any, iterator: Any = None, data_batch: Any = None
 ) -> None:
@@ -171,7 +151,7 @@ def _has_known_shape(spec: Any) -> bool:
     return spec is None or is_dense and spec.shape[1:].is_fully_defined()
 
 
-@_override(TensorFlowTrainer, "predict_on_batch")
+@override("predict_on_batch", TensorFlowTrainer)
 def _predict_on_batch(original: Callable[..., Any], self: Any, x: Any) -> Any:
     outputs = original(self, x)
     if config_of(self._distribute_strategy) is None:
@@ -180,7 +160,7 @@ def _predict_on_batch(original: Callable[..., Any], self: Any, x: Any) -> Any:
     return tf.nest.map_structure(lambda output: output[:rows], outputs)
 
 
-@_override(tensorflow_trainer, "_multi_worker_concat")
+@override("_multi_worker_concat", tensorflow_trainer)
 def _multi_worker_concat(original: Callable[..., Any], value: Any, strategy: tf.distribute.Strategy) -> Any:
     return original(value, strategy) if config_of(strategy) is None else strategy.gather(value, axis=0)
 

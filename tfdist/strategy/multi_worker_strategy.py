@@ -14,9 +14,9 @@ from tfdist import errors
 from tfdist.mesh import (
     Cluster,
     Coordination,
-    check_port_is_free,
     coordination,
     read_cluster,
+    wait_for_workers,
     worker_devices,
 )
 from tfdist.sharding import DEFAULT_BUCKET_BYTES
@@ -121,13 +121,13 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         serial = next(self._serials)
         self._collective_key_base = 1000 * serial
         server_runs = cluster is not None and coordination.is_started()
-        if cluster is not None and not server_runs:
-            check_port_is_free(cluster.task)
-            coordination.configure(cluster, rendezvous_timeout_seconds)
         resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         try:
+            if cluster is not None and not server_runs:
+                coordination.configure(cluster, rendezvous_timeout_seconds)
+                wait_for_workers(cluster, rendezvous_timeout_seconds)
             extended = ShardedCollectiveExtended(self, self._sharding_config, cluster, resolver, options, server_runs)
-        except tf.errors.OpError as error:
+        except (tf.errors.OpError, TimeoutError) as error:
             raise RuntimeError(_not_met(cluster, rendezvous_timeout_seconds, str(error).splitlines()[0])) from error
         # Not MultiWorkerMirroredStrategy.__init__, which makes its own extended.
         tf.distribute.Strategy.__init__(self, extended)

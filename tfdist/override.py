@@ -1,4 +1,7 @@
-"""Replacing one of Keras's functions or methods by one that may call it."""
+"""Replacing one of Keras's functions or methods by one that may call it, where Keras has no hook.
+
+Every override looks at the strategy first and calls the original, untouched, for all but tfdist's.
+"""
 
 from __future__ import annotations
 

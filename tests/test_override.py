@@ -2,7 +2,7 @@
 
 import types
 
-from tfdist.checkpoint.override import override
+from tfdist.override import override
 
 
 def test_every_export_of_a_function_is_replaced_once():

@@ -1,0 +1,90 @@
+"""The private names of TensorFlow and Keras that jobs of several workers need: this fails when upstream changes them."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_utils, input_util, values
+from tensorflow.python.eager import context
+
+Extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("set_config_key_value", ["key", "value"]),
+        ("get_config_key_value", ["key", "timeout_in_ms"]),
+        ("abort_collective_ops", ["code", "message"]),
+        ("check_collective_ops_peer_health", ["task", "timeout_in_ms"]),
+    ],
+)
+def test_methods_of_the_eager_context(name, expected):
+    assert parameters(getattr(context.context(), name)) == expected
+
+
+def test_the_coordination_service_takes_these_settings():
+    wanted = {"service_type", "service_leader", "cluster_register_timeout_in_ms", "heartbeat_timeout_in_ms", "coordinated_jobs"}
+    assert wanted <= set(parameters(context.context().configure_coordination_service))
+    job = coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=3)
+    assert (job.name, job.num_tasks) == ("worker", 3)
+
+
+def test_state_of_the_eager_context():
+    here = context.context()
+    assert here._collective_ops_server_def is None  # this process is no worker
+    assert here._initialized in (True, False)
+    seed = context.global_seed()
+    tf.random.set_seed(7)
+    assert context.global_seed() == 7
+    tf.random.set_seed(seed) if seed is not None else context.context()._clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("__init__", ["self", "container_strategy", "cluster_resolver", "communication_options", "devices"]),
+        ("_initialize_strategy", ["self", "cluster_resolver", "devices"]),
+        ("_initialize_local", ["self", "cluster_resolver", "devices"]),
+        ("_initialize_multi_worker", ["self", "cluster_resolver"]),
+        ("_initialize_local_devices", ["self", "cluster_resolver", "worker_device"]),
+        ("_get_variable_creator_initial_value", ["self", "replica_id", "device", "primary_var", "kwargs"]),
+        ("_reduce_to", ["self", "reduce_op", "value", "destinations", "options"]),
+        ("_batch_reduce_to", ["self", "reduce_op", "value_destination_pairs", "options"]),
+        ("_gather_to_implementation", ["self", "value", "destinations", "axis", "options"]),
+        ("_experimental_distribute_dataset", ["self", "dataset", "options"]),
+        ("_input_workers_with_options", ["self", "options"]),
+    ],
+)
+def test_methods_of_the_multi_worker_extended(name, expected):
+    assert parameters(getattr(Extended, name)) == expected
+
+
+def test_what_distributes_a_dataset():
+    assert {"dataset", "input_workers", "strategy", "input_context", "options"} <= set(
+        parameters(input_util.get_distributed_dataset)
+    )
+    assert "_std_server_started" in inspect.getsource(Extended._initialize_multi_worker)
+    assert "experimental_enable_get_next_as_optional" in inspect.getsource(Extended.__init__)
+
+
+def test_regrouped_values():
+    pair = distribute_utils.regroup((tf.constant(1), tf.constant(2)), wrap_class=values.Mirrored)
+    assert isinstance(pair, values.Mirrored) and isinstance(pair, values.DistributedValues)
+
+
+def test_the_specs_of_a_distributed_dataset(cpus):
+    strategy = tf.distribute.MirroredStrategy(cpus[:2])
+    x = np.zeros((8, 3), "float32")
+    iterator = TFEpochIterator(x=x, batch_size=4, distribute_strategy=strategy)
+    (spec,) = tf.nest.flatten(iterator._distributed_dataset.element_spec)
+    assert [part.shape[1] for part in spec._value_specs] == [3, 3]
+    assert keras.__version__
