@@ -21,13 +21,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import Communicator
+from tfdist.collectives import CollectivePlan, Communicator
 from tfdist.mesh import Cluster, Coordination, coordination
 
 _POLL_SECONDS = 1.0
@@ -35,6 +34,8 @@ _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 12.0
 # So long a failed job's chief goes on answering for the others, who read from its store what has happened.
 _LINGER_SECONDS = 6.0
+# So long it waits at the end of its program for workers that have something left to do on their own.
+_LAST_SECONDS = 3600.0
 # A collective that waits for a worker whose program has ended is given this long: the end may have come just after it.
 _ENDED_SECONDS = 4.0
 
@@ -65,18 +66,12 @@ class Failure:
 
 
 class FailureWatch:
-    """Watches the other workers, and tells them of this one. One per process.
+    """Watches the other workers, and tells them of this one. One per process."""
 
-    Args:
-        cluster: the workers.
-        step_timeout_seconds: how long a collective may wait for the other ranks before the job is ended.
-    """
-
-    def __init__(self, cluster: Cluster, step_timeout_seconds: float):
+    def __init__(self, cluster: Cluster):
         self._cluster = cluster
-        self._step_timeout_seconds = step_timeout_seconds
         self._store = Coordination(cluster, "job")
-        self._communicators: list[Communicator] = []
+        self._communicators: list[tuple[Communicator, float]] = []
         self._since: dict[tuple[int, int], tuple[int, float]] = {}
         self._failure: Failure | None = None
         self._known = threading.Event()
@@ -91,9 +86,9 @@ class FailureWatch:
         atexit.register(self._at_exit)
         self._thread.start()
 
-    def add(self, communicator: Communicator) -> None:
-        """Watches the progress of `communicator`'s ranks."""
-        self._communicators.append(communicator)
+    def add(self, communicator: Communicator, step_timeout_seconds: float) -> None:
+        """Watches the progress of `communicator`'s ranks, whose collectives may wait for others so long."""
+        self._communicators.append((communicator, step_timeout_seconds))
 
     def check(self) -> None:
         """Raises RuntimeError when the job has failed: for code that waits for another worker."""
@@ -112,8 +107,9 @@ class FailureWatch:
             try:
                 text = self._store.poll("failure", _POLL_SECONDS)
                 failure = Failure.from_json(text) if text else self._stuck()
-            except tf.errors.OpError:
+            except tf.errors.OpError:  # the chief does not answer
                 failure = self._unreachable()
+                time.sleep(0 if failure else _POLL_SECONDS)
             if failure is not None and not self._raised:
                 self._end(self._agree(failure))
                 return
@@ -144,30 +140,27 @@ class FailureWatch:
 
     def _stuck(self) -> Failure | None:
         """Returns a failure when a rank of this worker waits in a collective for too long."""
-        waiting = self._waiting()
-        if not waiting:
-            return None
-        seconds, plan = max(waiting, key=lambda entry: entry[0])
         here = self._cluster.worker_index
-        if seconds > _ENDED_SECONDS:
-            ended = self._store.poll("ended", 0.001)
-            if ended is not None and int(ended) != here:
-                what = f"ended its program while {self._cluster.task} was waiting for it in {_described(plan)}"
-                return Failure(int(ended), what)
-        if seconds > self._step_timeout_seconds:
-            what = f"has waited for the other workers for {seconds:.0f} s (`step_timeout_seconds`) in {_described(plan)}"
-            return Failure(here, what)
+        for seconds, limit, plan in self._waiting():
+            if seconds > _ENDED_SECONDS:
+                ended = self._store.poll("ended", 0.001)
+                if ended is not None and int(ended) != here:
+                    what = f"ended its program while {self._cluster.task} was waiting for it in {_described(plan)}"
+                    return Failure(int(ended), what)
+            if seconds > limit:
+                what = f"has waited for the other workers for {seconds:.0f} s (`step_timeout_seconds`) in {_described(plan)}"
+                return Failure(here, what)
         return None
 
-    def _waiting(self) -> list[tuple[float, Any]]:
-        """Returns, per local rank in a program, for how many seconds it has been in it, and its plan."""
+    def _waiting(self) -> list[tuple[float, float, CollectivePlan]]:
+        """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and its plan."""
         now, running = time.monotonic(), {}
-        for number, communicator in enumerate(self._communicators):
+        for number, (communicator, limit) in enumerate(self._communicators):
             for rank, (count, plan) in communicator.running().items():
                 before, since = self._since.get((number, rank), (None, now))
-                running[number, rank] = (count, since if before == count else now, plan)
-        self._since = {key: (count, since) for key, (count, since, _) in running.items()}
-        return [(now - since, plan) for _, since, plan in running.values()]
+                running[number, rank] = (count, since if before == count else now, limit, plan)
+        self._since = {key: (count, since) for key, (count, since, _, _) in running.items()}
+        return [(now - since, limit, plan) for _, since, limit, plan in running.values()]
 
     def _unreachable(self) -> Failure | None:
         """Returns a failure of the first worker that does not answer, None when all do."""
@@ -221,7 +214,7 @@ class FailureWatch:
                 self._store.put(f"ended/{here}", "")
             self._store.put(f"left/{here}", "")
             if self._cluster.is_chief:
-                self._wait_for_others(_LINGER_SECONDS if failed else self._step_timeout_seconds)
+                self._wait_for_others(_LINGER_SECONDS if failed else _LAST_SECONDS)
         except tf.errors.OpError:
             pass  # the chief is gone already
         if failed and not self._raised:
@@ -250,8 +243,8 @@ class FailureWatch:
         print(self._message(failure), file=sys.stderr, flush=True)
 
 
-def _described(plan: Any) -> str:
-    records: Sequence[Any] = plan.records[plan.local_ranks[0]]
+def _described(plan: CollectivePlan) -> str:
+    records = plan.records[plan.local_ranks[0]]
     counts = ", ".join(f"{number} {op}" for op, number in plan.counts().items())
     return f"a program of {counts} that begins with {records[0].op} {records[0].label!r}" if records else "an empty program"
 

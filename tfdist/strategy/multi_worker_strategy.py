@@ -142,10 +142,10 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
     def _meet(self, name: str, timeout_seconds: float) -> None:
         """Waits for all workers, compares their settings, and starts to watch them."""
         if MultiWorkerShardedStrategy._watch is None:
-            MultiWorkerShardedStrategy._watch = FailureWatch(self._cluster, self._step_timeout_seconds)
+            MultiWorkerShardedStrategy._watch = FailureWatch(self._cluster)
             MultiWorkerShardedStrategy._watch.start()
         watch = MultiWorkerShardedStrategy._watch
-        watch.add(self.extended.communicator)
+        watch.add(self.extended.communicator, self._step_timeout_seconds)
         self._coordination = Coordination(self._cluster, name, watch.check, watch.report)
         mine = {"settings": self._settings(), "seed": random.SystemRandom().randrange(1, 1 << 31)}
         try:
