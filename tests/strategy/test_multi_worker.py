@@ -9,7 +9,7 @@ from tests.strategy import worker_cases
 
 CASES = "tests.strategy.worker_cases"
 # workers, devices per worker, whether the first is called chief, stages
-JOBS = [(2, 1, False, [0, 1, 2, 3]), (2, 2, False, [1, 3]), (4, 1, True, [0, 2, 3])]
+JOBS = [(2, 1, False, [0, 1, 2, 3]), (2, 2, False, [3]), (4, 1, True, [1, 3])]
 
 
 def assert_equal_trees(actual, expected, what, rtol=1e-5):
@@ -18,7 +18,7 @@ def assert_equal_trees(actual, expected, what, rtol=1e-5):
         assert list(actual) == list(expected), what
         for key in expected:
             assert_equal_trees(actual[key], expected[key], f"{what}, {key}", rtol)
-    elif isinstance(expected, list) and not np.isscalar(expected[0]):
+    elif isinstance(expected, list) and not all(isinstance(value, float) for value in expected):
         assert len(actual) == len(expected), what
         for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_equal_trees(one, other, f"{what} {number}", rtol)
@@ -49,7 +49,7 @@ def test_training_is_that_of_one_device(tmp_path, number, devices, chief, stages
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("number", "devices", "stages"), [(2, 1, [0, 2, 3]), (2, 2, [3])])
+@pytest.mark.parametrize(("number", "devices", "stages"), [(2, 1, [0, 3]), (2, 2, [2])])
 def test_methods_of_a_model_on_data_that_do_not_divide(tmp_path, number, devices, stages):
     with workers.job(tmp_path, number, f"{CASES}:ask_models", stages, devices_per_worker=devices) as job:
         expected = worker_cases.ask_model(training.one_device())

@@ -15,6 +15,7 @@ from typing import NoReturn
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
+from tensorflow.python.framework import random_seed
 
 from tfdist import errors
 from tfdist.mesh.cluster import Cluster, Task
@@ -204,7 +205,10 @@ def is_reachable(task: Task, timeout_seconds: float = 2.0) -> bool:
     return True
 
 
-def seed_if_unseeded(seed: int) -> None:
-    """Sets TensorFlow's global random seed, unless the program has set one."""
+def seed_if_unseeded() -> None:
+    """Sets TensorFlow's global random seed, unless the program has set one, so that all workers draw alike.
+
+    It is the seed that TensorFlow takes where an operation has a seed and the program has none: what was seeded stays as it was.
+    """
     if context.global_seed() is None:
-        tf.random.set_seed(seed)
+        tf.random.set_seed(random_seed.DEFAULT_GRAPH_SEED)

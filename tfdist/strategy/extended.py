@@ -140,8 +140,12 @@ class ShardedExtendedMixin:
             rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
             program = RankProgram(self._communicator, rank, graph, plan)
             program.install(tf.distribute.get_replica_context())
-            outputs = fn(*args, **kwargs)
-            program.close(outputs)
+            # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
+            # (the count needs no data) would from then on scale their updates differently.
+            inputs = [leaf for leaf in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_symbolic_tensor(leaf)]
+            with tf.control_dependencies(inputs):
+                outputs = fn(*args, **kwargs)
+                program.close(outputs)
             return outputs
 
         result = mirrored_run.call_for_each_replica(strategy, run_rank, args, kwargs)

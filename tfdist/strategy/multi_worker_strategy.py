@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from typing import Any
 
 import keras
@@ -147,16 +146,14 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         watch = MultiWorkerShardedStrategy._watch
         watch.add(self.extended.communicator, self._step_timeout_seconds)
         self._coordination = Coordination(self._cluster, name, watch.check, watch.report)
-        mine = {"settings": self._settings(), "seed": random.SystemRandom().randrange(1, 1 << 31)}
+        mine = self._settings()
         try:
             answers = self._coordination.exchange("hello", json.dumps(mine), timeout_seconds)
         except TimeoutError as error:
             raise RuntimeError(_not_met(self._cluster, timeout_seconds, str(error))) from error
-        everybody = [json.loads(answer) for answer in answers]
-        for index, theirs in enumerate(everybody):
-            self._compare(mine["settings"], theirs["settings"], index)
-        # A shuffle, a dropout or an initial value without a seed of its own must be drawn alike on all workers.
-        coordination.seed_if_unseeded(everybody[0]["seed"])
+        for index, answer in enumerate(answers):
+            self._compare(mine, json.loads(answer), index)
+        coordination.seed_if_unseeded()
         self.extended.connect(self._coordination, self._step_timeout_seconds)
 
     def _settings(self) -> dict[str, Any]:
