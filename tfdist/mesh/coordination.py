@@ -72,20 +72,20 @@ class Coordination:
     Args:
         cluster: the workers.
         prefix: put before every key.
-        check: called now and then while this worker waits; raises when waiting has become pointless.
-        report: called with the message of an error that ends the job, before it is raised.
+        check: called now and then while this worker waits; raises when waiting has become pointless. None: nothing to check.
+        report: called with the message of an error that ends the job, before it is raised. None: nobody to tell.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         prefix: str,
-        check: Callable[[], None] = lambda: None,
-        report: Callable[[str], None] = lambda _: None,
+        check: Callable[[], None] | None = None,
+        report: Callable[[str], None] | None = None,
     ):
         self.cluster = cluster
-        self._check = check
-        self._report = report
+        self._check = check or (lambda: None)
+        self._report = report or (lambda _: None)
         self._prefix = f"tfdist/{prefix}"
         self._meetings = itertools.count()
 
