@@ -11,8 +11,6 @@ import tensorflow as tf
 import tfdist
 from tests import training
 
-SGD = {"learning_rate": 0.3, "momentum": 0.9}
-
 
 def adam() -> keras.optimizers.Optimizer:
     return keras.optimizers.Adam(0.01)

@@ -5,7 +5,7 @@ Used inside the function that `strategy.run` runs, for example `tfdist.collectiv
 
 from tfdist.collectives.agreement import PlanAgreement
 from tfdist.collectives.buckets import assign_buckets
-from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of, refuse_without_collective
+from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
 from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes
 from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
@@ -38,7 +38,6 @@ __all__ = [
     "naive_master_bytes",
     "receive",
     "reduce_scatter",
-    "refuse_without_collective",
     "ring_bytes",
     "send",
 ]

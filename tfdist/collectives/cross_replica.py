@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import errors
 from tfdist.collectives import ops, wire
 from tfdist.collectives.program import Communicator, RankProgram
 
@@ -136,14 +135,3 @@ def cross_replica_of(strategy: tf.distribute.Strategy) -> CrossReplica | None:
     """
     found = getattr(strategy.extended, "cross_replica", None)
     return found if isinstance(found, CrossReplica) else None
-
-
-def refuse_without_collective(what: str) -> None:
-    """Raises RuntimeError for a read that would need ranks of other workers where they cannot be asked."""
-    raise RuntimeError(
-        errors.message(
-            f"{what} needs every rank at once, but `strategy.run` was called eagerly, where ranks run one after the other and "
-            "the first would wait for ever.",
-            fix="Call `strategy.run` inside a `tf.function` (`@tf.function` on the training step).",
-        )
-    )

@@ -14,7 +14,7 @@ from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, cross_replica_of, find_program, refuse_without_collective, wire
+from tfdist.collectives import RankProgram, cross_replica_of, current_program, find_program, wire
 from tfdist.mesh import Coordinate
 from tfdist.sharding import keras_scope, packing
 from tfdist.sharding.config import config_of
@@ -120,7 +120,7 @@ class ShardedVariable(values.DistributedVariable):
             program = find_program()
             if program is None or keras_scope.in_symbolic_scope():
                 if self._is_elsewhere and not keras_scope.in_symbolic_scope():
-                    refuse_without_collective(f"Reading the sharded variable {self.name!r}")
+                    current_program(f"Reading the sharded variable {self.name!r}")  # raises: parts are elsewhere
                 return self._assemble()
             if self.group is None:
                 self.group = self._groups.adopt(self, self._maker())

@@ -24,6 +24,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         strategy: the strategy.
         sharding: its settings; the mesh holds the devices of all workers.
         cluster: the workers; None: one worker, without a server.
+        cluster_resolver: what TensorFlow's own multi-worker strategy takes.
         communication_options: `tf.distribute.experimental.CommunicationOptions`.
         server_runs: whether this process has become a worker for an earlier strategy.
     """
