@@ -40,6 +40,7 @@ PRIVATE = {
     "mesh/coordination.py",
     "collectives/program.py",
     "sharding/tape.py",
+    "sharding/autocast.py",
     "sharding/keras_scope.py",
     "sharding/variable.py",
     "checkpoint/discarding.py",

@@ -11,9 +11,11 @@ import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.trainer import Trainer
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx, config
@@ -500,11 +502,33 @@ def test_functions_can_be_cloned():
     assert with_signature._clone(python_function=lambda x: x * 2.0).input_signature == (tf.TensorSpec([None]),)
 
 
+# tfdist/sharding/autocast.py, keras_scope.py
+
+
+def test_keras_casts_by_the_overridden_method():
+    original = AutocastScope.maybe_cast._tfdist_override
+    assert parameters(original) == ["self", "value"]
+    variable = keras.Variable(np.ones((2,), "float32"))
+    pinned = keras.Variable(np.ones((2,), "float32"), autocast=False)
+    assert (variable._autocast, pinned._autocast) == (True, False)
+    assert get_autocast_scope() is None
+    with AutocastScope("bfloat16") as _:
+        assert get_autocast_scope().dtype == "bfloat16"
+        assert variable.value.dtype == tf.bfloat16
+        assert variable._value.dtype == pinned.value.dtype == tf.float32
+
+
 # tfdist/optimizers/keras_seam.py
 
 OVERRIDDEN = {
-    (TFOptimizer, "__init__"): ["self", "args", "kwargs"],
     (TFOptimizer, "build"): ["self", "variables"],
+    (keras.optimizers.Nadam, "build"): ["self", "var_list"],
+    (TFOptimizer, "add_variable_from_reference"): ["self", "reference_variable", "name", "initializer"],
+    (BaseOptimizer, "apply"): ["self", "grads", "trainable_variables"],
+    (TFOptimizer, "_overwrite_model_variables_with_average_value"): ["self", "trainable_variables"],
+    (keras.callbacks.SwapEMAWeights, "_tf_swap_variables"): ["self", "optimizer"],
+    (keras.callbacks.SwapEMAWeights, "_tf_finalize_ema_values"): ["self", "optimizer"],
+    (keras.optimizers.LossScaleOptimizer, "_tf_apply"): ["self", "grads", "trainable_variables"],
     (TFOptimizer, "_apply_weight_decay"): ["self", "variables"],
     (TFOptimizer, "_backend_update_step"): ["self", "grads", "trainable_variables", "learning_rate"],
     (TensorFlowTrainer, "_maybe_symbolic_build"): ["self", "iterator", "data_batch"],
@@ -532,6 +556,10 @@ def test_the_seam_is_where_keras_calls_it():
     assert issubclass(keras.optimizers.Adam, TFOptimizer)
     assert issubclass(keras.Model, TensorFlowTrainer)
     assert keras.Model.compile is Trainer.compile
+    own_apply = {cls for cls in optimizer_classes() if "apply" in vars(cls)}
+    assert own_apply == {keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer}, "bypass the overridden one"
+    assert {cls for cls in optimizer_classes() if "_backend_update_step" in vars(cls)} == {keras.optimizers.Nadam}
+    assert {cls for cls in optimizer_classes() if "_apply_weight_decay" in vars(cls)} == {keras.optimizers.Muon}
     calls = []
 
     class Noting(keras.optimizers.SGD):
@@ -551,6 +579,30 @@ def test_the_seam_is_where_keras_calls_it():
     Noting(0.5, weight_decay=0.5).apply([tf.ones([2])], [variable])
     assert calls == ["_apply_weight_decay", "_backend_update_step", "update_step"]
     np.testing.assert_allclose(variable.numpy(), 1 - 0.5 * 0.5 - 0.5)
+
+
+def optimizer_classes():
+    found = [value for value in vars(keras.optimizers).values() if inspect.isclass(value)]
+    return [cls for cls in found if issubclass(cls, keras.optimizers.Optimizer) and cls is not keras.optimizers.Optimizer]
+
+
+def test_what_the_sharded_step_reads_of_an_optimizer():
+    """tfdist/optimizers: step.py, averaging.py, slots.py."""
+    optimizer = keras.optimizers.Adam(0.1, use_ema=True, gradient_accumulation_steps=2)
+    variables = [keras.Variable(np.ones((2,), "float32"), name="weight") for _ in range(3)]
+    optimizer.build(variables)
+    assert list(optimizer._trainable_variables) == variables
+    assert [variable.name for variable in optimizer._accumulated_gradients] == ["weight_gradient_accumulator"] * 3
+    assert [variable.name for variable in optimizer._model_variables_moving_average] == ["weight_average"] * 3
+    assert optimizer._get_variable_index(variables[1]) == 1
+    assert {"_momentums", "_velocities", "_variables", "_trainable_variables"} <= set(vars(optimizer))
+    assert optimizer._iterations is optimizer.variables[0]
+    assert optimizer._filter_empty_gradients([None, 1.0], variables[:2]) == ([1.0], [variables[1]])
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer._check_variables_are_known([keras.Variable(0.0)])
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    scaled.build(variables)
+    assert {"step_counter", "dynamic_scale", "dynamic_growth_steps", "inner_optimizer"} <= set(vars(scaled))
 
 
 def test_what_the_seam_reads_of_optimizers_and_models(cpus):

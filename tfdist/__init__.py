@@ -9,6 +9,7 @@
 
 from tfdist import autograph, checkpoint, collectives, data, losses, mesh, optimizers, sharding
 from tfdist.mesh import use_logical_cpus
+from tfdist.optimizers import global_norm
 from tfdist.profiling import memory_report
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
 
@@ -21,6 +22,7 @@ __all__ = [
     "checkpoint",
     "collectives",
     "data",
+    "global_norm",
     "losses",
     "memory_report",
     "mesh",

@@ -6,7 +6,7 @@ import tensorflow as tf
 from training import assert_same, custom_loop, mlp, one_device, strategy_for
 
 import tfdist
-from tfdist.optimizers.shared_update import slots_of
+from tfdist.optimizers.slots import slots_of
 
 DEPTH = 3
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tfdist.mesh import Coordinate, DeviceMesh
-from tfdist.sharding import Layout, Partial, Replicate, Shard
+from tfdist.sharding import Layout, Own, Partial, Replicate, Shard
 
 SHAPES = [(), (1,), (5,), (7, 15), (33, 65), (2, 3, 5), (0,), (4, 0), (0, 6, 2)]
 MESHES = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (1, 1, 2), (1, 3, 1), (2, 1, 2), (4, 1, 2), (3, 2, 2), (8, 1, 1)]
@@ -25,7 +25,8 @@ def layouts():
         mesh = mesh_of(mesh_shape)
         cuts = [Shard(axis) for axis, size in enumerate(shape) if size % mesh.tensor_parallel_size == 0]
         owners = [None, *range(mesh.pipeline_parallel_size)] if mesh.pipeline_parallel_size > 1 else [None]
-        for tensor, data, owner in itertools.product([Replicate(), *cuts], [Replicate(), Shard()], owners):
+        placements = [Replicate(), Shard(), Own(mesh.data_parallel_size - 1)]
+        for tensor, data, owner in itertools.product([Replicate(), *cuts], placements, owners):
             yield Layout(shape, mesh, tensor=tensor, data=data, pipe_owner=owner)
 
 
@@ -34,7 +35,7 @@ ALL = list(layouts())
 
 def name(layout):
     tensor = layout.tensor.axis if isinstance(layout.tensor, Shard) else "-"
-    flat = "flat" if layout.is_data_sharded else "whole"
+    flat = "flat" if layout.is_data_sharded else f"whole {layout.data}"
     return f"{layout.shape} on {layout.mesh.shape} axis {tensor} {flat} owner {layout.pipe_owner}"
 
 

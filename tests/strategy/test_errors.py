@@ -57,51 +57,17 @@ def test_defaults_are_all_logical_cpus_and_stage_2():
     assert strategy.mesh.shape == (4, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"clipnorm": 1.0}, "clipnorm"),
-        ({"clipvalue": 1.0}, "clipvalue"),
-        ({"global_clipnorm": 1.0}, "global_clipnorm"),
-        ({"use_ema": True}, "use_ema"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
-        ({"loss_scale_factor": 8.0}, "loss_scale_factor"),
-    ],
-)
-def test_not_yet_exact_settings_are_refused_at_construction(settings, name):
-    for zero_stage in (0, 3):
-        with strategy_for(2, zero_stage).scope(), pytest.raises(NotImplementedError, match=f"`{name}` of Adam"):
-            keras.optimizers.Adam(0.1, **settings)
-    keras.optimizers.Adam(0.1, **settings)  # and only under a tfdist strategy
-
-
-def test_loss_scaling_is_refused():
-    with strategy_for(2, 2).scope(), pytest.raises(NotImplementedError, match="LossScaleOptimizer"):
-        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
-
-
-@pytest.mark.parametrize("optimizer", [keras.optimizers.Adafactor, keras.optimizers.Lamb])
-def test_whole_tensor_optimizers_are_refused_where_state_is_sharded(optimizer):
-    with strategy_for(2, 1).scope(), pytest.raises(NotImplementedError, match=f"`{optimizer.__name__}`.*elementwise"):
-        optimizer(0.1)
-    with strategy_for(2, 0).scope():
-        optimizer(0.1)
-
-
-def test_elementwise_declaration():
-    @tfdist.optimizers.elementwise
-    class Halving(keras.optimizers.SGD):
-        pass
-
-    class NotDeclared(keras.optimizers.SGD):
-        pass
-
-    with strategy_for(2, 2).scope():
-        Halving(0.1)
-        with pytest.raises(NotImplementedError, match="NotDeclared"):
-            NotDeclared(0.1)
+def test_elementwise_takes_optimizer_classes():
     with pytest.raises(ValueError, match="`optimizer_class`"):
-        tfdist.optimizers.elementwise(Halving(0.1))
+        tfdist.optimizers.elementwise(keras.optimizers.SGD(0.1))
+
+
+def test_variables_that_are_overwritten_with_their_gradient():
+    with strategy_for(2, 1).scope():
+        variable = keras.Variable(np.ones((3,), "float32"), name="amax")
+        variable.overwrite_with_gradient = True
+        with pytest.raises(NotImplementedError, match="amax.*float8"):
+            keras.optimizers.SGD(0.1).build([variable])
 
 
 def test_model_built_outside_scope():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests import training, workers
+from tests.parity import optimizer_cases
 from tests.strategy import worker_cases
 
 CASES = "tests.strategy.worker_cases"
@@ -46,6 +47,19 @@ def test_training_is_that_of_one_device(tmp_path, number, devices, chief, stages
         for found in job.results(350):
             for (_, loop), numbers in found.items():
                 assert_same_as(expected[loop], numbers)
+
+
+@pytest.mark.timeout(500)
+def test_whatever_an_optimizer_is_asked_for(tmp_path):
+    with workers.job(tmp_path, 2, f"{CASES}:train_optimizers", [1, 3]) as job:
+        expected = {name: optimizer_cases.train(name, "fit", training.one_device()) for name in optimizer_cases.CASES}
+        for stage in (1, 3):
+            overflowing = optimizer_cases.train_overflowing(training.one_device(), accumulates=stage == 1)
+            expected[f"overflow {stage}"] = overflowing
+        for found in job.results(450):
+            assert list(found) == list(expected)
+            for name, numbers in found.items():
+                assert_same_as(expected[name], numbers)
 
 
 @pytest.mark.timeout(400)

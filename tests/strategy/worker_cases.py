@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfdist
 from tests import training
+from tests.parity import optimizer_cases
 
 
 def adam() -> keras.optimizers.Optimizer:
@@ -27,6 +28,18 @@ def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], dict[str, Any]]:
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
         for name, train in (("fit", training.fit), ("custom_loop", training.custom_loop)):
             found[stage, name] = as_numbers(train(strategy, training.mlp, adam))
+    return found
+
+
+def train_optimizers(zero_stages: list[int]) -> dict[str, dict[str, Any]]:
+    """Trains every row of the optimizers' table, at the stages in turns, and the row that overflows."""
+    found = {}
+    for place, name in enumerate(optimizer_cases.CASES):
+        strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=zero_stages[place % len(zero_stages)])
+        found[name] = as_numbers(optimizer_cases.train(name, "fit", strategy))
+    for stage in zero_stages:
+        strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
+        found[f"overflow {stage}"] = as_numbers(optimizer_cases.train_overflowing(strategy, accumulates=stage == 1))
     return found
 
 

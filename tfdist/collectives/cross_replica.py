@@ -71,9 +71,7 @@ class CrossReplica:
         members = self._first_ranks()
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
-            if program.rank == members[0]:
-                return wire.broadcast_send(program, value, members, "broadcast", label)
-            return wire.broadcast_receive(program, value.shape, value.dtype, members, members[0], "broadcast", label)
+            return wire.broadcast(program, value, value.shape, members, members[0], label)
 
         return self.call(("from_chief", label), lambda p, v: _carried(emit, p, v), [value], members)[0]
 

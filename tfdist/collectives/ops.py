@@ -234,9 +234,7 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
             total = all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
             return total if is_root else tf.zeros_like(total)
 
-        if is_root:
-            return wire.broadcast_send(program, x, ranks, "broadcast", label), gradient
-        return wire.broadcast_receive(program, x.shape, x.dtype, ranks, ranks[root], "broadcast", label), gradient
+        return wire.broadcast(program, x, x.shape, ranks, ranks[root], label), gradient
 
     return copy(x)
 

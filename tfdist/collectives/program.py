@@ -117,6 +117,7 @@ class RankProgram:
         self.before_collective: list[Callable[[], None]] = []
         self.at_close: list[Callable[[Any], None]] = []
         self._is_marked = False
+        self._branches: list[tf.Graph] = []
         self._attachments: dict[type, Any] = {}
         self._constants: dict[Any, tf.Tensor] = {}
 
@@ -167,6 +168,25 @@ class RankProgram:
 
     def token(self) -> tf.Tensor:
         return self.communicator.token(self.rank)
+
+    def cond(self, predicate: tf.Tensor, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+        """`tf.cond` whose branches may hold collectives: `predicate` must be the same on all ranks of every group in them."""
+
+        def branch(function: Callable[[], Any]) -> Callable[[], Any]:
+            def traced() -> Any:
+                self._branches.append(tf.compat.v1.get_default_graph())
+                try:
+                    return function()
+                finally:
+                    self._branches.pop()
+
+            return traced
+
+        return tf.cond(predicate, branch(true_fn), branch(false_fn))
+
+    def may_emit_here(self) -> bool:
+        """Whether the code being traced stands where all ranks run it: not in a loop or a branch of one rank's function."""
+        return tf.compat.v1.get_default_graph() in (self.graph, *self._branches[-1:])
 
     def close(self, outputs: Any) -> None:
         """Runs the `at_close` callbacks; `outputs` is what the rank's function returned."""

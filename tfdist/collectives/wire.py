@@ -87,10 +87,16 @@ def all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
         return received if order == sorted(order) else tf.gather(received, _inverse(order))
 
 
-def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
-    """Sums `x`, of shape (N, ...), over `ranks`, and returns row i to the i-th rank: (N, ...) to (...)."""
+def reduce_scatter(
+    program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, dtype: tf.DType | None = None
+) -> tf.Tensor:
+    """Sums `x`, of shape (N, ...), over `ranks`, and returns row i to the i-th rank: (N, ...) to (...), as `dtype` (None: x's).
+
+    What is summed where it arrives travels in x's dtype; what is summed on the way, in the wider of the two.
+    """
+    dtype = dtype or x.dtype
     if is_trivial(x, ranks):
-        return x[0]
+        return tf.cast(x[0], dtype)
     transport = program.transport
     with tf.device(program.device):
         if not transport.has_reduce_scatter:
@@ -100,8 +106,9 @@ def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], l
                 reduced = all_reduce(program, tf.cast(x, wide), ranks, "sum", label)[ranks.index(program.rank)]
             else:
                 reduced = tf.reduce_sum(tf.cast(_all_to_all(program, x, ranks, "reduce_scatter", label), wide), axis=0)
-            return tf.cast(reduced, x.dtype)
-        carried = _in_kernel_order(program, tf.cast(x, transport.reduction_dtype(x.dtype)), ranks)
+            return tf.cast(reduced, dtype)
+        wide = transport.reduction_dtype(dtype if dtype.size > x.dtype.size else x.dtype)
+        carried = _in_kernel_order(program, tf.cast(x, wide), ranks)
         reduced = tf.raw_ops.CollectiveReduceScatterV2(
             input=carried,
             merge_op="Add",
@@ -109,7 +116,16 @@ def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], l
             ordering_token=[program.token()],
             **program.begin("reduce_scatter", carried, ranks, label),
         )
-        return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), x.dtype)
+        return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), dtype)
+
+
+def broadcast(
+    program: RankProgram, x: tf.Tensor, shape: tf.TensorShape, ranks: tuple[int, ...], source: int, label: str
+) -> tf.Tensor:
+    """Returns on every one of `ranks` the `x` of `source`, one of them, of static `shape`; elsewhere only its dtype matters."""
+    if program.rank == source:
+        return broadcast_send(program, x, ranks, "broadcast", label)
+    return broadcast_receive(program, tf.TensorShape(shape), x.dtype, ranks, source, "broadcast", label)
 
 
 def broadcast_send(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], op: str, label: str) -> tf.Tensor:

@@ -10,23 +10,26 @@ from tfdist import errors
 
 
 class ParameterShard(tf.__internal__.types.Tensor):
-    """What `Optimizer.update_step` gets instead of a parameter whose slots are sharded.
+    """What `Optimizer.update_step` gets instead of a parameter whose slots are sharded, or live on one rank.
 
-    It reads as `value`, this rank's flat shard; assignments are noted, not stored: when the step is over, `value()` is stored in
-    the rank's component (stage 3), or gathered from all ranks and stored in the whole parameter (stages 1 and 2).
+    It reads as `value`, this rank's flat shard (or, on its owner, the whole); assignments are noted, not stored: when the step is
+    over, `value()` is stored in the rank's component (stage 3), or gathered from all ranks and stored in the whole parameter
+    (stages 1 and 2).
 
     Args:
         parameter: the distributed variable.
-        value: this rank's shard, (L,).
+        value: this rank's shard, (L,), or the whole parameter.
+        path: the Keras variable's path, which some optimizers choose by (Muon).
     """
 
-    def __init__(self, parameter: tf.Variable, value: tf.Tensor):
+    def __init__(self, parameter: tf.Variable, value: tf.Tensor, path: str | None = None):
         self._parameter = parameter
         self._value = value
+        self._path = path
 
     def with_value(self, value: tf.Tensor) -> ParameterShard:
         """Returns the same parameter's shard, reading as `value`."""
-        return ParameterShard(self._parameter, value)
+        return ParameterShard(self._parameter, value, self._path)
 
     # What Keras optimizers ask of a variable
 
@@ -37,6 +40,10 @@ class ParameterShard(tf.__internal__.types.Tensor):
     @property
     def name(self) -> str:
         return self._parameter.name
+
+    @property
+    def path(self) -> str:
+        return self._path or self._parameter.name
 
     @property
     def dtype(self) -> tf.DType:
@@ -73,6 +80,12 @@ class ParameterShard(tf.__internal__.types.Tensor):
 
     def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self._value, dtype, name=name)
+
+
+def parameter_shard(optimizer: Any, variable: tf.Variable, value: tf.Tensor) -> ParameterShard:
+    """Returns `variable`, one that `optimizer` was built with, reading as `value`."""
+    own = optimizer._trainable_variables[optimizer._get_variable_index(variable)]
+    return ParameterShard(variable, value, getattr(own, "path", None))
 
 
 def _delegate(operator: str):

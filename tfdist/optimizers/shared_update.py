@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.optimizers.parameter_shard import ParameterShard
+from tfdist.optimizers.slots import slots_of
 from tfdist.sharding import ShardedVariable
 
 
@@ -63,7 +64,7 @@ class SharedUpdates:
         def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, handle: tf.Tensor) -> None:
             stored = SlotStandIn(handle, component)
             shard = shard.with_value(stored.read_value())
-            update_shard(self._optimizer, shard, grad, rate, decays)
+            update_shard(self._optimizer, shard, grad, rate)
             stored.assign(shard.value())
 
         # Its value is read inside the function: outside only shape and dtype matter.
@@ -75,7 +76,7 @@ class SharedUpdates:
 
         def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
             shard = shard.with_value(value)
-            update_shard(self._optimizer, shard, grad, rate, decays)
+            update_shard(self._optimizer, shard, grad, rate)
             return shard.value()
 
         shard.assign(self._call(update, shard, grad, decays, shard.value()))
@@ -84,7 +85,7 @@ class SharedUpdates:
         self, update: Callable[..., Any], shard: ParameterShard, grad: tf.Tensor, decays: bool, parameter: tf.Tensor
     ) -> Any:
         """Calls the function of `shard`'s kind on its own gradient, `parameter` (value or handle) and slots."""
-        slots = slots_of(self._optimizer, shard)
+        slots = _sharded_slots(self._optimizer, shard)
         components = [slot.component(self._rank) for slot in slots]
         key = (tuple(shard.shape), shard.dtype, grad.dtype, decays)
         if key not in self._functions:
@@ -100,27 +101,11 @@ class SharedUpdates:
         return self._functions[key](grad, self._learning_rate, parameter, *(component.handle for component in components))
 
 
-def update_shard(
-    optimizer: Any, shard: tf.Variable | ParameterShard, grad: tf.Tensor, learning_rate: tf.Tensor, decays: bool
-) -> None:
+def update_shard(optimizer: Any, shard: tf.Variable | ParameterShard, grad: tf.Tensor, learning_rate: tf.Tensor) -> None:
     """Weight decay and the Keras optimizer's own update, on whatever part of a parameter this rank steps."""
-    if decays:
-        rate = tf.cast(optimizer.learning_rate, shard.dtype)
-        shard.assign_sub(shard * tf.cast(optimizer.weight_decay, shard.dtype) * rate)
+    optimizer._apply_weight_decay([shard])
     optimizer.update_step(grad, shard, learning_rate)
 
 
-def slots_of(optimizer: Any, parameter: Any) -> list[ShardedVariable]:
-    """Returns the sharded slots of `parameter`: its entry in each of the optimizer's lists of slots, by attribute name."""
-    index = optimizer._get_variable_index(parameter)
-    count = len(optimizer._trainable_variables)
-    slots = []
-    for name in sorted(vars(optimizer)):
-        values = vars(optimizer)[name]
-        if not isinstance(values, list) or len(values) != count:
-            continue
-        value = getattr(values[index], "value", None)
-        if isinstance(value, ShardedVariable) and not value.is_parameter:
-            slots.append(value)
-    return slots
-
+def _sharded_slots(optimizer: Any, parameter: Any) -> list[ShardedVariable]:
+    return [slot for slot in slots_of(optimizer, parameter) if isinstance(slot, ShardedVariable)]

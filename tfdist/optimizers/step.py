@@ -1,10 +1,10 @@
-"""The optimizer step under sharding: reduce, step on the shard, publish.
+"""One optimizer step: reduce, clip, step on what this rank holds, publish, average, constrain.
 
-What happens to a variable follows from its placements, per variable:
-
-    parameter sharded (stage 3)      the gradient is already a reduced shard          -> step on the component
-    state sharded (stages 1, 2)      reduce-scatter in buckets -> step on the shard   -> all-gather in buckets
-    nothing sharded (stage 0)        all-reduce in buckets                            -> step on the local copy
+    stage              the step's target            published by
+    0                  the local copy               nothing: all ranks step alike
+    1, 2               a shard of the copy          all-gather in buckets
+    3                  the component                nothing
+    1 to 3, owned      the whole, on its owner      a broadcast; the slots stay with the owner
 """
 
 from __future__ import annotations
@@ -15,30 +15,41 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, assign_buckets, current_program, wire
-from tfdist.optimizers.parameter_shard import ParameterShard
+from tfdist.collectives import RankProgram, current_program, wire
+from tfdist.optimizers.averaging import update_averages
+from tfdist.optimizers.clipping import clip
+from tfdist.optimizers.constraining import constrain
+from tfdist.optimizers.owned_step import step_on_owners
+from tfdist.optimizers.ownership import owner_of
+from tfdist.optimizers.parameter_shard import parameter_shard
+from tfdist.optimizers.reduction import (
+    ReducedGradient,
+    buckets_of,
+    local_part,
+    reduce_gradients,
+    variable_of,
+)
 from tfdist.optimizers.shared_update import SharedUpdates, update_shard
 from tfdist.optimizers.support import may_share
-from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing, tape
+from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing
 
 
-def sharded_step(
-    optimizer: Any, grads: Sequence[Any], variables: Sequence[tf.Variable], learning_rate: Any, config: ShardingConfig
-) -> None:
-    """Reduces `grads` over the data axis (sum) and lets `optimizer` update `variables` with them.
+def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: ShardingConfig) -> None:
+    """Lets `optimizer` update `variables` with the sum of `grads` over the data axis; all but counting the step.
+
+    The order is Keras's: unscale, accumulate, clip, decay, update, average, constrain.
 
     Args:
-        optimizer: a Keras optimizer that `check_supported` accepts.
-        grads: this rank's gradients as they left the tape; IndexedSlices are summed and made dense.
-        variables: the distributed variables.
-        learning_rate: scalar tensor.
+        optimizer: a Keras optimizer, built on `variables` (and others).
+        grads: this rank's gradients as they left the tape, or `ReducedGradient`s; not None.
+        variables: the variables, of Keras or TensorFlow.
         config: the strategy's sharding.
 
     Raises:
-        RuntimeError: called eagerly, outside `strategy.run`, or inside a loop or branch of the function given to it.
+        RuntimeError: called outside `strategy.run`, or inside a loop or branch of the function given to it.
     """
     program = current_program("`optimizer.apply`")
-    if tf.compat.v1.get_default_graph() is not program.graph:
+    if not program.may_emit_here():
         raise RuntimeError(
             errors.message(
                 "`optimizer.apply` was called inside a loop, a branch or a nested `tf.function` of the function given to "
@@ -46,21 +57,172 @@ def sharded_step(
                 fix="Put the loop around `strategy.run`, and `@tf.function` on the outermost function.",
             )
         )
-    schedule = program.attachment(UnshardSchedule)
-    schedule.flush(grads)
-    schedule.invalidate()
-    pairs = [(tf.convert_to_tensor(grad), variable) for grad, variable in zip(grads, variables, strict=True)]
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
+    step = _Step(optimizer, variables, config, program)
     with tf.device(program.device):
-        step = _Step(optimizer, tf.convert_to_tensor(learning_rate), config, program)
-        step.on_sharded([pair for pair in pairs if isinstance(pair[1], ShardedVariable)])
-        full = [pair for pair in pairs if not isinstance(pair[1], ShardedVariable)]
-        # Backward makes the last layers' gradients first: their buckets go first.
-        full.reverse()
-        if isinstance(config.placements.optimizer_state, Shard):
-            step.on_shards_of_replicated(full)
+        if optimizer.gradient_accumulation_steps:
+            step.accumulate(grads)
         else:
-            step.on_replicated(full)
+            step.update(step.reduced(grads))
+        if optimizer.use_ema:
+            update_averages(optimizer, config, program)
+        constrain(variables, config, program)
+
+
+def accumulates_partial_sums(optimizer: Any, config: ShardingConfig) -> bool:
+    """Whether gradients are accumulated before they are reduced: at stages 0 and 1, where a rank has room for whole ones."""
+    return bool(optimizer.gradient_accumulation_steps) and not isinstance(config.placements.gradient, Shard)
+
+
+class _Step:
+    """One call of `optimizer.apply` on one rank."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], config: ShardingConfig, program: RankProgram):
+        self._optimizer = optimizer
+        self._variables = [variable_of(variable) for variable in variables]
+        self._config = config
+        self._program = program
+
+    def reduced(self, grads: Sequence[Any]) -> list[ReducedGradient]:
+        """Returns the reduced gradients, without `loss_scale_factor`."""
+        scale = self._optimizer.loss_scale_factor
+        reduced = reduce_gradients(grads, self._variables, self._config, self._program)
+        return reduced if scale is None else [gradient.with_value(gradient.value / scale) for gradient in reduced]
+
+    def update(self, reduced: Sequence[ReducedGradient]) -> None:
+        """Clips, decays, updates and publishes."""
+        self._program.attachment(UnshardSchedule).invalidate()
+        clipped = clip(self._optimizer, reduced, self._config, self._program)
+        # By way of the optimizer, because some have something of their own to do once per step (Nadam).
+        self._optimizer._backend_update_step(clipped, self._variables, self._optimizer.learning_rate)
+
+    def accumulate(self, grads: Sequence[Any]) -> None:
+        """Adds to the accumulators; in every `gradient_accumulation_steps`-th step updates with their mean and empties them.
+
+        Stages 2 and 3 accumulate reduced shards. Stages 0 and 1 accumulate each rank's own gradients, and nothing travels
+        before the last of the steps.
+        """
+        optimizer, program = self._optimizer, self._program
+        count = optimizer.gradient_accumulation_steps
+        is_partial = accumulates_partial_sums(optimizer, self._config)
+        if is_partial:
+            scale = optimizer.loss_scale_factor
+            parts = [tf.convert_to_tensor(grad) for grad in grads]
+            parts = parts if scale is None else [part / scale for part in parts]
+        else:
+            parts = [gradient.value for gradient in self.reduced(grads)]
+        accumulators = [
+            local_part(optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].value, program)
+            for variable in self._variables
+        ]
+
+        def last() -> tf.Tensor:
+            means = [(part + accumulator) / count for part, accumulator in zip(parts, accumulators, strict=True)]
+            if is_partial:
+                reduced = reduce_gradients(means, self._variables, self._config, program)
+            else:
+                reduced = [ReducedGradient(*pair) for pair in zip(self._variables, means, strict=True)]
+            self.update(reduced)
+            for accumulator in optimizer._accumulated_gradients:
+                accumulator = local_part(accumulator.value, program)
+                accumulator.assign(tf.zeros_like(accumulator), read_value=False)
+            return tf.constant(True)
+
+        def not_last() -> tf.Tensor:
+            for part, accumulator in zip(parts, accumulators, strict=True):
+                accumulator.assign_add(part, read_value=False)
+            return tf.constant(False)
+
+        is_last = tf.equal((tf.convert_to_tensor(optimizer._iterations) + 1) % count, 0)
+        program.cond(is_last, last, not_last)
+
+
+def update_step(
+    optimizer: Any, reduced: Sequence[ReducedGradient], learning_rate: Any, config: ShardingConfig
+) -> None:
+    """Steps on what this rank holds of each variable, and publishes the results. In the place of Keras's loop."""
+    program = current_program("`optimizer.apply`")
+    learning_rate = tf.convert_to_tensor(learning_rate)
+    owned = [gradient for gradient in reduced if owner_of(optimizer, gradient.variable) is not None]
+    shared = [gradient for gradient in reduced if owner_of(optimizer, gradient.variable) is None]
+    sharded = [gradient for gradient in shared if isinstance(gradient.variable, ShardedVariable)]
+    full = [gradient for gradient in shared if not isinstance(gradient.variable, ShardedVariable)]
+    full.reverse()  # the order in which they were reduced
+    update = _Update(optimizer, learning_rate, config, program)
+    update.components(sharded)
+    if isinstance(config.placements.optimizer_state, Shard):
+        update.shards_of_copies(full)
+    else:
+        update.copies(full)
+    step_on_owners(optimizer, owned, learning_rate, config, program)
+
+
+class _Update:
+    """The optimizer's own update, on one rank."""
+
+    def __init__(self, optimizer: Any, learning_rate: tf.Tensor, config: ShardingConfig, program: RankProgram):
+        self._optimizer = optimizer
+        self._learning_rate = learning_rate
+        self._config = config
+        self._program = program
+        self._shared = SharedUpdates(optimizer, program.rank, learning_rate)
+
+    def components(self, reduced: Sequence[ReducedGradient]) -> None:
+        """Stage 3."""
+        for gradient in reduced:
+            component = gradient.variable.component(self._program.rank)
+            if may_share(self._optimizer):
+                self._shared.of_component(gradient.variable, gradient.value, self._decays(component))
+            else:
+                self._step_on(component, gradient)
+
+    def copies(self, reduced: Sequence[ReducedGradient]) -> None:
+        """Stage 0."""
+        for gradient in reduced:
+            local = local_part(gradient.variable, self._program)
+            if may_share(self._optimizer):
+                update_shard(self._optimizer, local, gradient.value, self._learning_rate)
+            else:
+                self._step_on(local, gradient)
+
+    def shards_of_copies(self, reduced: Sequence[ReducedGradient]) -> None:
+        """Stages 1 and 2: step on the shards of a bucket, all-gather them."""
+        program, constant = self._program, self._program.constant
+        ranks = program.group_ranks("data")
+        layouts = [
+            self._config.slot_layout(self._config.parameter_layout(gradient.variable.shape)) for gradient in reduced
+        ]
+        whole = [tf.TensorSpec(gradient.variable.shape, gradient.value.dtype) for gradient in reduced]
+        for number, bucket in enumerate(buckets_of(whole, self._config.bucket_bytes)):
+            shards = []
+            for place in bucket:
+                gradient, layout = reduced[place], layouts[place]
+                local = local_part(gradient.variable, program)
+                mine = packing.cut_shard(local.value(), layout, ranks.index(program.rank))
+                shards.append(self._updated_shard(gradient.variable, mine, gradient.value))
+            packed = packing.pack_shards(shards, constant)
+            gathered = wire.all_gather(program, packed, ranks, f"all_gather/bucket_{number}")
+            fulls = packing.unpack_full(gathered, [layouts[place] for place in bucket], constant)
+            for place, full in zip(bucket, fulls, strict=True):
+                local_part(reduced[place].variable, program).assign(full, read_value=False)
+
+    def _updated_shard(self, variable: tf.Variable, shard: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
+        """Returns this rank's `shard` of `variable` after the optimizer's update; the slots are updated in place."""
+        parameter = parameter_shard(self._optimizer, variable, shard)
+        if may_share(self._optimizer):
+            self._shared.of_shard(parameter, grad, self._decays(parameter))
+        else:
+            update_shard(self._optimizer, parameter, grad, self._learning_rate)
+        return parameter.value()
+
+    def _step_on(self, stored: tf.Variable, gradient: ReducedGradient) -> None:
+        """Steps on what this rank stores of a variable, for an optimizer that may ask more of it than its value."""
+        parameter = parameter_shard(self._optimizer, gradient.variable, stored.read_value())
+        update_shard(self._optimizer, parameter, gradient.value, self._learning_rate)
+        stored.assign(parameter.value(), read_value=False)
+
+    def _decays(self, variable: Any) -> bool:
+        return self._optimizer.weight_decay is not None and self._optimizer._use_weight_decay(variable)
 
 
 def _described(optimizer: Any) -> str:
@@ -71,108 +233,3 @@ def _described(optimizer: Any) -> str:
         if not name.startswith("_") and name not in ("name", "built") and isinstance(value, bool | int | float | str)
     }
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
-
-
-# Stage 2: so many buckets of full gradients exist at once.
-_BUCKETS_IN_FLIGHT = 2
-
-
-class _Step:
-    """One optimizer step of one rank."""
-
-    def __init__(self, optimizer: Any, learning_rate: Any, config: ShardingConfig, program: RankProgram):
-        self._optimizer = optimizer
-        self._learning_rate = learning_rate
-        self._config = config
-        self._program = program
-        self._ranks = program.group_ranks("data")
-        self._shared = SharedUpdates(optimizer, program.rank, learning_rate)
-
-    def on_sharded(self, pairs: Sequence[tuple[tf.Tensor, ShardedVariable]]) -> None:
-        """Stage 3: the gradients are reduced shards."""
-        for grad, variable in pairs:
-            component = variable.component(self._program.rank)
-            decays = self._decays(component)
-            if may_share(self._optimizer):
-                self._shared.of_component(variable, grad, decays)
-            else:
-                update_shard(self._optimizer, component, grad, self._learning_rate, decays)
-
-    def on_replicated(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> None:
-        """Stage 0: all-reduce, then every rank does the whole step."""
-        for number, bucket in enumerate(self._buckets(pairs)):
-            grads = [grad for grad, _ in bucket]
-            flat = tf.concat([tf.reshape(grad, [-1]) for grad in grads], 0)
-            wide = tf.cast(flat, self._config.reduce_dtype or flat.dtype)
-            reduced = wire.all_reduce(self._program, wide, self._ranks, "sum", f"all_reduce/bucket_{number}")
-            parts = tf.split(tf.cast(reduced, flat.dtype), [grad.shape.num_elements() for grad in grads])
-            for part, (grad, variable) in zip(parts, bucket, strict=True):
-                decays = self._decays(variable)
-                update_shard(
-                    self._optimizer, self._local(variable), tf.reshape(part, grad.shape), self._learning_rate, decays
-                )
-
-    def on_shards_of_replicated(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> None:
-        """Stages 1 and 2: reduce-scatter every bucket, step on the shards, all-gather every bucket."""
-        data_rank, constant = self._ranks.index(self._program.rank), self._program.constant
-        buckets = self._buckets(pairs)
-        layouts = [
-            [self._config.slot_layout(self._config.parameter_layout(variable.shape)) for _, variable in bucket]
-            for bucket in buckets
-        ]
-        reduced, sent = [], []
-        for number, (bucket, cuts) in enumerate(zip(buckets, layouts, strict=True)):
-            packed = packing.pack_full([grad for grad, _ in bucket], cuts, constant)
-            wide = tf.cast(packed, self._config.reduce_dtype or packed.dtype)
-            shard = wire.reduce_scatter(self._program, wide, self._ranks, f"reduce_scatter/bucket_{number}")
-            shard = tf.cast(shard, packed.dtype)
-            sent.append(shard.op)
-            reduced.append(packing.split_shards(shard, cuts, constant))
-        if isinstance(self._config.placements.gradient, Shard):
-            self._hold_back(buckets, sent)
-        for number, (bucket, cuts, grads) in enumerate(zip(buckets, layouts, reduced, strict=True)):
-            shards = []
-            for grad, layout, (_, variable) in zip(grads, cuts, bucket, strict=True):
-                mine = packing.cut_shard(self._local(variable).value(), layout, data_rank)
-                shards.append(self._updated_shard(variable, mine, grad))
-            packed = packing.pack_shards(shards, constant)
-            gathered = wire.all_gather(self._program, packed, self._ranks, f"all_gather/bucket_{number}")
-            for (_, variable), full in zip(bucket, packing.unpack_full(gathered, cuts, constant), strict=True):
-                self._local(variable).assign(full, read_value=False)
-
-    def _hold_back(self, buckets: Sequence[Sequence[tuple[tf.Tensor, tf.Variable]]], sent: Sequence[tf.Operation]) -> None:
-        """Stage 2: a gradient is not computed before the bucket two before its own has been reduced.
-
-        Otherwise backward outruns the chain of reductions and all full gradients exist at once, as in stage 1. An operation made
-        after all gradients of the earlier buckets cannot be what they wait for, so the new edges close no cycle.
-        """
-        if len(self._ranks) == 1 or len(buckets) <= _BUCKETS_IN_FLIGHT:
-            return
-        numbers = {op.name: number for number, op in enumerate(self._program.graph.get_operations())}
-        latest = 0
-        for bucket, reduction, held in zip(buckets, sent, buckets[_BUCKETS_IN_FLIGHT:], strict=False):
-            latest = max(latest, *(numbers[grad.op.name] for grad, _ in bucket))
-            for grad, _ in held:
-                if numbers[grad.op.name] > latest:
-                    tape.run_after(grad.op, reduction)
-
-    def _updated_shard(self, variable: tf.Variable, shard: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
-        """Returns this rank's `shard` of `variable` after the optimizer's update; the slots are updated in place."""
-        parameter = ParameterShard(variable, shard)
-        decays = self._decays(parameter)
-        if may_share(self._optimizer):
-            self._shared.of_shard(parameter, grad, decays)
-        else:
-            update_shard(self._optimizer, parameter, grad, self._learning_rate, decays)
-        return parameter.value()
-
-    def _decays(self, variable: Any) -> bool:
-        return self._optimizer.weight_decay is not None and self._optimizer._use_weight_decay(variable)
-
-    def _local(self, variable: tf.Variable) -> tf.Variable:
-        return variable.values[self._program.local_index]
-
-    def _buckets(self, pairs: Sequence[tuple[tf.Tensor, tf.Variable]]) -> list[list[tuple[tf.Tensor, tf.Variable]]]:
-        sizes = [grad.shape.num_elements() * grad.dtype.size for grad, _ in pairs]
-        buckets = assign_buckets(sizes, self._config.bucket_bytes, [grad.dtype for grad, _ in pairs])
-        return [[pairs[index] for index in bucket] for bucket in buckets]

@@ -1,4 +1,4 @@
-"""What the sharded optimizer step can do exactly, and the refusal of what it cannot do yet."""
+"""Which optimizers may run on flat shards, and the refusal of what cannot be done exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.sharding import Shard, ShardingConfig
 
 _ELEMENTWISE: set[type] = {
     keras.optimizers.SGD,
@@ -22,26 +21,18 @@ _ELEMENTWISE: set[type] = {
     keras.optimizers.Nadam,
     keras.optimizers.Ftrl,
     keras.optimizers.Lion,
+    keras.optimizers.ScheduleFreeAdamW,
 }
 
 _KERAS_OWN = frozenset(_ELEMENTWISE)
-
-_NOT_YET = {
-    "clipnorm": "it must act on the reduced gradient, and Keras clips before the reduction",
-    "clipvalue": "it must act on the reduced gradient, and Keras clips before the reduction",
-    "global_clipnorm": "the norm must be summed over all ranks, and Keras takes each rank's own",
-    "use_ema": "the averages are not sharded yet",
-    "gradient_accumulation_steps": "the accumulators are not sharded yet",
-    "loss_scale_factor": "the ranks must agree on overflow first",
-}
-
 
 def elementwise(optimizer_class: type) -> type:
     """Declares that an optimizer's `update_step` is elementwise, so that it may run on flat shards. A class decorator.
 
     Elementwise means: each element of the new parameter and of the new slots depends on the same element of the gradient, the
     parameter and the slots, and on scalars. Adam is; an optimizer that takes a norm or factors a matrix (Lamb, Adafactor,
-    Muon) is not, and would compute something else on shards.
+    Muon) is not, and would compute something else on shards. An optimizer that is not declared runs whole-variable instead:
+    exact as well, with each parameter's state on one rank, and with more traffic.
 
     Args:
         optimizer_class: a subclass of `keras.optimizers.Optimizer`. The declaration holds for this class only, not for its
@@ -65,41 +56,23 @@ def may_share(optimizer: Any) -> bool:
     return type(optimizer) in _KERAS_OWN
 
 
-def check_supported(optimizer: Any, config: ShardingConfig) -> None:
-    """Raises NotImplementedError when `optimizer` would not compute under `config` what one device computes."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise NotImplementedError(
-            errors.message(
-                "`LossScaleOptimizer` (also as added by the mixed_float16 policy) is not supported yet: its decision to skip a "
-                "step must be agreed by all ranks.",
-                optimizer=name,
-                fix="Use the mixed_bfloat16 policy, or `auto_scale_loss=False` in `compile`.",
-            )
-        )
-    for argument, reason in _NOT_YET.items():
-        value = getattr(optimizer, argument, None)
-        if value:
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether `optimizer` may run on flat shards."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+def check_no_overwriting(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raises NotImplementedError for variables that Keras overwrites with their gradient (the scales of float8 training)."""
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
             raise NotImplementedError(
                 errors.message(
-                    f"`{argument}` of {name} is not supported yet under a tfdist strategy: {reason}.",
-                    fix=f"Leave `{argument}` unset.",
-                    **{argument: value},
+                    f"Variable {variable.path!r} is overwritten with its gradient (float8 training), which is not supported "
+                    "under a tfdist strategy.",
+                    optimizer=type(optimizer).__name__,
+                    fix='Use the "mixed_bfloat16" policy instead of float8 quantization.',
                 )
             )
-    # The abstract base class cannot step; Keras makes one to learn its attributes while it loads a model.
-    is_abstract = type(optimizer) is keras.optimizers.Optimizer
-    if isinstance(config.placements.optimizer_state, Shard) and not is_abstract and type(optimizer) not in _ELEMENTWISE:
-        known = sorted(cls.__name__ for cls in _ELEMENTWISE)
-        raise NotImplementedError(
-            errors.message(
-                f"`{name}` cannot run on shards with `zero_stage={config.zero_stage}`: only optimizers that are known to be "
-                f"elementwise can, {known}.",
-                optimizer=name,
-                fix="Use one of these, or `zero_stage=0`; declare an elementwise optimizer of your own with "
-                "`@tfdist.optimizers.elementwise`.",
-            )
-        )
 
 
 def check_variables(optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy) -> None:

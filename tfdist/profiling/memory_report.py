@@ -135,9 +135,12 @@ def _short_name(device: str) -> str:
 
 def _stored_bytes(variable: keras.Variable, index: int) -> int:
     value = _value(variable)
+    if isinstance(value, ShardedVariable):
+        # By the layout, since parts of other workers are not here: shards are padded to one size.
+        is_stored = value.layout.stores(value.layout.mesh.coordinate(index))
+        return _bytes(value.layout.component_shape, value.dtype) if is_stored else 0
     if isinstance(value, tf.distribute.DistributedValues):
-        # Devices of other workers store parts of the same size: shards are padded to it.
-        value = value.values[index if index < len(value.values) else 0]
+        value = value.values[0]
     return _bytes(value.shape, value.dtype)
 
 

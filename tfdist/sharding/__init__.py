@@ -1,9 +1,10 @@
 """Level 4: what part of a variable each rank stores, and how a parameter is gathered, dropped and gathered again."""
 
+from tfdist.sharding import autocast
 from tfdist.sharding.config import DEFAULT_BUCKET_BYTES, ShardingConfig, config_of
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
-from tfdist.sharding.placements import Partial, Placement, Replicate, Shard
+from tfdist.sharding.placements import Own, Partial, Placement, Replicate, Shard
 from tfdist.sharding.unshard import UnshardSchedule
 from tfdist.sharding.variable import ShardedVariable
 from tfdist.sharding.zero import ZERO_STAGES, ZeroPlacements, placements_of
@@ -12,6 +13,7 @@ __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "ZERO_STAGES",
     "Layout",
+    "Own",
     "ParameterGroup",
     "ParameterGroups",
     "Partial",
@@ -22,6 +24,7 @@ __all__ = [
     "ShardingConfig",
     "UnshardSchedule",
     "ZeroPlacements",
+    "autocast",
     "config_of",
     "placements_of",
 ]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.common.variables import get_autocast_scope
 
-__all__ = ["current_layer", "in_optimizer", "in_symbolic_scope", "own_variables"]
+__all__ = ["autocast_dtype", "current_layer", "in_optimizer", "in_symbolic_scope", "own_variables"]
 
 
 def current_layer() -> Any | None:
@@ -25,8 +27,18 @@ def in_optimizer() -> bool:
     return isinstance(current_layer(), keras.optimizers.Optimizer)
 
 
-def own_variables(layer: Any) -> list[Any]:
-    """Returns the `tf.Variable`s of the trainable variables that `layer` itself made, not those of its sublayers."""
+def autocast_dtype() -> tf.DType | None:
+    """Returns the dtype in which layers compute here and read their float variables; None: each variable's own."""
+    scope = get_autocast_scope()
+    return None if scope is None or scope.dtype is None else tf.as_dtype(scope.dtype)
+
+
+def own_variables(layer: Any) -> list[tuple[tf.Variable, bool]]:
+    """Returns the `tf.Variable`s of the trainable variables that `layer` itself made, not those of its sublayers.
+
+    With each, whether Keras reads it in the layer's compute dtype.
+    """
     if not isinstance(layer, keras.layers.Layer):
         return []  # an optimizer has a list of that name too: everybody's variables
-    return [variable.value for variable in layer._trainable_variables]
+    # Not `value`, which would read the variable to cast it.
+    return [(variable._value, variable._autocast) for variable in layer._trainable_variables]

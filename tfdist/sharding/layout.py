@@ -21,7 +21,7 @@ import numpy as np
 
 from tfdist import errors
 from tfdist.mesh import Coordinate, DeviceMesh
-from tfdist.sharding.placements import Replicate, Shard
+from tfdist.sharding.placements import Own, Replicate, Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Layout:
         shape: the global shape.
         mesh: the mesh; only its axis sizes matter.
         tensor: `Replicate()` or `Shard(axis)` over the mesh's tensor axis.
-        data: `Replicate()` or `Shard()` (flat) over the mesh's data axis.
+        data: `Replicate()`, `Shard()` (flat) or `Own(rank)` over the mesh's data axis.
         pipe_owner: the pipeline coordinate that stores the variable; None: all of them.
 
     Raises:
@@ -46,16 +46,19 @@ class Layout:
     shape: tuple[int, ...]
     mesh: DeviceMesh
     tensor: Replicate | Shard = Replicate()
-    data: Replicate | Shard = Replicate()
+    data: Replicate | Shard | Own = Replicate()
     pipe_owner: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
-        for name in ("tensor", "data"):
-            if not isinstance(getattr(self, name), Replicate | Shard):
-                raise ValueError(
-                    errors.message(f"`{name}` must be `Replicate()` or `Shard()`.", **{name: getattr(self, name)})
-                )
+        if not isinstance(self.tensor, Replicate | Shard):
+            raise ValueError(errors.message("`tensor` must be `Replicate()` or `Shard(axis)`.", tensor=self.tensor))
+        if not isinstance(self.data, Replicate | Shard | Own):
+            raise ValueError(errors.message("`data` must be `Replicate()`, `Shard()` or `Own(rank)`.", data=self.data))
+        if isinstance(self.data, Own) and not 0 <= self.data.rank < self.mesh.data_parallel_size:
+            raise ValueError(
+                errors.message(f"`data` must be owned by a rank in [0, {self.mesh.data_parallel_size}).", data=self.data)
+            )
         if isinstance(self.tensor, Shard):
             axis, parts = self.tensor.axis, self.mesh.tensor_parallel_size
             if axis is None or not 0 <= axis < len(self.shape):
@@ -117,12 +120,17 @@ class Layout:
 
     @property
     def component_shape(self) -> tuple[int, ...]:
-        """Shape of what one rank stores."""
+        """Shape of what a rank stores that stores a part at all."""
         return (self.shard_elements,) if self.is_data_sharded else self.local_shape
+
+    @property
+    def data_owner(self) -> int | None:
+        """The data rank that stores all of it; None: every data rank stores a part or a copy."""
+        return self.data.rank if isinstance(self.data, Own) else None
 
     def stores(self, coordinate: Coordinate) -> bool:
         """Whether the rank at `coordinate` stores a part of the variable."""
-        return self.pipe_owner is None or coordinate.pipe == self.pipe_owner
+        return self.pipe_owner in (None, coordinate.pipe) and self.data_owner in (None, coordinate.data)
 
     def tensor_slices(self, coordinate: Coordinate) -> tuple[slice, ...]:
         """Returns the index of the tensor cut at `coordinate` in the global variable."""
@@ -140,8 +148,13 @@ class Layout:
     # The reference implementation, in numpy; `ShardedVariable` does the same with tensors and is tested against it.
 
     def shard(self, full: np.ndarray, coordinate: Coordinate) -> np.ndarray:
-        """Returns the component that the rank at `coordinate` stores of the global array `full`; `unshard` inverts it."""
+        """Returns the component that the rank at `coordinate` stores of the global array `full`; `unshard` inverts it.
+
+        Empty for a rank that another one owns the variable for.
+        """
         local = np.asarray(full).reshape(self.shape)[self.tensor_slices(coordinate)]
+        if self.data_owner not in (None, coordinate.data):
+            return np.zeros((0,), local.dtype)
         if not self.is_data_sharded:
             return local.copy()
         start, stop = self.flat_range(coordinate)
@@ -155,7 +168,7 @@ class Layout:
         full = np.empty(self.shape, next(iter(components.values())).dtype)
         for tensor in range(self.mesh.tensor_parallel_size):
             local = np.empty(self.local_elements, full.dtype)
-            for data in range(self.mesh.data_parallel_size):
+            for data in range(self.mesh.data_parallel_size) if self.data_owner is None else [self.data_owner]:
                 coordinate = Coordinate(data, pipe, tensor)
                 component = np.asarray(components[coordinate])
                 if self.is_data_sharded:

@@ -22,8 +22,19 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
+class Own:
+    """One rank holds all of it, the others nothing.
+
+    Attributes:
+        rank: the owner's index along the mesh axis.
+    """
+
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Partial:
     """Every rank holds a full-size summand; the tensor is their sum, not formed yet."""
 
 
-Placement = Replicate | Shard | Partial
+Placement = Replicate | Shard | Own | Partial

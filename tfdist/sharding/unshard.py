@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, ops, wire
-from tfdist.sharding import packing, tape
+from tfdist.sharding import keras_scope, packing, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import ShardingConfig
 from tfdist.sharding.parameter_group import ParameterGroup
@@ -65,9 +65,14 @@ class Unit:
 
     index: int
     group: ParameterGroup
+    compute_dtype: tf.DType | None  # of the variables that are cast before they travel; None: all as they are stored
     shards: dict[int, tf.Tensor]  # this rank's shard by variable id
     outputs: dict[int, tf.Tensor]  # the gathered tensor by variable id
     is_kept: bool = False  # the forward copy serves backward too
+
+    @property
+    def key(self) -> tuple[ParameterGroup, tf.DType | None]:
+        return self.group, self.compute_dtype
 
     def readers(self, wanted: Callable[[tf.Operation], bool]) -> dict[int, list[Reader]]:
         """Returns who reads the gathered tensors or views of them, by variable id."""
@@ -101,7 +106,7 @@ class UnshardSchedule:
     def __init__(self, program: RankProgram):
         self._program = program
         self._units: list[Unit] = []
-        self._live: dict[ParameterGroup, Unit] = {}
+        self._live: dict[tuple[ParameterGroup, tf.DType | None], Unit] = {}
         self._pending: list[PendingGradient] = []
         self._emitting = False
         self._config: ShardingConfig | None = None
@@ -111,13 +116,16 @@ class UnshardSchedule:
 
     # Forward
 
-    def read(self, variable: Any, config: ShardingConfig) -> tf.Tensor:
-        """Returns the full (local) value of `variable`, gathered with its group, on this rank's tapes."""
+    def read(self, variable: Any, config: ShardingConfig, dtype: tf.DType) -> tf.Tensor:
+        """Returns the full (local) value of `variable` in `dtype`, gathered with its group, on this rank's tapes."""
         self._config = config
+        compute_dtype = keras_scope.autocast_dtype()
+        if _travelling_dtype(variable, compute_dtype) != dtype:
+            compute_dtype = None  # a read of the stored value in a layer that computes in another dtype
         with self._in_run_graph():
-            unit = self._live.get(variable.group)
+            unit = self._live.get((variable.group, compute_dtype))
             if unit is None or not self._is_recorded(unit, variable):
-                unit = self._gather(variable.group)
+                unit = self._gather(variable.group, compute_dtype)
             return unit.outputs[id(variable)]
 
     def invalidate(self) -> None:
@@ -131,7 +139,7 @@ class UnshardSchedule:
         shard = variable.component(self._program.rank).value()  # on the tapes that watch the variable
         return tape.tapes_watching([unit.outputs[id(variable)]]) >= tape.tapes_watching([shard])
 
-    def _gather(self, group: ParameterGroup) -> Unit:
+    def _gather(self, group: ParameterGroup, compute_dtype: tf.DType | None) -> Unit:
         config, variables = self._config, group.variables
         window = self._units[-config.prefetch - 1 :]
         if self._pending or any(unit.readers(tape.is_backward) for unit in window):
@@ -142,8 +150,8 @@ class UnshardSchedule:
         if len(window) > config.prefetch and (config.reshard_after_forward or not is_training):
             gate = window[0].reader_operations()
         with self._own_emission(), tape.stop_recording():
-            outputs = self._all_gather(variables, shards, gate, f"unshard/{group.name}")
-        unit = Unit(len(self._units), group, shards, outputs)
+            outputs = self._all_gather(variables, shards, compute_dtype, gate, f"unshard/{group.name}")
+        unit = Unit(len(self._units), group, compute_dtype, shards, outputs)
         for variable in variables:
             tape.record_gradient(
                 "Unshard",
@@ -153,20 +161,26 @@ class UnshardSchedule:
             )
         self._units.append(unit)
         live = self._units[-config.prefetch - 1 :] if config.reshard_after_forward else self._units
-        self._live = {u.group: u for u in live if u.group in self._live or u is unit}
+        self._live = {u.key: u for u in live if u.key in self._live or u is unit}
         return unit
 
     def _all_gather(
-        self, variables: Sequence[Any], shards: dict[int, tf.Tensor], gate: Sequence[tf.Operation], label: str
+        self,
+        variables: Sequence[Any],
+        shards: dict[int, tf.Tensor],
+        compute_dtype: tf.DType | None,
+        gate: Sequence[tf.Operation],
+        label: str,
     ) -> dict[int, tf.Tensor]:
         """Gathers `variables` in one message per dtype, not before `gate` has run."""
         program = self._program
         ranks = program.group_ranks("data")
         outputs = {}
-        for members in _by_dtype(variables):
+        for members in _by_dtype(variables, key=lambda v: _travelling_dtype(v, compute_dtype)):
             layouts = [v.layout for v in members]
+            dtype = _travelling_dtype(members[0], compute_dtype)
             with tf.control_dependencies(gate), tf.name_scope(_scope_name(label)):
-                packed = packing.pack_shards([shards[id(v)] for v in members], program.constant)
+                packed = packing.pack_shards([tf.cast(shards[id(v)], dtype) for v in members], program.constant)
                 gathered = wire.all_gather(program, packed, ranks, label)
                 fulls = packing.unpack_full(gathered, layouts, program.constant)
                 outputs.update({id(variable): full for variable, full in zip(members, fulls, strict=True)})
@@ -186,14 +200,14 @@ class UnshardSchedule:
                 )
             )
         with tape.stop_recording():
-            stub = tf.identity(tf.raw_ops.Placeholder(dtype=full.dtype, shape=[variable.layout.shard_elements]))
+            stub = tf.identity(tf.raw_ops.Placeholder(dtype=variable.dtype, shape=[variable.layout.shard_elements]))
         pending = PendingGradient(unit, variable, full, stub)
-        tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(self._second_order, variable))
+        tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(self._second_order, variable, full.dtype))
         self._pending.append(pending)
         return [stub]
 
-    def _second_order(self, variable: Any, upstream: tf.Tensor) -> list[tf.Tensor]:
-        gathered = ops.all_gather(upstream, "data", label=f"unshard/{variable.group.name}/second_order")
+    def _second_order(self, variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
+        gathered = ops.all_gather(tf.cast(upstream, dtype), "data", label=f"unshard/{variable.group.name}/second_order")
         return packing.unpack_full(gathered, [variable.layout])
 
     def flush(self, gradients: Sequence[Any] = ()) -> None:
@@ -265,7 +279,8 @@ class UnshardSchedule:
 
     def _regather(self, unit: Unit, uses: dict[int, list[Reader]], gate: Sequence[tf.Operation]) -> None:
         variables = [v for v in unit.group.variables if id(v) in uses]
-        again = self._all_gather(variables, unit.shards, gate, f"unshard/{unit.group.name}/backward")
+        label = f"unshard/{unit.group.name}/backward"
+        again = self._all_gather(variables, unit.shards, unit.compute_dtype, gate, label)
         for variable in variables:
             copies = {unit.outputs[id(variable)].name: again[id(variable)]}
             for reader in uses[id(variable)]:
@@ -280,14 +295,13 @@ class UnshardSchedule:
         ranks = program.group_ranks("data")
         label = f"reduce_scatter/{pending[0].unit.group.name}"
         sent = []
-        for members in _by_dtype(pending, key=lambda p: p.full.dtype):
+        for members in _by_dtype(pending, key=lambda p: (p.full.dtype, p.stub.dtype)):
             layouts = [p.variable.layout for p in members]
             with tf.name_scope(_scope_name(label)):
                 with tf.control_dependencies(previous):
                     packed = packing.pack_full([p.full for p in members], layouts, program.constant)
-                dtype = packed.dtype
-                packed = tf.cast(packed, self._config.reduce_dtype or dtype)
-                reduced = tf.cast(wire.reduce_scatter(program, packed, ranks, label), dtype)
+                packed = tf.cast(packed, self._config.reduce_dtype or packed.dtype)
+                reduced = wire.reduce_scatter(program, packed, ranks, label, members[0].stub.dtype)
                 shards = packing.split_shards(reduced, layouts, program.constant)
                 for p, shard in zip(members, shards, strict=True):
                     tape.reconnect(p.stub.op, p.stub.op.inputs[0], shard)
@@ -329,7 +343,12 @@ def _copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
     return copies[tensor.name]
 
 
-def _by_dtype(items: Sequence[Any], key: Callable[[Any], Any] = lambda v: v.dtype) -> list[list[Any]]:
+def _travelling_dtype(variable: Any, compute_dtype: tf.DType | None) -> tf.DType:
+    """Returns the dtype in which `variable` is gathered for a layer that computes in `compute_dtype`."""
+    return compute_dtype if compute_dtype is not None and variable.is_autocast else variable.dtype
+
+
+def _by_dtype(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     groups: dict[Any, list[Any]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

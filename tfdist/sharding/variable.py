@@ -54,6 +54,7 @@ class ShardedVariable(values.DistributedVariable):
     ):
         self.layout = layout
         self.group: ParameterGroup | None = None
+        self.is_autocast = False  # whether its layer reads it in the compute dtype
         self._groups = groups
         self._stand_in: Any = None
         self._ranks = tuple(ranks)
@@ -105,8 +106,16 @@ class ShardedVariable(values.DistributedVariable):
 
     # Reading
 
-    def _read(self) -> tf.Tensor | tf.Variable:
-        """Returns what a read means here: the full value, the local shard, or, in an update, the local component."""
+    def cast_read(self, dtype: tf.DType) -> tf.Tensor:
+        """Reads in `dtype`: what is gathered is cast before it travels."""
+        return tf.cast(self._read(dtype), dtype)
+
+    def _read(self, dtype: tf.DType | None = None) -> tf.Tensor | tf.Variable:
+        """Returns what a read means here: the full value, the local shard, or, in an update, the local component.
+
+        Args:
+            dtype: the dtype in which a gathered value is wanted; None: the variable's.
+        """
         if values_util.is_saving_non_distributed():
             return self._assemble()
         # Outside `scope()` TensorFlow's default context reports replica 0 and would read one shard.
@@ -125,7 +134,7 @@ class ShardedVariable(values.DistributedVariable):
             if self.group is None:
                 self.group = self._groups.adopt(self, self._maker())
             config = config_of(self._distribute_strategy)
-            return program.attachment(UnshardSchedule).read(self, config)
+            return program.attachment(UnshardSchedule).read(self, config, dtype or self.dtype)
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -145,17 +154,18 @@ class ShardedVariable(values.DistributedVariable):
         pieces = []
         with tf.device(self._primary.device):
             for tensor in range(layout.mesh.tensor_parallel_size):
-                ranks = [
-                    layout.mesh.rank(Coordinate(data, pipe, tensor))
-                    for data in range(layout.mesh.data_parallel_size if layout.is_data_sharded else 1)
-                ]
+                holders = range(layout.mesh.data_parallel_size) if layout.is_data_sharded else [layout.data_owner or 0]
+                ranks = [layout.mesh.rank(Coordinate(data, pipe, tensor)) for data in holders]
                 flat = tf.concat([tf.reshape(self.component(rank).read_value(), [-1]) for rank in ranks], 0)
                 pieces.append(tf.reshape(flat[: layout.local_elements], layout.local_shape))
             return pieces[0] if len(pieces) == 1 else tf.concat(pieces, layout.tensor.axis)
 
     def _gather_parts(self, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
         """Returns the full value from this rank's part, over the data axis."""
-        gathered = wire.all_gather(program, part, program.group_ranks("data"), "assemble")
+        ranks = program.group_ranks("data")
+        if self.layout.data_owner is not None:
+            return wire.broadcast(program, part, self.layout.local_shape, ranks, ranks[self.layout.data_owner], "assemble")
+        gathered = wire.all_gather(program, part, ranks, "assemble")
         return packing.unpack_full(gathered, [self.layout])[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -212,10 +222,11 @@ class ShardedVariable(values.DistributedVariable):
             value = value.values[index]
         value = tf.convert_to_tensor(value, self.dtype)
         layout = self.layout
+        coordinate = layout.mesh.coordinate(self._ranks[index])
         if value.shape == self._values[index].shape and value.shape != self._full_shape:
             return value
         if value.shape == self._full_shape:
-            value = value[layout.tensor_slices(layout.mesh.coordinate(self._ranks[index]))]
+            value = value[layout.tensor_slices(coordinate)]
         if not value.shape.is_compatible_with(layout.local_shape):
             raise ValueError(
                 errors.message(
@@ -223,9 +234,11 @@ class ShardedVariable(values.DistributedVariable):
                     shape=tuple(value.shape),
                 )
             )
+        if not layout.stores(coordinate):
+            return tf.zeros([0], self.dtype)
         if not layout.is_data_sharded:
             return value
-        shard = packing.cut_shard(value, layout, layout.mesh.coordinate(self._ranks[index]).data)
+        shard = packing.cut_shard(value, layout, coordinate.data)
         # A slice shares its parent's buffer: without the copy the full value would live as long as the shard.
         return tf.raw_ops.DeepCopy(x=shard) if tf.executing_eagerly() else shard
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +18,8 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from tfdist import collectives, errors
 from tfdist.collectives import CollectivePlan, Communicator, CrossReplica, RankProgram, choose_transport, find_program
-from tfdist.sharding import Layout, ParameterGroups, Replicate, ShardedVariable, ShardingConfig, keras_scope
+from tfdist.optimizers import owner_of
+from tfdist.sharding import Layout, Own, ParameterGroups, Replicate, ShardedVariable, ShardingConfig, keras_scope
 
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 
@@ -34,6 +37,7 @@ class ShardedExtendedMixin:
         self._parameter_groups = ParameterGroups()
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
+        self._is_summed_on_read = False
 
     # Variables
 
@@ -42,6 +46,9 @@ class ShardedExtendedMixin:
         if kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             # All ranks compute the same value; NONE stores it without a merge of the ranks.
             kwargs["aggregation"] = tf.VariableAggregation.NONE
+        if self._is_summed_on_read:
+            kwargs.pop("colocate_with", None)
+            kwargs.update(synchronization=_SYNC_ON_READ, aggregation=tf.VariableAggregation.SUM)
         layout = self._layout_for(kwargs)
         is_slot = kwargs.get("colocate_with") is not None
         if layout is None or not is_slot:
@@ -73,7 +80,19 @@ class ShardedExtendedMixin:
         if not full.dtype.is_floating or reference is not None and full.shape != reference.shape:
             return None
         layout = self._sharding.parameter_layout(full.shape.as_list())
-        return layout if reference is None else self._sharding.slot_layout(layout)
+        if reference is None:
+            return layout
+        owner = owner_of(keras_scope.current_layer(), reference)
+        return self._sharding.slot_layout(layout) if owner is None else dataclasses.replace(layout, data=Own(owner))
+
+    @contextlib.contextmanager
+    def summed_on_read(self) -> Iterator[None]:
+        """Within it, variables hold a summand of their own on every rank, and read as the sum outside replicas."""
+        self._is_summed_on_read = True
+        try:
+            yield
+        finally:
+            self._is_summed_on_read = False
 
     def _share_initial_value(self, kwargs: dict[str, Any]) -> None:
         """For strategies of several workers: replaces the initial value by the chief's."""

@@ -1,0 +1,85 @@
+"""Clipping, averages, accumulation, loss scaling, constraints and whole-tensor optimizers: what one device computes."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import training
+from tests.parity import optimizer_cases as table
+
+# Every row at every stage; loops and numbers of ranks take turns.
+GRID = [
+    (name, stage, 2 + (place + stage) % 3, "fit" if (place + stage) % 2 or case.scales_loss else "custom_loop")
+    for place, (name, case) in enumerate(table.CASES.items())
+    for stage in range(4)
+]
+
+
+@functools.cache
+def on_one_device(name, loop):
+    return dataclass_without_model(table.train(name, loop, training.one_device()))
+
+
+def dataclass_without_model(trained):
+    trained.model = trained.strategy = None
+    return trained
+
+
+@pytest.mark.parametrize(("name", "zero_stage", "devices", "loop"), GRID)
+def test_parity(name, zero_stage, devices, loop):
+    trained = table.train(name, loop, training.strategy_for(devices, zero_stage))
+    training.assert_same(trained, on_one_device(name, loop))
+
+
+def test_the_limits_bind():
+    """Otherwise the clipping rows would prove nothing."""
+    keras.utils.set_random_seed(3)
+    model, (x, y) = training.mlp(), training.vectors()
+    with tf.GradientTape() as tape:
+        loss = training.loss_function()(y[:12], model(x[:12]))
+    grads = tape.gradient(loss, model.trainable_variables)
+    norms = [float(tf.norm(grad)) for grad in grads]
+    assert min(norms[0], norms[-1], norms[-2]) > 2 * table.LIMIT
+    assert max(float(tf.reduce_max(abs(grad))) for grad in grads) > table.LIMIT / 5
+    with tf.device("CPU:0"):
+        keras.utils.set_random_seed(3)
+        weights = table.constrained().get_weights()
+    assert np.linalg.norm(weights[0], axis=0).max() > 0.6 and abs(np.linalg.norm(weights[2], axis=1) - 1).max() > 0.1
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(("zero_stage", "devices"), [(0, 2), (1, 4), (2, 3), (3, 2)])
+def test_overflow_of_one_rank_skips_the_step_on_all(zero_stage, devices, accumulates):
+    expected = table.train_overflowing(training.one_device(), accumulates)
+    scale = next(value for name, value in expected.slots.items() if "dynamic_scale" in name)
+    assert scale == 2.0**39, "nothing overflowed"
+    assert all(np.isfinite(value).all() for value in expected.weights.values())
+    training.assert_same(table.train_overflowing(training.strategy_for(devices, zero_stage), accumulates), expected)
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_swapping_of_averages(zero_stage):
+    """`SwapEMAWeights` and the end of `fit` put the averages in the weights."""
+
+    def run(strategy):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        x, y = training.vectors()
+        with strategy.scope():
+            model = training.mlp()
+            model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9), training.loss_function())
+        data = {"x": x, "y": y, "batch_size": 12, "shuffle": False, "verbose": 0, "epochs": 2}
+        history = model.fit(
+            **data, validation_data=(x, y), callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+        )
+        swapped = model.get_weights()
+        model.fit(**data)
+        slots = [variable.numpy() for variable in model.optimizer.variables]
+        return history.history["loss"], history.history["val_loss"], swapped, model.get_weights(), slots
+
+    for ours, theirs in zip(run(training.strategy_for(3, zero_stage)), run(training.one_device()), strict=True):
+        for mine, reference in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(mine, reference, rtol=0, atol=1e-5 * max(np.abs(reference).max(), 1e-2))

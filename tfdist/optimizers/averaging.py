@@ -1,0 +1,67 @@
+"""The exponential moving average of the weights (`use_ema`), kept on the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, wire
+from tfdist.optimizers.reduction import buckets_of, local_part, variable_of
+from tfdist.sharding import ShardedVariable, ShardingConfig, packing
+
+
+def update_averages(optimizer: Any, config: ShardingConfig, program: RankProgram) -> None:
+    """Moves each average towards its weight, as Keras does after a step, and overwrites the weights when it is time.
+
+    An average is a slot: sharded from stage 1 on. Overwriting is local at stages 0 and 3; at stages 1 and 2 the averages are
+    gathered, in the steps that overwrite.
+    """
+    pairs = [
+        (variable_of(variable), variable_of(average))
+        for variable, average in zip(
+            optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True
+        )
+        if average is not None
+    ]
+    not_first = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
+    for variable, average in pairs:
+        weight = _local_weight(variable, average, program)
+        stored = local_part(average, program)
+        momentum = tf.cast(not_first, weight.dtype) * optimizer.ema_momentum
+        stored.assign(momentum * stored + (1 - momentum) * weight, read_value=False)
+    if optimizer.ema_overwrite_frequency:
+        is_due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % optimizer.ema_overwrite_frequency, 0)
+
+        def overwrite() -> tf.Tensor:
+            _overwrite(pairs, config, program)
+            return tf.constant(True)
+
+        program.cond(is_due, overwrite, lambda: tf.constant(False))
+
+
+def _overwrite(
+    pairs: Sequence[tuple[tf.Variable, tf.Variable]], config: ShardingConfig, program: RankProgram
+) -> None:
+    gathered = []
+    for variable, average in pairs:
+        if isinstance(average, ShardedVariable) and not isinstance(variable, ShardedVariable):
+            gathered.append((variable, average))
+        else:
+            local_part(variable, program).assign(local_part(average, program), read_value=False)
+    shards = [tf.convert_to_tensor(local_part(average, program)) for _, average in gathered]
+    for number, bucket in enumerate(buckets_of(shards, config.bucket_bytes)):
+        layouts = [gathered[place][1].layout for place in bucket]
+        packed = packing.pack_shards([shards[place] for place in bucket])
+        full = wire.all_gather(program, packed, program.group_ranks("data"), f"all_gather/average_{number}")
+        for place, value in zip(bucket, packing.unpack_full(full, layouts), strict=True):
+            local_part(gathered[place][0], program).assign(value, read_value=False)
+
+
+def _local_weight(variable: tf.Variable, average: tf.Variable, program: RankProgram) -> tf.Tensor:
+    """Returns this rank's weight, cut as its average is."""
+    local = tf.convert_to_tensor(local_part(variable, program))
+    if isinstance(average, ShardedVariable) and not isinstance(variable, ShardedVariable):
+        return packing.cut_shard(local, average.layout, program.mesh.coordinate(program.rank).data)
+    return local

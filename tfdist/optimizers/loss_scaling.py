@@ -1,0 +1,77 @@
+"""`LossScaleOptimizer` over ranks: one decision, taken by all of them, whether a step is taken or skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, current_program, wire
+from tfdist.optimizers.reduction import reduce_gradients, variable_of
+from tfdist.optimizers.step import accumulates_partial_sums
+from tfdist.sharding import Shard, ShardingConfig
+
+
+def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None, config: ShardingConfig) -> None:
+    """Divides `grads` by the dynamic scale and lets the inner optimizer step; skips the step where they are not finite.
+
+    The gradients are reduced first: an inf of one rank is then seen by all (stage 0), or by the one that holds its shard, and
+    the ranks agree with one message of one number. Where gradients are accumulated before they are reduced (stages 0 and 1),
+    the ranks agree on their own gradients.
+
+    Args:
+        optimizer: a `keras.optimizers.LossScaleOptimizer`, built.
+        grads: this rank's gradients of the scaled loss, as they left the tape.
+        variables: the variables; None: those that it was built with.
+        config: the strategy's sharding.
+    """
+    program = current_program("`optimizer.apply`")
+    inner = optimizer.inner_optimizer
+    variables = list(optimizer._trainable_variables if variables is None else variables)
+    pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
+    found = [grad for grad, _ in pairs]
+    scale = tf.convert_to_tensor(optimizer.dynamic_scale)
+    inner_optimizers = getattr(inner, "optimizers", [inner])
+    if any(accumulates_partial_sums(each, config) for each in inner_optimizers):
+        found = [tf.convert_to_tensor(grad) for grad in found]
+        is_finite = _agreed(found, config, program, is_partial=True)
+        unscaled: list[Any] = [grad / tf.cast(scale, grad.dtype) for grad in found]
+    else:
+        reduced = reduce_gradients(found, [variable_of(variable) for _, variable in pairs], config, program)
+        is_finite = _agreed([gradient.value for gradient in reduced], config, program, is_partial=False)
+        unscaled = [gradient.with_value(gradient.value / tf.cast(scale, gradient.value.dtype)) for gradient in reduced]
+    by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}
+
+    def step() -> tf.Tensor:
+        inner.apply([by_variable.get(id(variable)) for variable in variables], variables)
+        is_grown = tf.equal(tf.convert_to_tensor(optimizer.step_counter), optimizer.dynamic_growth_steps - 1)
+        counter, factor = tf.convert_to_tensor(optimizer.step_counter), tf.where(is_grown, 2.0, 1.0)
+        optimizer.step_counter.assign(tf.where(is_grown, tf.zeros_like(counter), counter + 1))
+        optimizer.dynamic_scale.assign(scale * factor)
+        return tf.constant(True)
+
+    def skip() -> tf.Tensor:
+        optimizer.step_counter.assign(0)
+        optimizer.dynamic_scale.assign(scale * 0.5)
+        return tf.constant(False)
+
+    program.cond(is_finite, step, skip)
+
+
+def _agreed(grads: Sequence[tf.Tensor], config: ShardingConfig, program: RankProgram, is_partial: bool) -> tf.Tensor:
+    """Returns, the same on all ranks, whether all of `grads` are finite on all of them.
+
+    Partial sums must be so small that the sum over the ranks is finite too.
+    """
+    ranks = program.group_ranks("data")
+    with tf.device(program.device):
+        if is_partial:
+            limits = [tf.cast((config.reduce_dtype or grad.dtype).max / len(ranks), grad.dtype) for grad in grads]
+            finite = [tf.reduce_all(tf.abs(grad) <= limit) for grad, limit in zip(grads, limits, strict=True)]
+        else:
+            finite = [tf.reduce_all(tf.math.is_finite(grad)) for grad in grads]
+        together = tf.reduce_all(tf.stack(finite))
+        if not is_partial and not isinstance(config.placements.optimizer_state, Shard):
+            return together  # every rank has seen every element
+        return tf.equal(wire.all_reduce(program, tf.cast(together, tf.int32), ranks, "min", "is_finite"), 1)

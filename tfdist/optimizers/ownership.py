@@ -1,0 +1,47 @@
+"""Whole-variable ownership: for optimizers that look at a whole tensor (Adafactor, Lamb, Muon, and all that are unknown).
+
+Flat shards would change what such an optimizer computes. So each variable's slots live whole on one data rank, its owner, which
+alone takes the step and then sends the result to the others:
+
+    variables      a (6)   b (5)   c (4)   d (1)         owners, balanced by bytes:  a -> 0   b -> 1   c -> 1   d -> 0
+    rank 0         slots of a and d
+    rank 1         slots of b and c
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from tfdist.optimizers.reduction import variable_of
+
+_owners: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Returns an owner for each of `sizes`: the largest first, each to the rank that has least, the lowest of several.
+
+    The fullest rank has at most `sum(sizes) / num_ranks + max(sizes)` (Graham 1969).
+    """
+    loads = [0] * num_ranks
+    owners = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
+        owners[place] = loads.index(min(loads))
+        loads[owners[place]] += sizes[place]
+    return owners
+
+
+def assign_owners(optimizer: Any, variables: Sequence[Any], num_ranks: int) -> None:
+    """Gives each of `variables` an owner among the data ranks: from now on slots that `optimizer` makes for it live there."""
+    sizes = [math.prod(variable.shape) * variable_of(variable).dtype.size for variable in variables]
+    owners = balanced_owners(sizes, num_ranks)
+    _owners[optimizer] = {
+        variable_of(variable)._unique_id: owner for variable, owner in zip(variables, owners, strict=True)
+    }
+
+
+def owner_of(optimizer: Any, variable: Any) -> int | None:
+    """Returns the data rank that owns `variable`'s slots in `optimizer`; None: they are shared out as the stage says."""
+    return _owners.get(optimizer, {}).get(variable_of(variable)._unique_id)
