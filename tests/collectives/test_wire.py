@@ -1,5 +1,6 @@
-"""What the kernels get wrong in large groups, in a process of its own: the number of devices is fixed at the start."""
+"""Messages that are cut; and what the kernels get wrong in large groups, in a process of its own, whose devices are its own."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,6 +9,9 @@ import sys
 
 import numpy as np
 import pytest
+from ranks import integers, run, strategy_on
+
+from tfdist.collectives import RING, all_gather, all_reduce, choose_transport, reduce_scatter
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -66,3 +70,39 @@ def test_twelve_ranks_in_a_fresh_process():
         }
         for name, value in expected.items():
             np.testing.assert_array_equal(results[name][rank], value, err_msg=f"{name} on rank {rank}")
+
+
+@pytest.mark.parametrize("chunk_bytes", [4, 8, 40, 1000])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_large_messages_are_cut(num_ranks, chunk_bytes):
+    """The same values, in as many messages as it takes, none of more than `chunk_bytes` to one peer at once."""
+    rng = np.random.default_rng(0)
+    values = [integers(rng, (num_ranks, 7, 3)) for _ in range(num_ranks)]
+    strategy = strategy_on(num_ranks)
+    communicator = strategy.extended.communicator
+    communicator.transport = dataclasses.replace(communicator.transport, chunk_bytes=chunk_bytes)
+
+    def on_rank(x):
+        reduced, scattered, gathered = all_reduce(x), reduce_scatter(x), all_gather(x[0])
+        return {"all_reduce": reduced, "reduce_scatter": scattered, "all_gather": gathered}
+
+    results = run(strategy, on_rank, values)
+    total = sum(values)
+    for rank, result in enumerate(results):
+        np.testing.assert_array_equal(result["all_reduce"], total)
+        np.testing.assert_array_equal(result["reduce_scatter"], total[rank : rank + 1])
+        np.testing.assert_array_equal(result["all_gather"], np.concatenate([value[0] for value in values]))
+    sizes = {"all_reduce": [], "reduce_scatter": [], "all_gather": []}
+    for record in strategy.last_plan.records[0]:
+        per_peer = 1 if record.op == "all_gather" else num_ranks
+        sizes[record.op].append(int(np.prod(record.shape)) * 4 / per_peer)
+    for op, found in sizes.items():
+        assert sum(found) == pytest.approx(21 * 4), op
+        assert max(found) <= max(chunk_bytes, 4), op
+        assert len(found) == -(-21 * 4 // chunk_bytes), op
+
+
+def test_only_messages_between_processes_are_cut():
+    devices = ["/job:worker/task:0/device:CPU:0", "/job:worker/task:1/device:CPU:0"]
+    assert choose_transport(devices, is_multi_worker=True).chunk_bytes == 4 * 2**20
+    assert choose_transport(devices) is RING and RING.chunk_bytes is None

@@ -32,11 +32,13 @@ class Transport:
         hint: `communication_hint` of the collective ops, "ring" or "nccl".
         has_reduce_scatter: whether ReduceScatterV2 exists there; else a reduce-scatter is an all-to-all and a sum.
         timeout_seconds: after this long without a peer a collective fails instead of hanging; 0 waits for ever.
+        chunk_bytes: a rank sends a peer at most about so much at once; larger messages are cut. None: as large as they come.
     """
 
     hint: str
     has_reduce_scatter: bool
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    chunk_bytes: int | None = None
 
     def reduction_dtype(self, dtype: tf.DType) -> tf.DType:
         """Returns the dtype in which a reduction of `dtype` travels."""
@@ -50,15 +52,18 @@ class Transport:
 
 
 RING = Transport("ring", has_reduce_scatter=False)
+# Between processes gRPC carries pieces of some MiB two to three times as fast as tens of MiB (benchmarks/transport.py).
+RING_BETWEEN_WORKERS = Transport("ring", has_reduce_scatter=False, chunk_bytes=4 * 2**20)
 NCCL = Transport("nccl", has_reduce_scatter=True)
 
 
-def choose_transport(devices: Sequence[str], implementation: str = "AUTO") -> Transport:
-    """Returns `NCCL` when every device is a whole physical GPU, else `RING`.
+def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_multi_worker: bool = False) -> Transport:
+    """Returns `NCCL` when every device is a whole physical GPU, else `RING` or `RING_BETWEEN_WORKERS`.
 
     Args:
         devices: the devices of the job.
         implementation: what the user asks for, a name of `tf.distribute.experimental.CommunicationImplementation`.
+        is_multi_worker: whether the devices belong to several processes.
 
     Raises:
         ValueError: NCCL is asked for, but the devices are not whole physical GPUs.
@@ -73,4 +78,6 @@ def choose_transport(devices: Sequence[str], implementation: str = "AUTO") -> Tr
                 fix="Use `CommunicationImplementation.AUTO`, which takes NCCL where it can.",
             )
         )
-    return NCCL if is_nccl and implementation != "RING" else RING
+    if is_nccl and implementation != "RING":
+        return NCCL
+    return RING_BETWEEN_WORKERS if is_multi_worker else RING

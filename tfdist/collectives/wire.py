@@ -42,7 +42,14 @@ def all_reduce(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduc
         return tf.identity(x)
     dtype = x.dtype
     wide = program.transport.reduction_dtype(dtype)
+    pieces = _pieces(program, x, x.shape.num_elements(), len(ranks))
     with tf.device(program.device):
+        if len(pieces) > 1:
+            parts = [
+                all_reduce(program, part, ranks, reduce_op, f"{label}/{number}")
+                for number, part in enumerate(tf.split(tf.reshape(x, [-1]), pieces))
+            ]
+            return tf.reshape(tf.concat(parts, 0), x.shape)
         x = tf.cast(x, wide)
         reduced = tf.raw_ops.CollectiveReduceV2(
             input=x,
@@ -59,7 +66,14 @@ def all_gather(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
     """Concatenates `x` of all `ranks` along axis 0, in group order. Equal shapes on all ranks."""
     if is_trivial(x, ranks):
         return tf.concat([x] * len(ranks), 0)
+    pieces = _pieces(program, x, x.shape.num_elements())
     with tf.device(program.device):
+        if len(pieces) > 1:
+            parts = [
+                tf.reshape(all_gather(program, part, ranks, f"{label}/{number}"), [len(ranks), -1])
+                for number, part in enumerate(tf.split(tf.reshape(x, [-1]), pieces))
+            ]
+            return tf.reshape(tf.concat(parts, 1), [len(ranks) * x.shape[0], *x.shape[1:]])
         carried = _as_bytes(program, x)
         gathered = tf.raw_ops.CollectiveGatherV2(
             input=carried, ordering_token=[program.token()], **program.begin("all_gather", carried, ranks, label)
@@ -104,9 +118,16 @@ def reduce_scatter(
             wide = tf.float32 if x.dtype in (tf.bfloat16, tf.float16) else x.dtype
             if len(ranks) > _ALL_TO_ALL_RANKS:
                 reduced = all_reduce(program, tf.cast(x, wide), ranks, "sum", label)[ranks.index(program.rank)]
-            else:
-                reduced = tf.reduce_sum(tf.cast(_all_to_all(program, x, ranks, "reduce_scatter", label), wide), axis=0)
-            return tf.cast(reduced, dtype)
+                return tf.cast(reduced, dtype)
+            pieces = _pieces(program, x, x.shape[1:].num_elements())
+            if len(pieces) > 1:
+                parts = [
+                    reduce_scatter(program, part, ranks, f"{label}/{number}", dtype)
+                    for number, part in enumerate(tf.split(tf.reshape(x, [len(ranks), -1]), pieces, 1))
+                ]
+                return tf.reshape(tf.concat(parts, 0), x.shape[1:])
+            received = _all_to_all(program, x, ranks, "reduce_scatter", label)
+            return tf.cast(tf.reduce_sum(tf.cast(received, wide), axis=0), dtype)
         wide = transport.reduction_dtype(dtype if dtype.size > x.dtype.size else x.dtype)
         carried = _in_kernel_order(program, tf.cast(x, wide), ranks)
         reduced = tf.raw_ops.CollectiveReduceScatterV2(
@@ -172,6 +193,15 @@ def _all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], op: 
     return tf.raw_ops.CollectiveAllToAllV2(
         input=x, ordering_token=[program.token()], is_stateless=False, **program.begin(op, x, ranks, label)
     )
+
+
+def _pieces(program: RankProgram, x: tf.Tensor, elements: int | None, hops: int = 1) -> list[int]:
+    """Returns how many elements go in each message of a tensor of `elements`, of which one in `hops` travels at once."""
+    chunk_bytes = program.transport.chunk_bytes
+    if chunk_bytes is None or elements is None:
+        return [elements or 0]
+    count = -(-elements * x.dtype.size // (chunk_bytes * hops))
+    return [len(range(number, elements, count)) for number in range(count)]
 
 
 # Note: order of a group. The kernels number the members of a group in an order of their own: devices by name, tasks as

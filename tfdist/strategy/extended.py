@@ -31,13 +31,18 @@ class ShardedExtendedMixin:
         self, sharding: ShardingConfig, local_ranks: Iterable[int] | None = None, implementation: str = "AUTO"
     ) -> None:
         self._sharding = sharding
-        transport = choose_transport(sharding.mesh.devices, implementation)
-        self._communicator = Communicator(sharding.mesh, transport, local_ranks)
+        ranks = range(sharding.mesh.world_size) if local_ranks is None else tuple(local_ranks)
+        transport = choose_transport(sharding.mesh.devices, implementation, len(ranks) < sharding.mesh.world_size)
+        self._communicator = Communicator(sharding.mesh, transport, ranks)
         self.cross_replica = CrossReplica(self._communicator)
         self._parameter_groups = ParameterGroups()
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
         self._is_summed_on_read = False
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._communicator
 
     # Variables
 

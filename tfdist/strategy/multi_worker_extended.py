@@ -55,10 +55,6 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         self._agreement = PlanAgreement(words, self._communicator.instance_keys, timeout_seconds)
         find_kernel_orders(self._communicator)
 
-    @property
-    def communicator(self):
-        return self._communicator
-
     # Devices
 
     def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
