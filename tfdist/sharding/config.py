@@ -24,7 +24,7 @@ class ShardingConfig:
         bucket_bytes: aimed-at size of a message in the reduction of gradients, in bytes (stages 0-2).
         prefetch: parameter groups that may be gathered ahead of the one in use (stage 3).
         reshard_after_forward: whether stage 3 frees gathered parameters after forward and gathers them again for backward.
-        reduce_dtype: dtype in which gradients travel and are kept while reduced; None: the variable's own.
+        reduce_dtype: dtype in which gradients travel; None: their own, and sums of half precision are made in float32.
     """
 
     mesh: DeviceMesh

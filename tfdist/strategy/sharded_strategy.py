@@ -44,8 +44,8 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
         prefetch: stage 3: how many layers may be gathered ahead of the one in use. Each costs a gathered layer of memory.
         reshard_after_forward: stage 3: True frees a gathered layer after forward and gathers it again for backward; False keeps
             it: a third less traffic, and all parameters gathered at the end of forward.
-        reduce_dtype: dtype in which gradients travel, such as "bfloat16"; None: the parameter's dtype. Over NCCL a bfloat16
-            reduction is widened to float32 for the trip, which TensorFlow's kernels need.
+        reduce_dtype: dtype in which gradients travel, such as "bfloat16"; None: their own, and half-precision gradients are
+            summed in float32. Over NCCL a bfloat16 reduction is widened to float32 for the trip, which TensorFlow's kernels need.
         tensor_parallel_size: ranks that share each layer. Only 1 so far.
         pipeline_parallel_size: ranks in a pipeline. Only 1 so far.
 
