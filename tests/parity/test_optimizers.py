@@ -1,5 +1,6 @@
 """Clipping, averages, accumulation, loss scaling, constraints and whole-tensor optimizers: what one device computes."""
 
+import copy
 import functools
 
 import keras
@@ -20,11 +21,8 @@ GRID = [
 
 @functools.cache
 def on_one_device(name, loop):
-    return dataclass_without_model(table.train(name, loop, training.one_device()))
-
-
-def dataclass_without_model(trained):
-    trained.model = trained.strategy = None
+    trained = table.train(name, loop, training.one_device())
+    trained.model = trained.strategy = None  # the cache keeps numbers only
     return trained
 
 
@@ -83,3 +81,47 @@ def test_swapping_of_averages(zero_stage):
     for ours, theirs in zip(run(training.strategy_for(3, zero_stage)), run(training.one_device()), strict=True):
         for mine, reference in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(mine, reference, rtol=0, atol=1e-5 * max(np.abs(reference).max(), 1e-2))
+
+
+def interrupted(name, first, second, path):
+    """Trains three steps under `first`, saves, loads under `second` and trains three more; returns losses, weights, slots."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    x, y = training.vectors()
+    halves = [(x[:36], y[:36]), (x[36:], y[36:])]
+    rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.5 * rate)
+    callbacks = [] if name == "several optimizers" else [rates]  # it has no learning rate of its own
+    losses = []
+    callbacks.append(keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(logs["loss"])))
+    with first.scope():
+        model = table.constrained()
+        model.compile(table.CASES[name].optimizer(), training.loss_function())
+    model.fit(*halves[0], batch_size=12, shuffle=False, verbose=0, callbacks=callbacks)
+    model.save(path)
+    with second.scope():
+        model = keras.models.load_model(path)
+    model.fit(*halves[1], batch_size=12, shuffle=False, verbose=0, callbacks=callbacks)
+    return training.collect(model, model.optimizer, losses, second)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["average overwrites", "accumulation", "dynamic loss scale and accumulation", "several optimizers", "muon", "adafactor"],
+)
+def test_a_run_goes_on_from_a_file_at_another_stage(name, tmp_path):
+    """In the middle of an accumulation too; learning rates are halved by a callback in each part."""
+    one = training.one_device()
+    expected = interrupted(name, one, one, tmp_path / "one.keras")
+    for number, (first, second) in enumerate([((3, 1), (2, 3)), ((2, 2), (4, 0))]):
+        path = tmp_path / f"{number}.keras"
+        actual = interrupted(name, training.strategy_for(*first), training.strategy_for(*second), path)
+        training.assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("name", sorted(set(table.CASES) - {"unknown", "declared elementwise", "several optimizers"}))
+def test_configurations_survive_the_round_trip(name):
+    with training.strategy_for(2, 3).scope():
+        optimizer = table.CASES[name].optimizer()
+        config = optimizer.get_config()
+        # A copy, because Keras takes the inner optimizer out of what it is given.
+        assert type(optimizer).from_config(copy.deepcopy(config)).get_config() == config
