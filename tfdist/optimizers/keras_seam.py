@@ -7,7 +7,7 @@ tests/test_private_names.py fails when they change.
     TFOptimizer.build                  the variables must belong to the optimizer's strategy
     TFOptimizer._apply_weight_decay    Keras decays the full variable here; the sharded step decays the shard
     TFOptimizer._backend_update_step   reduce, step on the shard, publish
-    Trainer.compile                    model, optimizer and strategy must belong together; no XLA, no eager run
+    Trainer.compile                    model, optimizer and strategy must belong together; no XLA
     TensorFlowTrainer._maybe_symbolic_build   Keras reads and averages the ranks' first batches only to learn their shape:
                                               that fails for uneven batches and strings, and moves a shuffled dataset on
     TensorFlowTrainer.predict_on_batch        every rank predicts the whole batch: return it once
@@ -98,15 +98,6 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
                 "`jit_compile=True` is not supported under a tfdist strategy: XLA has no collectives on CPU.",
                 jit_compile=model.jit_compile,
                 fix='Use `jit_compile="auto"` (the default) or `False`.',
-            )
-        )
-    if model.run_eagerly:
-        raise NotImplementedError(
-            errors.message(
-                "`run_eagerly=True` is not supported yet under a tfdist strategy: eager ranks run one after the other, and the "
-                "first would wait for ever in its first collective.",
-                run_eagerly=model.run_eagerly,
-                fix="Use `run_eagerly=False`; to debug, build the model without a strategy.",
             )
         )
     optimizer = model.optimizer

@@ -19,6 +19,7 @@ from tfdist.collectives import RankProgram, assign_buckets, current_program, wir
 from tfdist.optimizers.parameter_shard import ParameterShard
 from tfdist.optimizers.shared_update import SharedUpdates, update_shard
 from tfdist.optimizers.support import may_share
+from tfdist.optimizers.whole_gradients import reduced_shard
 from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing, tape
 
 
@@ -35,7 +36,7 @@ def sharded_step(
         config: the strategy's sharding.
 
     Raises:
-        RuntimeError: called eagerly, outside `strategy.run`, or inside a loop or branch of the function given to it.
+        RuntimeError: called outside `strategy.run`, or inside a loop or branch of the function given to it.
     """
     program = current_program("`optimizer.apply`")
     if tf.compat.v1.get_default_graph() is not program.graph:
@@ -89,8 +90,9 @@ class _Step:
         self._shared = SharedUpdates(optimizer, program.rank, learning_rate)
 
     def on_sharded(self, pairs: Sequence[tuple[tf.Tensor, ShardedVariable]]) -> None:
-        """Stage 3: the gradients are reduced shards."""
+        """Stage 3: the tape's gradients are reduced shards."""
         for grad, variable in pairs:
+            grad = reduced_shard(grad, variable, self._config, self._program)
             component = variable.component(self._program.rank)
             decays = self._decays(component)
             if may_share(self._optimizer):
@@ -126,7 +128,7 @@ class _Step:
             wide = tf.cast(packed, self._config.reduce_dtype or packed.dtype)
             shard = wire.reduce_scatter(self._program, wide, self._ranks, f"reduce_scatter/bucket_{number}")
             shard = tf.cast(shard, packed.dtype)
-            sent.append(shard.op)
+            sent.append(shard)
             reduced.append(packing.split_shards(shard, cuts, constant))
         if isinstance(self._config.placements.gradient, Shard):
             self._hold_back(buckets, sent)
@@ -140,13 +142,13 @@ class _Step:
             for (_, variable), full in zip(bucket, packing.unpack_full(gathered, cuts, constant), strict=True):
                 self._local(variable).assign(full, read_value=False)
 
-    def _hold_back(self, buckets: Sequence[Sequence[tuple[tf.Tensor, tf.Variable]]], sent: Sequence[tf.Operation]) -> None:
+    def _hold_back(self, buckets: Sequence[Sequence[tuple[tf.Tensor, tf.Variable]]], sent: Sequence[tf.Tensor]) -> None:
         """Stage 2: a gradient is not computed before the bucket two before its own has been reduced.
 
         Otherwise backward outruns the chain of reductions and all full gradients exist at once, as in stage 1. An operation made
         after all gradients of the earlier buckets cannot be what they wait for, so the new edges close no cycle.
         """
-        if len(self._ranks) == 1 or len(buckets) <= _BUCKETS_IN_FLIGHT:
+        if self._program.is_eager or len(self._ranks) == 1 or len(buckets) <= _BUCKETS_IN_FLIGHT:
             return
         numbers = {op.name: number for number, op in enumerate(self._program.graph.get_operations())}
         latest = 0
@@ -154,7 +156,7 @@ class _Step:
             latest = max(latest, *(numbers[grad.op.name] for grad, _ in bucket))
             for grad, _ in held:
                 if numbers[grad.op.name] > latest:
-                    tape.run_after(grad.op, reduction)
+                    tape.run_after(grad.op, reduction.op)
 
     def _updated_shard(self, variable: tf.Variable, shard: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
         """Returns this rank's `shard` of `variable` after the optimizer's update; the slots are updated in place."""
