@@ -1,4 +1,7 @@
-"""`steps_per_execution` above 1, in `fit`, `evaluate` and `predict`: what one device computes."""
+"""`steps_per_execution` above 1, in `fit`, `evaluate` and `predict`: what one device computes.
+
+Over several workers: tests/parity/test_two_workers.py.
+"""
 
 import functools
 
@@ -6,8 +9,6 @@ import keras
 import pytest
 from training import BATCH, loss_function, one_device, small, strategy_for, vectors
 
-from tests import workers
-from tests.parity import worker_cases
 from tests.parity.comparison import BatchLogs, assert_same_tree, state
 
 X, Y = vectors(56)  # batches of 12, 12, 12, 12 and 8: five steps, of which the last has a batch of its own
@@ -64,13 +65,3 @@ def test_unrolled_and_eager_steps():
 
     assert_same_tree(unrolled(strategy_for(2, 3)), unrolled(one_device()))
     assert_same_tree(train(strategy_for(2, 3), 2, run_eagerly=True), on_one_device(2))
-
-
-@pytest.mark.timeout(200)
-def test_two_workers(tmp_path):
-    """Also the metrics after every batch, whose sums are one message there."""
-    with workers.job(tmp_path, 2, "tests.parity.worker_cases:train_both", [1, 3]) as job:
-        expected = worker_cases.train_one(one_device())
-        for found in job.results(180):
-            for stage, numbers in found.items():
-                assert_same_tree(numbers, expected, f"zero_stage {stage}")

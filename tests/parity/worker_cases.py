@@ -12,7 +12,7 @@ from tests import training
 from tests.parity.comparison import BatchLogs, state
 
 
-def train_one(strategy: Any) -> dict[str, Any]:
+def train_one(strategy: Any, **settings: Any) -> dict[str, Any]:
     """Trains with two steps per execution and metrics that are no means, on data that do not divide."""
     x, y = training.vectors(56)
     labels = (y % 2).astype("float32")[:, None]
@@ -22,7 +22,7 @@ def train_one(strategy: Any) -> dict[str, Any]:
             [keras.Input((training.FEATURES,)), training.ScaleAndShift(), keras.layers.Dense(1, activation="sigmoid")]
         )
         metrics = [keras.metrics.AUC(name="auc", num_thresholds=20), keras.metrics.TruePositives(name="tp")]
-        model.compile(keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=metrics, steps_per_execution=2)
+        model.compile(keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=metrics, steps_per_execution=2, **settings)
     logs = BatchLogs()
     history = model.fit(x, labels, batch_size=11, verbose=0, shuffle=False, callbacks=[logs])
     return {
@@ -35,6 +35,7 @@ def train_one(strategy: Any) -> dict[str, Any]:
     }
 
 
-def train_both(zero_stages: list[int]) -> dict[int, dict[str, Any]]:
-    strategies = {stage: tfdist.MultiWorkerShardedStrategy(zero_stage=stage) for stage in zero_stages}
-    return {stage: train_one(strategy) for stage, strategy in strategies.items()}
+def train_all() -> dict[str, dict[str, Any]]:
+    strategies = {stage: tfdist.MultiWorkerShardedStrategy(zero_stage=stage) for stage in (1, 3)}
+    found = {f"stage {stage}": train_one(strategy) for stage, strategy in strategies.items()}
+    return {**found, "stage 3, eagerly": train_one(strategies[3], run_eagerly=True)}

@@ -1,4 +1,7 @@
-"""`run_eagerly=True` and `strategy.run` outside any `tf.function`: losses, weights and slots of one device."""
+"""`run_eagerly=True` and `strategy.run` outside any `tf.function`: losses, weights and slots of one device.
+
+Over several workers: tests/parity/test_two_workers.py.
+"""
 
 import functools
 
@@ -8,8 +11,6 @@ import pytest
 import tensorflow as tf
 from test_models import LABELS, MODELS, SEQUENCES, TOKENS, embedding
 from training import BATCH, assert_same, custom_loop, fit, loss_function, mlp, one_device, small, strategy_for, vectors
-
-from tests import workers
 
 
 def adam():
@@ -149,12 +150,3 @@ def test_a_function_in_an_eager_rank_is_refused(zero_stage):
         strategy.run(lambda: step())
     if zero_stage == 0:
         strategy.run(lambda: tf.function(model)(x))
-
-
-@pytest.mark.timeout(200)
-def test_two_workers(tmp_path):
-    with workers.job(tmp_path, 2, "tests.strategy.worker_cases:train_eagerly", [1, 3]) as job:
-        expected = on_one_device(fit)
-        for found in job.results(180):
-            for numbers in found.values():
-                assert_same(type(expected)(**numbers), expected)

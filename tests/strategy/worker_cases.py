@@ -30,13 +30,6 @@ def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], dict[str, Any]]:
     return found
 
 
-def train_eagerly(zero_stages: list[int]) -> dict[int, dict[str, Any]]:
-    """Trains with `run_eagerly=True`."""
-    strategies = {stage: tfdist.MultiWorkerShardedStrategy(zero_stage=stage) for stage in zero_stages}
-    trained = {stage: training.fit(one, training.small, adam, run_eagerly=True) for stage, one in strategies.items()}
-    return {stage: as_numbers(one) for stage, one in trained.items()}
-
-
 def ask_model(strategy: Any) -> dict[str, Any]:
     """Goes through the methods of a compiled model, on data that do not divide; also run on one device, for comparison."""
     x, y = training.vectors(37)

@@ -29,7 +29,6 @@ from tfdist.collectives import cross_replica_of
 from tfdist.override import override
 from tfdist.sharding import config_of
 
-
 # Put beside the batch of `train_on_batch` and `test_on_batch`. A string, by which a `tf.function` tells its traces apart.
 _ON_EVERY_RANK = "tfdist: every rank gets this batch"
 
