@@ -148,6 +148,8 @@ def test_jit_compile_is_refused():
         model = mlp()
         with pytest.raises(NotImplementedError, match="`jit_compile=True`"):
             model.compile(optimizer="sgd", loss="mse", jit_compile=True)
+        model.compile(optimizer="sgd", loss="mse")  # "auto"
+    assert model.jit_compile is False
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

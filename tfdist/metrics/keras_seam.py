@@ -1,7 +1,7 @@
 """Where Keras logs the mean of the replicas' own metrics after every batch: the two functions that tfdist overrides.
 
-Every rank counts its own examples, and at the end of an epoch Keras adds the counts up before it computes a metric. After a batch,
-though, it computes the metric on every replica and logs the mean: of N areas under N curves, of ratios with different
+Every rank counts its own examples, and at the end of an epoch Keras adds the counts up before it computes a metric. After a
+batch, though, it computes the metric on every replica and logs the mean: of N areas under N curves, of ratios with different
 denominators. Here what is logged after a batch is computed from the sums too.
 
     TensorFlowTrainer._make_function     the step's logs are given the model's name with them
@@ -10,8 +10,8 @@ denominators. Here what is logged after a batch is computed from the sums too.
 
 `train_on_batch` and `test_on_batch` give every rank the whole batch; sums would count it N times, and the mean is exact.
 
-Over several workers the sums are one message (of a dtype) for all metrics; in one process they are additions. The names are private
-to Keras: tests/metrics/test_private_names_of_metrics.py fails when they change.
+Over several workers the sums are one message (of a dtype) for all metrics; in one process they are additions. The names are
+private to Keras: tests/metrics/test_private_names_of_metrics.py fails when they change.
 """
 
 from __future__ import annotations

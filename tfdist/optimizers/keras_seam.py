@@ -123,6 +123,8 @@ def _maybe_symbolic_build(
         original(self, iterator=iterator, data_batch=data_batch)
         return
     batch = tf.nest.map_structure(_rank_spec, iterator._distributed_dataset.element_spec)
+    if any(isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec) for spec in tf.nest.flatten(batch)):
+        return  # Keras would take them for dense ones; as on one device, what is not built yet is built in the first step
     if not all(_has_known_shape(spec) for spec in tf.nest.flatten(batch)):
         for _, _, batches in iterator:
             batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
