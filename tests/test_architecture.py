@@ -22,6 +22,7 @@ LEVELS = {
     "sharding": 4,
     "optimizers": 5,
     "losses": 5,
+    "metrics": 5,
     "layers": 6,
     "pipeline": 6,
     "checkpoint": 6,
@@ -50,6 +51,7 @@ PRIVATE = {
     "strategy/multi_worker_extended.py",
     "optimizers/keras_seam.py",
     "losses/keras_seam.py",
+    "metrics/keras_seam.py",
 }
 RAW_COLLECTIVES = {"collectives/wire.py"}
 TF_CONFIG = {"mesh/devices.py"}

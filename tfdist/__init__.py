@@ -7,7 +7,7 @@
     model.fit(dataset)
 """
 
-from tfdist import autograph, checkpoint, collectives, data, losses, mesh, optimizers, sharding
+from tfdist import autograph, checkpoint, collectives, data, losses, mesh, metrics, optimizers, sharding
 from tfdist.mesh import use_logical_cpus
 from tfdist.optimizers import global_norm
 from tfdist.profiling import memory_report
@@ -26,6 +26,7 @@ __all__ = [
     "losses",
     "memory_report",
     "mesh",
+    "metrics",
     "optimizers",
     "sharding",
     "use_logical_cpus",

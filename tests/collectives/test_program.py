@@ -23,13 +23,6 @@ pytestmark = pytest.mark.timeout(120)
 X = functools.partial(tf.ones, [4, 2])
 
 
-def test_called_eagerly():
-    strategy = strategy_on(2)
-    with pytest.raises(RuntimeError, match=r"`all_reduce` needs every rank at once.*tf\.function"):
-        strategy.run(lambda: all_reduce(X()))
-    assert run(strategy, all_reduce, [np.float32(1)] * 2) == [2, 2]
-
-
 OUTSIDE = r"was called outside `strategy\.run` of a tfdist strategy"
 EVERY_OP = {
     "all_reduce": lambda: all_reduce(X()),

@@ -6,6 +6,7 @@ Used inside the function that `strategy.run` runs, for example `tfdist.collectiv
 from tfdist.collectives.agreement import PlanAgreement
 from tfdist.collectives.buckets import assign_buckets
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
+from tfdist.collectives.eager import EagerProgram, Meeting
 from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes
 from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
@@ -21,6 +22,8 @@ __all__ = [
     "CollectiveRecord",
     "Communicator",
     "CrossReplica",
+    "EagerProgram",
+    "Meeting",
     "PlanAgreement",
     "RankProgram",
     "Transport",

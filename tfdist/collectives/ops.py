@@ -1,6 +1,7 @@
 """Collectives over a mesh axis, each differentiable with its adjoint.
 
-All of them are called by every rank of a group, in the function that `strategy.run` runs, inside a `tf.function`.
+All of them are called by every rank of a group, in the function that `strategy.run` runs. There is a `tf.function` around
+`strategy.run`; without one they work too, for debugging: slowly.
 
     all_reduce       forward: sum over the group; backward: sum over the group
     all_gather       forward: concatenate along axis 0; backward: reduce-scatter
@@ -39,7 +40,7 @@ def all_reduce(
     Raises:
         ValueError: unknown `reduce_op` or `mesh_axis`, a shape that is not static, or a dtype that collectives do not
             carry.
-        RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
+        RuntimeError: called outside `strategy.run`, or ranks disagree on the shape.
 
     Source: ring all-reduce, Patarasuk and Yuan 2009; its adjoint is itself.
     """
@@ -86,13 +87,14 @@ def all_gather(
 
     Raises:
         ValueError: `x` is a scalar, an inner dimension is not static, or a dtype that collectives do not carry.
-        RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
+        RuntimeError: called outside `strategy.run`, or ranks disagree on the shape.
     """
     program, x, ranks = _enter("all_gather", x, mesh_axis)
     _check_rows("all_gather", x)
     if len(ranks) == 1:
         return tf.identity(x)
-    if uneven or x.shape[0] is None:
+    # Eagerly every length is known, and may be this rank's only.
+    if uneven or x.shape[0] is None or program.is_eager:
         return all_gather_uneven(program, x, ranks, mesh_axis, label)
 
     @tf.custom_gradient
@@ -147,7 +149,7 @@ def reduce_scatter(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "reduc
 
     Raises:
         ValueError: `x` is a scalar, its shape is not static, or a dtype that collectives do not carry.
-        RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
+        RuntimeError: called outside `strategy.run`, or ranks disagree on the shape.
     """
     program, x, ranks = _enter("reduce_scatter", x, mesh_axis)
     _check_rows("reduce_scatter", x, static_rows=True)
@@ -182,7 +184,7 @@ def all_to_all(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "all_to_al
 
     Raises:
         ValueError: N does not divide `x.shape[0]`, or a dtype that collectives do not carry.
-        RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
+        RuntimeError: called outside `strategy.run`, or ranks disagree on the shape.
     """
     program, x, ranks = _enter("all_to_all", x, mesh_axis)
     _check_rows("all_to_all", x, static_rows=True)
@@ -220,7 +222,7 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
 
     Raises:
         ValueError: `root` outside the group, a shape that is not static, or a dtype that collectives do not carry.
-        RuntimeError: called outside `strategy.run` inside a `tf.function`, or ranks disagree on the shape.
+        RuntimeError: called outside `strategy.run`, or ranks disagree on the shape.
     """
     program, x, ranks = _enter("broadcast", x, mesh_axis)
     if not 0 <= root < len(ranks):

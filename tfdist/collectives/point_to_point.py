@@ -33,7 +33,7 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
 
     Raises:
         ValueError: `destination` outside the group or this rank itself, or a shape that is not static.
-        RuntimeError: called outside `strategy.run` inside a `tf.function`, or the receiver expects something else.
+        RuntimeError: called outside `strategy.run`, or the receiver expects something else.
     """
     program, peer, pair = _pair("send", "destination", destination, mesh_axis)
     x = tf.convert_to_tensor(x)
@@ -78,7 +78,7 @@ def receive(
 
     Raises:
         ValueError: `source` outside the group or this rank itself, or a shape that is not static.
-        RuntimeError: called outside `strategy.run` inside a `tf.function`, or the sender sends something else.
+        RuntimeError: called outside `strategy.run`, or the sender sends something else.
     """
     program, peer, pair = _pair("receive", "source", source, mesh_axis)
     shape, dtype = tf.TensorShape(shape), tf.as_dtype(dtype)

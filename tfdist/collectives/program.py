@@ -1,4 +1,4 @@
-"""What one rank emits while `strategy.run` is traced."""
+"""What one rank emits while `strategy.run` is traced, or runs in an eager one."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ class RankProgram:
 
     Attributes:
         graph: the graph in which `strategy.run` was called; collectives are emitted in it, never inside control flow.
+        is_eager: whether it runs outside any `tf.function` (see `EagerProgram`): collectives then run when they are called.
     """
+
+    is_eager = False
 
     def __init__(self, communicator: Communicator, rank: int, graph: tf.Graph, plan: CollectivePlan):
         self.communicator = communicator
@@ -186,6 +189,8 @@ class RankProgram:
 
     def may_emit_here(self) -> bool:
         """Whether the code being traced stands where all ranks run it: not in a loop or a branch of one rank's function."""
+        if self.is_eager:
+            return tf.executing_eagerly()
         return tf.compat.v1.get_default_graph() in (self.graph, *self._branches[-1:])
 
     def close(self, outputs: Any) -> None:
@@ -219,22 +224,21 @@ def log2_ceiling(length: tf.Tensor) -> tf.Tensor:
 
 
 def find_program() -> RankProgram | None:
-    """Returns the program of the rank that is being traced, or None outside `strategy.run` and in eager code."""
-    if tf.executing_eagerly():
-        return None
-    return getattr(tf.distribute.get_replica_context(), _PROGRAM, None)
+    """Returns the program of the rank that is being traced or runs eagerly, or None outside `strategy.run`."""
+    program = getattr(tf.distribute.get_replica_context(), _PROGRAM, None)
+    # Eager code in a traced rank stands in `tf.init_scope` and belongs to no rank.
+    return program if program is None or program.is_eager or not tf.executing_eagerly() else None
 
 
 def current_program(what: str = "A collective") -> RankProgram:
-    """Returns the program of the rank that is being traced.
+    """Returns the program of the rank that is being traced or runs eagerly.
 
     Raises:
-        RuntimeError: outside `strategy.run` of a tfdist strategy, or called eagerly, where the ranks run one after the other
-            and the first would wait for ever for the second; or in a loop of one rank, where collectives hang.
+        RuntimeError: outside `strategy.run` of a tfdist strategy; or in a loop of one traced rank, where collectives hang.
     """
     program = find_program()
     if program is not None:
-        if _in_loop(program.graph):
+        if not program.is_eager and _in_loop(program.graph):
             raise RuntimeError(
                 errors.message(
                     f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that "
@@ -243,18 +247,10 @@ def current_program(what: str = "A collective") -> RankProgram:
                 )
             )
         return program
-    if tf.executing_eagerly() and tf.distribute.in_cross_replica_context() is False and tf.distribute.has_strategy():
-        raise RuntimeError(
-            errors.message(
-                f"{what} needs every rank at once, but `strategy.run` was called eagerly, where ranks run one after the "
-                "other and the first would wait for ever.",
-                fix="Call `strategy.run` inside a `tf.function` (`@tf.function` on the training step).",
-            )
-        )
     raise RuntimeError(
         errors.message(
             f"{what} was called outside `strategy.run` of a tfdist strategy.",
-            fix="Call it in the function that is passed to `strategy.run`, inside a `tf.function`.",
+            fix="Call it in the function that is passed to `strategy.run`.",
         )
     )
 

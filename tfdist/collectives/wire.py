@@ -6,9 +6,14 @@ elements never reach the kernels (an empty tensor crashes several of them): they
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.collectives.plan import CollectiveRecord
 from tfdist.collectives.program import Communicator, RankProgram
 from tfdist.mesh import MESH_AXES
 
@@ -36,6 +41,22 @@ def is_trivial(x: tf.Tensor, ranks: tuple[int, ...]) -> bool:
     return len(ranks) == 1 or 0 in x.shape.as_list()
 
 
+def _also_eager(function: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    """Lets `function(program, x, ranks, ..., label)` run for an eager program too: with the other ranks, when all have come."""
+
+    @functools.wraps(function)
+    def op(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], *arguments: Any, **options: Any) -> tf.Tensor:
+        if not program.is_eager or is_trivial(x, ranks):
+            return function(program, x, ranks, *arguments, **options)
+        *settings, label = arguments
+        record = CollectiveRecord(function.__name__, ranks, tuple(x.shape), x.dtype.name, label)
+        key = (function.__name__, ranks, *settings, *options.items())
+        return program.together(record, key, lambda rank, value: function(rank, value, ranks, *arguments, **options), x)
+
+    return op
+
+
+@_also_eager
 def all_reduce(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
     """Elementwise `reduce_op` ("sum", "max", "min") over `ranks`."""
     if is_trivial(x, ranks):
@@ -62,6 +83,7 @@ def all_reduce(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduc
         return tf.cast(reduced, dtype)
 
 
+@_also_eager
 def all_gather(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
     """Concatenates `x` of all `ranks` along axis 0, in group order. Equal shapes on all ranks."""
     if is_trivial(x, ranks):
@@ -88,6 +110,7 @@ def all_gather(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
         return gathered
 
 
+@_also_eager
 def all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
     """Sends `x[i]` to the i-th of `ranks` and returns what each sent here, stacked: (N, ...) to (N, ...)."""
     if is_trivial(x, ranks):
@@ -101,8 +124,9 @@ def all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
         return received if order == sorted(order) else tf.gather(received, _inverse(order))
 
 
+@_also_eager
 def reduce_scatter(
-    program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, dtype: tf.DType | None = None
+    program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, *, dtype: tf.DType | None = None
 ) -> tf.Tensor:
     """Sums `x`, of shape (N, ...), over `ranks`, and returns row i to the i-th rank: (N, ...) to (...), as `dtype` (None: x's).
 
@@ -122,7 +146,7 @@ def reduce_scatter(
             pieces = _pieces(program, x, x.shape[1:].num_elements())
             if len(pieces) > 1:
                 parts = [
-                    reduce_scatter(program, part, ranks, f"{label}/{number}", dtype)
+                    reduce_scatter(program, part, ranks, f"{label}/{number}", dtype=dtype)
                     for number, part in enumerate(tf.split(tf.reshape(x, [len(ranks), -1]), pieces, 1))
                 ]
                 return tf.reshape(tf.concat(parts, 0), x.shape[1:])
@@ -153,6 +177,8 @@ def broadcast_send(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], o
     """Sends `x` to the other members of `ranks`; returns `x` once it has left."""
     if is_trivial(x, ranks):
         return tf.identity(x)
+    if program.is_eager:
+        return _broadcast_eagerly(program, x, ranks, program.rank, op, label)
     with tf.device(program.device):
         carried = _as_bytes(program, x)
         arguments = program.begin(op, carried, ranks, label, source=program.rank)
@@ -176,6 +202,8 @@ def broadcast_receive(
     like = tf.TensorSpec(shape, carried)
     if is_trivial(like, ranks):
         return tf.zeros(shape, dtype)
+    if program.is_eager:
+        return _broadcast_eagerly(program, tf.zeros(shape, dtype), ranks, source, op, label)
     with tf.device(program.device):
         arguments = program.begin(op, like, ranks, label, source=source)
         with _chained(program):
@@ -185,6 +213,20 @@ def broadcast_receive(
         _extend_chain(program, received)
         received = tf.ensure_shape(received, shape)
         return tf.bitcast(received, dtype) if carried != dtype else received
+
+
+def _broadcast_eagerly(
+    program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], source: int, op: str, label: str
+) -> tf.Tensor:
+    """Returns the `x` of `source` on every one of `ranks`, in an eager run."""
+
+    def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
+        if rank.rank == source:
+            return broadcast_send(rank, value, ranks, op, label)
+        return broadcast_receive(rank, value.shape, value.dtype, ranks, source, op, label)
+
+    record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label, source)
+    return program.together(record, (op, ranks, source), emit, x)
 
 
 def _all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], op: str, label: str) -> tf.Tensor:
@@ -246,7 +288,8 @@ def _gather_places(communicator: Communicator, ranks: tuple[int, ...]) -> tf.Ten
                 )
         return gathered[0]
 
-    return gather()
+    # A concrete function is never run eagerly, whatever `tf.config.run_functions_eagerly` says.
+    return gather.get_concrete_function()()
 
 
 def _in_kernel_order(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...]) -> tf.Tensor:

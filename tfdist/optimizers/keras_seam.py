@@ -12,7 +12,7 @@ tests/test_private_names.py fails when they change.
     TFOptimizer._overwrite_model_variables_with_average_value   weights and averages may be cut differently
     SwapEMAWeights._tf_swap_variables, _tf_finalize_ema_values  the same
     LossScaleOptimizer._tf_apply       all ranks must agree on overflow
-    Trainer.compile                    model, optimizer and strategy must belong together; no XLA, no eager run
+    Trainer.compile                    model, optimizer and strategy must belong together; no XLA
     TensorFlowTrainer._maybe_symbolic_build   Keras reads and averages the ranks' first batches only to learn their shape:
                                               that fails for uneven batches and strings, and moves a shuffled dataset on
     TensorFlowTrainer.predict_on_batch        every rank predicts the whole batch: return it once
@@ -192,15 +192,6 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
                 fix='Use `jit_compile="auto"` (the default) or `False`.',
             )
         )
-    if model.run_eagerly:
-        raise NotImplementedError(
-            errors.message(
-                "`run_eagerly=True` is not supported yet under a tfdist strategy: eager ranks run one after the other, and the "
-                "first would wait for ever in its first collective.",
-                run_eagerly=model.run_eagerly,
-                fix="Use `run_eagerly=False`; to debug, build the model without a strategy.",
-            )
-        )
     optimizer = model.optimizer
     if optimizer is not None and optimizer._distribution_strategy is not strategy:
         raise ValueError(
@@ -224,6 +215,8 @@ def _maybe_symbolic_build(
         original(self, iterator=iterator, data_batch=data_batch)
         return
     batch = tf.nest.map_structure(_rank_spec, iterator._distributed_dataset.element_spec)
+    if any(isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec) for spec in tf.nest.flatten(batch)):
+        return  # Keras would take them for dense ones; as on one device, what is not built yet is built in the first step
     if not all(_has_known_shape(spec) for spec in tf.nest.flatten(batch)):
         for _, _, batches in iterator:
             batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))

@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets, wire
+from tfdist.optimizers.whole_gradients import reduced_shard
 from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing, tape
 
 # Stage 2: so many buckets of full gradients exist at once.
@@ -89,7 +90,7 @@ def _reduce(
     full = []
     for place, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
         if isinstance(variable, ShardedVariable):
-            reduced[place] = grad
+            reduced[place] = reduced_shard(grad, variable, config, program)
         else:
             full.append(place)
     # Backward makes the last layers' gradients first: their buckets go first.
@@ -103,8 +104,9 @@ def _reduce(
         members = [grads[place] for place in bucket]
         if is_sharded:
             layouts = [config.slot_layout(config.parameter_layout(variables[place].shape)) for place in bucket]
-            parts, op = _reduce_scatter(members, layouts, f"reduce_scatter/bucket_{number}", config, program)
-            sent.append(op)
+            packed = _reduce_scatter(members, layouts, f"reduce_scatter/bucket_{number}", config, program)
+            parts = packing.split_shards(packed, layouts, program.constant)
+            sent.append(packed)
         else:
             parts = _all_reduce(members, f"all_reduce/bucket_{number}", config, program)
         for place, part in zip(bucket, parts, strict=True):
@@ -134,23 +136,24 @@ def _all_reduce(
 
 def _reduce_scatter(
     grads: Sequence[tf.Tensor], layouts: Sequence[Any], label: str, config: ShardingConfig, program: RankProgram
-) -> tuple[list[tf.Tensor], tf.Operation]:
+) -> tf.Tensor:
+    """Returns this rank's shards of the sums, packed."""
     packed = packing.pack_full(grads, layouts, program.constant)
     wide = tf.cast(packed, config.reduce_dtype or packed.dtype)
-    shard = wire.reduce_scatter(program, wide, program.group_ranks("data"), label, packed.dtype)
-    return packing.split_shards(shard, layouts, program.constant), shard.op
+    return wire.reduce_scatter(program, wide, program.group_ranks("data"), label, dtype=packed.dtype)
 
 
 def _hold_back(
-    buckets: Sequence[Sequence[tf.Tensor]], sent: Sequence[tf.Operation], program: RankProgram
+    buckets: Sequence[Sequence[tf.Tensor]], sent: Sequence[tf.Tensor], program: RankProgram
 ) -> None:
     """Stage 2: a gradient is not computed before the bucket two before its own has been reduced.
 
     Otherwise backward outruns the chain of reductions and all full gradients exist at once, as in stage 1. An operation made
     after all gradients of the earlier buckets cannot be what they wait for, so the new edges close no cycle.
     """
-    is_single = len(program.group_ranks("data")) == 1
-    if is_single or len(buckets) <= _BUCKETS_IN_FLIGHT or tf.compat.v1.get_default_graph() is not program.graph:
+    if program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
+        return
+    if len(program.group_ranks("data")) == 1 or len(buckets) <= _BUCKETS_IN_FLIGHT:
         return
     numbers = {op.name: number for number, op in enumerate(program.graph.get_operations())}
     latest = 0
@@ -158,7 +161,7 @@ def _hold_back(
         latest = max(latest, *(numbers[grad.op.name] for grad in bucket))
         for grad in held:
             if numbers[grad.op.name] > latest:
-                tape.run_after(grad.op, reduction)
+                tape.run_after(grad.op, reduction.op)
 
 
 def variable_of(variable: Any) -> tf.Variable:

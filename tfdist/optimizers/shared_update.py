@@ -87,6 +87,8 @@ class SharedUpdates:
         """Calls the function of `shard`'s kind on its own gradient, `parameter` (value or handle) and slots."""
         slots = _sharded_slots(self._optimizer, shard)
         components = [slot.component(self._rank) for slot in slots]
+        if tf.executing_eagerly():  # nothing to share
+            return update(shard, grad, self._learning_rate, parameter)
         key = (tuple(shard.shape), shard.dtype, grad.dtype, decays)
         if key not in self._functions:
 

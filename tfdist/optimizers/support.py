@@ -78,7 +78,7 @@ def check_no_overwriting(optimizer: Any, variables: Sequence[Any]) -> None:
 def check_variables(optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy) -> None:
     """Raises ValueError when a variable to train was not made under `strategy`, the optimizer's."""
     for variable in variables:
-        value = getattr(variable, "value", variable)
+        value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
         made_by = getattr(value, "distribute_strategy", None)
         if made_by is not strategy:
             raise ValueError(

@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, ops, wire
-from tfdist.sharding import keras_scope, packing, tape
+from tfdist.sharding import eager_unshard, keras_scope, packing, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import ShardingConfig
 from tfdist.sharding.parameter_group import ParameterGroup
@@ -111,6 +111,7 @@ class UnshardSchedule:
         self._emitting = False
         self._config: ShardingConfig | None = None
         self._has_regathered = False
+        self._differentiated: set[int] = set()
         program.before_collective.append(self.flush)
         program.at_close.append(self._close)
 
@@ -118,6 +119,9 @@ class UnshardSchedule:
 
     def read(self, variable: Any, config: ShardingConfig, dtype: tf.DType) -> tf.Tensor:
         """Returns the full (local) value of `variable` in `dtype`, gathered with its group, on this rank's tapes."""
+        if self._program.is_eager:
+            note = functools.partial(self._differentiated.add, id(variable))
+            return eager_unshard.read(variable, self._program, config, note)
         self._config = config
         compute_dtype = keras_scope.autocast_dtype()
         if _travelling_dtype(variable, compute_dtype) != dtype:
@@ -131,6 +135,10 @@ class UnshardSchedule:
     def invalidate(self) -> None:
         """Forgets what is gathered, because parameters are about to change: the next read gathers again."""
         self._live.clear()
+
+    def has_gradient(self, variable: Any) -> bool:
+        """Whether a tape of this trace was asked for the gradient of `variable`."""
+        return id(variable) in self._differentiated
 
     def _is_recorded(self, unit: Unit, variable: Any) -> bool:
         """Whether every tape that watches the variable knows the unit's output too; a tape opened since the gather does not."""
@@ -190,6 +198,7 @@ class UnshardSchedule:
 
     def _on_gradient(self, unit: Unit, variable: Any, upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
         """The tape's way back through a gather: notes the full gradient and returns a stand-in for the reduced shard."""
+        self._differentiated.add(id(variable))
         full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
         if full.graph is not self._program.graph:
             raise NotImplementedError(
@@ -301,7 +310,7 @@ class UnshardSchedule:
                 with tf.control_dependencies(previous):
                     packed = packing.pack_full([p.full for p in members], layouts, program.constant)
                 packed = tf.cast(packed, self._config.reduce_dtype or packed.dtype)
-                reduced = wire.reduce_scatter(program, packed, ranks, label, members[0].stub.dtype)
+                reduced = wire.reduce_scatter(program, packed, ranks, label, dtype=members[0].stub.dtype)
                 shards = packing.split_shards(reduced, layouts, program.constant)
                 for p, shard in zip(members, shards, strict=True):
                     tape.reconnect(p.stub.op, p.stub.op.inputs[0], shard)

@@ -17,7 +17,16 @@ from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from tfdist import collectives, errors
-from tfdist.collectives import CollectivePlan, Communicator, CrossReplica, RankProgram, choose_transport, find_program
+from tfdist.collectives import (
+    CollectivePlan,
+    Communicator,
+    CrossReplica,
+    EagerProgram,
+    Meeting,
+    RankProgram,
+    choose_transport,
+    find_program,
+)
 from tfdist.optimizers import owner_of
 from tfdist.sharding import Layout, Own, ParameterGroups, Replicate, ShardedVariable, ShardingConfig, keras_scope
 
@@ -126,6 +135,8 @@ class ShardedExtendedMixin:
     ) -> ShardedVariable:
         full = kwargs.pop("initial_value").numpy()
         kwargs.pop("shape", None)
+        if kwargs.get("synchronization") in (None, tf.VariableSynchronization.AUTO):
+            kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE  # as of mirrored variables
         name = kwargs.get("name") or "Variable"
         mesh = self._sharding.mesh
         aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
@@ -146,15 +157,14 @@ class ShardedExtendedMixin:
     # Running
 
     def _use_merge_call(self) -> bool:
-        # In a graph all ranks are traced to the end one by one and meet in collectives; eager ranks meet in merge calls.
+        # In a graph all ranks are traced to the end one by one, and merge calls are not used; eager ranks meet in them.
         return tf.executing_eagerly()
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if isinstance(fn, polymorphic_function.Function):
             return self._as_graph_function(fn)(*(args or ()), **(kwargs or {}))
-        strategy = self._container_strategy()
         if tf.executing_eagerly():
-            return mirrored_run.call_for_each_replica(strategy, fn, args, kwargs)
+            return self._run_eagerly(fn, args, kwargs)
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
         graph = tf.compat.v1.get_default_graph()
         plan = self._communicator.new_plan()
@@ -172,9 +182,26 @@ class ShardedExtendedMixin:
                 program.close(outputs)
             return outputs
 
-        result = mirrored_run.call_for_each_replica(strategy, run_rank, args, kwargs)
+        result = mirrored_run.call_for_each_replica(self._container_strategy(), run_rank, args, kwargs)
         plan.check_complete()
         self._check_agreement(plan)
+        self.last_plan = plan
+        return result
+
+    def _run_eagerly(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        plan = CollectivePlan(self._communicator.mesh.world_size, self._communicator.local_ranks)
+        meeting = Meeting(self._communicator, self.cross_replica)
+
+        def run_rank(*args: Any, **kwargs: Any) -> Any:
+            rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
+            program = EagerProgram(self._communicator, rank, plan, meeting)
+            program.install(tf.distribute.get_replica_context())
+            outputs = fn(*args, **kwargs)
+            program.close(outputs)
+            return outputs
+
+        result = mirrored_run.call_for_each_replica(self._container_strategy(), run_rank, args, kwargs)
+        plan.check_complete()
         self.last_plan = plan
         return result
 
@@ -199,7 +226,7 @@ class ShardedExtendedMixin:
         return cross_device_ops.ReductionToOneDevice()
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        if tf.executing_eagerly():
+        if find_program() is None:
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
         op = {tf.distribute.ReduceOp.SUM: "sum", tf.distribute.ReduceOp.MEAN: "mean"}[reduce_op]
         return tf.nest.map_structure(lambda tensor: collectives.all_reduce(tensor, "data", reduce_op=op), value)
@@ -207,9 +234,9 @@ class ShardedExtendedMixin:
     # Updates
 
     def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        if not isinstance(var, ShardedVariable) or tf.executing_eagerly():
-            return super()._replica_ctx_update(var, fn, args, kwargs, group)
         program = find_program()
+        if not isinstance(var, ShardedVariable) or program is None:
+            return super()._replica_ctx_update(var, fn, args, kwargs, group)
         component = var.component(program.rank)
         with tf.device(component.device):
             return fn(component, *args, **(kwargs or {}))

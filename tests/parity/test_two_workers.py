@@ -1,0 +1,18 @@
+"""Several steps per execution, metrics after every batch, and eager steps, over two workers."""
+
+import pytest
+from training import one_device
+
+from tests import workers
+from tests.parity import worker_cases
+from tests.parity.comparison import assert_same_tree
+
+
+@pytest.mark.timeout(200)
+def test_training_is_that_of_one_device(tmp_path):
+    with workers.job(tmp_path, 2, "tests.parity.worker_cases:train_all") as job:
+        expected = worker_cases.train_one(one_device())
+        for found in job.results(180):
+            assert len(found) == 3
+            for case, numbers in found.items():
+                assert_same_tree(numbers, expected, case)

@@ -1,0 +1,152 @@
+"""`run_eagerly=True` and `strategy.run` outside any `tf.function`: losses, weights and slots of one device.
+
+Over several workers: tests/parity/test_two_workers.py.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from test_models import LABELS, MODELS, SEQUENCES, TOKENS, embedding
+from training import BATCH, assert_same, custom_loop, fit, loss_function, mlp, one_device, small, strategy_for, vectors
+
+
+def adam():
+    return keras.optimizers.Adam(0.01)
+
+
+@pytest.fixture
+def eagerly():
+    """Makes every `tf.function` plain Python."""
+    tf.config.run_functions_eagerly(True)
+    yield
+    tf.config.run_functions_eagerly(False)
+
+
+@functools.cache
+def on_one_device(train, build=small):
+    return train(one_device(), build, adam)
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_fit(zero_stage):
+    ours = fit(strategy_for(2, zero_stage), small, adam, run_eagerly=True, metrics=["accuracy"])
+    assert_same(ours, on_one_device(fit))
+    assert ours.model.run_eagerly
+    # The collectives of the traced step, but one gather per parameter and no rounds to save memory.
+    expected = {
+        0: {"all_reduce": 3},
+        1: {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1},
+        2: {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1},
+        3: {"all_reduce": 2, "reduce_scatter": 4, "all_gather": 4},
+    }
+    assert ours.strategy.last_plan.counts() == expected[zero_stage]
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_custom_loop(zero_stage, eagerly):
+    """The optimizer is built by the first rank, in the middle of its first step."""
+    assert_same(custom_loop(strategy_for(3, zero_stage), small, adam), on_one_device(custom_loop))
+
+
+@pytest.mark.parametrize("name", ["control_flow", "partly_used", "lazily_built", "regularized"])
+def test_architectures_of_stage_3(name):
+    sgd = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9)
+    data = (SEQUENCES[:36], LABELS[:36])
+    expected = fit(one_device(), MODELS[name], sgd, data=data, epochs=2, run_eagerly=True)
+    assert_same(fit(strategy_for(2, 3), MODELS[name], sgd, data=data, epochs=2, run_eagerly=True), expected)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_embeddings(zero_stage):
+    sgd = functools.partial(keras.optimizers.SGD, 0.5)
+    expected = fit(one_device(), embedding, sgd, data=(TOKENS, LABELS))
+    assert_same(fit(strategy_for(2, zero_stage), embedding, sgd, data=(TOKENS, LABELS), run_eagerly=True), expected)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_evaluate_and_predict_on_batches_that_do_not_divide(zero_stage):
+    results = []
+    x, y = vectors(29)
+    for strategy in (strategy_for(2, zero_stage), one_device()):
+        keras.utils.set_random_seed(2)
+        with strategy.scope():
+            model = mlp()
+            model.compile(loss=loss_function(), metrics=["accuracy"], run_eagerly=True)
+        results.append([*model.evaluate(x, y, batch_size=9, verbose=0), model.predict(x, batch_size=9, verbose=0)])
+    for mine, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_of_a_gradient(eagerly):
+    def train(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model, optimizer = mlp(), keras.optimizers.SGD(0.05)
+
+        def rank_step(x):
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    y = tf.reduce_sum(model(x), axis=-1)
+                slope = inner.gradient(y, x)
+                loss = tf.reduce_mean(tf.reduce_sum(slope**2, -1)) / strategy.num_replicas_in_sync
+            optimizer.apply(outer.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        dataset = tf.data.Dataset.from_tensor_slices(vectors(24)[0]).batch(BATCH)
+        for x in strategy.experimental_distribute_dataset(dataset):
+            strategy.run(rank_step, args=(x,))
+        return model.get_weights()
+
+    for mine, theirs in zip(train(strategy_for(2, 3)), train(one_device()), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("shape", [(5, 3), (4,), (1,), ()])
+def test_gradients_that_do_not_come_from_a_tape_are_summed(zero_stage, traced, shape):
+    strategy = strategy_for(2, zero_stage)
+    with strategy.scope():
+        variable = tf.Variable(np.ones(shape, "float32"))
+        optimizer = keras.optimizers.SGD(0.5)
+
+    def rank_step():
+        rank = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+        optimizer.apply([tf.ones(shape) + rank], [variable])
+
+    for _ in range(2):
+        (tf.function(strategy.run) if traced else strategy.run)(rank_step)
+    np.testing.assert_allclose(variable.numpy(), np.full(shape, 1 - 2 * 0.5 * 3.0))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_gradient_of_another_shape(traced):
+    strategy = strategy_for(2, 3)
+    with strategy.scope():
+        variable = tf.Variable(np.ones((5, 3), "float32"))
+        optimizer = keras.optimizers.SGD(0.5)
+    with pytest.raises(ValueError, match=r"(?s)gradient of sharded parameter .* \(5, 3\).*\(8,\).*shape=\(3, 5\)"):
+        (tf.function(strategy.run) if traced else strategy.run)(lambda: optimizer.apply([tf.ones((3, 5))], [variable]))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_a_function_in_an_eager_rank_is_refused(zero_stage):
+    """Where ranks would have to meet in it; else it is as good as any."""
+    strategy = strategy_for(2, zero_stage)
+    with strategy.scope():
+        model, optimizer = small(), keras.optimizers.SGD(0.1)
+    x = vectors()[0][:4]
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    with pytest.raises(RuntimeError, match="Eager ranks meet in Python|a nested `tf.function`"):
+        strategy.run(lambda: step())
+    if zero_stage == 0:
+        strategy.run(lambda: tf.function(model)(x))

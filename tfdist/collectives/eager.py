@@ -1,0 +1,140 @@
+"""Eager runs: `strategy.run` outside any `tf.function`.
+
+The ranks are Python threads there, of which one runs at a time. A thread that comes to a collective waits in a merge call, in
+which TensorFlow stops all ranks and runs one function for them: it takes what every rank brought, runs the collective of each in
+one traced function, as `CrossReplica` does for code outside replicas, and hands the results out.
+
+    rank 0   ... all_reduce(x) | stopped                           | result ...
+    rank 1                     | ... all_reduce(x) | stopped       |            result ...
+    main                       |                   | both reduced  |
+
+So eager ranks run the kernels of traced ones, over one process or several. It is meant for debugging: every collective costs a
+switch of threads and a function call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives.cross_replica import CrossReplica
+from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
+from tfdist.collectives.program import Communicator, RankProgram
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """What one rank has come for.
+
+    Attributes:
+        rank: the rank.
+        record: the collective; None when the rank's function has returned.
+        key: what the function of the collective is kept under.
+        emit: emits the part of one rank.
+        value: this rank's input.
+        result: its output, once `is_done`.
+    """
+
+    rank: int
+    record: CollectiveRecord | None = None
+    key: Hashable = None
+    emit: Callable[[RankProgram, tf.Tensor], tf.Tensor] | None = None
+    value: tf.Tensor | None = None
+    result: tf.Tensor | None = None
+    is_done: bool = False
+
+
+class Meeting:
+    """Where the local ranks of one eager run meet."""
+
+    def __init__(self, communicator: Communicator, cross_replica: CrossReplica):
+        self._local_ranks = communicator.local_ranks
+        self._cross_replica = cross_replica
+
+    def wait_for(self, call: _Call) -> tf.Tensor:
+        """Returns the result of `call`, once the other ranks have come.
+
+        All local ranks take part in every merge call, also those that are not in the collective, or are through: they wait on.
+        """
+        while not call.is_done:
+            tf.distribute.get_replica_context().merge_call(self._serve, args=(call,))
+        return call.result
+
+    def _serve(self, strategy: tf.distribute.Strategy, calls: _Call | tf.distribute.DistributedValues) -> None:
+        calls = strategy.experimental_local_results(calls)
+        waiting = [call for call in calls if call.record is not None]
+        if not waiting:
+            for call in calls:
+                call.is_done = True
+            return
+        served = False
+        for call in waiting:
+            members = [other for other in waiting if other.record.ranks == call.record.ranks]
+            here = [rank for rank in self._local_ranks if rank in call.record.ranks]
+            if not call.is_done and len(members) == len(here):
+                self._run(members)
+                served = True
+        if not served:
+            self._refuse(waiting)
+
+    def _run(self, calls: Sequence[_Call]) -> None:
+        first = calls[0]
+        values = [call.value for call in calls]
+        results = self._cross_replica.call(first.key, first.emit, values, first.record.ranks)
+        for call, result in zip(calls, results, strict=True):
+            call.result, call.is_done = result, True
+
+    def _refuse(self, waiting: Sequence[_Call]) -> None:
+        raise RuntimeError(
+            errors.message(
+                f"Ranks wait for each other in vain: {({call.rank: call.record for call in waiting})}; the others have returned.",
+                fix="Every rank of a group must run the same collectives, in the same order: look for code that branches on the "
+                "replica id.",
+            )
+        )
+
+
+class EagerProgram(RankProgram):
+    """One rank's part of one eager run. Collectives run when they are called; the plan is what has run."""
+
+    is_eager = True
+
+    def __init__(self, communicator: Communicator, rank: int, plan: CollectivePlan, meeting: Meeting):
+        super().__init__(communicator, rank, tf.compat.v1.get_default_graph(), plan)
+        self._meeting = meeting
+
+    def together(
+        self,
+        record: CollectiveRecord,
+        key: Hashable,
+        emit: Callable[[RankProgram, tf.Tensor], tf.Tensor],
+        value: tf.Tensor,
+    ) -> tf.Tensor:
+        """Runs a collective with the other ranks of its group.
+
+        Args:
+            record: the collective.
+            key: tells apart what `emit` does, as in `CrossReplica.call`.
+            emit: emits the part of one rank.
+            value: this rank's input.
+        """
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                errors.message(
+                    f"{record.op} {record.label!r} was called in a `tf.function` (or in `tf.vectorized_map` and the like) within "
+                    "a function that `strategy.run` runs eagerly. Eager ranks meet in Python.",
+                    fix="Put `@tf.function` around `strategy.run`, or nowhere.",
+                )
+            )
+        for callback in self.before_collective:
+            callback()
+        self.plan.add(self.rank, record)
+        return self._meeting.wait_for(_Call(self.rank, record, key, emit, value))
+
+    def close(self, outputs: object) -> None:
+        super().close(outputs)
+        if len(self.communicator.local_ranks) > 1:
+            self._meeting.wait_for(_Call(self.rank))

@@ -1,0 +1,96 @@
+"""Where Keras logs the mean of the replicas' own metrics after every batch: the two functions that tfdist overrides.
+
+Every rank counts its own examples, and at the end of an epoch Keras adds the counts up before it computes a metric. After a
+batch, though, it computes the metric on every replica and logs the mean: of N areas under N curves, of ratios with different
+denominators. Here what is logged after a batch is computed from the sums too.
+
+    TensorFlowTrainer._make_function     the step's logs are given the model's name with them
+    trainer.reduce_per_replica           a model's logs become its metrics' results, as Keras's end of an epoch does it: when they
+                                         have the same names. Other logs of a custom `train_step` stay means over the ranks
+
+`train_on_batch` and `test_on_batch` give every rank the whole batch; sums would count it N times, and the mean is exact.
+
+Over several workers the sums are one message (of a dtype) for all metrics; in one process they are additions. The names are
+private to Keras: tests/metrics/test_private_names_of_metrics.py fails when they change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from tfdist.collectives import cross_replica_of
+from tfdist.override import override
+from tfdist.sharding import config_of
+
+# Put beside the batch of `train_on_batch` and `test_on_batch`. A string, by which a `tf.function` tells its traces apart.
+_ON_EVERY_RANK = "tfdist: every rank gets this batch"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Owner:
+    """The model whose logs a step returns; one object for all ranks."""
+
+    model: Any
+
+
+@override("_make_function", TensorFlowTrainer)
+def _make_function(original: Callable[..., Any], self: Any, step_function: Callable[..., Any]) -> Any:
+    if config_of(self._distribute_strategy) is None:
+        return original(self, step_function)
+    owner = _Owner(self)
+
+    def step(data: Any) -> Any:
+        if isinstance(data, tuple) and isinstance(data[-1], str) and data[-1] == _ON_EVERY_RANK:
+            return step_function(data[0])
+        return step_function(data), owner
+
+    function = original(self, step)
+
+    def call(iterator: Any) -> Any:
+        if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
+            return function(iterator)
+        return function((data, _ON_EVERY_RANK) for data in iterator)
+
+    return call
+
+
+@override("reduce_per_replica", tensorflow_trainer)
+def _reduce_per_replica(original: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
+    if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], _Owner)):
+        return original(values, strategy, reduction)
+    logs, model = values[0], values[1].model
+    if isinstance(logs, dict):
+        with _summed(model.metrics_variables, strategy):
+            results = model.get_metrics_result()
+        if set(results) == set(logs):
+            return {name: results[name] for name in logs}
+    return original(logs, strategy, reduction)
+
+
+def _summed(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras.StatelessScope:
+    """Returns a scope in which `variables`, where each rank has its own part of a sum, read as the sum over all ranks."""
+    by_dtype: dict[tf.DType, list[Any]] = {}
+    for variable in variables:
+        value = variable.value
+        if isinstance(value, tf.distribute.DistributedValues) and value.aggregation == tf.VariableAggregation.SUM:
+            by_dtype.setdefault(value.dtype, []).append(variable)
+    sums = []
+    for members in by_dtype.values():
+        parts = zip(*(member.value.values for member in members), strict=True)
+        packed = [tf.concat([tf.reshape(part, [-1]) for part in of_rank], 0) for of_rank in parts]
+        total = _total(packed, strategy)
+        pieces = tf.split(total, [member.value.shape.num_elements() for member in members])
+        sums.extend((member, tf.reshape(piece, member.shape)) for member, piece in zip(members, pieces, strict=True))
+    return keras.StatelessScope(state_mapping=sums)
+
+
+def _total(parts: Sequence[tf.Tensor], strategy: tf.distribute.Strategy) -> tf.Tensor:
+    cross_replica = cross_replica_of(strategy)
+    return cross_replica.all_reduce(parts, "sum", "metrics")[0] if cross_replica.is_multi_worker else tf.add_n(parts)

@@ -1,0 +1,51 @@
+"""Reading a sharded parameter in an eager run: gathered at every read, its gradient reduced as soon as the tape has it.
+
+There is no graph to rewrite, and no need to save memory or messages: every collective runs where it is called.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, ops, wire
+from tfdist.sharding import packing, tape
+from tfdist.sharding.config import ShardingConfig
+
+
+def read(variable: Any, program: RankProgram, config: ShardingConfig, on_gradient: Callable[[], None]) -> tf.Tensor:
+    """Returns the full (local) value of `variable`, on this rank's tapes; calls `on_gradient` when its gradient is asked for."""
+    shard = variable.component(program.rank).value()  # on the tapes that watch the variable
+    with tape.stop_recording():
+        gathered = wire.all_gather(program, shard, program.group_ranks("data"), f"unshard/{variable.name}")
+        (full,) = packing.unpack_full(gathered, [variable.layout])
+    gradient = functools.partial(_reduced, variable, program, config, on_gradient)
+    tape.record_gradient("Unshard", [full], [shard], gradient)
+    return full
+
+
+def _reduced(
+    variable: Any,
+    program: RankProgram,
+    config: ShardingConfig,
+    on_gradient: Callable[[], None],
+    upstream: tf.Tensor | tf.IndexedSlices,
+) -> list[tf.Tensor]:
+    """The tape's way back: the rank's shard of the full gradients' sum."""
+    on_gradient()
+    full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
+    with tape.stop_recording():
+        packed = packing.pack_full([full], [variable.layout])
+        travelling = tf.cast(packed, config.reduce_dtype or packed.dtype)
+        label = f"reduce_scatter/{variable.name}"
+        shard = wire.reduce_scatter(program, travelling, program.group_ranks("data"), label, dtype=packed.dtype)
+    tape.record_gradient("ReduceScatter", [shard], [full], functools.partial(_second_order, variable))
+    return [shard]
+
+
+def _second_order(variable: Any, upstream: tf.Tensor) -> list[tf.Tensor]:
+    gathered = ops.all_gather(upstream, "data", label=f"unshard/{variable.name}/second_order")
+    return packing.unpack_full(gathered, [variable.layout])
