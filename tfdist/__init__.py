@@ -7,7 +7,7 @@
     model.fit(dataset)
 """
 
-from tfdist import autograph, checkpoint, collectives, data, losses, mesh, optimizers, sharding
+from tfdist import autograph, checkpoint, collectives, data, layers, losses, mesh, optimizers, sharding
 from tfdist.mesh import use_logical_cpus
 from tfdist.profiling import memory_report
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
@@ -21,6 +21,7 @@ __all__ = [
     "checkpoint",
     "collectives",
     "data",
+    "layers",
     "losses",
     "memory_report",
     "mesh",

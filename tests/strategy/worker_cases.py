@@ -20,13 +20,24 @@ def as_numbers(trained: training.Trained) -> dict[str, Any]:
     return {"losses": trained.losses, "weights": trained.weights, "slots": trained.slots}
 
 
-def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], dict[str, Any]]:
-    """Trains the same model with every stage, through `fit` and through a custom loop."""
+def dropout_masks(strategy: Any) -> list[np.ndarray]:
+    """Returns the masks that the local ranks draw in the second of two steps."""
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        layer = keras.layers.Dropout(0.5)
+    step = tf.function(lambda: strategy.run(lambda: layer(tf.ones([2, 9]), training=True)), autograph=False)
+    step()
+    return [mask.numpy() for mask in strategy.experimental_local_results(step())]
+
+
+def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], Any]:
+    """Trains the same model with every stage, through `fit` and through a custom loop; and draws dropout masks."""
     found = {}
     for stage in zero_stages:
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
         for name, train in (("fit", training.fit), ("custom_loop", training.custom_loop)):
             found[stage, name] = as_numbers(train(strategy, training.mlp, adam))
+        found[stage, "masks"] = dropout_masks(strategy)
     return found
 
 
