@@ -41,6 +41,23 @@ def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], Any]:
     return found
 
 
+def normalise(strategy: Any) -> dict[str, Any]:
+    """Trains with BatchNormalization, synchronized and not, on batches of 9 and 1: ranks with fewer rows, or none."""
+    x, y = training.vectors(37)
+    found = {}
+    for synchronized in (True, False):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            normalization = keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.8)
+            model = keras.Sequential([keras.Input(x.shape[1:]), normalization, training.mlp()])
+            model.compile(adam(), training.loss_function())
+        history = model.fit(x, y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
+        found[f"moving mean, synchronized={synchronized}"] = normalization.moving_mean.numpy()
+        if synchronized:  # else one device normalises over other examples
+            found["losses"], found["weights"] = history["loss"], model.get_weights()
+    return found
+
+
 def ask_model(strategy: Any) -> dict[str, Any]:
     """Goes through the methods of a compiled model, on data that do not divide; also run on one device, for comparison."""
     x, y = training.vectors(37)
@@ -69,6 +86,7 @@ def ask_model(strategy: Any) -> dict[str, Any]:
     # Last, because Keras on one device counts one step too many when such data run out.
     unknown = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(lambda features, labels: True)
     found["unknown length"] = model.fit(unknown, verbose=0).history
+    found["normalised"] = normalise(strategy)
     return found
 
 

@@ -103,9 +103,12 @@ class RankProgram:
 
     Attributes:
         graph: the graph in which `strategy.run` was called; collectives are emitted in it, never inside control flow.
+        arguments: what the rank's function is called with, any structure.
     """
 
-    def __init__(self, communicator: Communicator, rank: int, graph: tf.Graph, plan: CollectivePlan):
+    def __init__(
+        self, communicator: Communicator, rank: int, graph: tf.Graph, plan: CollectivePlan, arguments: Any = ()
+    ):
         self.communicator = communicator
         self.mesh = communicator.mesh
         self.transport = communicator.transport
@@ -114,6 +117,7 @@ class RankProgram:
         self.device = self.mesh.devices[rank]
         self.graph = graph
         self.plan = plan
+        self.arguments = arguments
         self.before_collective: list[Callable[[], None]] = []
         self.at_close: list[Callable[[Any], None]] = []
         self._is_marked = False

@@ -1,10 +1,13 @@
-"""Level 6: what Keras layers must know of the ranks. Importing it installs the seams (`randomness`).
+"""Level 6: what Keras layers must know of the ranks. Importing it installs the seams.
 
 Layers are used unchanged; nothing here is called by hand. Inside `strategy.run` of a tfdist strategy
 
-* data ranks draw different random numbers from one seed: a dropout mask is not repeated on every part of the batch.
+* data ranks draw different random numbers from one seed: a dropout mask is not repeated on every part of the batch
+  (`randomness`);
+* running statistics, such as those of `BatchNormalization`, are averaged over the ranks at the end of a step (`statistics`);
+* `BatchNormalization(synchronized=True)` normalises over the global batch (`normalization`).
 """
 
-from tfdist.layers import randomness
+from tfdist.layers import normalization, randomness, statistics
 
-__all__ = ["randomness"]
+__all__ = ["normalization", "randomness", "statistics"]

@@ -138,7 +138,7 @@ class ShardedExtendedMixin:
         @tf.autograph.experimental.do_not_convert
         def run_rank(*args: Any, **kwargs: Any) -> Any:
             rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
-            program = RankProgram(self._communicator, rank, graph, plan)
+            program = RankProgram(self._communicator, rank, graph, plan, (args, kwargs))
             program.install(tf.distribute.get_replica_context())
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
             # (the count needs no data) would from then on scale their updates differently.
