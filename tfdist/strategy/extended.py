@@ -10,12 +10,20 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.distribute import cross_device_ops, mirrored_run, mirrored_strategy, values, values_util
+from tensorflow.python.distribute import (
+    cross_device_ops,
+    input_util,
+    mirrored_run,
+    mirrored_strategy,
+    values,
+    values_util,
+)
 from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from tfdist import collectives, errors
 from tfdist.collectives import CollectivePlan, Communicator, CrossReplica, RankProgram, choose_transport, find_program
+from tfdist.data import split_batches
 from tfdist.sharding import Layout, ParameterGroups, Replicate, ShardedVariable, ShardingConfig, keras_scope
 
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
@@ -179,6 +187,20 @@ class ShardedExtendedMixin:
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
         op = {tf.distribute.ReduceOp.SUM: "sum", tf.distribute.ReduceOp.MEAN: "mean"}[reduce_op]
         return tf.nest.map_structure(lambda tensor: collectives.all_reduce(tensor, "data", reduce_op=op), value)
+
+    # Data
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
+        """Every process reads the global batches and keeps the rows of its own data indices."""
+        mesh = self._sharding.mesh
+        parts = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
+        return input_util.get_distributed_dataset(
+            split_batches(dataset, mesh.data_parallel_size, parts),
+            self._input_workers_with_options(options),
+            self._container_strategy(),
+            input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),  # cut already
+            options=options,
+        )
 
     # Updates
 
