@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn
 
-from tfdist.layers.statistics import sharing_program
+from tfdist.losses.sharing import sharing_program
 from tfdist.override import override
 
 OPERATIONS = (

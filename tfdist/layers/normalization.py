@@ -29,7 +29,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import all_gather
-from tfdist.layers.statistics import Statistics, sharing_program
+from tfdist.layers.statistics import Statistics
+from tfdist.losses.sharing import sharing_program
 from tfdist.override import override
 
 

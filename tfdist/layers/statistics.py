@@ -28,17 +28,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, find_program, wire
+from tfdist.collectives import RankProgram, wire
+from tfdist.losses.batch_rows import BatchRows
+from tfdist.losses.sharing import sharing_program
 from tfdist.override import override
-from tfdist.sharding import ShardedVariable, config_of, keras_scope
-
-
-def sharing_program() -> RankProgram | None:
-    """Returns the program of the rank that is being traced if other data ranks share the batch, else None."""
-    if config_of(tf.distribute.get_strategy()) is None or keras_scope.in_symbolic_scope():
-        return None
-    program = find_program()
-    return program if program is not None and program.mesh.size("data") > 1 else None
+from tfdist.sharding import ShardedVariable, keras_scope
 
 
 class Statistics:
@@ -71,7 +65,7 @@ class Statistics:
         program = self._program
         wide = tf.float64 if any(variable.dtype == tf.float64 for variable in variables) else tf.float32
         with tf.device(program.device):
-            rows = _rows(program.arguments)
+            rows = program.attachment(BatchRows).local
             weights = [tf.cast(self._weight(variable, rows), wide) for variable in variables]
             values = [tf.cast(variable.read_value(), wide) for variable in variables]
             # Not a product alone: the statistics of no rows are NaN.
@@ -89,18 +83,6 @@ class Statistics:
         weight = self._weights.get(id(variable), rows)
         # One that a branch or a nested function has computed does not exist here.
         return weight if weight.graph is self._program.graph else rows
-
-
-def _rows(arguments: Any) -> tf.Tensor:
-    """Returns the rows of the first batch among what `strategy.run` was given, as int64; 1 where there is none."""
-    for leaf in tf.nest.flatten(arguments):
-        if isinstance(leaf, tf.RaggedTensor):
-            return leaf.nrows(out_type=tf.int64)
-        if isinstance(leaf, tf.SparseTensor):
-            return leaf.dense_shape[0]
-        if tf.is_symbolic_tensor(leaf) and leaf.shape.rank != 0:
-            return tf.shape(leaf, out_type=tf.int64)[0]
-    return tf.constant(1, tf.int64)
 
 
 @override("_direct_assign", keras.Variable)
