@@ -70,7 +70,9 @@ def ask_model(strategy: Any) -> dict[str, Any]:
     # Batches of 8 and 5, then of 16, 16 and 5, then of 9 x 4 and 1: some ranks get fewer rows, or none.
     history = model.fit(x, y, sample_weight=weights, batch_size=8, epochs=2, validation_data=(x, y), shuffle=True, verbose=0)
     found["history"] = history.history
-    found["fit, last batch of 1"] = model.fit(x, y, batch_size=9, verbose=0).history
+    found["logs of batches"] = []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: found["logs of batches"].append(dict(logs)))
+    found["fit, last batch of 1"] = model.fit(x, y, batch_size=9, callbacks=[record], verbose=0).history
     found["evaluate"] = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
     found["predict"] = model.predict(x, batch_size=9, verbose=0)
     found["train_on_batch"] = model.train_on_batch(x[:8], y[:8], return_dict=True)
