@@ -7,7 +7,7 @@
     model.fit(dataset)
 """
 
-from tfdist import autograph, checkpoint, collectives, data, losses, mesh, metrics, optimizers, sharding
+from tfdist import autograph, checkpoint, collectives, data, layers, losses, mesh, metrics, optimizers, sharding
 from tfdist.mesh import use_logical_cpus
 from tfdist.optimizers import global_norm
 from tfdist.profiling import memory_report
@@ -23,6 +23,7 @@ __all__ = [
     "collectives",
     "data",
     "global_norm",
+    "layers",
     "losses",
     "memory_report",
     "mesh",

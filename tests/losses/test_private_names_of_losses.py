@@ -16,6 +16,7 @@ import tfdist  # noqa: F401  (installs the overrides)
 
 OVERRIDDEN = {
     "reduce_weighted_values": ["values", "sample_weight", "mask", "reduction", "dtype"],
+    "scale_loss_for_distribution": ["value"],
     "unscale_loss_for_distribution": ["value"],
 }
 USED = {
@@ -56,19 +57,25 @@ def test_nobody_has_a_copy_of_an_overridden_function():
 
 
 def test_where_keras_calls_them(monkeypatch):
-    """`Loss.__call__`; the loss tracker of `train_step` and `test_step`; the trackers of several outputs' losses."""
+    """`Loss.__call__`, which scales; the loss tracker of `train_step` and `test_step`; the trackers of several outputs' losses;
+    regularizers, which are scaled."""
     calls = []
     for name in OVERRIDDEN:
         function = getattr(keras_loss, name)
         monkeypatch.setattr(
             keras_loss, name, lambda *a, name=name, function=function, **k: calls.append(name) or function(*a, **k)
         )
-    reduce, unscale = OVERRIDDEN
+    reduce, scale, unscale = OVERRIDDEN
     keras.losses.MeanSquaredError()(np.ones((2, 3)), np.zeros((2, 3)))
-    assert calls == [reduce]
+    loss = [reduce, scale]
+    assert calls == loss
     x = keras.Input((2,))
-    for outputs, expected in (([x], [reduce, unscale]), ([x, x], [reduce, unscale] * 2 + [unscale])):
-        model = keras.Model(x, [keras.layers.Dense(1)(output) for output in outputs])
+    for outputs, regularizer, expected in (
+        ([x], None, [*loss, unscale]),
+        ([x, x], None, [*loss, unscale, *loss, unscale, unscale]),
+        ([x], "l2", [*loss, scale, unscale]),
+    ):
+        model = keras.Model(x, [keras.layers.Dense(1, kernel_regularizer=regularizer)(output) for output in outputs])
         model.compile("sgd", ["mse"] * len(outputs))
         data = (tf.ones([4, 2]), [tf.ones([4, 1])] * len(outputs))
         for step in (model.train_step, model.test_step):

@@ -1,7 +1,7 @@
 """Batches that the ranks do not share equally: losses, weights, slots and metrics are those of one device.
 
-Batches of 16 of 33 examples leave a last batch of 1, so that all ranks but one get no example; of 37 a last batch of 5, of which
-the last of 4 ranks gets none; 3 ranks share 16 as 6, 6 and 4. All in float64: what differs is no rounding.
+Batches of 16 of 33 examples leave a last batch of 1, so that all ranks but one get no example; of 37 a last batch of 5, of
+which the first of 4 ranks gets 2; 3 ranks share 16 as 6, 5 and 5. All in float64: what differs is no rounding.
 """
 
 import functools
@@ -86,7 +86,7 @@ def test_sample_weight(devices, zero_stage):
 
 @pytest.mark.parametrize("size", [37])
 def test_a_mean_of_means_would_fail_here(size, monkeypatch):
-    for name in ("reduce_weighted_values", "unscale_loss_for_distribution"):
+    for name in ("reduce_weighted_values", "scale_loss_for_distribution", "unscale_loss_for_distribution"):
         monkeypatch.setattr(keras_loss, name, getattr(keras_loss, name)._tfdist_override)
     x, y = vectors(size)
     theirs = train(strategy_for(4, 2), mlp, x, y, crossentropy, metrics=["accuracy"])
@@ -102,8 +102,8 @@ def test_the_batches_are_shared_as_this_file_says():
         shares[size, devices] = [[len(part) for part in strategy.experimental_local_results(batch)] for batch in dataset]
     assert shares == {
         (33, 2): [[8, 8], [8, 8], [1, 0]],
-        (37, 3): [[6, 6, 4], [6, 6, 4], [2, 2, 1]],
-        (37, 4): [[4, 4, 4, 4], [4, 4, 4, 4], [2, 2, 1, 0]],
+        (37, 3): [[6, 5, 5], [6, 5, 5], [2, 2, 1]],
+        (37, 4): [[4, 4, 4, 4], [4, 4, 4, 4], [2, 1, 1, 1]],
     }
 
 
@@ -203,9 +203,30 @@ def regularised():
 
 
 def test_weight_regularisation_counts_once():
-    """Each rank adds 1/N of it, which Keras rounds to float32."""
     x, y = vectors(33)
-    compare(3, 3, regularised, x, y, crossentropy, metrics=["accuracy"], rtol=1e-7)
+    compare(3, 3, regularised, x, y, crossentropy, metrics=["accuracy"])
+
+
+class Endpoint(keras.layers.Layer):
+    """Adds three losses: a mean over rows, a Keras loss, and something computed of one."""
+
+    def call(self, x):
+        loss_of = keras.losses.MeanSquaredError()
+        self.add_loss(0.3 * tf.reduce_mean(tf.reduce_sum(x**4, -1)))
+        self.add_loss(loss_of(tf.zeros_like(x), x))
+        self.add_loss(0.1 * loss_of(tf.ones_like(x), x))
+        return x
+
+
+def test_losses_that_layers_add():
+    """Of parts of the batch that differ in rows, or have none; the activity regularizer is a mean over rows too."""
+
+    def build():
+        hidden = keras.layers.Dense(9, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1))
+        return keras.Sequential([keras.Input((FEATURES,)), hidden, Endpoint(), keras.layers.Dense(CLASSES)])
+
+    x, y = vectors(33)
+    compare(3, 2, build, x, y, crossentropy, metrics=["accuracy"], rtol=1e-7)  # 0.1 and the like are float32
 
 
 def images():
@@ -222,11 +243,6 @@ def images():
 
 
 def test_images():
-    """In double precision only: on no rows oneDNN's convolutions of single precision return a wrong shape and raise.
-
-    The gradient of `DepthwiseConv2D` is then uninitialised memory, and `BatchNormalization` is NaN: kernels of TensorFlow, under
-    every strategy.
-    """
     x = np.random.default_rng(1).normal(size=(33, 6, 5, 2)).astype("float32")
     y = vectors(33)[1]
     settings = {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "metrics": ["accuracy"]}
@@ -239,11 +255,50 @@ def test_several_steps_per_execution():
     compare(3, 2, small, x, y, crossentropy, metrics=["accuracy"], steps_per_execution=2)
 
 
-def test_scalar_losses_are_averaged_over_the_ranks():
-    """A function that takes the mean itself: exact for batches that the ranks share equally."""
-    x, y = vectors(36)
+def test_scalar_losses_are_weighted_by_rows():
+    """A function that takes the mean over its rows itself."""
+    x, y = vectors(37)
 
     def loss():
         return lambda truth, predicted: tf.reduce_mean((predicted - truth) ** 2)
 
-    compare(3, 0, small, x, np.eye(CLASSES)[y], loss, batch_size=12, metrics=["mae"])
+    compare(3, 0, small, x, np.eye(CLASSES)[y], loss, metrics=["mae"])
+
+
+class BatchLogs(keras.callbacks.Callback):
+    def __init__(self):
+        self.logs = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.logs.append(dict(logs))
+
+    on_test_batch_end = on_train_batch_end
+
+
+def batch_logs(strategy):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    x, y = vectors(33)
+    truth = np.eye(CLASSES)[y]
+    metrics = keras.metrics
+    with strategy.scope():
+        model = small()
+        chosen = ["accuracy", metrics.AUC(from_logits=True), metrics.F1Score(), metrics.R2Score(), metrics.Precision(top_k=2)]
+        chosen += [metrics.OneHotMeanIoU(CLASSES), metrics.RootMeanSquaredError()]
+        model.compile("sgd", keras.losses.CategoricalCrossentropy(from_logits=True), metrics=chosen)
+    callback = BatchLogs()
+    arguments = {"callbacks": [callback], "batch_size": BATCH, "verbose": 0}
+    model.fit(x, truth, shuffle=False, **arguments)
+    model.evaluate(x, truth, **arguments)
+    return callback.logs
+
+
+def test_logs_of_batches():
+    """Every callback sees the metrics of all rows so far; of the last batch two ranks have none."""
+    found, expected = batch_logs(strategy_for(3, 2)), batch_logs(one_device())
+    assert len(expected) == 6
+    assert len(expected[0]) == 8
+    for ours, theirs in zip(found, expected, strict=True):
+        assert list(ours) == list(theirs)
+        for name, value in theirs.items():
+            np.testing.assert_allclose(ours[name], value, rtol=1e-5, err_msg=name)

@@ -1,4 +1,7 @@
-"""Jobs of several workers against one device: the same losses, weights and slots, on every worker."""
+"""Jobs of several workers against one device: the same losses, weights and slots, on every worker.
+
+And against as many devices of one process: the same random numbers.
+"""
 
 import keras
 import numpy as np
@@ -44,9 +47,14 @@ def test_training_is_that_of_one_device(tmp_path, number, devices, chief, stages
             name: train(training.one_device(), training.mlp, worker_cases.adam)
             for name, train in (("fit", training.fit), ("custom_loop", training.custom_loop))
         }
-        for found in job.results(350):
-            for (_, loop), numbers in found.items():
-                assert_same_as(expected[loop], numbers)
+        masks = worker_cases.dropout_masks(training.strategy_for(number * devices, 0))
+        for worker, found in enumerate(job.results(350)):
+            for (_, what), numbers in found.items():
+                if what == "masks":
+                    np.testing.assert_array_equal(numbers, masks[worker * devices : (worker + 1) * devices])
+                else:
+                    assert_same_as(expected[what], numbers)
+    assert len({mask.tobytes() for mask in masks}) == number * devices
 
 
 @pytest.mark.timeout(500)

@@ -21,13 +21,41 @@ def as_numbers(trained: training.Trained) -> dict[str, Any]:
     return {"losses": trained.losses, "weights": trained.weights, "slots": trained.slots}
 
 
-def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], dict[str, Any]]:
-    """Trains the same model with every stage, through `fit` and through a custom loop."""
+def dropout_masks(strategy: Any) -> list[np.ndarray]:
+    """Returns the masks that the local ranks draw in the second of two steps."""
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        layer = keras.layers.Dropout(0.5)
+    step = tf.function(lambda: strategy.run(lambda: layer(tf.ones([2, 9]), training=True)), autograph=False)
+    step()
+    return [mask.numpy() for mask in strategy.experimental_local_results(step())]
+
+
+def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], Any]:
+    """Trains the same model with every stage, through `fit` and through a custom loop; and draws dropout masks."""
     found = {}
     for stage in zero_stages:
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
         for name, train in (("fit", training.fit), ("custom_loop", training.custom_loop)):
             found[stage, name] = as_numbers(train(strategy, training.mlp, adam))
+        found[stage, "masks"] = dropout_masks(strategy)
+    return found
+
+
+def normalise(strategy: Any) -> dict[str, Any]:
+    """Trains with BatchNormalization, synchronized and not, on batches of 9 and 1: ranks with fewer rows, or none."""
+    x, y = training.vectors(37)
+    found = {}
+    for synchronized in (True, False):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            normalization = keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.8)
+            model = keras.Sequential([keras.Input(x.shape[1:]), normalization, training.mlp()])
+            model.compile(adam(), training.loss_function())
+        history = model.fit(x, y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
+        found[f"moving mean, synchronized={synchronized}"] = normalization.moving_mean.numpy()
+        if synchronized:  # else one device normalises over other examples
+            found["losses"], found["weights"] = history["loss"], model.get_weights()
     return found
 
 
@@ -55,7 +83,9 @@ def ask_model(strategy: Any) -> dict[str, Any]:
     # Batches of 8 and 5, then of 16, 16 and 5, then of 9 x 4 and 1: some ranks get fewer rows, or none.
     history = model.fit(x, y, sample_weight=weights, batch_size=8, epochs=2, validation_data=(x, y), shuffle=True, verbose=0)
     found["history"] = history.history
-    found["fit, last batch of 1"] = model.fit(x, y, batch_size=9, verbose=0).history
+    found["logs of batches"] = []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: found["logs of batches"].append(dict(logs)))
+    found["fit, last batch of 1"] = model.fit(x, y, batch_size=9, callbacks=[record], verbose=0).history
     found["evaluate"] = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
     found["predict"] = model.predict(x, batch_size=9, verbose=0)
     found["train_on_batch"] = model.train_on_batch(x[:8], y[:8], return_dict=True)
@@ -71,6 +101,7 @@ def ask_model(strategy: Any) -> dict[str, Any]:
     # Last, because Keras on one device counts one step too many when such data run out.
     unknown = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(lambda features, labels: True)
     found["unknown length"] = model.fit(unknown, verbose=0).history
+    found["normalised"] = normalise(strategy)
     return found
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -102,8 +103,10 @@ class EagerProgram(RankProgram):
 
     is_eager = True
 
-    def __init__(self, communicator: Communicator, rank: int, plan: CollectivePlan, meeting: Meeting):
-        super().__init__(communicator, rank, tf.compat.v1.get_default_graph(), plan)
+    def __init__(
+        self, communicator: Communicator, rank: int, plan: CollectivePlan, meeting: Meeting, arguments: Any = ()
+    ):
+        super().__init__(communicator, rank, tf.compat.v1.get_default_graph(), plan, arguments)
         self._meeting = meeting
 
     def together(

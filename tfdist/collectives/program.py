@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -104,11 +105,14 @@ class RankProgram:
     Attributes:
         graph: the graph in which `strategy.run` was called; collectives are emitted in it, never inside control flow.
         is_eager: whether it runs outside any `tf.function` (see `EagerProgram`): collectives then run when they are called.
+        arguments: what the rank's function is called with, any structure.
     """
 
     is_eager = False
 
-    def __init__(self, communicator: Communicator, rank: int, graph: tf.Graph, plan: CollectivePlan):
+    def __init__(
+        self, communicator: Communicator, rank: int, graph: tf.Graph, plan: CollectivePlan, arguments: Any = ()
+    ):
         self.communicator = communicator
         self.mesh = communicator.mesh
         self.transport = communicator.transport
@@ -117,6 +121,7 @@ class RankProgram:
         self.device = self.mesh.devices[rank]
         self.graph = graph
         self.plan = plan
+        self.arguments = arguments
         self.before_collective: list[Callable[[], None]] = []
         self.at_close: list[Callable[[Any], None]] = []
         self._is_marked = False
@@ -186,6 +191,19 @@ class RankProgram:
             return traced
 
         return tf.cond(predicate, branch(true_fn), branch(false_fn))
+
+    def exists_here(self, x: tf.Tensor) -> bool:
+        """Whether `x` was made where all ranks run, not in a branch, a loop or a nested function of one rank's function."""
+        return self.is_eager or x.graph is self.graph
+
+    @contextlib.contextmanager
+    def outermost(self) -> Iterator[None]:
+        """Makes operations where all ranks run, also from within a branch, a loop or a nested function."""
+        with contextlib.ExitStack() as stack:
+            if not self.is_eager:
+                stack.enter_context(self.graph.as_default())
+            stack.enter_context(tf.device(self.device))
+            yield
 
     def may_emit_here(self) -> bool:
         """Whether the code being traced stands where all ranks run it: not in a loop or a branch of one rank's function."""

@@ -1,4 +1,4 @@
-"""Where Keras takes the mean of a loss over a replica's own batch: the two functions that tfdist overrides.
+"""Where Keras takes the mean of a loss over a replica's own batch: the three functions that tfdist overrides.
 
 Rank r has the weighted sum S_r of its examples' losses and a divisor D_r: how many they are (valid ones, under a mask), or what
 their weights sum to. N ranks:
@@ -11,21 +11,24 @@ S_r / sum_s D_s: shares, and so their gradients, add up to those of the global b
 
 Every override looks at the strategy first and falls through, untouched, for all but tfdist's; also in eager code, in
 cross-replica context and in Keras's symbolic build, where no rank computes. The names are private to Keras:
-tests/losses/test_private_names_of_losses.py fails when they change. Metrics are left alone: they add up numerators and counts
-already.
+tests/losses/test_private_names_of_losses.py fails when they change. Metrics add up numerators and counts already (see
+`tfdist.metrics`).
 
     loss.reduce_weighted_values           a rank's share instead of the scaled local mean. One all-reduce of 1 number, of 3
-                                          with a mask; none for the reductions "sum" and None, and for scalars
+                                          with a mask; none for the reductions "sum" and None
+    loss.scale_loss_for_distribution      `add_loss` and regularizers: weighted by rows. One all-reduce of 1 number a step
     loss.unscale_loss_for_distribution    what Keras logs: the sum of the shares. One all-reduce of 1 number, of 2 for the
                                           reduction None
 
 A loss in a loop inside `strategy.run` (`tf.map_fn`) raises, as every collective does there.
 
-Note: what stays a mean over the ranks. A loss that returns a scalar has averaged its rank's batch itself (a function that ends
-in `tf.reduce_mean`; `Dice` and `Tversky` without `axis`; `MeanSquaredError` of vectors). Keras does not scale it, and N ranks
-would train N times as fast as one; here it is divided by N, which is exact if the scalar is a mean over examples and the ranks
-have equally many. `add_loss` and `activity_regularizer`, which Keras divides by N, are such means too. The mean over a rank
-without examples is NaN: what is logged shows it.
+Note: losses that are one number. A loss that returns a scalar has averaged its rank's batch itself (a function that ends in
+`tf.reduce_mean`; `Dice` and `Tversky` without `axis`; `MeanSquaredError` of vectors). Keras does not scale it, and N ranks would
+train N times as fast as one; `add_loss` and `activity_regularizer` it divides by N. Here each is weighted by the rank's part
+of the batch's rows, which is exact if it is a mean over rows, or, as a weight's regularizer, has nothing to do with them. It is
+not for what is no mean of rows' losses: a sum (take the mean), or `Dice`, a ratio of sums. What `add_loss` gets from a Keras
+loss is a share already and stays one (a sum of such a share and of another mean, in one call, would be mistaken for it: call
+twice).
 """
 
 from __future__ import annotations
@@ -37,20 +40,13 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 
-from tfdist.collectives import all_reduce, find_program
+from tfdist.collectives import all_reduce
+from tfdist.losses.batch_rows import BatchRows
+from tfdist.losses.shares import Shares
+from tfdist.losses.sharing import sharing_program
 from tfdist.override import override
-from tfdist.sharding import config_of
-from tfdist.sharding.keras_scope import in_symbolic_scope
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-
-
-def _batch_is_shared() -> bool:
-    """Whether the code being traced is one rank's part of a tfdist step whose batch is cut over several ranks."""
-    if config_of(tf.distribute.get_strategy()) is None or in_symbolic_scope():
-        return False
-    program = find_program()
-    return program is not None and program.mesh.size("data") > 1
 
 
 @override("reduce_weighted_values", keras_loss)
@@ -62,7 +58,8 @@ def _reduce_weighted_values(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Any:
-    if reduction not in _MEANS or not _batch_is_shared():
+    program = sharing_program()
+    if reduction not in _MEANS or program is None:
         return original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     values, weights, mask = (
         x if x is None else keras.ops.convert_to_tensor(x, dtype=dtype) for x in (values, sample_weight, mask)
@@ -73,9 +70,9 @@ def _reduce_weighted_values(
         weights = tf.cast(weights, values.dtype)
         values, weights = keras_loss.squeeze_or_expand_to_same_rank(values, weights)
         values *= weights
+    shares = program.attachment(Shares)
     if values.shape.rank == 0:
-        # See the note: what stays a mean over the ranks.
-        return values / find_program().mesh.size("data")
+        return shares.add(program.attachment(BatchRows).weigh(values))  # see the note: losses that are one number
     total = tf.reduce_sum(_widened(values))
     if reduction == "mean_with_sample_weight" and weights is not None:
         # Weights that a model computes get the gradient that they have on one device: the all-reduce carries it.
@@ -88,12 +85,21 @@ def _reduce_weighted_values(
         valid = tf.reduce_sum(tf.cast(mask, total.dtype))
         elements, maskable, valid = _sums_over_ranks([*sizes, valid], "loss/divisor")
         divisor = elements * tf.math.divide_no_nan(valid, maskable)
-    return tf.cast(tf.math.divide_no_nan(total, divisor), values.dtype)
+    return shares.add(tf.cast(tf.math.divide_no_nan(total, divisor), values.dtype))
+
+
+@override("scale_loss_for_distribution", keras_loss)
+def _scale_loss_for_distribution(original: Callable[..., Any], value: Any) -> Any:
+    program = sharing_program()
+    if program is None:
+        return original(value)
+    value = tf.convert_to_tensor(value)
+    return value if program.attachment(Shares).is_share(value) else program.attachment(BatchRows).weigh(value)
 
 
 @override("unscale_loss_for_distribution", keras_loss)
 def _unscale_loss_for_distribution(original: Callable[..., Any], value: Any) -> Any:
-    if not _batch_is_shared():
+    if sharing_program() is None:
         return original(value)
     value = tf.stop_gradient(tf.convert_to_tensor(value))
     wide = _widened(value)

@@ -12,7 +12,14 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.distribute import cross_device_ops, mirrored_run, mirrored_strategy, values, values_util
+from tensorflow.python.distribute import (
+    cross_device_ops,
+    input_util,
+    mirrored_run,
+    mirrored_strategy,
+    values,
+    values_util,
+)
 from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
@@ -27,6 +34,7 @@ from tfdist.collectives import (
     choose_transport,
     find_program,
 )
+from tfdist.data import split_batches
 from tfdist.optimizers import owner_of
 from tfdist.sharding import Layout, Own, ParameterGroups, Replicate, ShardedVariable, ShardingConfig, keras_scope
 
@@ -172,7 +180,7 @@ class ShardedExtendedMixin:
         @tf.autograph.experimental.do_not_convert
         def run_rank(*args: Any, **kwargs: Any) -> Any:
             rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
-            program = RankProgram(self._communicator, rank, graph, plan)
+            program = RankProgram(self._communicator, rank, graph, plan, (args, kwargs))
             program.install(tf.distribute.get_replica_context())
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
             # (the count needs no data) would from then on scale their updates differently.
@@ -194,7 +202,7 @@ class ShardedExtendedMixin:
 
         def run_rank(*args: Any, **kwargs: Any) -> Any:
             rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
-            program = EagerProgram(self._communicator, rank, plan, meeting)
+            program = EagerProgram(self._communicator, rank, plan, meeting, (args, kwargs))
             program.install(tf.distribute.get_replica_context())
             outputs = fn(*args, **kwargs)
             program.close(outputs)
@@ -230,6 +238,20 @@ class ShardedExtendedMixin:
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
         op = {tf.distribute.ReduceOp.SUM: "sum", tf.distribute.ReduceOp.MEAN: "mean"}[reduce_op]
         return tf.nest.map_structure(lambda tensor: collectives.all_reduce(tensor, "data", reduce_op=op), value)
+
+    # Data
+
+    def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
+        """Every process reads the global batches and keeps the rows of its own data indices."""
+        mesh = self._sharding.mesh
+        parts = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
+        return input_util.get_distributed_dataset(
+            split_batches(dataset, mesh.data_parallel_size, parts),
+            self._input_workers_with_options(options),
+            self._container_strategy(),
+            input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),  # cut already
+            options=options,
+        )
 
     # Updates
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_utils, input_util, mirrored_strategy, values
+from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_utils, mirrored_strategy, values
 
 from tfdist import errors
 from tfdist.collectives import CollectivePlan, PlanAgreement, find_kernel_orders
-from tfdist.data import DatasetSignature, dataset_signature, difference, split_batches, unordered, unseeded
+from tfdist.data import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.mesh import Cluster, Coordination, coordination
 from tfdist.sharding import ShardingConfig
 from tfdist.strategy.extended import ShardedExtendedMixin
@@ -138,25 +138,16 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     # Data
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
-        """Every worker reads the global batches and keeps the rows of its own data indices."""
+        """As on one machine, after a comparison of the workers' datasets."""
         if not self.cross_replica.is_multi_worker:
-            return mirrored_strategy.MirroredExtended._experimental_distribute_dataset(self, dataset, options)
-        mesh = self._sharding.mesh
-        parts = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
+            return super()._experimental_distribute_dataset(dataset, options)
         if tf.executing_eagerly():
             self._check_same_data(dataset)
-        pieces = split_batches(dataset, mesh.data_parallel_size, parts)
         # All workers see the same number of batches, so that no step has to ask who still has one; of a dataset that cannot tell
         # its length that is not known.
         ask = not tf.executing_eagerly() or int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
         with self._partial_batches_handled(ask):
-            return input_util.get_distributed_dataset(
-                pieces,
-                self._input_workers_with_options(options),
-                self._container_strategy(),
-                input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),  # cut already
-                options=options,
-            )
+            return super()._experimental_distribute_dataset(dataset, options)
 
     def _check_same_data(self, dataset: tf.data.Dataset) -> None:
         """Raises ValueError, on every worker, when the workers would not read the same examples in the same order."""

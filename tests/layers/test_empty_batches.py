@@ -1,0 +1,141 @@
+"""Convolutions and poolings on ranks without rows: training, evaluation and prediction are those of one device."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.tensorflow import nn
+from ranks import local, per_rank, trace
+from training import CLASSES, assert_same, collect, loss_function, one_device, strategy_for
+
+from tfdist.layers import empty_batches
+
+pytestmark = pytest.mark.timeout(120)
+
+ROWS, BATCH = 17, 8  # the last batch has 1 row
+
+
+def images():
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((11, 9, 3)),
+            layers.Conv2D(5, 3, activation="relu"),
+            layers.BatchNormalization(synchronized=True, momentum=0.7),
+            layers.DepthwiseConv2D(3, padding="same"),
+            layers.MaxPooling2D(2),
+            layers.SeparableConv2D(4, 2, activation="relu"),
+            layers.Conv2DTranspose(3, 3, strides=2),
+            layers.AveragePooling2D(2),
+            layers.Flatten(),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
+def sequences():
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((9, 3)),
+            layers.Conv1D(5, 3, padding="causal", activation="relu"),
+            layers.MaxPooling1D(2),
+            layers.Reshape((4, 5, 1, 1)),
+            layers.Conv3D(3, (2, 2, 1)),
+            layers.Reshape((3, 4, 3)),
+            layers.TimeDistributed(layers.Conv1D(2, 2)),
+            layers.GlobalMaxPooling2D(),
+            layers.Dense(CLASSES),
+        ]
+    )
+
+
+def train(strategy, build):
+    """`fit`, `evaluate` and `predict`; all that they return stands in the losses."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = build()
+        model.compile(keras.optimizers.SGD(0.03, momentum=0.9), loss_function(), metrics=["accuracy"])
+    x = np.random.default_rng(1).normal(size=(ROWS, *model.input_shape[1:])).astype("float32")
+    y = np.arange(ROWS) % CLASSES
+    arguments = {"batch_size": BATCH, "verbose": 0}
+    history = model.fit(x, y, epochs=3, shuffle=False, **arguments).history
+    numbers = [*history["loss"], *history["accuracy"], *model.evaluate(x, y, **arguments)]
+    return collect(model, model.optimizer, [*numbers, *model.predict(x, **arguments).ravel()], strategy)
+
+
+@pytest.mark.parametrize(("build", "devices", "zero_stage"), [(images, 3, 3), (sequences, 2, 0)])
+def test_it_is_one_device(build, devices, zero_stage):
+    actual, expected = train(strategy_for(devices, zero_stage), build), train(one_device(), build)
+    # The predictions cross zero: absolutely.
+    (ours, mine), (theirs, whole) = ((one.losses[:8], one.losses[8:]) for one in (actual, expected))
+    np.testing.assert_allclose(mine, whole, atol=2e-5)
+    actual.losses, expected.losses = ours, theirs
+    assert_same(actual, expected)
+
+
+OPERATIONS = {
+    "conv": ((4, 4, 2), (2, 2, 2, 3), lambda x, kernel: nn.conv(x, kernel)),
+    "conv_transpose": ((4, 4, 2), (2, 2, 3, 2), lambda x, kernel: nn.conv_transpose(x, kernel)),
+    "depthwise_conv": ((4, 4, 2), (2, 2, 2, 1), lambda x, kernel: nn.depthwise_conv(x, kernel)),
+    "separable_conv": ((4, 4, 2), (2, 2, 2, 1), lambda x, kernel: nn.separable_conv(x, kernel, tf.ones([1, 1, 2, 3]))),
+    "max_pool": ((4, 4, 2), (), lambda x, kernel: nn.max_pool(x * kernel, (2, 2))),
+    "average_pool": ((4, 4, 2), (), lambda x, kernel: nn.average_pool(x * kernel, (2, 2))),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name):
+    """With and without rows; in a step that is traced once for both."""
+    inner, kernel_shape, operation = OPERATIONS[name]
+    assert set(OPERATIONS) == set(empty_batches.OPERATIONS)
+    rng = np.random.default_rng(2)
+    kernel = tf.constant(rng.normal(size=kernel_shape).astype("float32"))
+
+    def results(x):
+        with tf.GradientTape() as tape:
+            tape.watch([x, kernel])
+            outputs = operation(x, kernel)
+            loss = tf.reduce_sum(outputs**2)
+        return outputs, *tape.gradient(loss, [x, kernel])
+
+    strategy = strategy_for(3, 0)
+    step = trace(strategy, lambda x: results(tf.ensure_shape(tf.identity(unknown_rows(x)), (None, *inner))))
+    x = rng.normal(size=(3, *inner)).astype("float32")
+    found = local(strategy, step(per_rank(strategy, [x[:2], x[:0], x[2:]])))
+    expected = [one.numpy() for one in results(tf.constant(x))]
+    assert found[1][0].shape == (0, *expected[0].shape[1:])
+    assert not found[1][2].any()
+    outputs, gradients, kernel_gradients = zip(*found, strict=True)
+    np.testing.assert_allclose(np.concatenate(outputs), expected[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.concatenate(gradients), expected[1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(sum(kernel_gradients), expected[2], rtol=1e-5)
+
+
+def unknown_rows(x):
+    return tf.compat.v1.placeholder_with_default(x, (None, *x.shape[1:]))
+
+
+@pytest.mark.parametrize(("devices", "rows", "branches"), [(2, 4, 0), (2, None, 4), (1, None, 0)])
+def test_branches_stand_only_where_rows_may_lack(devices, rows, branches):
+    strategy = strategy_for(devices, 0)
+    x = np.ones((4, 4, 4, 2), "float32")
+
+    def pool(x):
+        return nn.max_pool(x if rows else unknown_rows(x), (2, 2))
+
+    graph = trace(strategy, pool).get_concrete_function(per_rank(strategy, [x] * devices)).graph
+    assert sum(operation.type in ("If", "StatelessIf") for operation in graph.get_operations()) == branches
+
+
+@pytest.mark.parametrize("name", empty_batches.OPERATIONS)
+def test_functions_that_are_overridden(name):
+    function = getattr(keras.ops, name)
+    assert f"backend.nn.{name}(" in inspect.getsource(function)
+    assert keras.src.backend.nn is nn
+    original = getattr(nn, name)._tfdist_override
+    assert original.__module__ == "keras.src.backend.tensorflow.nn"
+    assert next(iter(inspect.signature(original).parameters)) == "inputs"

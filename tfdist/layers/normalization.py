@@ -1,0 +1,98 @@
+"""`BatchNormalization` of a batch that ranks share.
+
+A layer normalises over its rank's examples; with `synchronized=True` over those of all ranks. Per channel, rank r has n_r
+elements (valid ones, under a mask) of mean m_r, whose squared distances from m_r sum to q_r:
+
+    m = sum_r n_r m_r / sum_r n_r      v = sum_r (q_r + n_r (m_r - m)^2) / sum_r n_r
+
+which is the mean and the variance of all elements, without the cancellation of E(x^2) - E(x)^2. The ranks gather (n, m, q): one
+all-gather forward, one reduce-scatter backward, so that gradients too are those of the global batch, whatever part of it a rank
+got, also none. Keras under tf.distribute sends three all-reduces, and does not synchronise under a mask at all.
+
+The moving statistics of an unsynchronized layer are averaged over the ranks at the end of the step, weighted by n_r (see
+`statistics`): the moving mean is that of the global batch, the moving variance the mean of the ranks' variances, which leaves out
+how much the ranks' means differ. Those of a synchronized layer are equal on all ranks anyway.
+
+On no rows Keras's mean is NaN, and with it the gradient of `gamma`; here it is 0, as is that gradient.
+
+`_moments` and `_reduction_axes` are private to Keras: tests/layers/test_normalization.py fails when they change.
+
+Source: the algebra is that of Chan, Golub and LeVeque 1979; PyTorch's SyncBatchNorm gathers as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import all_gather
+from tfdist.layers.statistics import Statistics
+from tfdist.losses.sharing import sharing_program
+from tfdist.override import override
+
+
+@override("_moments", keras.layers.BatchNormalization)
+def _moments(original: Callable[..., Any], self: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
+    program = sharing_program()
+    if program is None:
+        return original(self, inputs, mask)
+    axes = self._reduction_axes
+    statistics = program.attachment(Statistics)
+    if self.synchronized:
+        statistics.agree(self._non_trainable_variables)
+        return moments_over_ranks(inputs, axes, mask)
+    mean, variance = original(self, inputs, mask)
+    if mask is not None:
+        valid = tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(inputs))
+        statistics.weigh(self._non_trainable_variables, tf.math.count_nonzero(valid))
+        return mean, variance
+    elements = _elements(inputs, axes)
+    statistics.weigh(self._non_trainable_variables, elements)
+    return tuple(tf.where(elements > 0, moment, tf.zeros_like(moment)) for moment in (mean, variance))
+
+
+def moments_over_ranks(
+    inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns mean and variance, per channel, over the ranks of the data axis.
+
+    Args:
+        inputs: this rank's part of the batch, which may have no rows.
+        axes: all axes but that of the channels.
+        mask: of the shape of `inputs` without the last axis; True where an element counts. None: all do.
+
+    Returns:
+        Mean and variance, of shape (channels,), the same on all ranks. Where nothing counts both are 0.
+    """
+    if mask is not None:
+        valid = tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(inputs))
+        inputs = tf.where(valid, inputs, tf.zeros_like(inputs))
+    total = tf.reduce_sum(inputs, axes, keepdims=True)
+    if mask is None:
+        count = tf.fill(tf.shape(total), tf.cast(_elements(inputs, axes), inputs.dtype))
+    else:
+        count = tf.math.count_nonzero(valid, axes, keepdims=True, dtype=inputs.dtype)
+    mean = tf.math.divide_no_nan(total, count)
+    # The distances from the mean have no gradient through the mean: they sum to zero.
+    distances = tf.math.squared_difference(inputs, tf.stop_gradient(mean))
+    if mask is not None:
+        distances = tf.where(valid, distances, tf.zeros_like(distances))
+    distances = tf.reduce_sum(distances, axes, keepdims=True)
+    flat = [tf.reshape(x, [-1]) for x in (count, mean, distances)]
+    gathered = all_gather(tf.stack(flat)[tf.newaxis], "data", label="batch_normalization")  # (ranks, 3, channels)
+    counts, means, distances = tf.unstack(gathered, axis=1)
+    counts = tf.stop_gradient(counts)
+    total = tf.reduce_sum(counts, 0)
+    if mask is not None:
+        total += keras.config.epsilon()  # as Keras divides there
+    mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)
+    variance = tf.math.divide_no_nan(tf.reduce_sum(distances + counts * tf.math.squared_difference(means, mean), 0), total)
+    return mean, variance
+
+
+def _elements(inputs: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
+    """Returns the number of elements per channel, as int64."""
+    return tf.reduce_prod(tf.gather(tf.shape(inputs, out_type=tf.int64), axes))

@@ -1,0 +1,65 @@
+"""Random numbers inside replicas: every data rank draws its own, all from the one state of the seed generator.
+
+Keras's layers (dropout, noise, random augmentation) ask a `SeedGenerator` for a seed in each call; its state is a variable,
+[seed, draws so far]. Under tf.distribute every rank reads the same state, so that all draw the same mask, each for its part of
+the batch. Here data rank r gets
+
+    r = 0    [seed, draws]              what one device would draw
+    r > 0    [hash(seed, r), draws]     of a stream of its own
+
+The state itself moves on alike on all ranks, as on one device, and is saved as ever. So two runs from one
+`keras.utils.set_random_seed` are equal bit by bit, and a run on other numbers of devices differs in its random numbers (and in
+nothing else). In a job of several workers r counts over all of them. Ranks that share a data index, tensor and pipe peers,
+compute parts of one model copy and draw the same.
+
+Note: what has no generator. `keras.random.normal(shape, seed=3)`, with an integer, is a constant in Keras: the same in each
+call, and so on each rank. Layers turn their `seed=3` into a generator. A function of `keras.random` without a seed raises in a
+replica, as it does under tf.distribute's own strategies: Keras's global generator is a variable of the thread, and replicas are
+traced in threads of their own. Initial values are drawn outside replicas, once. `tf.random.uniform` and the like are
+TensorFlow's own, not Keras's, and are left alone.
+
+The name is private to Keras: tests/layers/test_randomness.py fails when it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import find_program
+from tfdist.override import override
+from tfdist.sharding import config_of
+from tfdist.sharding.keras_scope import in_symbolic_scope
+
+
+@override("next", keras.random.SeedGenerator)
+def _next(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    seed = original(self, *args, **kwargs)
+    data_rank = _data_rank()
+    return seed if data_rank == 0 else fold_in(seed, data_rank)
+
+
+def fold_in(seed: tf.Tensor, data_rank: int) -> tf.Tensor:
+    """Returns the seed of `data_rank`, at least 1, from that of data rank 0.
+
+    Args:
+        seed: integers of shape (2,), what a `SeedGenerator` returns.
+        data_rank: the index on the data axis.
+    """
+    key = tf.stack([seed[0], tf.cast(data_rank, seed.dtype)])
+    hashed = tf.random.stateless_uniform([], key, minval=None, maxval=None, dtype=seed.dtype, alg="philox")
+    return tf.stack([hashed, seed[1]])
+
+
+def _data_rank() -> int:
+    """Returns the data index of the rank that computes here; 0 outside the replicas of a tfdist strategy."""
+    config = config_of(tf.distribute.get_strategy())
+    context = tf.distribute.get_replica_context()
+    if config is None or context is None or in_symbolic_scope():
+        return 0
+    program = find_program()
+    rank = int(context.replica_id_in_sync_group) if program is None else program.rank
+    return config.mesh.coordinate(rank).data

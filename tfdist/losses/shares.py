@@ -1,0 +1,46 @@
+"""Which tensors of a trace are shares of a global loss already."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+
+
+class Shares:
+    """The shares that one rank has computed in one trace; an attachment of its program.
+
+    A layer may give `add_loss` what a Keras loss returned, or something computed of it. That is a share, and must not be weighted
+    by rows as other means are. In an eager run only the share itself is recognised, not what is computed of it.
+    """
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._eager: list[tf.Tensor] = []
+        self._names: set[str] = set()
+        self._others: set[str] = set()  # operations that are known not to depend on a share made so far
+
+    def add(self, share: tf.Tensor) -> tf.Tensor:
+        """Notes `share`, and returns it."""
+        if self._program.is_eager:
+            self._eager.append(share)
+        elif self._program.exists_here(share):
+            self._names.add(share.name)
+        return share
+
+    def is_share(self, value: tf.Tensor) -> bool:
+        """Whether `value` is computed of a share."""
+        if self._program.is_eager:
+            return any(value is share for share in self._eager)
+        if not self._program.exists_here(value):
+            return False
+        waiting, seen = [value], set()
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.name in self._names:
+                return True
+            if tensor.op.name not in seen and tensor.op.name not in self._others:
+                seen.add(tensor.op.name)
+                waiting.extend(tensor.op.inputs)
+        self._others |= seen
+        return False
