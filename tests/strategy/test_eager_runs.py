@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from test_models import LABELS, MODELS, SEQUENCES, TOKENS, embedding
-from training import BATCH, assert_same, custom_loop, fit, loss_function, mlp, one_device, small, strategy_for, vectors
+from training import BATCH, CLASSES, assert_same, custom_loop, fit, loss_function, mlp, one_device, small, strategy_for, vectors
 
 
 def adam():
@@ -150,3 +150,15 @@ def test_a_function_in_an_eager_rank_is_refused(zero_stage):
         strategy.run(lambda: step())
     if zero_stage == 0:
         strategy.run(lambda: tf.function(model)(x))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_mixed_precision(zero_stage):
+    """Parameters of stage 3 are gathered in the dtype that the layer computes in, as when traced."""
+
+    def build():
+        return keras.Sequential([keras.Input((15,)), keras.layers.Dense(CLASSES, dtype="mixed_bfloat16")])
+
+    traced = fit(strategy_for(2, zero_stage), build, adam)
+    assert_same(fit(strategy_for(2, zero_stage), build, adam, run_eagerly=True), traced, rtol=3e-2)  # bfloat16 has 8 bits
+    assert all(slot.dtype != "bfloat16" for slot in traced.slots.values())

@@ -56,7 +56,7 @@ def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
         A scalar, float32 (float64 if a gradient is), the same on all ranks.
 
     Raises:
-        RuntimeError: called outside `strategy.run` inside a `tf.function`.
+        RuntimeError: called outside `strategy.run`.
         ValueError: the two have different lengths.
     """
     pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]

@@ -16,11 +16,13 @@ from tfdist.sharding import packing, tape
 from tfdist.sharding.config import ShardingConfig
 
 
-def read(variable: Any, program: RankProgram, config: ShardingConfig, on_gradient: Callable[[], None]) -> tf.Tensor:
-    """Returns the full (local) value of `variable`, on this rank's tapes; calls `on_gradient` when its gradient is asked for."""
+def read(
+    variable: Any, dtype: tf.DType, program: RankProgram, config: ShardingConfig, on_gradient: Callable[[], None]
+) -> tf.Tensor:
+    """Returns the full (local) value of `variable` in `dtype`, on this rank's tapes; calls `on_gradient` when these want it."""
     shard = variable.component(program.rank).value()  # on the tapes that watch the variable
     with tape.stop_recording():
-        gathered = wire.all_gather(program, shard, program.group_ranks("data"), f"unshard/{variable.name}")
+        gathered = wire.all_gather(program, tf.cast(shard, dtype), program.group_ranks("data"), f"unshard/{variable.name}")
         (full,) = packing.unpack_full(gathered, [variable.layout])
     gradient = functools.partial(_reduced, variable, program, config, on_gradient)
     tape.record_gradient("Unshard", [full], [shard], gradient)
@@ -41,11 +43,11 @@ def _reduced(
         packed = packing.pack_full([full], [variable.layout])
         travelling = tf.cast(packed, config.reduce_dtype or packed.dtype)
         label = f"reduce_scatter/{variable.name}"
-        shard = wire.reduce_scatter(program, travelling, program.group_ranks("data"), label, dtype=packed.dtype)
-    tape.record_gradient("ReduceScatter", [shard], [full], functools.partial(_second_order, variable))
+        shard = wire.reduce_scatter(program, travelling, program.group_ranks("data"), label, dtype=variable.dtype)
+    tape.record_gradient("ReduceScatter", [shard], [full], functools.partial(_second_order, variable, full.dtype))
     return [shard]
 
 
-def _second_order(variable: Any, upstream: tf.Tensor) -> list[tf.Tensor]:
-    gathered = ops.all_gather(upstream, "data", label=f"unshard/{variable.name}/second_order")
+def _second_order(variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
+    gathered = ops.all_gather(tf.cast(upstream, dtype), "data", label=f"unshard/{variable.name}/second_order")
     return packing.unpack_full(gathered, [variable.layout])

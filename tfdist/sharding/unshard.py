@@ -121,7 +121,7 @@ class UnshardSchedule:
         """Returns the full (local) value of `variable` in `dtype`, gathered with its group, on this rank's tapes."""
         if self._program.is_eager:
             note = functools.partial(self._differentiated.add, id(variable))
-            return eager_unshard.read(variable, self._program, config, note)
+            return eager_unshard.read(variable, dtype, self._program, config, note)
         self._config = config
         compute_dtype = keras_scope.autocast_dtype()
         if _travelling_dtype(variable, compute_dtype) != dtype:
