@@ -181,10 +181,9 @@ def test_messages_of_fit_and_evaluate(devices, zero_stage):
     trained = strategy.last_plan.counts()
     model.evaluate(x, y, batch_size=12, verbose=0)
     assert small_messages(strategy) == [DIVISOR, VALUE]
-    # And one for the metrics.
-    assert strategy.last_plan.counts()["all_reduce"] == 3
+    assert strategy.last_plan.counts()["all_reduce"] == 2
     # Beside one all-reduce of the gradients at stage 0.
-    assert trained["all_reduce"] == (4 if zero_stage == 0 else 3)
+    assert trained["all_reduce"] == (3 if zero_stage == 0 else 2)
 
 
 def test_messages_of_other_losses():
