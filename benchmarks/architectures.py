@@ -1,28 +1,27 @@
 """Trains real architectures under every kind of sharding and on one device, and compares losses and weights.
 
-    python benchmarks/architectures.py [name ...]    # MobileNetV3Small EfficientNetB0 text
+    python benchmarks/architectures.py
+    python benchmarks/architectures.py MobileNetV3Small text --devices 4
 
 BatchNormalization is frozen on statistics of the training images, so that activations neither vanish nor explode; dropout is
-off.
-Prints, per architecture and stage, the largest relative difference of a loss, and of a weight relative to the largest of its
+off. Prints, per architecture and stage, the largest relative difference of a loss, and of a weight relative to the largest of its
 variable, from one device.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
 import time
 from collections.abc import Callable
 from typing import Any
 
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
 import tfdist
-
-DEVICES = tfdist.use_logical_cpus(2)
-
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from keras import layers  # noqa: E402
 
 CLASSES, SAMPLES, BATCH, EPOCHS = 5, 8, 4, 3
 STAGES = (0, 2, 3)
@@ -97,17 +96,32 @@ def difference(ours: Any, theirs: Any) -> float:
     return float(np.abs(np.asarray(ours) - theirs).max(initial=0.0) / max(np.abs(theirs).max(initial=0.0), 1e-2))
 
 
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", nargs="*", metavar="name", help=f"of {', '.join(ARCHITECTURES)} (default: all)")
+    parser.add_argument("--devices", type=int, default=2, help="logical CPUs (default: 2)")
+    args = parser.parse_args()
+    if unknown := set(args.architectures) - set(ARCHITECTURES):
+        parser.error(f"unknown architectures {sorted(unknown)}, there are {sorted(ARCHITECTURES)}")
+    return args
+
+
 def main() -> None:
-    for name in sys.argv[1:] or ARCHITECTURES:
+    args = parse_args()
+    devices = tfdist.use_logical_cpus(args.devices)
+    for name in args.architectures or ARCHITECTURES:
         weights = calibrated_weights(name)
         expected, expected_weights = train(tf.distribute.get_strategy(), name, weights)
         print(f"{name}: {sum(weight.size for weight in weights):,} weights, losses {expected[0]:.4f} to {expected[-1]:.4f}")
         for zero_stage in STAGES:
             start = time.perf_counter()
-            losses, after = train(tfdist.ShardedStrategy(DEVICES, zero_stage=zero_stage), name, weights)
+            losses, after = train(tfdist.ShardedStrategy(devices, zero_stage=zero_stage), name, weights)
             worst = max(difference(*pair) for pair in zip(after, expected_weights, strict=True))
             seconds = time.perf_counter() - start
-            print(f"  zero_stage {zero_stage}: losses {difference(losses, expected):.1e}, weights {worst:.1e} ({seconds:.0f} s)")
+            of_losses = difference(losses, expected)
+            print(f"  zero_stage {zero_stage}: losses {of_losses:.1e}, weights {worst:.1e} ({seconds:.0f} s)")
+            case = {"benchmark": "architectures", "case": name, "zero_stage": zero_stage, "devices": args.devices}
+            print(json.dumps({**case, "losses_difference": of_losses, "weights_difference": worst}), flush=True)
 
 
 if __name__ == "__main__":
