@@ -44,6 +44,7 @@ PRIVATE = {
     "sharding/autocast.py",
     "sharding/keras_scope.py",
     "sharding/variable.py",
+    "data/device_iterators.py",
     "checkpoint/discarding.py",
     "checkpoint/keras_callbacks.py",
     "checkpoint/keras_saving.py",

@@ -1,11 +1,16 @@
-"""Level 6: each process's part of the data, and whether all processes read the same."""
+"""Level 6: each process's part of the data, and whether all processes read the same.
 
+Importing it installs a seam (`device_iterators`).
+"""
+
+from tfdist.data import device_iterators
 from tfdist.data.signature import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.data.split import split_batches
 
 __all__ = [
     "DatasetSignature",
     "dataset_signature",
+    "device_iterators",
     "difference",
     "split_batches",
     "unordered",

@@ -245,11 +245,13 @@ class ShardedExtendedMixin:
         """Every process reads the global batches and keeps the rows of its own data indices."""
         mesh = self._sharding.mesh
         parts = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
+        cut_already = tf.data.Options()
+        cut_already.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         return input_util.get_distributed_dataset(
-            split_batches(dataset, mesh.data_parallel_size, parts),
+            split_batches(dataset, mesh.data_parallel_size, parts).with_options(cut_already),
             self._input_workers_with_options(options),
             self._container_strategy(),
-            input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),  # cut already
+            input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),
             options=options,
         )
 
