@@ -161,7 +161,9 @@ def _loss_scaled_apply(
     config = _config(self)
     if config is None:
         original(self, grads, trainable_variables)
-    else:
+        return
+    # The scope says that an optimizer assigns the scale: it is no statistic of a layer.
+    with keras.name_scope(self.name, caller=self):
         apply_unscaled(self, grads, trainable_variables, config)
 
 
