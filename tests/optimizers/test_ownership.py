@@ -40,6 +40,15 @@ def test_stage_0_has_no_owners():
     assert [device.optimizer_bytes for device in report.devices] == [report.mirrored.optimizer_bytes] * 2
 
 
+def test_what_no_optimizer_makes_has_no_owner():
+    strategy = strategy_for(2, 1)
+    with strategy.scope():
+        weight = tf.Variable(tf.ones((3, 5)))
+        with strategy.extended.colocate_vars_with(weight):
+            beside = tf.Variable(tf.zeros((3, 5)), trainable=False)
+    assert [component.shape.num_elements() for component in beside.values] == [8, 8]
+
+
 class Counting(keras.optimizers.SGD):
     """Counts updates in a scalar that belongs to no parameter."""
 

@@ -43,5 +43,6 @@ def assign_owners(optimizer: Any, variables: Sequence[Any], num_ranks: int) -> N
 
 
 def owner_of(optimizer: Any, variable: Any) -> int | None:
-    """Returns the data rank that owns `variable`'s slots in `optimizer`; None: they are shared out as the stage says."""
-    return _owners.get(optimizer, {}).get(variable_of(variable)._unique_id)
+    """Returns the data rank that owns `variable`'s slots in `optimizer`, any object or None; None: nobody owns them whole."""
+    owners = {} if optimizer is None else _owners.get(optimizer, {})
+    return owners.get(variable_of(variable)._unique_id)
