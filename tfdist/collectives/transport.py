@@ -52,7 +52,8 @@ class Transport:
 
 
 RING = Transport("ring", has_reduce_scatter=False)
-# Between processes gRPC carries pieces of some MiB two to three times as fast as tens of MiB (benchmarks/transport.py).
+# Between two processes gRPC carries pieces of some MiB more than twice as fast as tens of MiB; between four, as fast or somewhat
+# faster (benchmarks/transport.py, docs/benchmarks.md).
 RING_BETWEEN_WORKERS = Transport("ring", has_reduce_scatter=False, chunk_bytes=4 * 2**20)
 NCCL = Transport("nccl", has_reduce_scatter=True)
 
