@@ -102,14 +102,20 @@ def custom_loop(
     optimizer: Callable[[], keras.optimizers.Optimizer],
     data: tuple[np.ndarray, np.ndarray] | None = None,
     steps: int = 6,
+    builds_in_step: bool = False,
 ) -> Trained:
-    """Trains with `strategy.run`, `tf.GradientTape` and `optimizer.apply`; the optimizer is built in the first step."""
+    """Trains with `strategy.run`, `tf.GradientTape` and `optimizer.apply`.
+
+    With `builds_in_step` the optimizer is built in the first step, which makes TensorFlow trace it twice.
+    """
     x, y = data if data is not None else vectors()
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = build()
         trainer = optimizer()
+        if not builds_in_step:
+            trainer.build(model.trainable_variables)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
 
     def step_on_rank(features, labels):

@@ -9,13 +9,14 @@ import json
 import os
 import pathlib
 import pickle
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from tests import forks
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -25,7 +26,7 @@ class Worker:
     """One worker process; `result` is what its function returned, `output` what it printed."""
 
     name: str
-    process: subprocess.Popen
+    process: subprocess.Popen | forks.Fork
     folder: pathlib.Path
 
     @property
@@ -101,6 +102,7 @@ def job(
     each: Sequence[dict[str, Any]] | None = None,
     environment: dict[str, str] | None = None,
     only: Sequence[int] | None = None,
+    forked: bool = True,
 ) -> Iterator[Job]:
     """Starts `number` workers that call `target` ("package.module:function") with `arguments`, and ends them afterwards.
 
@@ -109,6 +111,7 @@ def job(
         each: keyword arguments of the function, per worker.
         environment: variables for all workers.
         only: the workers that are started at all; None: all.
+        forked: whether the workers are forks with TensorFlow imported, or programs that begin, and end, as a user's do.
     """
     ports = ports or free_ports(number)
     addresses = [f"localhost:{port}" for port in ports]
@@ -126,30 +129,37 @@ def job(
                 "PYTHONPATH": str(ROOT),
                 **(environment or {}),
             }
-            call = json.dumps({"target": target, "arguments": arguments, "keywords": each[index] if each else {}})
-            with open(own / "output.txt", "wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-u", "-m", "tests.workers", call, str(own / "result.pickle")],
-                    env=variables,
-                    cwd=ROOT,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
+            call = {"target": target, "arguments": arguments, "keywords": each[index] if each else {}}
+            launch = _fork if forked else _program
+            process = launch(call, own / "result.pickle", variables, own / "output.txt")
             workers.append(Worker(f"worker {index}", process, own))
         yield Job(workers)
     finally:
         for worker in workers:
-            if worker.process.poll() is None:
-                worker.process.send_signal(signal.SIGKILL)
+            worker.process.kill()
             worker.process.wait()
 
 
-def main() -> None:
-    call, path = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2])
+def _fork(call: dict[str, Any], result: pathlib.Path, variables: dict[str, str], output: pathlib.Path) -> forks.Fork:
+    return forks.start(run, call, result, environment=variables, folder=ROOT, output=output)
+
+
+def _program(call: dict[str, Any], result: pathlib.Path, variables: dict[str, str], output: pathlib.Path) -> subprocess.Popen:
+    with open(output, "wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "tests.workers", json.dumps(call), str(result)],
+            env=variables,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def run(call: dict[str, Any], path: pathlib.Path) -> None:
     module, _, name = call["target"].partition(":")
     result = getattr(importlib.import_module(module), name)(*call["arguments"], **call["keywords"])
     path.write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    run(json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]))

@@ -2,11 +2,12 @@
 
 import os
 import pathlib
-import subprocess
-import sys
+import runpy
 
 import pytest
 from snippets import blocks, expected_outputs, links, printed, script
+
+from tests import forks
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -20,18 +21,16 @@ def test_blocks_run(page, tmp_path):
     text = page.read_text("utf-8")
     program = tmp_path / f"{page.stem}.py"
     program.write_text(script(text), "utf-8")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        [sys.executable, str(program)],
-        env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    output = tmp_path / "output.txt"
+    process = forks.start(runpy.run_path, str(program), None, "__main__", environment=environment, folder=tmp_path, output=output)
+    try:
+        assert process.wait(120) == 0, output.read_text("utf-8")
+    finally:
+        process.kill()
+    output = output.read_text("utf-8")
     for line, mark, expected in expected_outputs(text):
-        assert printed(result.stdout, mark) == expected, f"{page.name}, line {line}"
+        assert printed(output, mark) == expected, f"{page.name}, line {line}"
 
 
 def test_the_pages_with_code():

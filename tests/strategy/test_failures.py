@@ -28,7 +28,7 @@ def last_lines(worker, number=4):
 )
 def test_one_worker_ends_all_in_time_and_is_named(tmp_path, act, victim, code, words):
     each = [{"act": act if index == victim else ""} for index in range(3)]
-    with workers.job(tmp_path, 3, f"{CASES}:fit_and", each=each) as job:
+    with workers.job(tmp_path, 3, f"{CASES}:fit_and", each=each, forked=False) as job:
         job.workers[victim].wait_for("acting", 120)
         acted = time.monotonic()
         codes = job.wait(60)
@@ -45,7 +45,7 @@ def test_one_worker_ends_all_in_time_and_is_named(tmp_path, act, victim, code, w
 @pytest.mark.timeout(200)
 def test_a_worker_that_hangs_is_told_by_the_step_timeout(tmp_path):
     each = [{"act": "hang" if index == 1 else "", "step_timeout_seconds": 6} for index in range(2)]
-    with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each) as job:
+    with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each, forked=False) as job:
         job.workers[1].wait_for("acting", 120)
         acted = time.monotonic()
         codes = job.wait(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import keras
@@ -38,6 +39,7 @@ def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], Any]:
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
         for name, train in (("fit", training.fit), ("custom_loop", training.custom_loop)):
             found[stage, name] = as_numbers(train(strategy, training.mlp, adam))
+            gc.freeze()  # as after every test: see conftest.py
         found[stage, "masks"] = dropout_masks(strategy)
     return found
 
@@ -65,6 +67,7 @@ def train_optimizers(zero_stages: list[int]) -> dict[str, dict[str, Any]]:
     for place, name in enumerate(optimizer_cases.CASES):
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=zero_stages[place % len(zero_stages)])
         found[name] = as_numbers(optimizer_cases.train(name, "fit", strategy))
+        gc.freeze()  # as after every test: see conftest.py
     for stage in zero_stages:
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
         found[f"overflow {stage}"] = as_numbers(optimizer_cases.train_overflowing(strategy, accumulates=stage == 1))

@@ -38,6 +38,8 @@ _LINGER_SECONDS = 6.0
 _LAST_SECONDS = 3600.0
 # A collective that waits for a worker whose program has ended is given this long: the end may have come just after it.
 _ENDED_SECONDS = 4.0
+# A key that was written before now is read within this long, on a busy machine too.
+_READ_SECONDS = 1.0
 
 _COLLECTIVE_ERRORS = (
     tf.errors.UnavailableError,
@@ -171,7 +173,7 @@ class FailureWatch:
 
     def _how_it_left(self, index: int) -> str:
         with contextlib.suppress(tf.errors.OpError):
-            if self._store.poll(f"ended/{index}", 0.001) is not None:
+            if self._store.poll(f"ended/{index}", _READ_SECONDS) is not None:
                 return f"ended its program while {self._cluster.task} was waiting for it in a collective"
         return "died, or cannot be reached any more"
 
