@@ -8,7 +8,7 @@ ROOT = pathlib.Path(__file__).parent
 README = ROOT / "README.md"
 
 EXAMPLES = ["matplotlib"]
-TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff"]
+TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "tensorboard"]
 
 setup(
     name="tfdist",

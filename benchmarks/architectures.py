@@ -1,18 +1,20 @@
 """Trains real architectures under every kind of sharding and on one device, and compares losses and weights.
 
     python benchmarks/architectures.py
-    python benchmarks/architectures.py MobileNetV3Small text --devices 4
+    python benchmarks/architectures.py MobileNetV3Small text --devices 4 --float64
 
-BatchNormalization is frozen on statistics of the training images, so that activations neither vanish nor explode; dropout is
-off. Prints, per architecture and stage, the largest relative difference of a loss, and of a weight relative to the largest of its
-variable, from one device.
+Two comparisons per architecture and stage, each printing the largest relative difference of a loss, and of a weight relative to
+the largest of its variable:
+
+    from one device    what must be the same on any number of devices: BatchNormalization is frozen, on statistics of the training
+                       images, so that activations neither vanish nor explode, and dropout is off
+    from stage 0       as it is: BatchNormalization and dropout train, with the ranks' own statistics and masks
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +58,7 @@ def data_of(name: str) -> tuple[np.ndarray, np.ndarray]:
     labels = rng.integers(0, CLASSES, SAMPLES)
     if name == "text":
         return rng.integers(0, 200, (SAMPLES, 24)), labels
-    return rng.uniform(0, 255, (SAMPLES, 32, 32, 3)).astype("float32"), labels
+    return rng.uniform(0, 255, (SAMPLES, 32, 32, 3)).astype(keras.config.floatx()), labels
 
 
 def calibrated_weights(name: str) -> list[np.ndarray]:
@@ -73,15 +75,18 @@ def normalizations(model: keras.Model) -> list[layers.Layer]:
     return [layer for layer in model._flatten_layers() if isinstance(layer, layers.BatchNormalization)]
 
 
-def train(strategy: tf.distribute.Strategy, name: str, weights: list[np.ndarray]) -> tuple[list[float], list[np.ndarray]]:
-    """Returns the losses of all steps and the weights after them."""
+def train(
+    strategy: tf.distribute.Strategy, name: str, weights: list[np.ndarray], frozen: bool
+) -> tuple[list[float], list[np.ndarray]]:
+    """Returns the losses of all steps and the weights after them; `frozen` is about BatchNormalization and dropout."""
     x, y = data_of(name)
+    keras.utils.set_random_seed(5)
     with strategy.scope():
         model = ARCHITECTURES[name]()
-        for layer in normalizations(model):
-            layer.trainable = False
-        for layer in model._flatten_layers():
-            if isinstance(layer, layers.Dropout):
+        for layer in model._flatten_layers() if frozen else ():
+            if isinstance(layer, layers.BatchNormalization):
+                layer.trainable = False
+            elif isinstance(layer, layers.Dropout):
                 layer.rate = 0.0
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(LEARNING_RATE[name], momentum=0.9), loss)
@@ -100,28 +105,43 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", metavar="name", help=f"of {', '.join(ARCHITECTURES)} (default: all)")
     parser.add_argument("--devices", type=int, default=2, help="logical CPUs (default: 2)")
+    parser.add_argument("--float64", action="store_true", help="compute in float64: what is left is no rounding of float32")
     args = parser.parse_args()
     if unknown := set(args.architectures) - set(ARCHITECTURES):
         parser.error(f"unknown architectures {sorted(unknown)}, there are {sorted(ARCHITECTURES)}")
     return args
 
 
+def compare(devices: list[str], name: str) -> None:
+    weights = calibrated_weights(name)
+    losses, _ = one_device = train(tf.distribute.get_strategy(), name, weights, frozen=True)
+    print(f"{name}: {sum(weight.size for weight in weights):,} weights, losses {losses[0]:.4f} to {losses[-1]:.4f}")
+    stage_0 = None
+    for zero_stage in STAGES:
+        strategy = tfdist.ShardedStrategy(devices, zero_stage=zero_stage)
+        report(name, strategy, "one device", train(strategy, name, weights, frozen=True), one_device)
+        as_it_is = train(strategy, name, weights, frozen=False)
+        stage_0 = stage_0 or as_it_is
+        report(name, strategy, "stage 0", as_it_is, stage_0)
+
+
+def report(name: str, strategy: tfdist.ShardedStrategy, reference: str, ours: Any, theirs: Any) -> None:
+    of_losses = difference(ours[0], theirs[0])
+    of_weights = max(difference(*pair) for pair in zip(ours[1], theirs[1], strict=True))
+    print(f"  zero_stage {strategy.zero_stage}, from {reference}: losses {of_losses:.1e}, weights {of_weights:.1e}")
+    case = {"benchmark": "architectures", "case": name, "zero_stage": strategy.zero_stage}
+    case |= {"devices": strategy.num_replicas_in_sync, "reference": reference, "floatx": keras.config.floatx()}
+    figures = {"losses": ours[0], "losses_difference": of_losses, "weights_difference": of_weights}
+    print(json.dumps({**case, **figures}), flush=True)
+
+
 def main() -> None:
     args = parse_args()
     devices = tfdist.use_logical_cpus(args.devices)
+    if args.float64:
+        keras.config.set_floatx("float64")
     for name in args.architectures or ARCHITECTURES:
-        weights = calibrated_weights(name)
-        expected, expected_weights = train(tf.distribute.get_strategy(), name, weights)
-        print(f"{name}: {sum(weight.size for weight in weights):,} weights, losses {expected[0]:.4f} to {expected[-1]:.4f}")
-        for zero_stage in STAGES:
-            start = time.perf_counter()
-            losses, after = train(tfdist.ShardedStrategy(devices, zero_stage=zero_stage), name, weights)
-            worst = max(difference(*pair) for pair in zip(after, expected_weights, strict=True))
-            seconds = time.perf_counter() - start
-            of_losses = difference(losses, expected)
-            print(f"  zero_stage {zero_stage}: losses {of_losses:.1e}, weights {worst:.1e} ({seconds:.0f} s)")
-            case = {"benchmark": "architectures", "case": name, "zero_stage": zero_stage, "devices": args.devices}
-            print(json.dumps({**case, "losses_difference": of_losses, "weights_difference": worst}), flush=True)
+        compare(devices, name)
 
 
 if __name__ == "__main__":

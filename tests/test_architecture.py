@@ -51,6 +51,7 @@ PRIVATE = {
     "strategy/extended.py",
     "strategy/multi_worker_extended.py",
     "optimizers/keras_seam.py",
+    "strategy/keras_seam.py",
     "losses/keras_seam.py",
     "metrics/keras_seam.py",
     "layers/empty_batches.py",

@@ -518,7 +518,7 @@ def test_keras_casts_by_the_overridden_method():
         assert variable._value.dtype == pinned.value.dtype == tf.float32
 
 
-# tfdist/optimizers/keras_seam.py
+# tfdist/optimizers/keras_seam.py, tfdist/strategy/keras_seam.py
 
 OVERRIDDEN = {
     (TFOptimizer, "build"): ["self", "variables"],

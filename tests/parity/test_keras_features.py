@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import importlib.util
 import pathlib
 
 import keras
@@ -36,15 +35,15 @@ def callbacks(strategy, folder):
     kinds = keras.callbacks
     plateau = kinds.ReduceLROnPlateau(factor=0.5, patience=1, min_delta=10.0)
     stopping = kinds.EarlyStopping(patience=2, min_delta=10.0, restore_best_weights=True)
-    writers = [kinds.CSVLogger(folder / "log.csv")]
-    if importlib.util.find_spec("tensorboard"):
-        writers.append(kinds.TensorBoard(folder / "board", write_graph=False))
+    writers = [kinds.CSVLogger(folder / "log.csv"), kinds.TensorBoard(folder / "board")]
     watchers = [logs, plateau, stopping, kinds.TerminateOnNaN()]
     history = model.fit(X, Y, epochs=6, validation_data=(X[:24], Y[:24]), callbacks=watchers + writers, **EVEN)
     with open(folder / "log.csv", encoding="utf-8", newline="") as file:
         rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
     assert len(rows) == len(history.history["loss"]) == 3, "EarlyStopping has not stopped"
-    return {"history": history.history, "csv": rows, "board": scalars(folder / "board"), "batches": logs.train, **state(model)}
+    board = scalars(folder / "board")
+    assert {"train/epoch_loss", "validation/epoch_accuracy"} <= set(board)
+    return {"history": history.history, "csv": rows, "board": board, "batches": logs.train, **state(model)}
 
 
 def scalars(folder: pathlib.Path) -> dict[str, list[float]]:

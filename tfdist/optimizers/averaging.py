@@ -8,7 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, wire
-from tfdist.optimizers.reduction import buckets_of, local_part, variable_of
+from tfdist.optimizers.reduction import buckets_of
+from tfdist.optimizers.variables import local_part, variable_of
 from tfdist.sharding import ShardedVariable, ShardingConfig, packing
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, current_program, wire
-from tfdist.optimizers.reduction import ReducedGradient, reduce_gradients, variable_of
+from tfdist.optimizers.reduction import ReducedGradient, reduce_gradients
+from tfdist.optimizers.variables import variable_of
 from tfdist.sharding import Shard, ShardingConfig, config_of
 
 

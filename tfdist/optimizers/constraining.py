@@ -9,7 +9,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, wire
-from tfdist.optimizers.reduction import buckets_of, local_part, variable_of
+from tfdist.optimizers.reduction import buckets_of
+from tfdist.optimizers.variables import local_part, variable_of
 from tfdist.sharding import ShardedVariable, ShardingConfig, packing
 
 # These look at one element at a time, and so may look at a shard.

@@ -8,8 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, current_program, wire
-from tfdist.optimizers.reduction import reduce_gradients, variable_of
+from tfdist.optimizers.reduction import reduce_gradients
 from tfdist.optimizers.step import accumulates_partial_sums
+from tfdist.optimizers.variables import variable_of
 from tfdist.sharding import Shard, ShardingConfig
 
 
@@ -67,7 +68,7 @@ def _agreed(grads: Sequence[tf.Tensor], config: ShardingConfig, program: RankPro
     ranks = program.group_ranks("data")
     with tf.device(program.device):
         if is_partial:
-            limits = [tf.cast((config.reduce_dtype or grad.dtype).max / len(ranks), grad.dtype) for grad in grads]
+            limits = [tf.cast(config.travel_dtype(grad.dtype).max / len(ranks), grad.dtype) for grad in grads]
             finite = [tf.reduce_all(tf.abs(grad) <= limit) for grad, limit in zip(grads, limits, strict=True)]
         else:
             finite = [tf.reduce_all(tf.math.is_finite(grad)) for grad in grads]

@@ -15,9 +15,10 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.parameter_shard import ParameterShard, parameter_shard
-from tfdist.optimizers.reduction import ReducedGradient, buckets_of, local_part
+from tfdist.optimizers.reduction import ReducedGradient, buckets_of
 from tfdist.optimizers.shared_update import update_shard
 from tfdist.optimizers.slots import slots_of
+from tfdist.optimizers.variables import local_part
 from tfdist.sharding import ShardedVariable, ShardingConfig, packing
 
 _WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})

@@ -128,7 +128,7 @@ def _all_reduce(
     flat = tf.concat([tf.reshape(grad, [-1]) for grad in grads], 0)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
     is_half = flat.dtype in (tf.float16, tf.bfloat16)
-    wide = tf.cast(flat, config.reduce_dtype or (tf.float32 if is_half else flat.dtype))
+    wide = tf.cast(flat, config.travel_dtype(tf.float32 if is_half else flat.dtype))
     reduced = tf.cast(wire.all_reduce(program, wide, program.group_ranks("data"), "sum", label), flat.dtype)
     parts = tf.split(reduced, [grad.shape.num_elements() for grad in grads])
     return [tf.reshape(part, grad.shape) for part, grad in zip(parts, grads, strict=True)]
@@ -139,7 +139,7 @@ def _reduce_scatter(
 ) -> tf.Tensor:
     """Returns this rank's shards of the sums, packed."""
     packed = packing.pack_full(grads, layouts, program.constant)
-    wide = tf.cast(packed, config.reduce_dtype or packed.dtype)
+    wide = tf.cast(packed, config.travel_dtype(packed.dtype))
     return wire.reduce_scatter(program, wide, program.group_ranks("data"), label, dtype=packed.dtype)
 
 
@@ -162,13 +162,3 @@ def _hold_back(
         for grad in held:
             if numbers[grad.op.name] > latest:
                 tape.run_after(grad.op, reduction.op)
-
-
-def variable_of(variable: Any) -> tf.Variable:
-    """Returns the `tf.Variable` of a Keras variable, or `variable` itself."""
-    return variable if isinstance(variable, tf.Variable) else variable.value
-
-
-def local_part(variable: tf.Variable, program: RankProgram) -> tf.Variable:
-    """Returns what this rank stores of a distributed variable."""
-    return variable.values[program.local_index]

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.optimizers.reduction import variable_of
+from tfdist.optimizers.variables import variable_of
 
 # Keras's own lists, which hold no slots of the update.
 _OTHER_LISTS = frozenset(

@@ -22,15 +22,10 @@ from tfdist.optimizers.constraining import constrain
 from tfdist.optimizers.owned_step import step_on_owners
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.parameter_shard import parameter_shard
-from tfdist.optimizers.reduction import (
-    ReducedGradient,
-    buckets_of,
-    local_part,
-    reduce_gradients,
-    variable_of,
-)
+from tfdist.optimizers.reduction import ReducedGradient, buckets_of, reduce_gradients
 from tfdist.optimizers.shared_update import SharedUpdates, update_shard
 from tfdist.optimizers.support import may_share
+from tfdist.optimizers.variables import local_part, variable_of
 from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing
 
 

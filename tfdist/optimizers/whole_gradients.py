@@ -32,7 +32,7 @@ def reduced_shard(
     is_whole = grad.shape.is_fully_defined() and grad.shape == variable.shape
     if is_whole and (grad.shape != part or not program.attachment(UnshardSchedule).has_gradient(variable)):
         packed = packing.pack_full([grad], [variable.layout])
-        travelling = tf.cast(packed, config.reduce_dtype or packed.dtype)
+        travelling = tf.cast(packed, config.travel_dtype(packed.dtype))
         label = f"reduce_scatter/{variable.name}"
         return wire.reduce_scatter(program, travelling, program.group_ranks("data"), label, dtype=variable.dtype)
     if not grad.shape.is_compatible_with(part):

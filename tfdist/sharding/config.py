@@ -64,6 +64,10 @@ class ShardingConfig:
     def placements(self) -> ZeroPlacements:
         return placements_of(self.zero_stage)
 
+    def travel_dtype(self, dtype: tf.DType) -> tf.DType:
+        """Returns the dtype in which gradients of `dtype` are sent."""
+        return self.reduce_dtype or dtype
+
     def parameter_layout(self, shape: tuple[int, ...]) -> Layout:
         """Returns the layout of a trainable variable of global `shape`."""
         return Layout(tuple(shape), self.mesh, data=self.placements.parameter)

@@ -41,7 +41,7 @@ def _reduced(
     full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
     with tape.stop_recording():
         packed = packing.pack_full([full], [variable.layout])
-        travelling = tf.cast(packed, config.reduce_dtype or packed.dtype)
+        travelling = tf.cast(packed, config.travel_dtype(packed.dtype))
         label = f"reduce_scatter/{variable.name}"
         shard = wire.reduce_scatter(program, travelling, program.group_ranks("data"), label, dtype=variable.dtype)
     tape.record_gradient("ReduceScatter", [shard], [full], functools.partial(_second_order, variable, full.dtype))

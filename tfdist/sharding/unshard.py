@@ -309,7 +309,7 @@ class UnshardSchedule:
             with tf.name_scope(_scope_name(label)):
                 with tf.control_dependencies(previous):
                     packed = packing.pack_full([p.full for p in members], layouts, program.constant)
-                packed = tf.cast(packed, self._config.reduce_dtype or packed.dtype)
+                packed = tf.cast(packed, self._config.travel_dtype(packed.dtype))
                 reduced = wire.reduce_scatter(program, packed, ranks, label, dtype=members[0].stub.dtype)
                 shards = packing.split_shards(reduced, layouts, program.constant)
                 for p, shard in zip(members, shards, strict=True):
