@@ -25,14 +25,14 @@ from keras import layers
 
 import tfdist
 
-CLASSES, SAMPLES, BATCH, EPOCHS = 5, 8, 4, 3
+CLASSES, SAMPLES, BATCH, EPOCHS = 5, 16, 8, 3
 STAGES = (0, 2, 3)
 LEARNING_RATE = {"MobileNetV3Small": 1e-3, "EfficientNetB0": 1e-4, "text": 1e-2}
 
 
 def image_model(name: str) -> keras.Model:
     application = getattr(keras.applications, name)
-    return application(weights=None, classes=CLASSES, classifier_activation=None, input_shape=(32, 32, 3))
+    return application(weights=None, classes=CLASSES, classifier_activation=None, input_shape=(64, 64, 3))
 
 
 def text_model() -> keras.Model:
@@ -58,7 +58,7 @@ def data_of(name: str) -> tuple[np.ndarray, np.ndarray]:
     labels = rng.integers(0, CLASSES, SAMPLES)
     if name == "text":
         return rng.integers(0, 200, (SAMPLES, 24)), labels
-    return rng.uniform(0, 255, (SAMPLES, 32, 32, 3)).astype(keras.config.floatx()), labels
+    return rng.uniform(0, 255, (SAMPLES, 64, 64, 3)).astype(keras.config.floatx()), labels
 
 
 def calibrated_weights(name: str) -> list[np.ndarray]:

@@ -45,11 +45,16 @@ def leave() -> None:
     sys.exit(0)
 
 
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+
+
 def hang() -> None:
     time.sleep(600)
 
 
-ACTS = {"die": die, "raise": raise_error, "leave": leave, "hang": hang}
+ACTS = {"die": die, "raise": raise_error, "leave": leave, "terminate": terminate, "hang": hang}
 
 
 def fit_and(act: str, step_timeout_seconds: float = 600.0) -> None:

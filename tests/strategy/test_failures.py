@@ -22,6 +22,7 @@ def last_lines(worker, number=4):
     [
         ("die", 2, -9, "died, or cannot be reached any more"),
         ("die", 0, -9, "died, or cannot be reached any more"),
+        ("terminate", 1, -15, "died, or cannot be reached any more"),
         ("raise", 1, 1, "raised ValueError: the data of this worker are spoilt"),
         ("leave", 1, 0, "ended its program while"),
     ],

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import tensorflow as tf
@@ -62,6 +64,21 @@ def configure(cluster: Cluster, rendezvous_timeout_seconds: float) -> None:
             coordination_config_pb2.CoordinatedJob(name=name, num_tasks=number) for name, number in jobs.items()
         ],
     )
+
+
+@contextlib.contextmanager
+def program_gets_sigterm() -> Iterator[None]:
+    """Starts TensorFlow's servers inside, and afterwards SIGTERM ends this process, or does what the program wants, as before.
+
+    They would keep it to themselves, as a notice of preemption that nobody asks for: `kill` would do nothing.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        # Python lets only the main thread set it; None: not set by Python, and unknown to it.
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 class Coordination:

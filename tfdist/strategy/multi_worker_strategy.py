@@ -125,7 +125,8 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             if cluster is not None and not server_runs:
                 coordination.configure(cluster, rendezvous_timeout_seconds)
                 wait_for_workers(cluster, rendezvous_timeout_seconds)
-            extended = ShardedCollectiveExtended(self, self._sharding_config, cluster, resolver, options, server_runs)
+            with coordination.program_gets_sigterm():
+                extended = ShardedCollectiveExtended(self, self._sharding_config, cluster, resolver, options, server_runs)
         except (tf.errors.OpError, TimeoutError) as error:
             raise RuntimeError(_not_met(cluster, rendezvous_timeout_seconds, str(error).splitlines()[0])) from error
         # Not MultiWorkerMirroredStrategy.__init__, which makes its own extended.
