@@ -144,14 +144,18 @@ def test_settings_of_stage_3_change_no_number(name, settings):
     assert_same(train(strategy_for(2, 3, **settings), name), on_one_device(name))
 
 
-@pytest.mark.parametrize("zero_stage", range(4))
-def test_embedding_gradients_are_summed_like_dense_ones(zero_stage):
-    """Keras's Adam squares the duplicates of a sparse gradient unsummed; the sharded step equals the dense gradient."""
+@pytest.mark.parametrize(
+    ("zero_stage", "base", "settings"),
+    [(stage, keras.optimizers.Adam, {"learning_rate": 0.01}) for stage in range(4)]
+    + [(3, keras.optimizers.SGD, {"learning_rate": 0.5, "global_clipnorm": 0.1})],
+)
+def test_embedding_gradients_are_summed_like_dense_ones(zero_stage, base, settings):
+    """Keras squares, and takes the norm of, the duplicates of a sparse gradient unsummed; here it is the dense gradient's."""
 
-    class DenseGradients(keras.optimizers.Adam):
+    class DenseGradients(base):
         def apply(self, grads, trainable_variables=None):
             super().apply([tf.convert_to_tensor(grad) for grad in grads], trainable_variables)
 
     data = (TOKENS, LABELS)
-    expected = fit(one_device(), embedding, lambda: DenseGradients(0.01), data=data)
-    assert_same(fit(strategy_for(4, zero_stage), embedding, lambda: keras.optimizers.Adam(0.01), data=data), expected)
+    expected = fit(one_device(), embedding, lambda: DenseGradients(**settings), data=data)
+    assert_same(fit(strategy_for(4, zero_stage), embedding, lambda: base(**settings), data=data), expected)
