@@ -29,7 +29,8 @@ def last_lines(worker, number=4):
 )
 def test_one_worker_ends_all_in_time_and_is_named(tmp_path, act, victim, code, words):
     each = [{"act": act if index == victim else ""} for index in range(3)]
-    with workers.job(tmp_path, 3, f"{CASES}:fit_and", each=each, forked=False) as job:
+    is_killed = code < 0
+    with workers.job(tmp_path, 3, f"{CASES}:fit_and", each=each, forked=is_killed) as job:
         job.workers[victim].wait_for("acting", 120)
         acted = time.monotonic()
         codes = job.wait(60)

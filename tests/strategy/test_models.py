@@ -138,9 +138,16 @@ def test_architecture(name, zero_stage, devices):
     assert_same(train(strategy_for(devices, zero_stage), name), on_one_device(name))
 
 
-@pytest.mark.parametrize("name", ["control_flow", "lstm_gru", "attention", "used_three_times"])
-@pytest.mark.parametrize("settings", [{"prefetch": 0}, {"prefetch": 3}, {"reshard_after_forward": False}], ids=str)
-def test_settings_of_stage_3_change_no_number(name, settings):
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        *(({"prefetch": 0}, name) for name in ("control_flow", "attention")),
+        *(({"prefetch": 3}, name) for name in ("lstm_gru", "used_three_times")),
+        *(({"reshard_after_forward": False}, name) for name in ("control_flow", "attention", "used_three_times")),
+    ],
+    ids=str,
+)
+def test_settings_of_stage_3_change_no_number(settings, name):
     assert_same(train(strategy_for(2, 3, **settings), name), on_one_device(name))
 
 
