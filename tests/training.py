@@ -114,7 +114,7 @@ def custom_loop(
     with strategy.scope():
         model = build()
         trainer = optimizer()
-        if not builds_in_step:
+        if not (builds_in_step or trainer.built):
             trainer.build(model.trainable_variables)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
 

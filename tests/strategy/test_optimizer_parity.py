@@ -45,8 +45,8 @@ CASES = [(name, *case) for name in OPTIMIZERS for case in GRID if name not in VA
 
 @pytest.mark.parametrize(("name", "zero_stage", "devices"), CASES)
 def test_parity(name, zero_stage, devices):
-    # Every optimizer and stage through both, the numbers of ranks in turns: tracing is what a case costs.
-    train = fit if (zero_stage + devices) % 2 else custom_loop
+    # Every optimizer and stage through both, the numbers of ranks in turns; `fit` costs more.
+    train = fit if (zero_stage + devices) % 3 == 0 else custom_loop
     assert_same(train(strategy_for(devices, zero_stage), small, OPTIMIZERS[name]), on_one_device(train, name))
 
 
