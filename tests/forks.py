@@ -42,7 +42,12 @@ class Fork:
 
 
 def start(
-    function: Callable[..., None], *arguments: Any, environment: dict[str, str], folder: pathlib.Path, output: pathlib.Path
+    function: Callable[..., Any],
+    *arguments: Any,
+    environment: dict[str, str],
+    folder: pathlib.Path,
+    output: pathlib.Path,
+    errors: pathlib.Path | None = None,
 ) -> Fork:
     """Calls `function` in a process of its own.
 
@@ -51,21 +56,23 @@ def start(
         arguments: of `function`; pickled.
         environment: all variables of the process. Those that TensorFlow reads when it is imported come too late.
         folder: where it runs.
-        output: the file that gets what it prints and its errors.
+        output: the file that gets what it prints.
+        errors: the file that gets what it writes to its standard error; None: `output`.
     """
-    output.touch()
-    process = _context.Process(target=_run, args=(function, arguments, environment, str(folder), str(output)))
+    files = [str(output), str(errors or output)]
+    for path in files:
+        open(path, "wb").close()
+    process = _context.Process(target=_run, args=(function, arguments, environment, str(folder), files))
     process.start()
     return Fork(process)
 
 
-def _run(function: Callable[..., None], arguments: tuple, environment: dict[str, str], folder: str, output: str) -> None:
+def _run(function: Callable[..., Any], arguments: tuple, environment: dict[str, str], folder: str, files: list[str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    file = os.open(output, os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    for descriptor, path in enumerate(files, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
     sys.stdout.reconfigure(line_buffering=True)
     np.random.seed()  # or every fork would draw the same numbers
     code = 0

@@ -22,13 +22,13 @@ def test_blocks_run(page, tmp_path):
     program = tmp_path / f"{page.stem}.py"
     program.write_text(script(text), "utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    output = tmp_path / "output.txt"
-    process = forks.start(runpy.run_path, str(program), None, "__main__", environment=environment, folder=tmp_path, output=output)
+    files = {"output": tmp_path / "output.txt", "errors": tmp_path / "errors.txt"}
+    process = forks.start(runpy.run_path, str(program), None, "__main__", environment=environment, folder=tmp_path, **files)
     try:
-        assert process.wait(120) == 0, output.read_text("utf-8")
+        assert process.wait(120) == 0, "\n".join(path.read_text("utf-8") for path in files.values())
     finally:
         process.kill()
-    output = output.read_text("utf-8")
+    output = files["output"].read_text("utf-8")
     for line, mark, expected in expected_outputs(text):
         assert printed(output, mark) == expected, f"{page.name}, line {line}"
 
