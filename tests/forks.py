@@ -10,7 +10,6 @@ import atexit
 import multiprocessing
 import os
 import pathlib
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +36,7 @@ class Fork:
         return self.poll()
 
     def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+        self._process.kill()
 
 
 def start(
@@ -61,7 +59,7 @@ def start(
     """
     files = [str(output), str(errors or output)]
     for path in files:
-        open(path, "wb").close()
+        pathlib.Path(path).write_bytes(b"")
     process = _context.Process(target=_run, args=(function, arguments, environment, str(folder), files))
     process.start()
     return Fork(process)
