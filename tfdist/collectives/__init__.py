@@ -3,6 +3,7 @@
 Used inside the function that `strategy.run` runs, for example `tfdist.collectives.all_reduce(x, "data")`.
 """
 
+from tfdist.collectives import activations
 from tfdist.collectives.agreement import PlanAgreement
 from tfdist.collectives.buckets import assign_buckets
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
@@ -27,6 +28,7 @@ __all__ = [
     "PlanAgreement",
     "RankProgram",
     "Transport",
+    "activations",
     "all_gather",
     "all_reduce",
     "all_to_all",

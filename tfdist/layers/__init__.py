@@ -1,14 +1,37 @@
-"""Level 6: what Keras layers must know of the ranks. Importing it installs the seams.
+"""Level 6: tensor-parallel layers, and what Keras layers must know of the ranks. Importing it installs the seams.
 
-Layers are used unchanged; nothing here is called by hand. Inside `strategy.run` of a tfdist strategy
+Of the seams nothing is called by hand. Inside `strategy.run` of a tfdist strategy
 
 * data ranks draw different random numbers from one seed: a dropout mask is not repeated on every part of the batch
   (`randomness`);
 * running statistics, such as those of `BatchNormalization`, are averaged over the ranks at the end of a step (`statistics`);
 * `BatchNormalization(synchronized=True)` normalises over the global batch (`normalization`);
-* convolutions and poolings work on ranks whose piece of the batch is empty (`empty_batches`).
+* convolutions and poolings work on ranks whose piece of the batch is empty (`empty_batches`);
+* activations that a tensor-parallel layer leaves cut are whole for those who want them whole (`cut_tensors`).
 """
 
-from tfdist.layers import empty_batches, normalization, randomness, statistics
+from tfdist.layers import cut_tensors, empty_batches, normalization, randomness, regions, statistics
+from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
+from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
+from tfdist.layers.parallel_mlp import ParallelMLP
+from tfdist.layers.parallel_transformer import ParallelTransformerBlock
+from tfdist.layers.vocab_parallel_crossentropy import VocabParallelCrossentropy
+from tfdist.layers.vocab_parallel_embedding import VocabParallelEmbedding, VocabParallelReversibleEmbedding
 
-__all__ = ["empty_batches", "normalization", "randomness", "statistics"]
+__all__ = [
+    "ColumnParallelDense",
+    "ParallelGroupedQueryAttention",
+    "ParallelMLP",
+    "ParallelMultiHeadAttention",
+    "ParallelTransformerBlock",
+    "RowParallelDense",
+    "VocabParallelCrossentropy",
+    "VocabParallelEmbedding",
+    "VocabParallelReversibleEmbedding",
+    "cut_tensors",
+    "empty_batches",
+    "normalization",
+    "randomness",
+    "regions",
+    "statistics",
+]

@@ -7,10 +7,11 @@ the batch. Here data rank r gets
     r = 0    [seed, draws]              what one device would draw
     r > 0    [hash(seed, r), draws]     of a stream of its own
 
-The state itself moves on alike on all ranks, as on one device, and is saved as ever. So two runs from one
-`keras.utils.set_random_seed` are equal bit by bit, and a run on other numbers of devices differs in its random numbers (and in
-nothing else). In a job of several workers r counts over all of them. Ranks that share a data index, tensor and pipe peers,
-compute parts of one model copy and draw the same.
+Within `cut_region()`, where tensor ranks compute different things, r is the data rank plus the data size times the tensor rank:
+each draws for its own part. The state itself moves on alike on all ranks, as on one device, and is saved as ever. So two runs
+from one `keras.utils.set_random_seed` are equal bit by bit, and a run on other numbers of devices differs in its random numbers
+(and in nothing else). In a job of several workers r counts over all of them. Outside cut regions ranks that share a data index,
+tensor and pipe peers, draw the same.
 
 Note: what has no generator. `keras.random.normal(shape, seed=3)`, with an integer, is a constant in Keras: the same in each
 call, and so on each rank. Layers turn their `seed=3` into a generator. A function of `keras.random` without a seed raises in a
@@ -23,7 +24,9 @@ The name is private to Keras: tests/layers/test_randomness.py fails when it chan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -34,32 +37,47 @@ from tfdist.override import override
 from tfdist.sharding import config_of
 from tfdist.sharding.keras_scope import in_symbolic_scope
 
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def cut_region() -> Iterator[None]:
+    """Within it, tensor ranks draw different random numbers."""
+    before = getattr(_local, "is_cut", False)
+    _local.is_cut = True
+    try:
+        yield
+    finally:
+        _local.is_cut = before
+
 
 @override("next", keras.random.SeedGenerator)
 def _next(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     seed = original(self, *args, **kwargs)
-    data_rank = _data_rank()
-    return seed if data_rank == 0 else fold_in(seed, data_rank)
+    stream = _stream()
+    return seed if stream == 0 else fold_in(seed, stream)
 
 
-def fold_in(seed: tf.Tensor, data_rank: int) -> tf.Tensor:
-    """Returns the seed of `data_rank`, at least 1, from that of data rank 0.
+def fold_in(seed: tf.Tensor, stream: int) -> tf.Tensor:
+    """Returns the seed of stream `stream`, at least 1, from that of stream 0.
 
     Args:
         seed: integers of shape (2,), what a `SeedGenerator` returns.
-        data_rank: the index on the data axis.
+        stream: the data rank, in a cut region plus the data size times the tensor rank.
     """
-    key = tf.stack([seed[0], tf.cast(data_rank, seed.dtype)])
+    key = tf.stack([seed[0], tf.cast(stream, seed.dtype)])
     hashed = tf.random.stateless_uniform([], key, minval=None, maxval=None, dtype=seed.dtype, alg="philox")
     return tf.stack([hashed, seed[1]])
 
 
-def _data_rank() -> int:
-    """Returns the data index of the rank that computes here; 0 outside the replicas of a tfdist strategy."""
+def _stream() -> int:
+    """Returns r of the rank that computes here; 0 outside the replicas of a tfdist strategy."""
     config = config_of(tf.distribute.get_strategy())
     context = tf.distribute.get_replica_context()
     if config is None or context is None or in_symbolic_scope():
         return 0
     program = find_program()
     rank = int(context.replica_id_in_sync_group) if program is None else program.rank
-    return config.mesh.coordinate(rank).data
+    coordinate = config.mesh.coordinate(rank)
+    is_cut = getattr(_local, "is_cut", False)
+    return coordinate.data + (config.mesh.data_parallel_size * coordinate.tensor if is_cut else 0)

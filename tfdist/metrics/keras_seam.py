@@ -63,6 +63,8 @@ def _make_function(original: Callable[..., Any], self: Any, step_function: Calla
 
 @override("reduce_per_replica", tensorflow_trainer)
 def _reduce_per_replica(original: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
+    if config_of(strategy) is not None:
+        values = tf.nest.map_structure(strategy.extended.one_per_replica, values)
     if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], _Owner)):
         return original(values, strategy, reduction)
     logs, model = values[0], values[1].model

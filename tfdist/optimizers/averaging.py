@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.reduction import buckets_of
-from tfdist.optimizers.variables import local_part, variable_of
-from tfdist.sharding import ShardedVariable, ShardingConfig, packing
+from tfdist.optimizers.variables import is_data_sharded, local_part, variable_of
+from tfdist.sharding import ShardingConfig, packing
 
 
 def update_averages(optimizer: Any, config: ShardingConfig, program: RankProgram) -> None:
@@ -47,7 +47,7 @@ def _overwrite(
 ) -> None:
     gathered = []
     for variable, average in pairs:
-        if isinstance(average, ShardedVariable) and not isinstance(variable, ShardedVariable):
+        if is_data_sharded(average) and not is_data_sharded(variable):
             gathered.append((variable, average))
         else:
             local_part(variable, program).assign(local_part(average, program), read_value=False)
@@ -63,6 +63,6 @@ def _overwrite(
 def _local_weight(variable: tf.Variable, average: tf.Variable, program: RankProgram) -> tf.Tensor:
     """Returns this rank's weight, cut as its average is."""
     local = tf.convert_to_tensor(local_part(variable, program))
-    if isinstance(average, ShardedVariable) and not isinstance(variable, ShardedVariable):
+    if is_data_sharded(average) and not is_data_sharded(variable):
         return packing.cut_shard(local, average.layout, program.mesh.coordinate(program.rank).data)
     return local

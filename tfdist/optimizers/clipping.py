@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, current_program, wire
 from tfdist.optimizers.reduction import ReducedGradient, reduce_gradients
-from tfdist.optimizers.variables import variable_of
+from tfdist.optimizers.variables import layout_of, variable_of
 from tfdist.sharding import Shard, ShardingConfig, config_of
 
 
@@ -82,11 +82,16 @@ def _squared_norms(
     with tf.device(program.device):
         squares = [tf.reduce_sum(tf.square(_widened(gradient.value))) for gradient in reduced]
         dtype = tf.float64 if any(square.dtype == tf.float64 for square in squares) else tf.float32
-        local = tf.stack([tf.cast(square, dtype) for square in squares])
+        squares = [tf.cast(square, dtype) for square in squares]
+        is_cut = [layout_of(gradient.variable, config).is_tensor_sharded for gradient in reduced]
+        if any(is_cut) and program.mesh.coordinate(program.rank).tensor:
+            # What all tensor ranks hold counts once.
+            squares = [square if cut else tf.zeros_like(square) for square, cut in zip(squares, is_cut, strict=True)]
+        local = tf.stack(squares)
         local = tf.reduce_sum(local) if together else local
-        if not isinstance(config.placements.optimizer_state, Shard):
-            return local
-        return wire.all_reduce(program, local, program.group_ranks("data"), "sum", label)
+        if isinstance(config.placements.optimizer_state, Shard):
+            local = wire.all_reduce(program, local, program.group_ranks("data"), "sum", label)
+        return wire.all_reduce(program, local, program.group_ranks("tensor"), "sum", label) if any(is_cut) else local
 
 
 def _widened(x: tf.Tensor) -> tf.Tensor:

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.reduction import buckets_of
-from tfdist.optimizers.variables import local_part, variable_of
-from tfdist.sharding import ShardedVariable, ShardingConfig, packing
+from tfdist.optimizers.variables import is_data_sharded, local_part, variable_of
+from tfdist.sharding import ShardedVariable, ShardingConfig, packing, tensor_cut
 
 # These look at one element at a time, and so may look at a shard.
 _ELEMENTWISE = (keras.constraints.NonNeg,)
@@ -20,8 +20,8 @@ _ELEMENTWISE = (keras.constraints.NonNeg,)
 def constrain(variables: Sequence[Any], config: ShardingConfig, program: RankProgram) -> None:
     """Applies to each of `variables` its constraint, if it has one.
 
-    A replicated weight (stages 0 to 2) is whole on every rank and needs no message. A sharded one (stage 3) is gathered for it,
-    since a constraint may take the norm of a row, unless the constraint is known to be elementwise.
+    A replicated weight (stages 0 to 2) is whole on every rank and needs no message. A sharded one (stage 3, or cut over the
+    tensor axis) is gathered for it, since a constraint may take the norm of a row, unless it is known to be elementwise.
     """
     gathered = []
     for variable in variables:
@@ -34,6 +34,10 @@ def constrain(variables: Sequence[Any], config: ShardingConfig, program: RankPro
             gathered.append((value, constraint))
         else:
             local.assign(constraint(tf.convert_to_tensor(local)), read_value=False)
+    cut = [(value, constraint) for value, constraint in gathered if not is_data_sharded(value)]
+    for value, constraint in cut:
+        local_part(value, program).assign(_constrained(local_part(value, program), value, constraint, program))
+    gathered = [pair for pair in gathered if is_data_sharded(pair[0])]
     ranks = program.group_ranks("data")
     shards = [tf.convert_to_tensor(local_part(value, program)) for value, _ in gathered]
     for number, bucket in enumerate(buckets_of(shards, config.bucket_bytes)):
@@ -42,5 +46,13 @@ def constrain(variables: Sequence[Any], config: ShardingConfig, program: RankPro
         full = wire.all_gather(program, packed, ranks, f"all_gather/constraint_{number}")
         for place, whole in zip(bucket, packing.unpack_full(full, layouts), strict=True):
             value, constraint = gathered[place]
-            shard = packing.cut_shard(constraint(whole), value.layout, ranks.index(program.rank))
+            whole = _constrained(whole, value, constraint, program)
+            shard = packing.cut_shard(whole, value.layout, ranks.index(program.rank))
             local_part(value, program).assign(shard, read_value=False)
+
+
+def _constrained(local: tf.Tensor, variable: ShardedVariable, constraint: Any, program: RankProgram) -> tf.Tensor:
+    """Returns this rank's tensor cut after the constraint, which sees the whole weight."""
+    layout = variable.layout
+    whole = tensor_cut.gather_cuts(program, tf.convert_to_tensor(local), layout, "all_gather/constraint")
+    return packing.cut_tensor(constraint(whole), layout, program.mesh.coordinate(program.rank))

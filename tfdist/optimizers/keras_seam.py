@@ -29,7 +29,7 @@ from tfdist.optimizers.loss_scaling import apply_unscaled
 from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import accumulates_partial_sums, apply_gradients, update_step
 from tfdist.optimizers.support import check_no_overwriting, check_variables, is_elementwise
-from tfdist.optimizers.variables import variable_of
+from tfdist.optimizers.variables import layout_of, variable_of
 from tfdist.override import override
 from tfdist.sharding import Shard, ShardingConfig, config_of
 
@@ -50,8 +50,12 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     check_no_overwriting(self, variables)
     original(self, variables)  # averages and accumulators: elementwise, whatever the optimizer
     is_wrapper = isinstance(self, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer)
-    if isinstance(config.placements.optimizer_state, Shard) and not is_elementwise(self) and not is_wrapper:
-        assign_owners(self, variables, config.mesh.data_parallel_size)
+    if is_elementwise(self) or is_wrapper:
+        return
+    if not isinstance(config.placements.optimizer_state, Shard):
+        # Ranks that hold a variable whole may step on it; what is cut over the tensor axis needs an owner to be whole.
+        variables = [v for v in variables if layout_of(variable_of(v), config).is_tensor_sharded]
+    assign_owners(self, variables, config.mesh.data_parallel_size)
 
 
 @override("build", keras.optimizers.Nadam)

@@ -72,7 +72,8 @@ def _agreed(grads: Sequence[tf.Tensor], config: ShardingConfig, program: RankPro
             finite = [tf.reduce_all(tf.abs(grad) <= limit) for grad, limit in zip(grads, limits, strict=True)]
         else:
             finite = [tf.reduce_all(tf.math.is_finite(grad)) for grad in grads]
-        together = tf.reduce_all(tf.stack(finite))
-        if not is_partial and not isinstance(config.placements.optimizer_state, Shard):
-            return together  # every rank has seen every element
-        return tf.equal(wire.all_reduce(program, tf.cast(together, tf.int32), ranks, "min", "is_finite"), 1)
+        together = tf.cast(tf.reduce_all(tf.stack(finite)), tf.int32)
+        if is_partial or isinstance(config.placements.optimizer_state, Shard):  # else all data ranks have seen the same
+            together = wire.all_reduce(program, together, ranks, "min", "is_finite")
+        together = wire.all_reduce(program, together, program.group_ranks("tensor"), "min", "is_finite/tensor")
+        return tf.equal(together, 1)

@@ -18,8 +18,8 @@ from tfdist.optimizers.parameter_shard import ParameterShard, parameter_shard
 from tfdist.optimizers.reduction import ReducedGradient, buckets_of
 from tfdist.optimizers.shared_update import update_shard
 from tfdist.optimizers.slots import slots_of
-from tfdist.optimizers.variables import local_part
-from tfdist.sharding import ShardedVariable, ShardingConfig, packing
+from tfdist.optimizers.variables import is_data_sharded, layout_of, local_part
+from tfdist.sharding import Layout, ShardedVariable, ShardingConfig, packing, tensor_cut
 
 _WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
@@ -31,7 +31,10 @@ def step_on_owners(
     config: ShardingConfig,
     program: RankProgram,
 ) -> None:
-    """Updates the variables of `reduced`, flat shards of gradients, each on its owner, and publishes them."""
+    """Updates the variables of `reduced` each on its owner, and publishes them.
+
+    Of a variable that is cut over the tensor axis, every tensor rank of the owner's takes the same step on the whole.
+    """
     whole = [tf.TensorSpec(gradient.variable.shape, gradient.value.dtype) for gradient in reduced]
     for number, bucket in enumerate(buckets_of(whole, config.bucket_bytes)):
         _OwnedBucket(optimizer, [reduced[place] for place in bucket], number, config, program).step(learning_rate)
@@ -48,7 +51,8 @@ class _OwnedBucket:
         self._number = number
         self._program = program
         self._ranks = program.group_ranks("data")
-        self._layouts = [config.slot_layout(config.parameter_layout(member.variable.shape)) for member in members]
+        self._coordinate = program.mesh.coordinate(program.rank)
+        self._layouts = [config.slot_layout(layout_of(member.variable, config)) for member in members]
 
     def step(self, learning_rate: tf.Tensor) -> None:
         grads, weights = self._gathered()
@@ -63,19 +67,30 @@ class _OwnedBucket:
 
     def _gathered(self) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns the whole gradients and weights."""
-        members, constant = self._members, self._program.constant
-        shards, layouts = [member.value for member in members], list(self._layouts)
-        sharded = [place for place, member in enumerate(members) if isinstance(member.variable, ShardedVariable)]
-        for place in sharded:
-            shards.append(members[place].variable.component(self._program.rank).read_value())
-            layouts.append(members[place].variable.layout)
-        label = f"all_gather/owned_{self._number}"
-        packed = wire.all_gather(self._program, packing.pack_shards(shards, constant), self._ranks, label)
-        fulls = packing.unpack_full(packed, layouts, constant)
-        weights = fulls[len(members) :]
-        if not sharded:
-            weights = [local_part(member.variable, self._program).read_value() for member in members]
-        return fulls[: len(members)], weights
+        layouts = self._layouts
+        tensors = [member.value for member in self._members]
+        tensors += [local_part(member.variable, self._program).read_value() for member in self._members]
+        is_shard = [layout.is_data_sharded for layout in layouts] + [is_data_sharded(m.variable) for m in self._members]
+        locals_ = self._unsharded(tensors, [*layouts, *layouts], is_shard)
+        label = f"all_gather/owned_{self._number}/tensor"
+        wholes = [
+            tensor_cut.gather_cuts(self._program, local, layout, label)
+            for local, layout in zip(locals_, [*layouts, *layouts], strict=True)
+        ]
+        return wholes[: len(layouts)], wholes[len(layouts) :]
+
+    def _unsharded(
+        self, tensors: Sequence[tf.Tensor], layouts: Sequence[Layout], is_shard: Sequence[bool]
+    ) -> list[tf.Tensor]:
+        """Returns `tensors` with those that are flat shards gathered over the data axis, in one message."""
+        places = [place for place, sharded in enumerate(is_shard) if sharded]
+        if not places:
+            return list(tensors)
+        constant = self._program.constant
+        packed = packing.pack_shards([tensors[place] for place in places], constant)
+        gathered = wire.all_gather(self._program, packed, self._ranks, f"all_gather/owned_{self._number}")
+        fulls = iter(packing.unpack_full(gathered, [layouts[place] for place in places], constant))
+        return [next(fulls) if sharded else tensor for tensor, sharded in zip(tensors, is_shard, strict=True)]
 
     def _stepped(self, place: int, weight: tf.Tensor, grad: tf.Tensor, learning_rate: tf.Tensor) -> tf.Tensor:
         """Returns the weight after the optimizer's update, and its constraint; the slots are updated in place."""
@@ -122,8 +137,9 @@ class _OwnedBucket:
         ]
         for place, whole in zip(places, parts, strict=False):
             variable = self._members[place].variable
-            if isinstance(variable, ShardedVariable):
-                whole = packing.cut_shard(whole, variable.layout, self._ranks.index(program.rank))
+            whole = packing.cut_tensor(whole, self._layouts[place], self._coordinate)
+            if is_data_sharded(variable):
+                whole = packing.cut_shard(whole, variable.layout, self._coordinate.data)
             local_part(variable, program).assign(whole, read_value=False)
         for slot, value in zip(kept, parts[len(places) :], strict=True):
             slot.assign(tf.cast(value, slot.dtype), read_value=False)

@@ -16,8 +16,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets, wire
+from tfdist.optimizers.variables import is_data_sharded, layout_of
 from tfdist.optimizers.whole_gradients import reduced_shard
-from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing, tape
+from tfdist.sharding import Shard, ShardingConfig, UnshardSchedule, packing, tape
 
 # Stage 2: so many buckets of full gradients exist at once.
 _BUCKETS_IN_FLIGHT = 2
@@ -89,7 +90,7 @@ def _reduce(
     reduced: list[Any] = [None] * len(grads)
     full = []
     for place, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
-        if isinstance(variable, ShardedVariable):
+        if is_data_sharded(variable):
             reduced[place] = reduced_shard(grad, variable, config, program)
         else:
             full.append(place)
@@ -103,7 +104,7 @@ def _reduce(
     for number, bucket in enumerate(buckets):
         members = [grads[place] for place in bucket]
         if is_sharded:
-            layouts = [config.slot_layout(config.parameter_layout(variables[place].shape)) for place in bucket]
+            layouts = [config.slot_layout(layout_of(variables[place], config)) for place in bucket]
             packed = _reduce_scatter(members, layouts, f"reduce_scatter/bucket_{number}", config, program)
             parts = packing.split_shards(packed, layouts, program.constant)
             sent.append(packed)

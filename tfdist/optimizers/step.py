@@ -25,8 +25,8 @@ from tfdist.optimizers.parameter_shard import parameter_shard
 from tfdist.optimizers.reduction import ReducedGradient, buckets_of, reduce_gradients
 from tfdist.optimizers.shared_update import SharedUpdates, update_shard
 from tfdist.optimizers.support import may_share
-from tfdist.optimizers.variables import local_part, variable_of
-from tfdist.sharding import Shard, ShardedVariable, ShardingConfig, UnshardSchedule, packing
+from tfdist.optimizers.variables import is_data_sharded, layout_of, local_part, variable_of
+from tfdist.sharding import Shard, ShardingConfig, UnshardSchedule, packing
 
 
 def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: ShardingConfig) -> None:
@@ -65,8 +65,13 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
 
 
 def accumulates_partial_sums(optimizer: Any, config: ShardingConfig) -> bool:
-    """Whether gradients are accumulated before they are reduced: at stages 0 and 1, where a rank has room for whole ones."""
-    return bool(optimizer.gradient_accumulation_steps) and not isinstance(config.placements.gradient, Shard)
+    """Whether gradients are accumulated before they are reduced: at stages 0 and 1, where a rank has room for whole ones.
+
+    Not with a tensor axis: what TensorFlow sums over ranks when it is read has one shape on all of them.
+    """
+    if isinstance(config.placements.gradient, Shard) or config.mesh.tensor_parallel_size > 1:
+        return False
+    return bool(optimizer.gradient_accumulation_steps)
 
 
 class _Step:
@@ -140,8 +145,8 @@ def update_step(
     learning_rate = tf.convert_to_tensor(learning_rate)
     owned = [gradient for gradient in reduced if owner_of(optimizer, gradient.variable) is not None]
     shared = [gradient for gradient in reduced if owner_of(optimizer, gradient.variable) is None]
-    sharded = [gradient for gradient in shared if isinstance(gradient.variable, ShardedVariable)]
-    full = [gradient for gradient in shared if not isinstance(gradient.variable, ShardedVariable)]
+    sharded = [gradient for gradient in shared if is_data_sharded(gradient.variable)]
+    full = [gradient for gradient in shared if not is_data_sharded(gradient.variable)]
     full.reverse()  # the order in which they were reduced
     update = _Update(optimizer, learning_rate, config, program)
     update.components(sharded)
@@ -184,10 +189,11 @@ class _Update:
         """Stages 1 and 2: step on the shards of a bucket, all-gather them."""
         program, constant = self._program, self._program.constant
         ranks = program.group_ranks("data")
-        layouts = [
-            self._config.slot_layout(self._config.parameter_layout(gradient.variable.shape)) for gradient in reduced
+        layouts = [self._config.slot_layout(layout_of(gradient.variable, self._config)) for gradient in reduced]
+        whole = [
+            tf.TensorSpec(layout.local_shape, gradient.value.dtype)
+            for layout, gradient in zip(layouts, reduced, strict=True)
         ]
-        whole = [tf.TensorSpec(gradient.variable.shape, gradient.value.dtype) for gradient in reduced]
         for number, bucket in enumerate(buckets_of(whole, self._config.bucket_bytes)):
             shards = []
             for place in bucket:

@@ -7,11 +7,22 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.sharding import Layout, ShardedVariable, ShardingConfig
 
 
 def variable_of(variable: Any) -> tf.Variable:
     """Returns the `tf.Variable` of a Keras variable, or `variable` itself."""
     return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def layout_of(variable: tf.Variable, config: ShardingConfig) -> Layout:
+    """Returns the layout of a parameter, also of one that every rank stores whole."""
+    return variable.layout if isinstance(variable, ShardedVariable) else config.parameter_layout(variable.shape)
+
+
+def is_data_sharded(variable: tf.Variable) -> bool:
+    """Whether each data rank stores a flat shard of `variable` only."""
+    return isinstance(variable, ShardedVariable) and variable.layout.is_data_sharded
 
 
 def local_part(variable: tf.Variable, program: RankProgram) -> tf.Variable:

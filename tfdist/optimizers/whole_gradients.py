@@ -29,7 +29,8 @@ def reduced_shard(
         ValueError: `grad` has neither shape.
     """
     part = variable.component(program.rank).shape
-    is_whole = grad.shape.is_fully_defined() and grad.shape == variable.shape
+    whole = variable.layout.local_shape
+    is_whole = grad.shape.is_fully_defined() and grad.shape == whole
     if is_whole and (grad.shape != part or not program.attachment(UnshardSchedule).has_gradient(variable)):
         packed = packing.pack_full([grad], [variable.layout])
         travelling = tf.cast(packed, config.travel_dtype(packed.dtype))
@@ -38,7 +39,7 @@ def reduced_shard(
     if not grad.shape.is_compatible_with(part):
         raise ValueError(
             errors.message(
-                f"The gradient of sharded parameter {variable.name!r} must have its shape, {variable.shape}, or be what the tape "
+                f"The gradient of sharded parameter {variable.name!r} must have its shape, {whole}, or be what the tape "
                 f"returned, {part}.",
                 shape=tuple(grad.shape) if grad.shape.rank is not None else None,
             )

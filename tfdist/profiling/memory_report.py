@@ -147,11 +147,11 @@ def _stored_bytes(variable: keras.Variable, index: int) -> int:
 def _gradient_bytes(variable: keras.Variable) -> int:
     value = _value(variable)
     config = config_of(getattr(value, "distribute_strategy", None))
-    full = _bytes(value.shape, value.dtype)
-    if config is None or config.placements.fraction("gradient", config.mesh.data_parallel_size) == 1:
-        return full
+    if config is None:
+        return _bytes(value.shape, value.dtype)
     layout = value.layout if isinstance(value, ShardedVariable) else config.parameter_layout(value.shape.as_list())
-    return layout.shard_elements * value.dtype.size
+    is_sharded = config.placements.fraction("gradient", config.mesh.data_parallel_size) < 1
+    return (layout.shard_elements if is_sharded else layout.local_elements) * value.dtype.size
 
 
 def _full_bytes(variables: Iterable[keras.Variable]) -> int:

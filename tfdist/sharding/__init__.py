@@ -5,6 +5,7 @@ from tfdist.sharding.config import DEFAULT_BUCKET_BYTES, ShardingConfig, config_
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.placements import Own, Partial, Placement, Replicate, Shard
+from tfdist.sharding.tensor_cut import cut_over_tensor
 from tfdist.sharding.unshard import UnshardSchedule
 from tfdist.sharding.variable import ShardedVariable
 from tfdist.sharding.zero import ZERO_STAGES, ZeroPlacements, placements_of
@@ -26,5 +27,6 @@ __all__ = [
     "ZeroPlacements",
     "autocast",
     "config_of",
+    "cut_over_tensor",
     "placements_of",
 ]

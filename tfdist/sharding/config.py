@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding.layout import Layout
+from tfdist.sharding.placements import Replicate, Shard
 from tfdist.sharding.zero import ZeroPlacements, placements_of
 
 DEFAULT_BUCKET_BYTES = 8 * 2**20
@@ -68,9 +69,9 @@ class ShardingConfig:
         """Returns the dtype in which gradients of `dtype` are sent."""
         return self.reduce_dtype or dtype
 
-    def parameter_layout(self, shape: tuple[int, ...]) -> Layout:
-        """Returns the layout of a trainable variable of global `shape`."""
-        return Layout(tuple(shape), self.mesh, data=self.placements.parameter)
+    def parameter_layout(self, shape: tuple[int, ...], tensor: Replicate | Shard | None = None) -> Layout:
+        """Returns the layout of a trainable variable of global `shape`, cut over the tensor axis as `tensor` says (None: not)."""
+        return Layout(tuple(shape), self.mesh, tensor=tensor or Replicate(), data=self.placements.parameter)
 
     def slot_layout(self, parameter: Layout) -> Layout:
         """Returns the layout of an optimizer slot of `parameter`: cut as it, and flat over data where the stage says so."""

@@ -59,13 +59,13 @@ class Layout:
             raise ValueError(
                 errors.message(f"`data` must be owned by a rank in [0, {self.mesh.data_parallel_size}).", data=self.data)
             )
-        if isinstance(self.tensor, Shard):
+        if self.is_tensor_sharded:
             axis, parts = self.tensor.axis, self.mesh.tensor_parallel_size
             if axis is None or not 0 <= axis < len(self.shape):
                 raise ValueError(
                     errors.message(f"`tensor` must cut one of the {len(self.shape)} axes.", tensor=self.tensor)
                 )
-            if self.shape[axis] % parts:
+            if self.shape[axis] % parts and not self.tensor.is_padded:
                 lower = max(self.shape[axis] // parts, 1) * parts
                 raise ValueError(
                     errors.message(
@@ -91,17 +91,21 @@ class Layout:
         return isinstance(self.data, Shard)
 
     @property
+    def is_tensor_sharded(self) -> bool:
+        return isinstance(self.tensor, Shard)
+
+    @property
     def num_elements(self) -> int:
         """Elements of the global variable."""
         return math.prod(self.shape)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape after the tensor cut, before the flat one: what a layer inside a replica computes with."""
-        if not isinstance(self.tensor, Shard):
+        """Shape after the tensor cut, padding included, before the flat one: what a layer inside a replica computes with."""
+        if not self.is_tensor_sharded:
             return self.shape
         local = list(self.shape)
-        local[self.tensor.axis] //= self.mesh.tensor_parallel_size
+        local[self.tensor.axis] = -(-local[self.tensor.axis] // self.mesh.tensor_parallel_size)
         return tuple(local)
 
     @property
@@ -133,12 +137,21 @@ class Layout:
         return self.pipe_owner in (None, coordinate.pipe) and self.data_owner in (None, coordinate.data)
 
     def tensor_slices(self, coordinate: Coordinate) -> tuple[slice, ...]:
-        """Returns the index of the tensor cut at `coordinate` in the global variable."""
+        """Returns the index of the tensor cut at `coordinate` in the global variable, without its padding."""
         slices = [slice(None)] * len(self.shape)
-        if isinstance(self.tensor, Shard):
-            length = self.local_shape[self.tensor.axis]
-            slices[self.tensor.axis] = slice(coordinate.tensor * length, (coordinate.tensor + 1) * length)
+        if self.is_tensor_sharded:
+            size, length = self.shape[self.tensor.axis], self.local_shape[self.tensor.axis]
+            start = min(coordinate.tensor * length, size)
+            slices[self.tensor.axis] = slice(start, min(start + length, size))
         return tuple(slices)
+
+    def tensor_padding(self, coordinate: Coordinate) -> list[list[int]]:
+        """Returns, per axis, [0, zeros that follow the tensor cut at `coordinate`]."""
+        paddings = [[0, 0] for _ in self.shape]
+        if self.is_tensor_sharded:
+            cut = self.tensor_slices(coordinate)[self.tensor.axis]
+            paddings[self.tensor.axis][1] = self.local_shape[self.tensor.axis] - (cut.stop - cut.start)
+        return paddings
 
     def flat_range(self, coordinate: Coordinate) -> tuple[int, int]:
         """Returns [start, stop) of the data shard at `coordinate` in the flattened local tensor, without its padding."""
@@ -153,6 +166,8 @@ class Layout:
         Empty for a rank that another one owns the variable for.
         """
         local = np.asarray(full).reshape(self.shape)[self.tensor_slices(coordinate)]
+        if self.is_tensor_sharded:
+            local = np.pad(local, self.tensor_padding(coordinate))
         if self.data_owner not in (None, coordinate.data):
             return np.zeros((0,), local.dtype)
         if not self.is_data_sharded:
@@ -176,5 +191,7 @@ class Layout:
                     local[start:stop] = component[: stop - start]
                 else:
                     local = component.reshape(-1)
-            full[self.tensor_slices(Coordinate(0, pipe, tensor))] = local.reshape(self.local_shape)
+            place = self.tensor_slices(Coordinate(0, pipe, tensor))
+            sizes = tuple(slice(0, len(range(*index.indices(size)))) for index, size in zip(place, self.shape, strict=True))
+            full[place] = local.reshape(self.local_shape)[sizes]
         return full

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.mesh import Coordinate
 from tfdist.sharding.layout import Layout
 
 # Turns a shape, a list of lengths or an axis in what an operation takes; `RankProgram.constant` shares one tensor for equal ones.
@@ -63,6 +64,23 @@ def unpack_full(packed: tf.Tensor, layouts: Sequence[Layout], constant: Constant
             column = tf.reshape(column, constant([-1]))[: layout.local_elements]
         fulls.append(tf.reshape(column, constant(list(layout.local_shape))))
     return fulls
+
+
+def join_tensor_cuts(pieces: Sequence[tf.Tensor], layout: Layout) -> tf.Tensor:
+    """Returns the global tensor from the local ones of all tensor ranks, in order; `cut_tensor` gives one of them back."""
+    if not layout.is_tensor_sharded:
+        return pieces[0]
+    axis = layout.tensor.axis
+    joined = tf.concat(pieces, axis)
+    return joined if joined.shape[axis] == layout.shape[axis] else joined[tuple(slice(0, size) for size in layout.shape)]
+
+
+def cut_tensor(whole: tf.Tensor, layout: Layout, coordinate: Coordinate) -> tf.Tensor:
+    """Returns the local tensor at `coordinate` of a global one, padded with zeros where the layout is."""
+    if not layout.is_tensor_sharded:
+        return whole
+    local, padding = whole[layout.tensor_slices(coordinate)], layout.tensor_padding(coordinate)
+    return tf.pad(local, padding) if any(after for _, after in padding) else local
 
 
 def cut_shard(full: tf.Tensor, layout: Layout, data_rank: int) -> tf.Tensor:

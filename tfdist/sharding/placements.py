@@ -16,9 +16,11 @@ class Shard:
 
     Attributes:
         axis: the tensor axis that is cut in equal parts; None cuts the flattened tensor in equal parts, padding the last.
+        is_padded: whether an axis that cannot be cut in equal parts is padded with zeros; else it is refused.
     """
 
     axis: int | None = None
+    is_padded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tensorflow.python.training.saving import saveable_object
 from tfdist import errors
 from tfdist.collectives import RankProgram, cross_replica_of, current_program, find_program, wire
 from tfdist.mesh import Coordinate
-from tfdist.sharding import keras_scope, packing
+from tfdist.sharding import keras_scope, packing, tensor_cut
 from tfdist.sharding.config import config_of
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
@@ -31,8 +31,8 @@ class ShardedVariable(values.DistributedVariable):
 
     * Outside replicas it is the full variable: `shape` is the global shape, `numpy()` assembles the parts, `assign()` cuts and
       scatters. So saving, loading and `summary()` know nothing of sharding.
-    * Inside a replica a parameter (it has `groups`) reads as its full value, gathered with its group; an optimizer slot reads
-      as this rank's shard.
+    * Inside a replica a parameter (it has `groups`) reads as what a layer computes with: its full value, gathered with its group,
+      or, of one that is cut over the tensor axis, this rank's cut; an optimizer slot reads as this rank's shard.
 
     Args:
         strategy: the strategy that made it.
@@ -127,6 +127,8 @@ class ShardedVariable(values.DistributedVariable):
             if not self.is_parameter:
                 return self._local_component()
             program = find_program()
+            if program is not None and not self.layout.is_data_sharded and not keras_scope.in_symbolic_scope():
+                return self._local_component()
             if program is None or keras_scope.in_symbolic_scope():
                 if self._is_elsewhere and not keras_scope.in_symbolic_scope():
                     current_program(f"Reading the sharded variable {self.name!r}")  # raises: parts are elsewhere
@@ -153,20 +155,21 @@ class ShardedVariable(values.DistributedVariable):
         pipe = layout.pipe_owner or 0
         pieces = []
         with tf.device(self._primary.device):
-            for tensor in range(layout.mesh.tensor_parallel_size):
+            for tensor in range(layout.mesh.tensor_parallel_size if layout.is_tensor_sharded else 1):
                 holders = range(layout.mesh.data_parallel_size) if layout.is_data_sharded else [layout.data_owner or 0]
                 ranks = [layout.mesh.rank(Coordinate(data, pipe, tensor)) for data in holders]
                 flat = tf.concat([tf.reshape(self.component(rank).read_value(), [-1]) for rank in ranks], 0)
                 pieces.append(tf.reshape(flat[: layout.local_elements], layout.local_shape))
-            return pieces[0] if len(pieces) == 1 else tf.concat(pieces, layout.tensor.axis)
+            return packing.join_tensor_cuts(pieces, layout)
 
     def _gather_parts(self, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
-        """Returns the full value from this rank's part, over the data axis."""
-        ranks = program.group_ranks("data")
-        if self.layout.data_owner is not None:
-            return wire.broadcast(program, part, self.layout.local_shape, ranks, ranks[self.layout.data_owner], "assemble")
-        gathered = wire.all_gather(program, part, ranks, "assemble")
-        return packing.unpack_full(gathered, [self.layout])[0]
+        """Returns the full value from this rank's part, over the data and the tensor axis."""
+        layout, ranks = self.layout, program.group_ranks("data")
+        if layout.data_owner is not None:
+            part = wire.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
+        elif layout.is_data_sharded:
+            (part,) = packing.unpack_full(wire.all_gather(program, part, ranks, "assemble"), [layout])
+        return tensor_cut.gather_cuts(program, part, layout, "assemble")
 
     def __getattr__(self, name: str) -> Any:
         # The base class would read the variable, and so gather it, to look for any attribute on its value. Only what TensorFlow
@@ -226,7 +229,7 @@ class ShardedVariable(values.DistributedVariable):
         if value.shape == self._values[index].shape and value.shape != self._full_shape:
             return value
         if value.shape == self._full_shape:
-            value = value[layout.tensor_slices(coordinate)]
+            value = packing.cut_tensor(value, layout, coordinate)
         if not value.shape.is_compatible_with(layout.local_shape):
             raise ValueError(
                 errors.message(

@@ -14,6 +14,7 @@ from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute import (
     cross_device_ops,
+    distribute_utils,
     input_util,
     mirrored_run,
     mirrored_strategy,
@@ -35,8 +36,9 @@ from tfdist.collectives import (
     find_program,
 )
 from tfdist.data import split_batches
+from tfdist.layers import cut_tensors
 from tfdist.optimizers import owner_of
-from tfdist.sharding import Layout, Own, ParameterGroups, Replicate, ShardedVariable, ShardingConfig, keras_scope
+from tfdist.sharding import Layout, Own, ParameterGroups, Replicate, ShardedVariable, ShardingConfig, keras_scope, tensor_cut
 
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 
@@ -89,23 +91,34 @@ class ShardedExtendedMixin:
             return None
         reference = kwargs.get("colocate_with")
         if reference is None:
-            if kwargs.get("trainable") is False or keras_scope.in_optimizer():
-                return None
-            placement = self._sharding.placements.parameter
-        elif isinstance(reference, values.DistributedVariable):
-            placement = self._sharding.placements.optimizer_state
-        else:
+            return None if keras_scope.in_optimizer() else self._parameter_layout(kwargs)
+        if not isinstance(reference, values.DistributedVariable):
             return None
-        if isinstance(placement, Replicate):
+        layout = reference.layout if isinstance(reference, ShardedVariable) else None
+        if layout is None and isinstance(self._sharding.placements.optimizer_state, Replicate):
             return None
         full = self._initial_value(kwargs)
-        if not full.dtype.is_floating or reference is not None and full.shape != reference.shape:
+        if not full.dtype.is_floating or full.shape != reference.shape:
             return None
-        layout = self._sharding.parameter_layout(full.shape.as_list())
-        if reference is None:
-            return layout
+        layout = layout or self._sharding.parameter_layout(full.shape.as_list())
         owner = owner_of(keras_scope.current_layer(), reference)
-        return self._sharding.slot_layout(layout) if owner is None else dataclasses.replace(layout, data=Own(owner))
+        if owner is not None:
+            return dataclasses.replace(layout, tensor=Replicate(), data=Own(owner))
+        return self._sharding.slot_layout(layout)
+
+    def _parameter_layout(self, kwargs: dict[str, Any]) -> Layout | None:
+        """Returns the layout of a layer's variable, None if every rank stores all of it."""
+        is_frozen = kwargs.get("trainable") is False
+        is_replicated = is_frozen or isinstance(self._sharding.placements.parameter, Replicate)
+        if is_replicated and self._sharding.mesh.tensor_parallel_size == 1:
+            return None
+        with tensor_cut.wishes() as wish:
+            full = self._initial_value(kwargs)
+            tensor = wish()
+        if not full.dtype.is_floating or is_replicated and isinstance(tensor, Replicate):
+            return None
+        layout = self._sharding.parameter_layout(full.shape.as_list(), tensor)
+        return dataclasses.replace(layout, data=Replicate()) if is_frozen else layout
 
     @contextlib.contextmanager
     def summed_on_read(self) -> Iterator[None]:
@@ -186,7 +199,7 @@ class ShardedExtendedMixin:
             # (the count needs no data) would from then on scale their updates differently.
             inputs = [leaf for leaf in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_symbolic_tensor(leaf)]
             with tf.control_dependencies(inputs):
-                outputs = fn(*args, **kwargs)
+                outputs = cut_tensors.all_whole(fn(*args, **kwargs))
                 program.close(outputs)
             return outputs
 
@@ -204,7 +217,7 @@ class ShardedExtendedMixin:
             rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
             program = EagerProgram(self._communicator, rank, plan, meeting, (args, kwargs))
             program.install(tf.distribute.get_replica_context())
-            outputs = fn(*args, **kwargs)
+            outputs = cut_tensors.all_whole(fn(*args, **kwargs))
             program.close(outputs)
             return outputs
 
@@ -227,7 +240,33 @@ class ShardedExtendedMixin:
             self._graph_functions[fn] = fn._clone(python_function=all_ranks)
         return self._graph_functions[fn]
 
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        # A replica is a copy of the model: the batch is cut over the data axis only.
+        return self._sharding.mesh.data_parallel_size
+
     # Reductions
+
+    def one_per_replica(self, value: Any) -> Any:
+        """Returns the local ranks' values of `value` without those of tensor and pipeline peers, which have the same."""
+        mesh = self._sharding.mesh
+        if mesh.data_parallel_size == mesh.world_size or not isinstance(value, values.DistributedValues):
+            return value
+        leads: dict[int, Any] = {}
+        for rank, part in zip(self._communicator.local_ranks, value.values, strict=True):
+            leads.setdefault(mesh.coordinate(rank).data, part)
+        return values.PerReplica(tuple(leads.values()))
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        if not isinstance(value, values.Mirrored):
+            value = tf.nest.map_structure(self.one_per_replica, value)
+        return super()._reduce_to(reduce_op, value, destinations, options)
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        return [self._reduce_to(reduce_op, value, destination, options) for value, destination in value_destination_pairs]
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        return super()._gather_to_implementation(self.one_per_replica(value), destinations, axis, options)
 
     def _get_cross_device_ops(self, value: Any) -> cross_device_ops.CrossDeviceOps:
         # Between the ranks of a process, in cross-replica code: plain additions, no collective.
@@ -254,6 +293,30 @@ class ShardedExtendedMixin:
             input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),
             options=options,
         )
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any) -> Any:
+        """The function makes the batches of this worker's replicas, one after the other; a replica's ranks get the same one."""
+        mesh = self._sharding.mesh
+        indices = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
+        each = len(indices) // len(set(indices))
+        workers = mesh.world_size // len(indices)
+        pipelines = min(workers, mesh.data_parallel_size)
+        pipeline = indices[0] * pipelines // mesh.data_parallel_size
+        context = tf.distribute.InputContext(pipelines, pipeline, mesh.data_parallel_size)
+
+        def repeated(_: Any) -> tf.data.Dataset:
+            dataset = dataset_fn(context)
+            return dataset if each == 1 else dataset.flat_map(lambda *batch: tf.data.Dataset.from_tensors(batch).repeat(each))
+
+        return super()._distribute_datasets_from_function(repeated, options)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
+        mesh = self._sharding.mesh
+        contexts = [
+            tf.distribute.experimental.ValueContext(mesh.coordinate(rank).data, mesh.data_parallel_size)
+            for rank in self._communicator.local_ranks
+        ]
+        return distribute_utils.regroup([value_fn(context) for context in contexts], always_wrap=True)
 
     # Updates
 

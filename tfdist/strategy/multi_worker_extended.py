@@ -102,7 +102,9 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         if not self.cross_replica.is_multi_worker:
-            return mirrored_strategy.MirroredExtended._reduce_to(self, reduce_op, value, destinations, options)
+            return mirrored_strategy.MirroredExtended._reduce_to(
+                self, reduce_op, self.one_per_replica(value), destinations, options
+            )
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if isinstance(value, values.Mirrored) and mean:
             return value
@@ -112,12 +114,11 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
             return total / tf.cast(self._num_workers, total.dtype) if mean else total
         return self._everywhere(self.cross_replica.all_reduce(parts, "mean" if mean else "sum"), destinations)
 
-    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        return [self._reduce_to(reduce_op, value, destination, options) for value, destination in value_destination_pairs]
-
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         if not self.cross_replica.is_multi_worker:
-            return mirrored_strategy.MirroredExtended._gather_to_implementation(self, value, destinations, axis, options)
+            return mirrored_strategy.MirroredExtended._gather_to_implementation(
+                self, self.one_per_replica(value), destinations, axis, options
+            )
         parts = self._parts(value)
         if parts is None:
             parts = [tf.convert_to_tensor(value)] * len(self.worker_devices)

@@ -20,18 +20,17 @@ def sharding_config(
 
     Raises:
         ValueError: a setting is out of range, or the sizes do not divide the number of devices.
-        NotImplementedError: a tensor or pipeline size above 1.
+        NotImplementedError: a pipeline size above 1.
     """
     mesh = DeviceMesh(
         tuple(devices), pipeline_parallel_size=pipeline_parallel_size, tensor_parallel_size=tensor_parallel_size
     )
-    if tensor_parallel_size > 1 or pipeline_parallel_size > 1:
+    if pipeline_parallel_size > 1:
         raise NotImplementedError(
             errors.message(
-                "`tensor_parallel_size` and `pipeline_parallel_size` above 1 are not built yet.",
-                tensor_parallel_size=tensor_parallel_size,
+                "`pipeline_parallel_size` above 1 is not built yet.",
                 pipeline_parallel_size=pipeline_parallel_size,
-                fix="Leave both at 1: all devices then share the data axis.",
+                fix="Leave it at 1.",
             )
         )
     return ShardingConfig(mesh=mesh, **settings)

@@ -1,0 +1,90 @@
+"""Activations that leave a layer cut over the tensor axis, and who may see them.
+
+A layer with `gather_output=False` returns this rank's part of its output. The tensor carries a mark that says so, as it may carry
+a Keras mask, so that nobody takes the part for the whole:
+
+* `VocabParallelCrossentropy` and layers with `input_is_parallel=True` compute on the part;
+* every other Keras loss, and metrics, get the whole: it is gathered for them;
+* what leaves the function given to `strategy.run` (the outputs of `predict`) is gathered on its way out.
+
+The mark is on the very tensor that the layer returned, not on what is computed from it.
+
+`Loss.__call__` and `Trainer.compute_metrics` have no hook: tests/layers/test_cut_tensors.py fails when they change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.trainer import Trainer
+
+from tfdist.layers import regions
+from tfdist.override import override
+
+_MARK = "_tfdist_cut"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a tensor is cut.
+
+    Attributes:
+        axis: the axis of which this rank holds its part.
+        size: its size as a whole, where parts may be padded; None: the sum of the parts.
+    """
+
+    axis: int
+    size: int | None
+
+
+def mark(x: tf.Tensor, axis: int, size: int | None = None) -> tf.Tensor:
+    """Says that `x`, a layer's output, is this rank's part along `axis`; `cut_of` reads it."""
+    if regions.tensor_program() is not None:
+        setattr(x, _MARK, Cut(axis % x.shape.rank, size))
+    return x
+
+
+def cut_of(x: Any) -> Cut | None:
+    """Returns how `x` is cut, None if it is whole."""
+    return getattr(x, _MARK, None)
+
+
+def whole(x: Any) -> Any:
+    """Returns `x`, gathered over the tensor axis if it is cut."""
+    cut = cut_of(x)
+    if cut is None or regions.tensor_program() is None:
+        return x
+    gathered = regions.gather_from(x, cut.axis, "gather_output")
+    if cut.size is None or gathered.shape[cut.axis] == cut.size:
+        return gathered
+    return gathered[tuple([slice(None)] * cut.axis + [slice(0, cut.size)])]
+
+
+def all_whole(structure: Any) -> Any:
+    """Returns a structure of tensors with those that are cut gathered."""
+    if not any(cut_of(leaf) for leaf in tf.nest.flatten(structure)):
+        return structure
+    return tf.nest.map_structure(whole, structure)
+
+
+def takes_cut_predictions(loss_class: type) -> type:
+    """Declares that a Keras loss computes on this rank's part of cut predictions. A class decorator."""
+    loss_class._takes_cut_predictions = True
+    return loss_class
+
+
+@override("__call__", keras.losses.Loss)
+def _call(original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+    if not getattr(self, "_takes_cut_predictions", False):
+        y_pred = all_whole(y_pred)
+    return original(self, y_true, y_pred, *args, **kwargs)
+
+
+@override("compute_metrics", Trainer)
+def _compute_metrics(original: Callable[..., Any], self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    # Without metrics nothing is gathered: a compiled model has its own mean of the loss, which sees no predictions.
+    return original(self, x, y, all_whole(y_pred) if self._compile_metrics is not None else y_pred, sample_weight)

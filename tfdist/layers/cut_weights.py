@@ -1,0 +1,134 @@
+"""What tensor-parallel layers have in common: weights that are cut, and what cannot be done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.layers import regions
+from tfdist.mesh import current_mesh
+from tfdist.sharding import Shard, ShardedVariable, cut_over_tensor
+
+_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
+
+# Activations that look at one element at a time, and so may look at a cut tensor.
+_ELEMENTWISE = frozenset(
+    "celu elu exponential gelu hard_shrink hard_sigmoid hard_silu hard_tanh leaky_relu linear log_sigmoid mish relu relu6 selu "
+    "sigmoid silu soft_shrink softplus softsign sparse_plus sparse_sigmoid squareplus tanh tanh_shrink threshold".split()
+)
+
+
+class CutWeights:
+    """A mixin for Keras layers whose weights may be cut over the tensor axis; before the Keras class.
+
+    A subclass says in `_cuts` which; they are cut when the layer has been built, in the scope of a strategy with a tensor axis.
+    """
+
+    def _cuts(self) -> Mapping[str, Shard]:
+        """Returns, by the attribute that holds it, how each weight is cut; what is not named stays whole."""
+        raise NotImplementedError
+
+    def build(self, input_shape: Any) -> None:
+        self.check_may_be_cut(input_shape)
+        super().build(input_shape)
+        self.cut_weights()
+
+    def check_may_be_cut(self, input_shape: Any) -> None:
+        """Raises what the layer raises that cannot be cut in as many parts as the strategy has tensor ranks."""
+        if getattr(self, "lora_rank", None) or getattr(self, "quantization_mode", None):
+            self._refuse("LoRA and quantization")
+        self._check_sizes(input_shape, current_tensor_size())
+
+    def cut_weights(self) -> None:
+        """Cuts the weights of the layer, which is built."""
+        for name, placement in self._cuts().items():
+            variable = getattr(self, name, None)
+            if variable is not None:
+                cut_weight(variable, placement)
+
+    def _check_sizes(self, input_shape: Any, parts: int) -> None:
+        """Raises ValueError when the layer cannot be cut in `parts`."""
+
+    def enable_lora(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("LoRA")
+
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("quantization")
+
+    def _refuse(self, what: str) -> None:
+        raise NotImplementedError(
+            errors.message(
+                f"{what} of a tensor-parallel layer is not supported.",
+                layer=self.name,
+                fix=f"Use the Keras layer that {type(self).__name__} is made of.",
+            )
+        )
+
+
+def cut_weight(variable: keras.Variable, placement: Shard) -> None:
+    """Cuts a layer's weight, and lets its regularizer see all of it."""
+    cut_over_tensor(variable, placement)
+    if variable.regularizer is not None and current_tensor_size() > 1:
+        variable.regularizer = WholeRegularizer(variable.regularizer, placement.axis, variable.shape)
+
+
+class WholeRegularizer:
+    """A regularizer of a weight that is cut: inside a replica it sees all ranks' parts."""
+
+    def __init__(self, regularizer: Callable[..., Any], axis: int, shape: tuple[int, ...]):
+        self._regularizer = regularizer
+        self._axis = axis
+        self._shape = tuple(shape)
+
+    def __call__(self, weight: Any) -> tf.Tensor:
+        if regions.tensor_program() is None:
+            return self._regularizer(weight)
+        local = tf.convert_to_tensor(weight)
+        if isinstance(self._regularizer, _SUMS):
+            return regions.reduce_from(self._regularizer(local), "regularizer")
+        whole = regions.gather_from(local, self._axis, "regularizer")
+        return self._regularizer(whole[tuple(slice(0, size) for size in self._shape)])
+
+
+def current_tensor_size() -> int:
+    """Returns the tensor size of the strategy whose scope this is; 1 without one."""
+    mesh = current_mesh()
+    return 1 if mesh is None else mesh.tensor_parallel_size
+
+
+def check_divisible(argument: str, size: int, parts: int, layer: str) -> None:
+    """Raises ValueError, with the nearest sizes that work, when `parts` does not divide `size`."""
+    if size % parts:
+        lower = size // parts * parts
+        raise ValueError(
+            errors.message(
+                f"`{argument}` of layer {layer!r} is cut in equal parts, one a tensor rank, but {parts} does not divide {size}.",
+                fix=f"The nearest sizes that work: {f'{lower}, ' if lower else ''}{lower + parts}.",
+                **{argument: size, "tensor_parallel_size": parts},
+            )
+        )
+
+
+def check_is_cut(layer: Any, variable: keras.Variable) -> None:
+    """Raises RuntimeError when `layer`, which computes its part here, has a weight that is whole."""
+    stored = variable._value
+    if regions.tensor_program() is None or isinstance(stored, ShardedVariable) and stored.layout.is_tensor_sharded:
+        return
+    raise RuntimeError(
+        errors.message(
+            f"Layer {layer.name!r} was built outside the `scope()` of the strategy that runs it: its weights are not cut.",
+            fix="Build the model, and with it the layer, inside `strategy.scope()`.",
+        )
+    )
+
+
+def is_elementwise(activation: Callable[..., Any] | None) -> bool:
+    """Whether an activation is known to look at one element at a time."""
+    if activation is None:
+        return True
+    name = getattr(activation, "__name__", "")
+    return name in _ELEMENTWISE and activation is getattr(keras.activations, name, None)

@@ -1,0 +1,181 @@
+"""Attention whose heads are computed by different tensor ranks.
+
+    rank i: query, key and value projections of its heads (column), attention of them, its rows of the output projection (row)
+
+One all-reduce forward, of the output, and one backward, of the input's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import activations
+from tfdist.layers import regions
+from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, current_tensor_size, cut_weight
+from tfdist.layers.randomness import cut_region
+from tfdist.sharding import Shard
+
+
+class _RowParallelEinsumDense(keras.layers.EinsumDense):
+    """The output projection of cut heads: summed over the tensor ranks before its bias."""
+
+    sequence_parallel = False
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        if regions.tensor_program() is None:
+            return super().call(inputs)
+        x = keras.ops.einsum(self.equation, inputs, self.kernel)
+        x, bias = regions.leave_region(x, self.bias, self.sequence_parallel, self.name)
+        return x if bias is None else keras.ops.add(x, bias)
+
+
+class _ParallelAttention(CutWeights):
+    """What both attentions share. A subclass names its numbers of heads."""
+
+    sequence_parallel = False
+
+    def _cuts(self) -> Mapping[str, Shard]:
+        return {}  # the weights are the sublayers'
+
+    def _heads(self) -> dict[str, int]:
+        raise NotImplementedError
+
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+        self.check_may_be_cut(query_shape)
+        keras_class = next(base for base in type(self).__mro__ if base.__module__.startswith("keras.src.layers.attention"))
+        keras_class.build(self, query_shape, value_shape, key_shape)
+        self.cut_weights()
+
+    def _check_sizes(self, input_shape: Any, parts: int) -> None:
+        for argument, heads in self._heads().items():
+            check_divisible(argument, heads, parts, self.name)
+        regularizer = getattr(self, "_activity_regularizer", None) or getattr(self, "activity_regularizer", None)
+        if parts > 1 and regularizer is not None:
+            raise NotImplementedError(
+                errors.message(
+                    f"`activity_regularizer` of layer {self.name!r} would see a part of the heads only.",
+                    activity_regularizer=regularizer,
+                    fix="Regularize the weights, or the output of the layer.",
+                )
+            )
+
+    def cut_weights(self) -> None:
+        """Cuts the projections by heads; also of a Keras attention that has become a parallel one."""
+        self._output_dense.__class__ = _RowParallelEinsumDense
+        self._output_dense.sequence_parallel = self.sequence_parallel
+        if current_tensor_size() == 1:
+            return
+        cut_weight(self._output_dense._kernel, Shard(0))  # (heads, head_dim, out)
+        for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
+            dense = getattr(self, name, None)
+            if dense is None:
+                continue
+            cut_weight(dense._kernel, Shard(1))  # (in, heads, head_dim)
+            if dense.bias is not None:
+                cut_weight(dense.bias, Shard(0))
+
+    def call(self, query: Any, value: Any, key: Any = None, **kwargs: Any) -> Any:
+        if regions.tensor_program() is None:
+            return super().call(query, value, key=key, **kwargs)
+        check_is_cut(self, self._query_dense._kernel)
+        key = value if key is None else key
+        entered: dict[int, Any] = {}
+        for x in (query, value, key):
+            if id(x) not in entered:
+                entered[id(x)] = self._entered(x)
+        if kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = self._own_heads(kwargs["attention_mask"])
+        with cut_region():
+            outputs = super().call(entered[id(query)], entered[id(value)], key=entered[id(key)], **kwargs)
+        if not kwargs.get("return_attention_scores"):
+            return outputs
+        output, scores = outputs  # (batch, heads / t, target, source)
+        return output, regions.gather_from(scores, 1, f"{self.name}/scores")
+
+    def _entered(self, x: tf.Tensor) -> tf.Tensor:
+        inside = regions.enter_region(x, self.sequence_parallel, self.name)
+        mask = getattr(x, "_keras_mask", None)
+        if mask is not None:
+            inside._keras_mask = mask
+        return inside
+
+    def _own_heads(self, mask: Any) -> Any:
+        """Returns the mask (batch, heads, target, source) of this rank's heads; others, which all heads share, as they are."""
+        if mask.shape.rank != 4 or mask.shape[1] == 1:
+            return mask
+        return activations.split(tf.convert_to_tensor(mask), regions.tensor_ranks(), 1)[regions.tensor_rank()]
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class ParallelMultiHeadAttention(_ParallelAttention, keras.layers.MultiHeadAttention):
+    """`keras.layers.MultiHeadAttention` whose heads are spread over the tensor ranks (Megatron's parallel self-attention).
+
+    Each rank stores and computes 1/t of the heads. Forward it all-reduces the output, backward the gradient of its input. Masks,
+    causal or of padding, are whole on every rank.
+
+    Outside replicas, and where the strategy has no tensor axis, it is `keras.layers.MultiHeadAttention`.
+
+    Args:
+        num_heads: heads; a multiple of the tensor size.
+        key_dim: size of each head.
+        sequence_parallel: True takes and returns activations that are cut along the sequence, axis 1: it all-gathers its input
+            and reduce-scatters its output instead of the all-reduce. See `ParallelTransformerBlock`.
+        **kwargs: as of `keras.layers.MultiHeadAttention`.
+
+    Raises:
+        ValueError: when built: the tensor size does not divide `num_heads`.
+        NotImplementedError: an `activity_regularizer`.
+
+    Source: Megatron-LM, Shoeybi et al. 2019.
+    """
+
+    def __init__(self, num_heads: int, key_dim: int, sequence_parallel: bool = False, **kwargs: Any):
+        super().__init__(num_heads, key_dim, **kwargs)
+        self.sequence_parallel = sequence_parallel
+
+    def _heads(self) -> dict[str, int]:
+        return {"num_heads": self._num_heads}
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "sequence_parallel": self.sequence_parallel}
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class ParallelGroupedQueryAttention(_ParallelAttention, keras.layers.GroupQueryAttention):
+    """`keras.layers.GroupQueryAttention` whose heads, those of queries and those of keys and values, are spread over the ranks.
+
+    Args:
+        head_dim: size of each head.
+        num_query_heads: query heads; a multiple of the tensor size.
+        num_key_value_heads: heads of keys and values; a multiple of the tensor size too.
+        sequence_parallel: as of `ParallelMultiHeadAttention`.
+        **kwargs: as of `keras.layers.GroupQueryAttention`.
+
+    Raises:
+        ValueError: when built: the tensor size does not divide one of the numbers of heads.
+        NotImplementedError: an `activity_regularizer`.
+
+    Source: Ainslie et al. 2023; cut as by Megatron-LM.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_query_heads: int,
+        num_key_value_heads: int,
+        sequence_parallel: bool = False,
+        **kwargs: Any,
+    ):
+        super().__init__(head_dim, num_query_heads, num_key_value_heads, **kwargs)
+        self.sequence_parallel = sequence_parallel
+
+    def _heads(self) -> dict[str, int]:
+        return {"num_query_heads": self.num_query_heads, "num_key_value_heads": self.num_key_value_heads}
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "sequence_parallel": self.sequence_parallel}

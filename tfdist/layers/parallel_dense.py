@@ -1,0 +1,193 @@
+"""`Dense` over the ranks of a tensor group, cut by columns or by rows of its kernel.
+
+    Y = X A + b
+
+    column    A = [A_1 ... A_t]           rank i: Y_i = X A_i + b_i           X whole, Y cut along its last axis
+    row       A = [A_1; ...; A_t]         rank i: X_i A_i,  Y = sum + b       X cut along its last axis, Y whole
+
+A column-parallel layer followed by a row-parallel one needs no communication between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.layers import cut_tensors, regions
+from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, is_elementwise
+from tfdist.sharding import Shard
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class ColumnParallelDense(CutWeights, keras.layers.Dense):
+    """`keras.layers.Dense` whose output features are computed by different tensor ranks (Megatron's column-parallel linear).
+
+    Kernel and bias are cut along the output; each rank stores and computes 1/t of them. Forward it sends nothing, or, with
+    `gather_output`, all-gathers the output; backward it all-reduces the gradient of its input.
+
+    Outside replicas, and where the strategy has no tensor axis, it is `keras.layers.Dense`: same weights, same shapes, same
+    checkpoints.
+
+    The mistake to avoid: `gather_output=False` before a layer that wants the whole output. A `RowParallelDense` with
+    `input_is_parallel=True`, elementwise layers, and `VocabParallelCrossentropy` take the part.
+
+    Args:
+        units: output features; a multiple of the tensor size.
+        activation: as of `Dense`. Without `gather_output` one that looks at single elements; softmax is none.
+        gather_output: True returns the whole output on every rank, False this rank's part.
+        **kwargs: as of `keras.layers.Dense`, without `lora_rank` and `quantization_config`.
+
+    Input shape:
+        (batch, ..., in), whole.
+
+    Output shape:
+        (batch, ..., units); with `gather_output=False`, inside a replica, (batch, ..., units / t).
+
+    Raises:
+        ValueError: when built: the tensor size does not divide `units`; or the activation needs the whole output.
+        NotImplementedError: an `activity_regularizer` with `gather_output=False`; LoRA or quantization.
+
+    Source: Megatron-LM, Shoeybi et al. 2019.
+    """
+
+    def __init__(self, units: int, activation: Any = None, gather_output: bool = True, **kwargs: Any):
+        super().__init__(units, activation, **kwargs)
+        self.gather_output = gather_output
+        check_column_output(self)
+
+    def _cuts(self) -> Mapping[str, Shard]:
+        return {"_kernel": Shard(1), "bias": Shard(0)}
+
+    def _check_sizes(self, input_shape: Any, parts: int) -> None:
+        check_divisible("units", self.units, parts, self.name)
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        if regions.tensor_program() is None:
+            return super().call(inputs)
+        check_is_cut(self, self._kernel)
+        x = keras.ops.matmul(self._entered(inputs), self.kernel)  # (batch, ..., units / t)
+        if self.bias is not None:
+            x = keras.ops.add(x, self.bias)
+        return column_output(self, x, -1, self.units)
+
+    def _entered(self, inputs: Any) -> Any:
+        return regions.copy_to(inputs, f"{self.name}/copy_to")
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "gather_output": self.gather_output}
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class RowParallelDense(CutWeights, keras.layers.Dense):
+    """`keras.layers.Dense` whose input features are summed over by different tensor ranks (Megatron's row-parallel linear).
+
+    The kernel is cut along the input, the bias is whole. Forward it all-reduces the output; backward it sends nothing, or, with a
+    whole input, all-gathers its gradient.
+
+    Outside replicas, and where the strategy has no tensor axis, it is `keras.layers.Dense`.
+
+    Args:
+        units: output features.
+        activation: as of `Dense`.
+        input_is_parallel: False takes a whole input, of which each rank uses its part; True takes the part that a layer with
+            `gather_output=False` returned.
+        **kwargs: as of `keras.layers.Dense`, without `lora_rank` and `quantization_config`.
+
+    Input shape:
+        (batch, ..., in); with `input_is_parallel`, inside a replica, (batch, ..., in / t). `in` is a multiple of the tensor size.
+
+    Output shape:
+        (batch, ..., units), whole.
+
+    Raises:
+        ValueError: when built: the tensor size does not divide the input size; while tracing: `input_is_parallel=True` and a
+            whole input, or the reverse.
+
+    Source: Megatron-LM, Shoeybi et al. 2019.
+    """
+
+    sequence_parallel = False  # True in a `ParallelMLP` whose output is cut along the sequence
+
+    def __init__(self, units: int, activation: Any = None, input_is_parallel: bool = False, **kwargs: Any):
+        super().__init__(units, activation, **kwargs)
+        self.input_is_parallel = input_is_parallel
+
+    def _cuts(self) -> Mapping[str, Shard]:
+        return {"_kernel": Shard(0)}
+
+    def _check_sizes(self, input_shape: Any, parts: int) -> None:
+        check_divisible("input size", input_shape[-1], parts, self.name)
+
+    def cut_weights(self) -> None:
+        super().cut_weights()
+        self.input_spec = keras.layers.InputSpec(min_ndim=2)  # inside a replica the last axis has another size
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        if regions.tensor_program() is None:
+            return super().call(inputs)
+        check_is_cut(self, self._kernel)
+        x = inputs if self.input_is_parallel else regions.scatter_to(inputs, label=f"{self.name}/scatter_to")
+        check_row_input(self, x, -1, self._kernel.shape[0])
+        x, bias = regions.leave_region(keras.ops.matmul(x, self.kernel), self.bias, self.sequence_parallel, self.name)
+        if bias is not None:
+            x = keras.ops.add(x, bias)
+        return x if self.activation is None else self.activation(x)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "input_is_parallel": self.input_is_parallel}
+
+
+def check_column_output(layer: Any) -> None:
+    """Raises when a column-parallel layer cannot leave its output cut."""
+    if layer.gather_output:
+        return
+    if not is_elementwise(layer.activation):
+        raise ValueError(
+            errors.message(
+                f"`activation` of layer {layer.name!r} is not known to look at one element at a time, and with "
+                "`gather_output=False` each rank has a part of the output only.",
+                activation=getattr(layer.activation, "__name__", layer.activation),
+                fix="Use `gather_output=True`, or an elementwise activation of `keras.activations`.",
+            )
+        )
+    if layer.activity_regularizer is not None:
+        raise NotImplementedError(
+            errors.message(
+                f"`activity_regularizer` of layer {layer.name!r} would see a part of the output only.",
+                activity_regularizer=layer.activity_regularizer,
+                fix="Use `gather_output=True`.",
+            )
+        )
+
+
+def column_output(layer: Any, x: tf.Tensor, axis: int, size: int) -> tf.Tensor:
+    """Returns what a column-parallel layer returns for `x`, its output before the activation, cut along `axis`."""
+    activation = layer.activation or keras.activations.linear
+    label = f"{layer.name}/gather_output"
+    if not layer.gather_output:
+        return cut_tensors.mark(activation(x), axis, size)
+    if is_elementwise(layer.activation):
+        return regions.gather_from(activation(x), axis, label)
+    return activation(regions.gather_from(x, axis, label))
+
+
+def check_row_input(layer: Any, x: tf.Tensor, axis: int, size: int) -> None:
+    """Raises ValueError when the input of a row-parallel layer is not this rank's part of an axis of `size`."""
+    local = size // regions.tensor_ranks()
+    if x.shape[axis] == local:
+        return
+    is_whole = x.shape[axis] == size
+    raise ValueError(
+        errors.message(
+            f"Layer {layer.name!r} with `input_is_parallel={layer.input_is_parallel}` computes on {local} of {size} input "
+            "features, one part a tensor rank.",
+            shape=tuple(x.shape),
+            fix="The input is whole: use `input_is_parallel=False`, or `gather_output=False` in the layer before."
+            if is_whole
+            else "The input must come from a layer with `gather_output=False`, by way of elementwise layers only.",
+        )
+    )

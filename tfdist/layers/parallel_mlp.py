@@ -1,0 +1,128 @@
+"""The feed-forward network of a transformer, cut over the tensor ranks.
+
+    plain    Y = f(X A) B + b                   A by columns, B by rows: rank i computes f(X A_i) B_i
+    gated    Y = (f(X G) * (X A)) B + b         G and A by columns
+
+Nothing is sent between A and B: one all-reduce forward, of the output, and one backward, of the input's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdist import errors
+from tfdist.layers import regions
+from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
+from tfdist.layers.randomness import cut_region
+
+
+class _Inner(ColumnParallelDense):
+    """A column-parallel layer whose input has entered the region already."""
+
+    def _entered(self, inputs: Any) -> Any:
+        return inputs
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class ParallelMLP(keras.layers.Layer):
+    """Dense, activation, dense: column-parallel, then row-parallel, without communication between the two.
+
+    Outside replicas, and where the strategy has no tensor axis, it is those Keras layers.
+
+    Args:
+        hidden_units: features between the two; a multiple of the tensor size.
+        units: output features; None: as many as the input has.
+        activation: one that looks at single elements, such as "gelu", "relu" or "silu".
+        gated: True multiplies the activation with a second projection of the input: "silu" makes it SwiGLU, "gelu" GeGLU.
+        dropout: rate on the hidden features; every tensor rank drops of its own.
+        use_bias: whether the projections have biases.
+        sequence_parallel: True takes and returns activations that are cut along the sequence, axis 1: it all-gathers its input
+            and reduce-scatters its output instead of the all-reduce. See `ParallelTransformerBlock`.
+        kernel_initializer: of all kernels.
+
+    Input shape:
+        (batch, ..., in).
+
+    Output shape:
+        (batch, ..., units).
+
+    Raises:
+        ValueError: the activation needs the whole of the hidden features; when built: the tensor size does not divide
+            `hidden_units`.
+
+    Source: Megatron-LM, Shoeybi et al. 2019; gated variants of Shazeer 2020.
+    """
+
+    def __init__(
+        self,
+        hidden_units: int,
+        units: int | None = None,
+        activation: Any = "gelu",
+        gated: bool = False,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        sequence_parallel: bool = False,
+        kernel_initializer: Any = "glorot_uniform",
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.hidden_units = hidden_units
+        self.units = units
+        self.activation = keras.activations.get(activation)
+        self.gated = gated
+        self.dropout = dropout
+        self.use_bias = use_bias
+        self.sequence_parallel = sequence_parallel
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        if units is not None and (not isinstance(units, int) or units < 1):
+            raise ValueError(errors.message("`units` must be a positive integer or None.", units=units))
+        self._up = self._inner("up", None if gated else self.activation)
+        self._gate = self._inner("gate", self.activation) if gated else None
+        self._dropout = keras.layers.Dropout(dropout, dtype=self.dtype_policy) if dropout else None
+        self._down: RowParallelDense | None = None
+
+    def _inner(self, name: str, activation: Any) -> _Inner:
+        return _Inner(self.hidden_units, activation, gather_output=False, name=name, **self._common())
+
+    def _common(self) -> dict[str, Any]:
+        initializer = self.kernel_initializer
+        clone = initializer.__class__.from_config(initializer.get_config())  # an initializer draws the same each time
+        return {"use_bias": self.use_bias, "kernel_initializer": clone, "dtype": self.dtype_policy}
+
+    def build(self, input_shape: Any) -> None:
+        units = self.units or input_shape[-1]
+        self._down = RowParallelDense(units, input_is_parallel=True, name="down", **self._common())
+        self._down.sequence_parallel = self.sequence_parallel
+        self._up.build(input_shape)
+        if self._gate is not None:
+            self._gate.build(input_shape)
+        self._down.build((*input_shape[:-1], self.hidden_units))
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        x = regions.enter_region(inputs, self.sequence_parallel, self.name)
+        hidden = self._up(x)
+        if self._gate is not None:
+            hidden = keras.ops.multiply(self._gate(x), hidden)
+        if self._dropout is not None:
+            with cut_region():
+                hidden = self._dropout(hidden, training=training)
+        return self._down(hidden)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        return (*input_shape[:-1], self.units or input_shape[-1])
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "hidden_units": self.hidden_units,
+            "units": self.units,
+            "activation": keras.activations.serialize(self.activation),
+            "gated": self.gated,
+            "dropout": self.dropout,
+            "use_bias": self.use_bias,
+            "sequence_parallel": self.sequence_parallel,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+        }

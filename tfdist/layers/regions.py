@@ -1,0 +1,167 @@
+"""The borders of a tensor-parallel region: where the ranks of a tensor group begin and cease to compute different things.
+
+A tensor is *whole* when every rank of the group holds the same, *cut* when each holds its part along an axis, and *partial* when
+each holds a summand. Each function takes one kind to another, and its gradient is the reverse; X is what a rank sends forward, Y
+backward, for t ranks and an activation of S bytes:
+
+    copy_to             whole -> whole      forward: identity          backward: all-reduce       Y = 2 S (t - 1) / t
+    reduce_from         partial -> whole    forward: all-reduce        backward: identity         X = 2 S (t - 1) / t
+    scatter_to          whole -> cut        forward: own part          backward: all-gather       Y = S (t - 1) / t
+    gather_from         cut -> whole        forward: all-gather        backward: own part         X = S (t - 1) / t
+
+and, for sequence parallelism (Korthikanti et al. 2022), where what lies between the cut regions is cut along the sequence:
+
+    gather_for_region   cut -> whole        forward: all-gather        backward: reduce-scatter   X = Y = S (t - 1) / t
+    reduce_scatter_from partial -> cut      forward: reduce-scatter    backward: all-gather       X = Y = S (t - 1) / t
+
+`gather_from` and `gather_for_region` differ in what follows: what every rank computes alike from the whole (its gradient is whole
+on each), or each rank's part of a cut region (its gradients are partial).
+
+Outside `strategy.run` of a tfdist strategy with a tensor axis, and in Keras's symbolic build, all of them return their input.
+
+Source: f and g of Megatron-LM, Shoeybi et al. 2019; the sequence-parallel pair of Korthikanti et al. 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, activations, find_program
+from tfdist.sharding.keras_scope import in_symbolic_scope
+
+
+def tensor_program() -> RankProgram | None:
+    """Returns the program of the rank that computes here, if it shares its layers with other ranks; else None.
+
+    None outside replicas, in Keras's symbolic build, under other strategies and where the tensor axis has one rank.
+    """
+    if in_symbolic_scope():
+        return None
+    program = find_program()
+    return program if program is not None and program.mesh.tensor_parallel_size > 1 else None
+
+
+def tensor_rank() -> int:
+    """Returns the index of the rank that computes here on the tensor axis; 0 where nothing is cut."""
+    program = tensor_program()
+    return 0 if program is None else program.mesh.coordinate(program.rank).tensor
+
+
+def tensor_ranks() -> int:
+    """Returns how many ranks share a layer here; 1 where nothing is cut."""
+    program = tensor_program()
+    return 1 if program is None else program.mesh.tensor_parallel_size
+
+
+def copy_to(x: tf.Tensor, label: str = "copy_to") -> tf.Tensor:
+    """Enters a cut region with a whole tensor. Forward: identity; backward: all-reduce."""
+    return _region(x, lambda program, x: tf.identity(x), lambda program, upstream: _sum(program, upstream, f"{label}/gradient"))
+
+
+def reduce_from(x: tf.Tensor, label: str = "reduce_from") -> tf.Tensor:
+    """Leaves a cut region with each rank's summand. Forward: all-reduce; backward: identity."""
+    return _region(x, lambda program, x: _sum(program, x, label), lambda program, upstream: upstream)
+
+
+def scatter_to(x: tf.Tensor, axis: int = -1, label: str = "scatter_to") -> tf.Tensor:
+    """Enters a cut region with this rank's part of a whole tensor. Forward: own part; backward: all-gather.
+
+    Raises:
+        ValueError: the number of tensor ranks does not divide the size of `axis`.
+    """
+    return _region(
+        x,
+        lambda program, x: _own_part(program, x, axis),
+        lambda program, upstream: _gather(program, upstream, axis, f"{label}/gradient"),
+    )
+
+
+def gather_from(x: tf.Tensor, axis: int = -1, label: str = "gather_from") -> tf.Tensor:
+    """Leaves a cut region with all ranks' parts, for what all compute alike. Forward: all-gather; backward: own part."""
+    return _region(
+        x,
+        lambda program, x: _gather(program, x, axis, label),
+        lambda program, upstream: _own_part(program, upstream, axis),
+    )
+
+
+def gather_for_region(x: tf.Tensor, axis: int = 1, label: str = "gather_for_region") -> tf.Tensor:
+    """Enters a cut region from sequence-parallel activations. Forward: all-gather; backward: reduce-scatter."""
+    return _region(
+        x,
+        lambda program, x: _gather(program, x, axis, label),
+        lambda program, upstream: _sum_part(program, upstream, axis, f"{label}/gradient"),
+    )
+
+
+def reduce_scatter_from(x: tf.Tensor, axis: int = 1, label: str = "reduce_scatter_from") -> tf.Tensor:
+    """Leaves a cut region for sequence-parallel activations. Forward: reduce-scatter; backward: all-gather.
+
+    Raises:
+        ValueError: the number of tensor ranks does not divide the size of `axis`.
+    """
+    return _region(
+        x,
+        lambda program, x: _sum_part(program, x, axis, label),
+        lambda program, upstream: _gather(program, upstream, axis, f"{label}/gradient"),
+    )
+
+
+def enter_region(x: tf.Tensor, sequence_parallel: bool, label: str) -> tf.Tensor:
+    """Enters a cut region from whole activations, or from those that are cut along the sequence, axis 1."""
+    return gather_for_region(x, 1, f"{label}/gather_sequence") if sequence_parallel else copy_to(x, f"{label}/copy_to")
+
+
+def leave_region(
+    x: tf.Tensor, bias: Any, sequence_parallel: bool, label: str
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Leaves a cut region; returns the output and the bias to add to it, a whole weight or None.
+
+    On activations that are cut along the sequence each rank sees a part of the bias's gradient: it enters as into a region.
+    """
+    if not sequence_parallel:
+        return reduce_from(x, f"{label}/reduce_from"), bias
+    if bias is not None:
+        bias = copy_to(tf.convert_to_tensor(bias), f"{label}/bias")
+    return reduce_scatter_from(x, 1, f"{label}/reduce_scatter"), bias
+
+
+_Step = Callable[[RankProgram, tf.Tensor], tf.Tensor]
+
+
+def _region(x: tf.Tensor, forward: _Step, backward: _Step) -> tf.Tensor:
+    program = tensor_program()
+    if program is None:
+        return x
+
+    @tf.custom_gradient
+    def border(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        y = forward(program, x)
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            # Shapes are forgotten on the way back, and a collective wants to know what is static.
+            return backward(program, tf.ensure_shape(upstream, y.shape))
+
+        return y, gradient
+
+    return border(tf.convert_to_tensor(x))
+
+
+def _sum(program: RankProgram, x: tf.Tensor, label: str) -> tf.Tensor:
+    return activations.all_reduce(program, x, "tensor", label)
+
+
+def _gather(program: RankProgram, x: tf.Tensor, axis: int, label: str) -> tf.Tensor:
+    return activations.all_gather(program, x, "tensor", axis, label)
+
+
+def _sum_part(program: RankProgram, x: tf.Tensor, axis: int, label: str) -> tf.Tensor:
+    return activations.reduce_scatter(program, x, "tensor", axis, label)
+
+
+def _own_part(program: RankProgram, x: tf.Tensor, axis: int) -> tf.Tensor:
+    parts = activations.split(x, program.mesh.tensor_parallel_size, axis)
+    return parts[program.mesh.coordinate(program.rank).tensor]

@@ -1,0 +1,141 @@
+"""Cross-entropy of logits that are spread over the tensor ranks by vocabulary.
+
+    loss = log sum_v exp(l_v) - l_y
+         = log sum_r sum_{v of r} exp(l_v - m) + m - l_y,    m = max_v l_v
+
+Each rank takes the maximum, the sum and, if it has it, the logit of the label, of its own part. Two messages of one number and of
+two numbers a position are all that moves, and nothing backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import activations
+from tfdist.layers import cut_tensors, regions
+
+
+@cut_tensors.takes_cut_predictions
+@keras.saving.register_keras_serializable("tfdist")
+class VocabParallelCrossentropy(keras.losses.Loss):
+    """`keras.losses.SparseCategoricalCrossentropy` that never gathers the logits of the whole vocabulary.
+
+    It takes the output of `ColumnParallelDense(vocabulary, gather_output=False)`, or of a `VocabParallelReversibleEmbedding` in
+    reverse, cut as it is. It moves 3 numbers a position (and one more with `label_smoothing`), times the 2 (t - 1) / t of an
+    all-reduce, whatever the vocabulary; gathered logits would be vocabulary numbers a position. It takes whole predictions too.
+
+    Args:
+        from_logits: whether predictions are logits; else probabilities.
+        ignore_class: a label that does not count, such as -1; None: all count.
+        label_smoothing: in [0, 1): so much of the label's weight is spread evenly over all classes.
+        reduction, name, dtype: as of Keras losses.
+
+    Call arguments:
+        y_true: integers, (batch, ...) or (batch, ..., 1).
+        y_pred: (batch, ..., classes), cut along its last axis or whole.
+
+    Raises:
+        ValueError: `label_smoothing` is out of range, or `y_true` is one-hot.
+
+    Source: Megatron-LM, Shoeybi et al. 2019; label smoothing of Szegedy et al. 2016.
+    """
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        ignore_class: int | None = None,
+        label_smoothing: float = 0.0,
+        reduction: str | None = "sum_over_batch_size",
+        name: str = "vocab_parallel_crossentropy",
+        dtype: Any = None,
+    ):
+        super().__init__(name=name, reduction=reduction, dtype=dtype)
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(errors.message("`label_smoothing` must be in [0, 1).", label_smoothing=label_smoothing))
+        self.from_logits = from_logits
+        self.ignore_class = ignore_class
+        self.label_smoothing = label_smoothing
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        # Keras converts predictions before `call`, and a converted tensor has no mark.
+        self._cut = cut_tensors.cut_of(y_pred)
+        return super().__call__(y_true, y_pred, sample_weight)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        cut, self._cut = self._cut, None
+        logits = tf.convert_to_tensor(y_pred)
+        labels = self._labels(y_true, logits)
+        if not self.from_logits:
+            epsilon = keras.config.epsilon()
+            logits = tf.math.log(tf.clip_by_value(logits, epsilon, 1 - epsilon))
+        is_valid = None
+        if self.ignore_class is not None:
+            is_valid = tf.not_equal(labels, self.ignore_class)
+            labels = tf.where(is_valid, labels, tf.zeros_like(labels))
+        losses = self._losses(labels, logits, cut)
+        if is_valid is not None:
+            losses = tf.where(is_valid, losses, tf.zeros_like(losses))
+            losses._keras_mask = is_valid  # as Keras: the mean is over what counts
+        return losses
+
+    def _labels(self, y_true: Any, logits: tf.Tensor) -> tf.Tensor:
+        labels = tf.convert_to_tensor(y_true)
+        if labels.shape.rank == logits.shape.rank:
+            if labels.shape[-1] != 1:
+                raise ValueError(
+                    errors.message(
+                        "`y_true` must hold class numbers, of the shape of `y_pred` without its last axis.",
+                        y_true=tuple(labels.shape),
+                        y_pred=tuple(logits.shape),
+                        fix="Turn one-hot labels into numbers with `keras.ops.argmax(y_true, axis=-1)`.",
+                    )
+                )
+            labels = tf.squeeze(labels, -1)
+        return tf.cast(labels, tf.int64)
+
+    def _losses(self, labels: tf.Tensor, logits: tf.Tensor, cut: cut_tensors.Cut | None) -> tf.Tensor:
+        """Returns the loss of each position, labels (batch, ...), logits (batch, ..., classes), whole or cut."""
+        local = logits.shape[-1]
+        classes, start = (local, 0) if cut is None else (cut.size, regions.tensor_rank() * local)
+        shift = tf.stop_gradient(self._maximum(logits, classes, start, cut))
+        shifted = logits - shift[..., tf.newaxis]
+        counts = start + tf.range(local) < classes  # False in the padding of a vocabulary
+        exponentials = tf.where(counts, tf.exp(shifted), tf.zeros_like(shifted))
+        is_here = (labels >= start) & (labels < min(start + local, classes))
+        places = tf.where(is_here, labels - start, tf.zeros_like(labels))
+        of_label = tf.gather(shifted, places, batch_dims=labels.shape.rank)
+        sums = [tf.reduce_sum(exponentials, -1), tf.where(is_here, of_label, tf.zeros_like(of_label))]
+        if self.label_smoothing:
+            sums.append(tf.reduce_sum(tf.where(counts, shifted, tf.zeros_like(shifted)), -1))
+        packed = tf.stack(sums, -1)  # (batch, ..., 2 or 3)
+        if cut is not None:
+            packed = regions.reduce_from(packed, f"{self.name}/sums")
+        total, of_label, *of_all = tf.unstack(packed, axis=-1)
+        target = of_label
+        if self.label_smoothing:
+            target = (1 - self.label_smoothing) * of_label + self.label_smoothing / classes * of_all[0]
+        losses = tf.math.log(total) - target
+        # A label that no rank has is a mistake in the data: not a number, as TensorFlow has it.
+        is_known = (labels >= 0) & (labels < classes)
+        return tf.where(is_known, losses, tf.constant(float("nan"), losses.dtype))
+
+    def _maximum(self, logits: tf.Tensor, classes: int, start: int, cut: cut_tensors.Cut | None) -> tf.Tensor:
+        local = logits.shape[-1]
+        counts = start + tf.range(local) < classes
+        highest = tf.reduce_max(tf.where(counts, logits, tf.constant(logits.dtype.min, logits.dtype)), -1)
+        if cut is None:
+            return highest
+        program = regions.tensor_program()
+        return activations.all_reduce(program, tf.stop_gradient(highest), "tensor", f"{self.name}/maximum", reduce_op="max")
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "from_logits": self.from_logits,
+            "ignore_class": self.ignore_class,
+            "label_smoothing": self.label_smoothing,
+        }
