@@ -2,5 +2,6 @@
 
 from tfdist.planner.elementwise import is_elementwise_activation
 from tfdist.planner.layer_kinds import CutAxes, cut_axes, cut_weights
+from tfdist.planner.model_graph import CuttableLayer, ModelGraph, trace_model
 
-__all__ = ["CutAxes", "cut_axes", "cut_weights", "is_elementwise_activation"]
+__all__ = ["CutAxes", "CuttableLayer", "ModelGraph", "cut_axes", "cut_weights", "is_elementwise_activation", "trace_model"]
