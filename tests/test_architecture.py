@@ -55,6 +55,7 @@ PRIVATE = {
     "losses/keras_seam.py",
     "metrics/keras_seam.py",
     "layers/empty_batches.py",
+    "planner/keras_tracing.py",
 }
 RAW_COLLECTIVES = {"collectives/wire.py"}
 TF_CONFIG = {"mesh/devices.py"}

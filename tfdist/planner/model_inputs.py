@@ -1,0 +1,71 @@
+"""Symbols to call a model with, from what the model says of its inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+
+# The positional and keyword arguments of a call.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+BATCH = 2  # examples, where the model does not fix their number
+# Sizes tried in place of those that the model leaves open, such as a sequence's length: until every layer can be followed.
+OPEN_SIZES = (128, 16)
+# A subclassed model does not know its dtypes. An Embedding takes indices of any, but other steps may want integers.
+OPEN_DTYPES = ("float32", "int32")
+
+
+@dataclasses.dataclass(frozen=True)
+class InputSpec:
+    """An input of a subclassed model: its dtype is not known."""
+
+    shape: tuple[int | None, ...]
+    dtype: str | None = None
+    sparse: bool = False
+
+
+def symbolic_calls(model: keras.Model) -> Iterator[tuple[Call, int | None]]:
+    """Yields calls of the model on symbols, the likeliest first.
+
+    Yields:
+        (arguments, size): the size that stands for those left open, None if there are none. Nothing at all if the model does
+        not know the shapes of its inputs.
+    """
+    specs, is_keyword = _input_specs(model)
+    flat = keras.tree.flatten(specs)
+    sizes = OPEN_SIZES if any(None in spec.shape[1:] for spec in flat) else (None,)
+    dtypes = OPEN_DTYPES if any(spec.dtype is None for spec in flat) else (None,)
+    for size, dtype in itertools.product(sizes, dtypes) if flat else ():
+        symbols = [_symbol(spec, size, dtype) for spec in flat]
+        structure = keras.tree.pack_sequence_as(specs, symbols)
+        yield (((), structure) if is_keyword else ((structure,), {})), size
+
+
+def _symbol(spec: keras.KerasTensor | InputSpec, size: int | None, dtype: str | None) -> keras.KerasTensor:
+    shape = [known or (size if axis else BATCH) for axis, known in enumerate(spec.shape)]
+    return keras.KerasTensor(shape, spec.dtype or dtype, sparse=spec.sparse)
+
+
+def _input_specs(model: keras.Model) -> tuple[Any, bool]:
+    """Returns the structure of the inputs, and whether they are keyword arguments; an empty one if it is not known."""
+    inputs = getattr(model, "inputs", None)
+    if isinstance(inputs, list) and inputs and all(isinstance(x, keras.KerasTensor) for x in inputs):
+        return (inputs[0] if isinstance(model, keras.Sequential) else model.input), False
+    config = model.get_build_config() or {}
+    if config.get("input_shape") is not None:
+        return _specs(config["input_shape"]), False
+    shapes = config.get("shapes_dict") or {}
+    return _specs({name.removesuffix("_shape"): shape for name, shape in shapes.items()}), True
+
+
+def _specs(shapes: Any) -> Any:
+    """Returns the structure of specs for a structure of shapes."""
+    if isinstance(shapes, Mapping):
+        return {name: _specs(shape) for name, shape in shapes.items()}
+    if all(size is None or isinstance(size, int) for size in shapes):
+        return InputSpec(tuple(shapes))
+    return [_specs(shape) for shape in shapes]
