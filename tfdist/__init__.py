@@ -10,6 +10,7 @@
 from tfdist import autograph, checkpoint, collectives, data, layers, losses, mesh, metrics, optimizers, sharding
 from tfdist.mesh import use_logical_cpus
 from tfdist.optimizers import global_norm
+from tfdist.planner import TensorPlan, parallelize, suggest_plan
 from tfdist.profiling import memory_report
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
 
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "MultiWorkerShardedStrategy",
     "ShardedStrategy",
+    "TensorPlan",
     "autograph",
     "checkpoint",
     "collectives",
@@ -29,6 +31,8 @@ __all__ = [
     "mesh",
     "metrics",
     "optimizers",
+    "parallelize",
     "sharding",
+    "suggest_plan",
     "use_logical_cpus",
 ]

@@ -13,6 +13,7 @@ Of the seams nothing is called by hand. Inside `strategy.run` of a tfdist strate
 from tfdist.layers import cut_tensors, empty_batches, normalization, randomness, regions, statistics
 from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
 from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
+from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
 from tfdist.layers.parallel_mlp import ParallelMLP
 from tfdist.layers.parallel_transformer import ParallelTransformerBlock
 from tfdist.layers.vocab_parallel_crossentropy import VocabParallelCrossentropy
@@ -20,11 +21,13 @@ from tfdist.layers.vocab_parallel_embedding import VocabParallelEmbedding, Vocab
 
 __all__ = [
     "ColumnParallelDense",
+    "ColumnParallelEinsumDense",
     "ParallelGroupedQueryAttention",
     "ParallelMLP",
     "ParallelMultiHeadAttention",
     "ParallelTransformerBlock",
     "RowParallelDense",
+    "RowParallelEinsumDense",
     "VocabParallelCrossentropy",
     "VocabParallelEmbedding",
     "VocabParallelReversibleEmbedding",

@@ -10,16 +10,9 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions
-from tfdist.mesh import current_mesh
 from tfdist.sharding import Shard, ShardedVariable, cut_over_tensor
 
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
-
-# Activations that look at one element at a time, and so may look at a cut tensor.
-_ELEMENTWISE = frozenset(
-    "celu elu exponential gelu hard_shrink hard_sigmoid hard_silu hard_tanh leaky_relu linear log_sigmoid mish relu relu6 selu "
-    "sigmoid silu soft_shrink softplus softsign sparse_plus sparse_sigmoid squareplus tanh tanh_shrink threshold".split()
-)
 
 
 class CutWeights:
@@ -41,7 +34,7 @@ class CutWeights:
         """Raises what the layer raises that cannot be cut in as many parts as the strategy has tensor ranks."""
         if getattr(self, "lora_rank", None) or getattr(self, "quantization_mode", None):
             self._refuse("LoRA and quantization")
-        self._check_sizes(input_shape, current_tensor_size())
+        self._check_sizes(input_shape, regions.scope_tensor_size())
 
     def cut_weights(self) -> None:
         """Cuts the weights of the layer, which is built."""
@@ -72,7 +65,7 @@ class CutWeights:
 def cut_weight(variable: keras.Variable, placement: Shard) -> None:
     """Cuts a layer's weight, and lets its regularizer see all of it."""
     cut_over_tensor(variable, placement)
-    if variable.regularizer is not None and current_tensor_size() > 1:
+    if variable.regularizer is not None and regions.scope_tensor_size() > 1:
         variable.regularizer = WholeRegularizer(variable.regularizer, placement.axis, variable.shape)
 
 
@@ -92,12 +85,6 @@ class WholeRegularizer:
             return regions.reduce_from(self._regularizer(local), "regularizer")
         whole = regions.gather_from(local, self._axis, "regularizer")
         return self._regularizer(whole[tuple(slice(0, size) for size in self._shape)])
-
-
-def current_tensor_size() -> int:
-    """Returns the tensor size of the strategy whose scope this is; 1 without one."""
-    mesh = current_mesh()
-    return 1 if mesh is None else mesh.tensor_parallel_size
 
 
 def check_divisible(argument: str, size: int, parts: int, layer: str) -> None:
@@ -124,11 +111,3 @@ def check_is_cut(layer: Any, variable: keras.Variable) -> None:
             fix="Build the model, and with it the layer, inside `strategy.scope()`.",
         )
     )
-
-
-def is_elementwise(activation: Callable[..., Any] | None) -> bool:
-    """Whether an activation is known to look at one element at a time."""
-    if activation is None:
-        return True
-    name = getattr(activation, "__name__", "")
-    return name in _ELEMENTWISE and activation is getattr(keras.activations, name, None)

@@ -16,22 +16,10 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import activations
 from tfdist.layers import regions
-from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, current_tensor_size, cut_weight
+from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, cut_weight
+from tfdist.layers.parallel_einsum_dense import RowParallelEinsumDense
 from tfdist.layers.randomness import cut_region
 from tfdist.sharding import Shard
-
-
-class _RowParallelEinsumDense(keras.layers.EinsumDense):
-    """The output projection of cut heads: summed over the tensor ranks before its bias."""
-
-    sequence_parallel = False
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if regions.tensor_program() is None:
-            return super().call(inputs)
-        x = keras.ops.einsum(self.equation, inputs, self.kernel)
-        x, bias = regions.leave_region(x, self.bias, self.sequence_parallel, self.name)
-        return x if bias is None else keras.ops.add(x, bias)
 
 
 class _ParallelAttention(CutWeights):
@@ -66,11 +54,10 @@ class _ParallelAttention(CutWeights):
 
     def cut_weights(self) -> None:
         """Cuts the projections by heads; also of a Keras attention that has become a parallel one."""
-        self._output_dense.__class__ = _RowParallelEinsumDense
+        self._output_dense.__class__ = RowParallelEinsumDense
+        self._output_dense.input_is_parallel = True
         self._output_dense.sequence_parallel = self.sequence_parallel
-        if current_tensor_size() == 1:
-            return
-        cut_weight(self._output_dense._kernel, Shard(0))  # (heads, head_dim, out)
+        self._output_dense.cut_weights()  # (heads, head_dim, out)
         for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
             dense = getattr(self, name, None)
             if dense is None:
@@ -79,20 +66,42 @@ class _ParallelAttention(CutWeights):
             if dense.bias is not None:
                 cut_weight(dense.bias, Shard(0))
 
-    def call(self, query: Any, value: Any, key: Any = None, **kwargs: Any) -> Any:
+    # Keras looks at the names of the arguments: masks and `training` are passed to who asks for them.
+    def call(
+        self,
+        query: Any,
+        value: Any,
+        key: Any = None,
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        return_attention_scores: bool = False,
+        training: bool | None = None,
+        use_causal_mask: bool = False,
+    ) -> Any:
+        options = {
+            "query_mask": query_mask,
+            "value_mask": value_mask,
+            "key_mask": key_mask,
+            "attention_mask": attention_mask,
+            "return_attention_scores": return_attention_scores,
+            "training": training,
+            "use_causal_mask": use_causal_mask,
+        }
         if regions.tensor_program() is None:
-            return super().call(query, value, key=key, **kwargs)
+            return super().call(query, value, key=key, **options)
         check_is_cut(self, self._query_dense._kernel)
         key = value if key is None else key
         entered: dict[int, Any] = {}
         for x in (query, value, key):
             if id(x) not in entered:
                 entered[id(x)] = self._entered(x)
-        if kwargs.get("attention_mask") is not None:
-            kwargs["attention_mask"] = self._own_heads(kwargs["attention_mask"])
+        if attention_mask is not None:
+            options["attention_mask"] = self._own_heads(attention_mask)
         with cut_region():
-            outputs = super().call(entered[id(query)], entered[id(value)], key=entered[id(key)], **kwargs)
-        if not kwargs.get("return_attention_scores"):
+            outputs = super().call(entered[id(query)], entered[id(value)], key=entered[id(key)], **options)
+        if not return_attention_scores:
             return outputs
         output, scores = outputs  # (batch, heads / t, target, source)
         return output, regions.gather_from(scores, 1, f"{self.name}/scores")

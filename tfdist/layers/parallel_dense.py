@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import cut_tensors, regions
-from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, is_elementwise
+from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut
+from tfdist.layers.elementwise import is_elementwise_activation
 from tfdist.sharding import Shard
 
 
@@ -145,7 +146,7 @@ def check_column_output(layer: Any) -> None:
     """Raises when a column-parallel layer cannot leave its output cut."""
     if layer.gather_output:
         return
-    if not is_elementwise(layer.activation):
+    if not is_elementwise_activation(layer.activation):
         raise ValueError(
             errors.message(
                 f"`activation` of layer {layer.name!r} is not known to look at one element at a time, and with "
@@ -170,7 +171,7 @@ def column_output(layer: Any, x: tf.Tensor, axis: int, size: int) -> tf.Tensor:
     label = f"{layer.name}/gather_output"
     if not layer.gather_output:
         return cut_tensors.mark(activation(x), axis, size)
-    if is_elementwise(layer.activation):
+    if is_elementwise_activation(layer.activation):
         return regions.gather_from(activation(x), axis, label)
     return activation(regions.gather_from(x, axis, label))
 

@@ -24,12 +24,15 @@ Source: f and g of Megatron-LM, Shoeybi et al. 2019; the sequence-parallel pair 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, activations, find_program
+from tfdist.mesh import current_mesh
+from tfdist.sharding import tape
 from tfdist.sharding.keras_scope import in_symbolic_scope
 
 
@@ -56,9 +59,27 @@ def tensor_ranks() -> int:
     return 1 if program is None else program.mesh.tensor_parallel_size
 
 
+def scope_tensor_size() -> int:
+    """Returns the tensor size of the strategy whose scope this is; 1 without one."""
+    mesh = current_mesh()
+    return 1 if mesh is None else mesh.tensor_parallel_size
+
+
 def copy_to(x: tf.Tensor, label: str = "copy_to") -> tf.Tensor:
-    """Enters a cut region with a whole tensor. Forward: identity; backward: all-reduce."""
-    return _region(x, lambda program, x: tf.identity(x), lambda program, upstream: _sum(program, upstream, f"{label}/gradient"))
+    """Enters a cut region with a whole tensor. Forward: identity; backward: all-reduce.
+
+    A tensor that several layers take (query, key and value projections, the two of a gated MLP) enters once: its gradients are
+    added up before the one all-reduce.
+    """
+    program = tensor_program()
+    if program is None:
+        return x
+    x = tf.convert_to_tensor(x)
+    entered = program.attachment(_Entered)
+    if entered.find(x) is None:
+        backward = functools.partial(_sum_gradient, label=label)
+        entered.add(x, _region(x, lambda program, x: tf.identity(x), backward))
+    return entered.find(x)
 
 
 def reduce_from(x: tf.Tensor, label: str = "reduce_from") -> tf.Tensor:
@@ -129,6 +150,24 @@ def leave_region(
     return reduce_scatter_from(x, 1, f"{label}/reduce_scatter"), bias
 
 
+class _Entered:
+    """Which tensors have entered a cut region in one trace; an attachment of its program."""
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._copies: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def add(self, x: tf.Tensor, copy: tf.Tensor) -> None:
+        self._copies[id(x)] = (x, copy)  # x is kept, so that its id stays its own
+
+    def find(self, x: tf.Tensor) -> tf.Tensor | None:
+        """Returns the copy of `x` that may be used here: it exists, and all tapes that watch `x` know it."""
+        _, copy = self._copies.get(id(x), (None, None))
+        if copy is None or not self._program.is_eager and copy.graph is not tf.compat.v1.get_default_graph():
+            return None
+        return copy if tape.tapes_watching([copy]) >= tape.tapes_watching([x]) else None
+
+
 _Step = Callable[[RankProgram, tf.Tensor], tf.Tensor]
 
 
@@ -148,6 +187,10 @@ def _region(x: tf.Tensor, forward: _Step, backward: _Step) -> tf.Tensor:
         return y, gradient
 
     return border(tf.convert_to_tensor(x))
+
+
+def _sum_gradient(program: RankProgram, upstream: tf.Tensor, label: str) -> tf.Tensor:
+    return _sum(program, upstream, f"{label}/gradient")
 
 
 def _sum(program: RankProgram, x: tf.Tensor, label: str) -> tf.Tensor:

@@ -25,7 +25,7 @@ import keras
 import numpy as np
 from keras.src.layers import layer as keras_layer
 
-from tfdist.planner import elementwise
+from tfdist.layers import elementwise
 from tfdist.planner.model_inputs import Call
 
 

@@ -18,7 +18,9 @@ import math
 import keras
 import tensorflow as tf
 
-COLUMN, ROW, VOCAB, REPLICATE = "column", "row", "vocab", "replicate"
+from tfdist.layers.einsum_axes import COLUMN, ROW, CutAxes, einsum_axes, einsum_label
+
+VOCAB, REPLICATE = "vocab", "replicate"
 ROLES = (COLUMN, ROW, VOCAB, REPLICATE)
 
 
@@ -41,23 +43,6 @@ class LayerKind:
     @property
     def is_attention(self) -> bool:
         return self.layer_class in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
-
-
-@dataclasses.dataclass(frozen=True)
-class CutAxes:
-    """Where a Dense or EinsumDense is cut; negative axes count from the end, as the number of leading axes may vary.
-
-    Attributes:
-        kernel: the axis of the kernel.
-        bias: the axis of the bias, None if the bias stays whole or there is none.
-        inputs: the axis on which the input must be local, None if it must be whole.
-        outputs: the axis on which the output is local, None if it is whole.
-    """
-
-    kernel: int
-    bias: int | None
-    inputs: int | None
-    outputs: int | None
 
 
 KINDS = (
@@ -108,7 +93,7 @@ def roles_of(layer: keras.Layer) -> tuple[str, ...]:
     if kind is None:
         return ()
     if kind.layer_class is keras.layers.EinsumDense:
-        return tuple(role for role in kind.roles if _einsum_label(layer, role) is not None)
+        return tuple(role for role in kind.roles if einsum_label(layer, role) is not None)
     return kind.roles
 
 
@@ -118,15 +103,7 @@ def cut_axes(layer: keras.Layer, role: str) -> CutAxes:
         if role == COLUMN:
             return CutAxes(kernel=1, bias=None if layer.bias is None else 0, inputs=None, outputs=-1)
         return CutAxes(kernel=0, bias=None, inputs=-1, outputs=None)
-    inputs, kernel, outputs = einsum_terms(layer)
-    label = _einsum_label(layer, role)
-    if role == ROW:
-        return CutAxes(kernel.index(label), bias=None, inputs=_axis(inputs, label), outputs=None)
-    bias = None
-    if layer.bias is not None and label in layer.bias_axes:
-        # The bias begins at the first axis that has one.
-        bias = outputs.index(label) - min(outputs.index(axis) for axis in layer.bias_axes)
-    return CutAxes(kernel.index(label), bias=bias, inputs=None, outputs=_axis(outputs, label))
+    return einsum_axes(layer, role)
 
 
 def cut_sizes(layer: keras.Layer, role: str) -> dict[str, int]:
@@ -141,7 +118,7 @@ def cut_sizes(layer: keras.Layer, role: str) -> dict[str, int]:
     size = layer.kernel.shape[cut_axes(layer, role).kernel]
     if kind.layer_class is keras.layers.Dense:
         return {"units" if role == COLUMN else "input features": size}
-    return {f"axis {_einsum_label(layer, role)!r} of {layer.equation!r}": size}
+    return {f"axis {einsum_label(layer, role)!r} of {layer.equation!r}": size}
 
 
 def cut_weights(layer: keras.Layer, role: str) -> list[tuple[keras.Variable, int | None]]:
@@ -170,28 +147,9 @@ def dtype_bytes(dtype: str) -> int:
     return tf.as_dtype(dtype).size
 
 
-def einsum_terms(layer: keras.Layer) -> tuple[str, str, str]:
-    """Returns the equation's three terms; an ellipsis is the one character "." in them."""
-    operands, outputs = layer.equation.replace("...", ".").replace(" ", "").split("->")
-    inputs, kernel = operands.split(",")
-    return inputs, kernel, outputs
-
-
 def _attention_axis(weight: keras.Variable) -> int | None:
     """Heads are axis 1 of a projection's kernel (features, heads, size), 0 of its bias and of the output projection's kernel."""
     projection, name = weight.path.split("/")[-2:]
     if projection == "attention_output":
         return 0 if name == "kernel" else None
     return 1 if name == "kernel" else 0
-
-
-def _einsum_label(layer: keras.Layer, role: str) -> str | None:
-    inputs, kernel, outputs = einsum_terms(layer)
-    own, other = (outputs, inputs) if role == COLUMN else (inputs, outputs)
-    return next((label for label in kernel if label in own and label not in other), None)
-
-
-def _axis(term: str, label: str) -> int:
-    """Returns the label's axis in the term: from the end where an ellipsis stands before it."""
-    index = term.index(label)
-    return index - len(term) if "." in term[:index] else index

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import keras
 
+from tfdist.layers.einsum_axes import einsum_terms
 from tfdist.planner.keras_tracing import Event, HiddenCall, Trace
-from tfdist.planner.layer_kinds import einsum_terms
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import keras
 
 from tfdist import errors
+from tfdist.layers.elementwise import is_elementwise_activation
 from tfdist.planner import keras_tracing
-from tfdist.planner.elementwise import is_elementwise_activation
 from tfdist.planner.keras_tracing import Trace
 from tfdist.planner.layer_kinds import LOOPS, LayerKind, kind_of, obstacle, path_of
 from tfdist.planner.layer_uses import LayerUse, hidden_use, seen_use

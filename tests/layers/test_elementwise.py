@@ -7,7 +7,8 @@ from keras import layers, ops
 from keras.src import ops as keras_ops
 from keras.src.activations import activations
 
-from tfdist.planner import elementwise, is_elementwise_activation
+from tfdist.layers import elementwise
+from tfdist.layers.elementwise import is_elementwise_activation
 
 # The public function of each class in the table, where it is not the class's name in lower case.
 FUNCTIONS = {

@@ -1,0 +1,63 @@
+"""Where the equation of an `EinsumDense` can be cut.
+
+    column    a label of the kernel that is in the output only        "abc,cde->abde": d
+    row       a label of the kernel that is summed over               "abcd,cde->abe": c
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import keras
+
+COLUMN, ROW = "column", "row"
+
+
+@dataclasses.dataclass(frozen=True)
+class CutAxes:
+    """Where a Dense or EinsumDense is cut; negative axes count from the end, as the number of leading axes may vary.
+
+    Attributes:
+        kernel: the axis of the kernel.
+        bias: the axis of the bias, None if the bias stays whole or there is none.
+        inputs: the axis on which the input must be local, None if it must be whole.
+        outputs: the axis on which the output is local, None if it is whole.
+    """
+
+    kernel: int
+    bias: int | None
+    inputs: int | None
+    outputs: int | None
+
+
+def einsum_terms(layer: keras.layers.EinsumDense) -> tuple[str, str, str]:
+    """Returns the equation's three terms; an ellipsis is the one character "." in them."""
+    operands, outputs = layer.equation.replace("...", ".").replace(" ", "").split("->")
+    inputs, kernel = operands.split(",")
+    return inputs, kernel, outputs
+
+
+def einsum_label(layer: keras.layers.EinsumDense, role: str) -> str | None:
+    """Returns the label along which `role`, "column" or "row", cuts the layer; None if it cannot."""
+    inputs, kernel, outputs = einsum_terms(layer)
+    own, other = (outputs, inputs) if role == COLUMN else (inputs, outputs)
+    return next((label for label in kernel if label in own and label not in other), None)
+
+
+def einsum_axes(layer: keras.layers.EinsumDense, role: str) -> CutAxes:
+    """Returns where the layer is cut in `role`, in which it can be."""
+    inputs, kernel, outputs = einsum_terms(layer)
+    label = einsum_label(layer, role)
+    if role == ROW:
+        return CutAxes(kernel.index(label), bias=None, inputs=_axis(inputs, label), outputs=None)
+    bias = None
+    if layer.bias_axes and label in layer.bias_axes:
+        # The bias begins at the first axis that has one.
+        bias = outputs.index(label) - min(outputs.index(axis) for axis in layer.bias_axes)
+    return CutAxes(kernel.index(label), bias=bias, inputs=None, outputs=_axis(outputs, label))
+
+
+def _axis(term: str, label: str) -> int:
+    """Returns the label's axis in the term: from the end where an ellipsis stands before it."""
+    index = term.index(label)
+    return index - len(term) if "." in term[:index] else index
