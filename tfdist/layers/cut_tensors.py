@@ -59,9 +59,12 @@ def whole(x: Any) -> Any:
     if cut is None or regions.tensor_program() is None:
         return x
     gathered = regions.gather_from(x, cut.axis, "gather_output")
-    if cut.size is None or gathered.shape[cut.axis] == cut.size:
-        return gathered
-    return gathered[tuple([slice(None)] * cut.axis + [slice(0, cut.size)])]
+    if cut.size is not None and gathered.shape[cut.axis] != cut.size:
+        gathered = gathered[tuple([slice(None)] * cut.axis + [slice(0, cut.size)])]
+    mask = getattr(x, "_keras_mask", None)
+    if mask is not None:
+        gathered._keras_mask = mask
+    return gathered
 
 
 def all_whole(structure: Any) -> Any:

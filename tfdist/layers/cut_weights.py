@@ -87,6 +87,14 @@ class WholeRegularizer:
         return self._regularizer(whole[tuple(slice(0, size) for size in self._shape)])
 
 
+def local(variable: Any) -> tf.Tensor:
+    """Returns what this rank computes with of a weight, a tensor of its own shape.
+
+    Keras's operations look at the shape of what they are given (`add` may become a `BiasAdd`), and a Keras variable's is global.
+    """
+    return tf.convert_to_tensor(variable)
+
+
 def check_divisible(argument: str, size: int, parts: int, layer: str) -> None:
     """Raises ValueError, with the nearest sizes that work, when `parts` does not divide `size`."""
     if size % parts:

@@ -16,10 +16,19 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import activations
 from tfdist.layers import regions
-from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, cut_weight
-from tfdist.layers.parallel_einsum_dense import RowParallelEinsumDense
+from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut
+from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
 from tfdist.layers.randomness import cut_region
 from tfdist.sharding import Shard
+
+
+class _Projection(ColumnParallelEinsumDense):
+    """A projection to cut heads, of an input that has entered the region already."""
+
+    gather_output = False
+
+    def _entered(self, inputs: Any) -> Any:
+        return inputs
 
 
 class _ParallelAttention(CutWeights):
@@ -60,11 +69,9 @@ class _ParallelAttention(CutWeights):
         self._output_dense.cut_weights()  # (heads, head_dim, out)
         for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
             dense = getattr(self, name, None)
-            if dense is None:
-                continue
-            cut_weight(dense._kernel, Shard(1))  # (in, heads, head_dim)
-            if dense.bias is not None:
-                cut_weight(dense.bias, Shard(0))
+            if dense is not None:
+                dense.__class__ = _Projection
+                dense.cut_weights()  # (in, heads, head_dim)
 
     # Keras looks at the names of the arguments: masks and `training` are passed to who asks for them.
     def call(

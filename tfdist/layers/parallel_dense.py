@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import cut_tensors, regions
-from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut
+from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, local
 from tfdist.layers.elementwise import is_elementwise_activation
 from tfdist.sharding import Shard
 
@@ -70,9 +70,9 @@ class ColumnParallelDense(CutWeights, keras.layers.Dense):
         if regions.tensor_program() is None:
             return super().call(inputs)
         check_is_cut(self, self._kernel)
-        x = keras.ops.matmul(self._entered(inputs), self.kernel)  # (batch, ..., units / t)
+        x = keras.ops.matmul(self._entered(inputs), local(self.kernel))  # (batch, ..., units / t)
         if self.bias is not None:
-            x = keras.ops.add(x, self.bias)
+            x = keras.ops.add(x, local(self.bias))
         return column_output(self, x, -1, self.units)
 
     def _entered(self, inputs: Any) -> Any:
@@ -133,7 +133,7 @@ class RowParallelDense(CutWeights, keras.layers.Dense):
         check_is_cut(self, self._kernel)
         x = inputs if self.input_is_parallel else regions.scatter_to(inputs, label=f"{self.name}/scatter_to")
         check_row_input(self, x, -1, self._kernel.shape[0])
-        x, bias = regions.leave_region(keras.ops.matmul(x, self.kernel), self.bias, self.sequence_parallel, self.name)
+        x, bias = regions.leave_region(keras.ops.matmul(x, local(self.kernel)), self.bias, self.sequence_parallel, self.name)
         if bias is not None:
             x = keras.ops.add(x, bias)
         return x if self.activation is None else self.activation(x)
@@ -178,13 +178,13 @@ def column_output(layer: Any, x: tf.Tensor, axis: int, size: int) -> tf.Tensor:
 
 def check_row_input(layer: Any, x: tf.Tensor, axis: int, size: int) -> None:
     """Raises ValueError when the input of a row-parallel layer is not this rank's part of an axis of `size`."""
-    local = size // regions.tensor_ranks()
-    if x.shape[axis] == local:
+    part = size // regions.tensor_ranks()
+    if x.shape[axis] == part:
         return
     is_whole = x.shape[axis] == size
     raise ValueError(
         errors.message(
-            f"Layer {layer.name!r} with `input_is_parallel={layer.input_is_parallel}` computes on {local} of {size} input "
+            f"Layer {layer.name!r} with `input_is_parallel={layer.input_is_parallel}` computes on {part} of {size} input "
             "features, one part a tensor rank.",
             shape=tuple(x.shape),
             fix="The input is whole: use `input_is_parallel=False`, or `gather_output=False` in the layer before."

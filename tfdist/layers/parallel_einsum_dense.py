@@ -9,7 +9,7 @@ import keras
 
 from tfdist import errors
 from tfdist.layers import regions
-from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut
+from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, local
 from tfdist.layers.einsum_axes import COLUMN, ROW, CutAxes, einsum_axes, einsum_label
 from tfdist.layers.parallel_dense import check_column_output, check_row_input, column_output
 from tfdist.sharding import Shard
@@ -70,10 +70,13 @@ class ColumnParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
             return super().call(inputs)
         check_is_cut(self, self._kernel)
         axes = self._axes()
-        x = keras.ops.einsum(self.equation, regions.copy_to(inputs, f"{self.name}/copy_to"), self.kernel)
+        x = keras.ops.einsum(self.equation, self._entered(inputs), local(self.kernel))
         if self.bias is not None:
-            x = keras.ops.add(x, self.bias)
+            x = keras.ops.add(x, local(self.bias))
         return column_output(self, x, axes.outputs, self._kernel.shape[axes.kernel])
+
+    def _entered(self, inputs: Any) -> Any:
+        return regions.copy_to(inputs, f"{self.name}/copy_to")
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "gather_output": self.gather_output}
@@ -110,7 +113,7 @@ class RowParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
         if not self.input_is_parallel:
             x = regions.scatter_to(inputs, axes.inputs, f"{self.name}/scatter_to")
         check_row_input(self, x, axes.inputs, self._kernel.shape[axes.kernel])
-        x = keras.ops.einsum(self.equation, x, self.kernel)
+        x = keras.ops.einsum(self.equation, x, local(self.kernel))
         x, bias = regions.leave_region(x, self.bias, self.sequence_parallel, self.name)
         if bias is not None:
             x = keras.ops.add(x, bias)

@@ -182,7 +182,8 @@ def _region(x: tf.Tensor, forward: _Step, backward: _Step) -> tf.Tensor:
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             # Shapes are forgotten on the way back, and a collective wants to know what is static.
-            return backward(program, tf.ensure_shape(upstream, y.shape))
+            with tape.backward_scope():
+                return backward(program, tf.ensure_shape(upstream, y.shape))
 
         return y, gradient
 

@@ -79,9 +79,18 @@ def reduce_gradients(
     reduced = known.find(grads)
     if reduced is None:
         with tf.device(program.device):
-            reduced = _reduce([tf.convert_to_tensor(grad) for grad in grads], variables, config, program)
+            dense = [_dense(grad, variable, config) for grad, variable in zip(grads, variables, strict=True)]
+            reduced = _reduce(dense, variables, config, program)
         known.add(grads, reduced)
     return reduced
+
+
+def _dense(grad: Any, variable: tf.Variable, config: ShardingConfig) -> tf.Tensor:
+    """Returns a gradient as a tensor of static shape: that of rows of a batch of unknown size is forgotten on the way."""
+    grad = tf.convert_to_tensor(grad)
+    if not is_data_sharded(variable) and not grad.shape.is_fully_defined():
+        grad = tf.ensure_shape(grad, layout_of(variable, config).local_shape)
+    return grad
 
 
 def _reduce(

@@ -19,6 +19,7 @@ from tfdist.collectives import RankProgram, current_program, wire
 from tfdist.optimizers.averaging import update_averages
 from tfdist.optimizers.clipping import clip
 from tfdist.optimizers.constraining import constrain
+from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.owned_step import step_on_owners
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.parameter_shard import parameter_shard
@@ -62,6 +63,7 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
         if optimizer.use_ema:
             update_averages(optimizer, config, program)
         constrain(variables, config, program)
+        check_drift(optimizer, variables, config, program)
 
 
 def accumulates_partial_sums(optimizer: Any, config: ShardingConfig) -> bool:

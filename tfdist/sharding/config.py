@@ -26,6 +26,7 @@ class ShardingConfig:
         prefetch: parameter groups that may be gathered ahead of the one in use (stage 3).
         reshard_after_forward: whether stage 3 frees gathered parameters after forward and gathers them again for backward.
         reduce_dtype: dtype in which gradients travel; None: their own, and sums of half precision are made in float32.
+        check_drift_every: in every so many-th step weights that tensor ranks hold alike are compared; 0: never.
     """
 
     mesh: DeviceMesh
@@ -34,10 +35,11 @@ class ShardingConfig:
     prefetch: int = 1
     reshard_after_forward: bool = True
     reduce_dtype: tf.DType | None = None
+    check_drift_every: int = 0
 
     def __post_init__(self) -> None:
         placements_of(self.zero_stage)
-        for name, least in (("bucket_bytes", 1), ("prefetch", 0)):
+        for name, least in (("bucket_bytes", 1), ("prefetch", 0), ("check_drift_every", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(errors.message(f"`{name}` must be an integer of at least {least}.", **{name: value}))

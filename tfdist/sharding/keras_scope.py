@@ -33,12 +33,12 @@ def autocast_dtype() -> tf.DType | None:
     return None if scope is None or scope.dtype is None else tf.as_dtype(scope.dtype)
 
 
-def own_variables(layer: Any) -> list[tuple[tf.Variable, bool]]:
-    """Returns the `tf.Variable`s of the trainable variables that `layer` itself made, not those of its sublayers.
+def own_variables(layer: Any) -> list[tuple[tf.Variable, keras.Variable, bool]]:
+    """Returns the trainable variables that `layer` itself made, frozen or not, without those of its sublayers.
 
-    With each, whether Keras reads it in the layer's compute dtype.
+    Each as TensorFlow's and as Keras's, and whether Keras reads it in the layer's compute dtype.
     """
     if not isinstance(layer, keras.layers.Layer):
         return []  # an optimizer has a list of that name too: everybody's variables
     # Not `value`, which would read the variable to cast it.
-    return [(variable._value, variable._autocast) for variable in layer._trainable_variables]
+    return [(variable._value, variable, variable._autocast) for variable in layer._trainable_variables]

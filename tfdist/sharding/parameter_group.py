@@ -43,11 +43,12 @@ class ParameterGroups:
         """
         for layer in (keras_scope.current_layer(), maker):
             own = [] if layer is None else keras_scope.own_variables(layer)
-            if any(member is variable for member, _ in own):
-                for member, is_autocast in own:
+            if any(member is variable for member, _, _ in own):
+                for member, keras_variable, is_autocast in own:
                     if getattr(member, "is_parameter", False) and member.group is None:
                         member.group = self._add(layer, member)
                         member.is_autocast = is_autocast
+                        member.keras_variable = weakref.ref(keras_variable)
                 return variable.group
         group = ParameterGroup(variable.name.partition("/")[0])
         group.add(variable)

@@ -6,6 +6,7 @@ which tensor the consumers see.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -33,6 +34,16 @@ def tapes_watching(tensors: Sequence[tf.Tensor]) -> int:
 def is_backward(operation: tf.Operation) -> bool:
     """Whether a gradient tape (or `tf.gradients`) made `operation`; both name their operations so."""
     return "gradient_tape/" in operation.name or operation.name.startswith("gradients/") or "/gradients/" in operation.name
+
+
+def backward_scope() -> contextlib.AbstractContextManager:
+    """Names operations of a gradient function of our own as a tape names those of TensorFlow's."""
+    return tf.name_scope("gradient_tape")
+
+
+def in_backward() -> bool:
+    """Whether what is traced here is a gradient function that stands in `backward_scope`."""
+    return "gradient_tape" in tf.compat.v1.get_default_graph().get_name_scope()
 
 
 def same(one: tf.Tensor, other: tf.Tensor) -> bool:

@@ -200,6 +200,7 @@ class UnshardSchedule:
         """The tape's way back through a gather: notes the full gradient and returns a stand-in for the reduced shard."""
         self._differentiated.add(id(variable))
         full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
+        full.set_shape(variable.layout.local_shape)
         if full.graph is not self._program.graph:
             raise NotImplementedError(
                 errors.message(
@@ -224,11 +225,15 @@ class UnshardSchedule:
 
         Args:
             gradients: tensors that are about to be used; a reduced gradient that is neither among them nor read by an
-                operation is not wanted (a frozen layer's) and not reduced yet.
+                operation may not be wanted and is not reduced yet. Within the backward pass, where a collective of a layer
+                has its place, those of layers that are not frozen are taken to be wanted: kept until the end, all full
+                gradients would exist at once.
         """
         if self._emitting or not self._units:
             return
         wanted = {id(tensor) for tensor in gradients}
+        if tape.in_backward():
+            wanted.update(id(p.stub) for p in self._pending if not p.variable.is_frozen)
         ready = [p for p in self._pending if id(p.stub) in wanted or p.stub.consumers()]
         uses = self._backward_uses()
         if not ready and not uses:

@@ -55,6 +55,7 @@ class ShardedVariable(values.DistributedVariable):
         self.layout = layout
         self.group: ParameterGroup | None = None
         self.is_autocast = False  # whether its layer reads it in the compute dtype
+        self.keras_variable: Callable[[], Any] = lambda: None  # what its layer knows it as
         self._groups = groups
         self._stand_in: Any = None
         self._ranks = tuple(ranks)
@@ -67,11 +68,14 @@ class ShardedVariable(values.DistributedVariable):
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The global shape."""
+        """The global shape; inside a replica that of this rank's tensor cut, as the variable reads there."""
+        layout = self.layout
+        if layout.is_tensor_sharded and find_program() is not None and not keras_scope.in_symbolic_scope():
+            return tf.TensorShape(layout.local_shape)
         return self._full_shape
 
     def get_shape(self) -> tf.TensorShape:
-        return self._full_shape
+        return self.shape
 
     @property
     def device(self) -> str:
@@ -81,6 +85,12 @@ class ShardedVariable(values.DistributedVariable):
     def is_parameter(self) -> bool:
         """Whether it reads as its full value inside replicas; False for optimizer slots."""
         return self._groups is not None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the layer that made it has been frozen since: its gradient is not wanted."""
+        variable = self.keras_variable()
+        return variable is not None and not variable.trainable
 
     def _is_mirrored(self) -> bool:
         return True

@@ -55,15 +55,15 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; None reads TF_CONFIG.
         communication_options: `tf.distribute.experimental.CommunicationOptions`: `bytes_per_pack` replaces `bucket_bytes`,
             `implementation` chooses ring or NCCL, `timeout_seconds` replaces `step_timeout_seconds`; None chooses all.
-        zero_stage, bucket_bytes, prefetch, reshard_after_forward, reduce_dtype, tensor_parallel_size, pipeline_parallel_size: as
-            of `ShardedStrategy`.
+        zero_stage, bucket_bytes, prefetch, reshard_after_forward, reduce_dtype, tensor_parallel_size, pipeline_parallel_size,
+            check_drift_every: as of `ShardedStrategy`.
         rendezvous_timeout_seconds: how long to wait for the other workers to start.
         step_timeout_seconds: how long a step, or another worker's part in a collective, may take before the job is ended.
 
     Raises:
         ValueError: an argument or TF_CONFIG is malformed, or the workers differ in their settings or numbers of devices.
         RuntimeError: the worker's port is in use, TensorFlow is already initialised, or workers do not arrive in time.
-        NotImplementedError: a tensor or pipeline size above 1.
+        NotImplementedError: a pipeline size above 1.
 
     Source: ZeRO, Rajbhandari et al. 2020.
     """
@@ -84,6 +84,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         reduce_dtype: Any = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        check_drift_every: int = 0,
         rendezvous_timeout_seconds: float = 300.0,
         step_timeout_seconds: float = 600.0,
     ):
@@ -114,6 +115,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             prefetch=prefetch,
             reshard_after_forward=reshard_after_forward,
             reduce_dtype=reduce_dtype,
+            check_drift_every=check_drift_every,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
         )
@@ -161,7 +163,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         config, mesh = self._sharding_config, self.mesh
         each = mesh.world_size // self._cluster.num_workers
         kind = tf.DeviceSpec.from_string(mesh.devices[0]).device_type
-        settings = ("zero_stage", "bucket_bytes", "prefetch", "reshard_after_forward")
+        settings = ("zero_stage", "bucket_bytes", "prefetch", "reshard_after_forward", "check_drift_every")
         return {
             "devices per worker": f"{each} {kind}",
             "tensor_parallel_size": mesh.tensor_parallel_size,

@@ -46,13 +46,16 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
             it: a third less traffic, and all parameters gathered at the end of forward.
         reduce_dtype: dtype in which gradients travel, such as "bfloat16"; None: their own, and half-precision gradients are
             summed in float32. Over NCCL a bfloat16 reduction is widened to float32 for the trip, which TensorFlow's kernels need.
-        tensor_parallel_size: ranks that share each layer. Only 1 so far.
+        tensor_parallel_size: ranks that share each layer that is cut: those of `tfdist.layers`, or of a model that
+            `tfdist.parallelize` has cut. The batch is divided among `devices / tensor_parallel_size` replicas.
         pipeline_parallel_size: ranks in a pipeline. Only 1 so far.
+        check_drift_every: for debugging layers of one's own: in every so many-th step the weights that all tensor ranks hold
+            are compared, and the step raises when they differ; 0: never.
 
     Raises:
         ValueError: an argument is out of range, devices are unknown, doubled, mixed or none, or the sizes do not divide the
             number of devices.
-        NotImplementedError: a tensor or pipeline size above 1.
+        NotImplementedError: a pipeline size above 1.
 
     Source: ZeRO, Rajbhandari et al. 2020; the life of a parameter in stage 3 is that of PyTorch's FSDP, Zhao et al. 2023.
     """
@@ -68,6 +71,7 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
         reduce_dtype: Any = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        check_drift_every: int = 0,
     ):
         self._sharding_config = sharding_config(
             resolve_devices(devices),
@@ -76,6 +80,7 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
             prefetch=prefetch,
             reshard_after_forward=reshard_after_forward,
             reduce_dtype=reduce_dtype,
+            check_drift_every=check_drift_every,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
         )

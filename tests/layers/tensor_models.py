@@ -1,0 +1,126 @@
+"""Models of tensor-parallel layers, odd where a size is not cut, and how they are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+from tests.parity.comparison import state
+
+layers = tfdist.layers
+VOCABULARY, LENGTH, WIDTH, CLASSES = 13, 8, 12, 20
+ROWS, BATCH = 34, 6  # the last batch has 4 rows: sizes that are known at run time only
+
+
+def frobenius(kernel: Any) -> Any:
+    """A regularizer that is no sum over elements."""
+    return 0.01 * keras.ops.sqrt(keras.ops.sum(keras.ops.square(kernel)))
+
+
+def dense() -> keras.Model:
+    """Both layers alone and as a pair, gathered and scattered, regularized and constrained."""
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,)),
+            layers.ColumnParallelDense(20, "tanh", gather_output=False, kernel_regularizer="l2", name="up"),
+            layers.RowParallelDense(7, input_is_parallel=True, kernel_constraint=keras.constraints.MaxNorm(0.9), name="down"),
+            keras.layers.Dense(12, "tanh", name="middle"),
+            layers.ColumnParallelDense(8, "softmax", kernel_regularizer=frobenius, name="gathered"),
+            layers.RowParallelDense(CLASSES, name="scattered"),
+        ]
+    )
+
+
+def transformer(**options: Any) -> keras.Model:
+    """Embedding, two blocks, and logits that stay cut."""
+    is_cut = options.get("sequence_parallel", False)
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.VocabParallelEmbedding(VOCABULARY, WIDTH, mask_zero=options.pop("mask_zero", False), name="tokens")(tokens)
+    for i in range(2):
+        ends = {"input_is_parallel": i > 0, "gather_output": i == 1} if is_cut else {}
+        x = layers.ParallelTransformerBlock(4, 16, **options, **ends, name=f"block_{i}")(x)
+    x = keras.layers.LayerNormalization(name="norm")(x)
+    return keras.Model(tokens, layers.ColumnParallelDense(CLASSES, gather_output=False, name="logits")(x))
+
+
+class Tied(keras.Model):
+    """Logits from the table of the embedding, whose rows no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = layers.VocabParallelReversibleEmbedding(VOCABULARY, WIDTH, name="table")
+        self.mlp = layers.ParallelMLP(16, gated=True, activation="silu", name="mlp")
+
+    def build(self, input_shape: Any) -> None:
+        self.table.build(input_shape)
+        self.mlp.build((*input_shape, WIDTH))
+        self.built = True
+
+    def call(self, tokens: Any) -> Any:
+        return self.table(self.mlp(self.table(tokens)), reverse=True)
+
+
+MODELS = {
+    "dense": dense,
+    "transformer": lambda: transformer(mask_zero=True),
+    "sequence parallel": lambda: transformer(sequence_parallel=True, mask_zero=True),
+    "grouped queries, gated": lambda: transformer(
+        key_dim=4, num_key_value_heads=4, gated=True, activation="silu", normalization="rms", use_bias=False
+    ),
+    "sequence parallel, grouped queries": lambda: transformer(
+        sequence_parallel=True, key_dim=4, num_key_value_heads=4, normalization="rms"
+    ),
+    "tied": Tied,
+}
+
+
+def data(name: str) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(11)
+    if name == "dense":
+        return rng.normal(size=(ROWS, LENGTH)), rng.integers(0, CLASSES, ROWS)
+    tokens = rng.integers(0, VOCABULARY, (ROWS, LENGTH))
+    labels = rng.integers(0, VOCABULARY, (ROWS, LENGTH))
+    tokens[:, -2:] = 0  # what a mask masks
+    return tokens, labels
+
+
+def loss_of(name: str) -> keras.losses.Loss:
+    if name == "dense":
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return layers.VocabParallelCrossentropy(from_logits=True, ignore_class=3, label_smoothing=0.1)
+
+
+def train(strategy: Any, name: str, optimizer: Any = None, steps: int = 6, **compile_arguments: Any) -> dict[str, Any]:
+    """Trains `steps` batches with `fit`, then evaluates and predicts; returns what is to be equal on one device."""
+    x, y = data(name)
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = MODELS[name]()
+        if not model.built:
+            model.build((None, LENGTH))
+        compile_arguments = {"metrics": ["sparse_categorical_accuracy"], **compile_arguments}
+        model.compile(optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9), loss_of(name), **compile_arguments)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    losses: list[float] = []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
+    history = model.fit(dataset.take(steps), verbose=0, callbacks=[record])
+    plan = getattr(strategy, "last_plan", None)
+    found = {
+        "losses": losses,
+        "history": {key: [float(value) for value in values] for key, values in history.history.items()},
+        "evaluate": [float(value) for value in model.evaluate(dataset, verbose=0)],
+        "predict": model.predict(x[:5], batch_size=5, verbose=0),
+        **state(model),
+    }
+    assert len(losses) == steps and max(losses) > min(losses), "nothing was learnt: the comparison would be empty"
+    return {**found, "model": model, "plan": plan}
+
+
+def numbers(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what `train` has found without its objects."""
+    return {key: value for key, value in found.items() if key not in ("model", "plan")}

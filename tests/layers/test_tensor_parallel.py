@@ -1,0 +1,211 @@
+"""Tensor-parallel models against the same layers on one device: losses, metrics, weights, slots, predictions."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from ranks import strategy_on
+from training import one_device
+
+import tfdist
+from tests import workers
+from tests.layers.tensor_models import BATCH, LENGTH, numbers, train
+from tests.parity.comparison import assert_same_tree
+
+layers = tfdist.layers
+pytestmark = pytest.mark.as_traced
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+@functools.cache
+def on_one_device(name, optimizer=None):
+    return numbers(train(one_device(), name, OPTIMIZERS.get(optimizer)))
+
+
+def mesh(tensor, data, **settings):
+    return strategy_on(tensor * data, tensor_parallel_size=tensor, **settings)
+
+
+# (model, tensor size, data size, stage): every model on the mesh of both axes, every stage, both tensor sizes.
+GRID = [
+    ("dense", 2, 2, 1),
+    ("dense", 4, 1, 0),
+    ("transformer", 2, 2, 0),
+    ("transformer", 2, 2, 1),
+    ("transformer", 2, 2, 2),
+    ("transformer", 2, 2, 3),
+    ("transformer", 4, 1, 0),
+    ("transformer", 2, 1, 3),
+    ("sequence parallel", 2, 2, 3),
+    ("sequence parallel", 4, 1, 0),
+    ("grouped queries, gated", 2, 2, 2),
+    ("grouped queries, gated", 4, 1, 1),
+    ("sequence parallel, grouped queries", 2, 2, 1),
+    ("tied", 2, 2, 3),
+    ("tied", 4, 1, 0),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "data", "zero_stage"), GRID)
+def test_parity(name, tensor, data, zero_stage):
+    found = train(mesh(tensor, data, zero_stage=zero_stage), name)
+    assert_same_tree(numbers(found), on_one_device(name))
+
+
+OPTIMIZERS = {
+    "clipped by norm": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05),
+    "clipped by global norm": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.1),
+    "averaged": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "accumulated": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+    "loss scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
+    "whole-tensor": lambda: keras.optimizers.Adafactor(0.05),
+    "orthogonalized": lambda: keras.optimizers.Muon(0.01, exclude_layers=["middle"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tensor", "data", "zero_stage"),
+    [(name, 2, 2, stage) for name, stage in zip(OPTIMIZERS, (1, 3, 2, 1, 3, 2, 3), strict=True)]
+    + [("clipped by norm", 4, 1, 0), ("accumulated", 2, 1, 0), ("loss scaled", 2, 1, 0), ("whole-tensor", 2, 2, 0)],
+)
+def test_what_an_optimizer_is_asked_for(optimizer, tensor, data, zero_stage):
+    found = train(mesh(tensor, data, zero_stage=zero_stage), "dense", OPTIMIZERS[optimizer])
+    assert_same_tree(numbers(found), on_one_device("dense", optimizer))
+
+
+@pytest.mark.timeout(300)
+def test_four_workers(tmp_path):
+    """A mesh of 2 x 2 over four processes, and one whose tensor groups stand in one process each."""
+    target = "tests.layers.tensor_worker_cases:train_all"
+    with workers.job(tmp_path, 4, target) as job:
+        expected = {name: on_one_device(name) for name in ("transformer", "sequence parallel")}
+        for found in job.results(280):
+            for (name, case), result in found.items():
+                assert_same_tree(result, expected[name], case)
+
+
+# Counting
+
+
+def counts_of(strategy, model, features, static=True):
+    """Returns the plan of one training step of `model`, and the labels of the collectives over the tensor axis."""
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    rows = tf.ones((BATCH, *features), tf.float64)
+    with strategy.scope():
+        first = keras.Variable(np.ones((BATCH, *features)), name="input")
+
+    @tf.function
+    def step():
+        def on_rank():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(rows * tf.convert_to_tensor(first), training=True))
+            return tape.gradient(loss, [v.value for v in [first, *model.trainable_variables]])[0]
+
+        return strategy.run(on_rank)
+
+    step.get_concrete_function()
+    return [record for record in strategy.last_plan.records[0] if len(record.ranks) == strategy.mesh.tensor_parallel_size]
+
+
+def blocks():
+    return {
+        "mlp": lambda: layers.ParallelMLP(16),
+        "gated mlp": lambda: layers.ParallelMLP(16, gated=True),
+        "attention": lambda: SelfAttention(layers.ParallelMultiHeadAttention(4, 3)),
+        "grouped attention": lambda: SelfAttention(layers.ParallelGroupedQueryAttention(3, 4, 4)),
+    }
+
+
+class SelfAttention(keras.layers.Layer):
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return self.attention(x, x, use_causal_mask=True)
+
+
+@pytest.mark.parametrize("name", blocks())
+def test_one_all_reduce_forward_and_one_backward(name):
+    strategy = mesh(2, 1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((LENGTH, 12)), blocks()[name]()])
+    records = counts_of(strategy, model, (LENGTH, 12))
+    assert [record.op for record in records] == ["all_reduce", "all_reduce"]
+    assert {record.shape for record in records} == {(BATCH, LENGTH, 12)}
+    assert records[1].label.endswith("/gradient")
+
+
+def test_sequence_parallelism_moves_the_bytes_of_the_all_reduces():
+    totals = {}
+    for is_cut in (False, True):
+        strategy = mesh(2, 1)
+        ends = {"input_is_parallel": True, "gather_output": False} if is_cut else {}
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((LENGTH, 12)),
+                    layers.ParallelTransformerBlock(4, 16, sequence_parallel=is_cut, **ends, use_bias=False, normalization="rms"),
+                ]
+            )
+        features = (LENGTH // 2 if is_cut else LENGTH, 12)
+        records = counts_of(strategy, model, features)
+        activations = [record for record in records if not record.label.endswith(("weights/gradient", "gather_output"))]
+        totals[is_cut] = sum(record.sent_bytes for record in activations)
+        assert {record.op for record in activations} == ({"all_gather", "reduce_scatter"} if is_cut else {"all_reduce"})
+    assert totals[True] == totals[False]
+
+
+def test_the_loss_moves_numbers_per_position_not_per_class():
+    for classes in (8, 800):
+        strategy = mesh(2, 1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((LENGTH, 12)), layers.ColumnParallelDense(classes, gather_output=False)])
+        loss = layers.VocabParallelCrossentropy(from_logits=True, reduction="sum")
+        labels, rows = tf.ones((BATCH, LENGTH), tf.int32), tf.ones((BATCH, LENGTH, 12), tf.float64)
+
+        @tf.function
+        def step(strategy=strategy, model=model, loss=loss, rows=rows, labels=labels):
+            def on_rank():
+                with tf.GradientTape() as tape:
+                    value = loss(labels, model(rows, training=True))
+                tape.gradient(value, [v.value for v in model.trainable_variables])
+                return value
+
+            return strategy.run(on_rank)
+
+        step.get_concrete_function()
+        shapes = [record.shape for record in strategy.last_plan.records[0]]
+        assert shapes == [(BATCH, LENGTH), (BATCH, LENGTH, 2)], classes
+
+
+# Memory
+
+
+@pytest.mark.parametrize(("tensor", "data", "zero_stage"), [(2, 2, 0), (2, 2, 1), (2, 2, 3), (4, 1, 3)])
+def test_bytes_of_cut_weights(tensor, data, zero_stage):
+    strategy = mesh(tensor, data, zero_stage=zero_stage)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((16,)), layers.ColumnParallelDense(32, gather_output=False, name="up")])
+        model.compile(keras.optimizers.Adam(), "mse")
+        model.optimizer.build(model.trainable_variables)
+    weights = 16 * 32 + 32
+    report = tfdist.memory_report(model)
+    sharded = {0: (1, 1, 1), 1: (1, 1, data), 3: (data, data, data)}[zero_stage]
+    for memory in report.devices:
+        assert memory.parameter_bytes == 8 * weights // tensor // sharded[0]
+        assert memory.gradient_bytes == 8 * weights // tensor // sharded[1]
+        slots = 2 * 8 * weights // tensor // sharded[2]
+        assert 0 <= memory.optimizer_bytes - slots <= 16  # and the step and the learning rate

@@ -1,0 +1,59 @@
+"""Whether weights that all tensor ranks hold are still the same on all of them: for debugging (`check_drift_every`).
+
+They are updated by each rank from a gradient that must be the same on each. A layer of one's own that forgets a region's border
+breaks that without any error, and the ranks' models drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, wire
+from tfdist.optimizers.variables import layout_of, local_part, variable_of
+from tfdist.sharding import ShardingConfig
+
+
+def check_drift(optimizer: Any, variables: Sequence[Any], config: ShardingConfig, program: RankProgram) -> None:
+    """Compares, in every `config.check_drift_every`-th step, a fingerprint of each whole weight over the tensor group.
+
+    Two messages of one number a weight. Where they differ the step raises `tf.errors.InvalidArgumentError`, which names them.
+    """
+    if not config.check_drift_every or config.mesh.tensor_parallel_size == 1:
+        return
+    whole = [v for v in variables if not layout_of(variable_of(v), config).is_tensor_sharded]
+    if not whole:
+        return
+    names = [getattr(variable, "path", None) or variable.name for variable in whole]
+    ranks = program.group_ranks("tensor")
+
+    def compare() -> tf.Tensor:
+        prints = tf.stack([_fingerprint(local_part(variable_of(v), program)) for v in whole])
+        highest = wire.all_reduce(program, prints, ranks, "max", "drift/max")
+        differs = tf.not_equal(highest, wire.all_reduce(program, prints, ranks, "min", "drift/min"))
+        tf.debugging.Assert(
+            tf.logical_not(tf.reduce_any(differs)),
+            [
+                f"Weights that the tensor ranks {list(ranks)} hold alike have drifted apart:",
+                tf.boolean_mask(tf.constant(names), differs),
+                "A layer enters or leaves a cut region without a border of `tfdist.layers.regions`, or draws random numbers of "
+                "its own on each rank.",
+            ],
+            summarize=20,
+        )
+        return tf.constant(True)
+
+    is_due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % config.check_drift_every, 0)
+    program.cond(is_due, compare, lambda: tf.constant(False))
+
+
+def _fingerprint(variable: tf.Variable) -> tf.Tensor:
+    """Returns an int64 that changes when a bit of `variable`, or the order of its elements, does (all but surely)."""
+    value = tf.reshape(tf.convert_to_tensor(variable), [-1])
+    if value.dtype.is_floating:
+        value = value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
+        value = tf.bitcast(value, tf.int64 if value.dtype == tf.float64 else tf.int32)
+    odd = 2 * tf.range(tf.size(value, out_type=tf.int64), dtype=tf.int64) + 1
+    return tf.reduce_sum(tf.cast(value, tf.int64) * odd)  # modulo 2**64
