@@ -35,13 +35,13 @@ def dense() -> keras.Model:
     )
 
 
-def transformer(**options: Any) -> keras.Model:
-    """Embedding, two blocks, and logits that stay cut."""
+def transformer(blocks: int = 1, **options: Any) -> keras.Model:
+    """Embedding, blocks, and logits that stay cut."""
     is_cut = options.get("sequence_parallel", False)
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.VocabParallelEmbedding(VOCABULARY, WIDTH, mask_zero=options.pop("mask_zero", False), name="tokens")(tokens)
-    for i in range(2):
-        ends = {"input_is_parallel": i > 0, "gather_output": i == 1} if is_cut else {}
+    for i in range(blocks):
+        ends = {"input_is_parallel": i > 0, "gather_output": i == blocks - 1} if is_cut else {}
         x = layers.ParallelTransformerBlock(4, 16, **options, **ends, name=f"block_{i}")(x)
     x = keras.layers.LayerNormalization(name="norm")(x)
     return keras.Model(tokens, layers.ColumnParallelDense(CLASSES, gather_output=False, name="logits")(x))
@@ -67,7 +67,7 @@ class Tied(keras.Model):
 MODELS = {
     "dense": dense,
     "transformer": lambda: transformer(mask_zero=True),
-    "sequence parallel": lambda: transformer(sequence_parallel=True, mask_zero=True),
+    "sequence parallel": lambda: transformer(blocks=2, sequence_parallel=True, mask_zero=True),
     "grouped queries, gated": lambda: transformer(
         key_dim=4, num_key_value_heads=4, gated=True, activation="silu", normalization="rms", use_bias=False
     ),
@@ -94,8 +94,8 @@ def loss_of(name: str) -> keras.losses.Loss:
     return layers.VocabParallelCrossentropy(from_logits=True, ignore_class=3, label_smoothing=0.1)
 
 
-def train(strategy: Any, name: str, optimizer: Any = None, steps: int = 6, **compile_arguments: Any) -> dict[str, Any]:
-    """Trains `steps` batches with `fit`, then evaluates and predicts; returns what is to be equal on one device."""
+def train(strategy: Any, name: str, optimizer: Any = None, infers: bool = False) -> dict[str, Any]:
+    """Trains the 6 batches with `fit`, and if it `infers`, evaluates and predicts; returns what is to be equal on one device."""
     x, y = data(name)
     keras.backend.clear_session()
     keras.utils.set_random_seed(5)
@@ -103,24 +103,45 @@ def train(strategy: Any, name: str, optimizer: Any = None, steps: int = 6, **com
         model = MODELS[name]()
         if not model.built:
             model.build((None, LENGTH))
-        compile_arguments = {"metrics": ["sparse_categorical_accuracy"], **compile_arguments}
-        model.compile(optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9), loss_of(name), **compile_arguments)
+        optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9)
+        model.compile(optimizer, loss_of(name), metrics=["sparse_categorical_accuracy"] if infers else None)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     losses: list[float] = []
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
-    history = model.fit(dataset.take(steps), verbose=0, callbacks=[record])
-    plan = getattr(strategy, "last_plan", None)
+    history = model.fit(dataset, verbose=0, callbacks=[record])
+    assert len(losses) == 6 and max(losses) > min(losses), "nothing was learnt: the comparison would be empty"
     found = {
         "losses": losses,
         "history": {key: [float(value) for value in values] for key, values in history.history.items()},
-        "evaluate": [float(value) for value in model.evaluate(dataset, verbose=0)],
-        "predict": model.predict(x[:5], batch_size=5, verbose=0),
         **state(model),
     }
-    assert len(losses) == steps and max(losses) > min(losses), "nothing was learnt: the comparison would be empty"
-    return {**found, "model": model, "plan": plan}
+    if infers:
+        found["evaluate"] = [float(value) for value in model.evaluate(dataset, verbose=0)]
+        found["predict"] = model.predict(x[:5], batch_size=5, verbose=0)
+    return found
 
 
-def numbers(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns what `train` has found without its objects."""
-    return {key: value for key, value in found.items() if key not in ("model", "plan")}
+def custom_loop(strategy: Any, name: str) -> dict[str, Any]:
+    """Trains the first 5 batches, which are whole, with `strategy.run` and a tape, and the first of them again."""
+    x, y = data(name)
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = MODELS[name]()
+        model.optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        model.optimizer.build(model.trainable_variables)
+    loss_function = loss_of(name)
+
+    @tf.function
+    def step(features: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        def on_rank(features: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = loss_function(labels, model(features, training=True))
+            model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        return strategy.reduce("SUM", strategy.run(on_rank, args=(features, labels)), axis=None)
+
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=True).repeat().take(6)
+    losses = [float(step(*batch)) for batch in strategy.experimental_distribute_dataset(dataset)]
+    return {"losses": losses, **state(model)}

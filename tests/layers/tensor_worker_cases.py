@@ -7,13 +7,16 @@ from typing import Any
 import keras
 
 import tfdist
-from tests.layers.tensor_models import numbers, train
+from tests.layers.tensor_models import train
+
+CASES = (("transformer", True), ("sequence parallel", False))  # a model, and whether it infers
 
 
 def train_all() -> dict[tuple[str, str], dict[str, Any]]:
     keras.config.set_floatx("float64")
     found = {}
+    infers = dict(CASES)
     for name, stage in (("transformer", 0), ("transformer", 1), ("transformer", 2), ("transformer", 3), ("sequence parallel", 3)):
         strategy = tfdist.MultiWorkerShardedStrategy(tensor_parallel_size=2, zero_stage=stage)
-        found[name, f"{name}, stage {stage}"] = numbers(train(strategy, name))
+        found[name, f"{name}, stage {stage}"] = train(strategy, name, infers=infers[name])
     return found

@@ -30,12 +30,16 @@ class PlanAgreement:
         coordination: the workers' key-value store.
         instance_keys: the communicator's keys; they must agree too.
         timeout_seconds: how long to wait for the other workers' traces.
+        ranks_per_worker: of every worker.
     """
 
-    def __init__(self, coordination: Coordination, instance_keys: InstanceKeys, timeout_seconds: float):
+    def __init__(
+        self, coordination: Coordination, instance_keys: InstanceKeys, timeout_seconds: float, ranks_per_worker: int = 1
+    ):
         self._coordination = coordination
         self._instance_keys = instance_keys
         self._timeout_seconds = timeout_seconds
+        self._ranks_per_worker = ranks_per_worker
         self._known: set[str] = set()
 
     def check(self, plan: CollectivePlan) -> None:
@@ -50,6 +54,7 @@ class PlanAgreement:
             for ranks, records in plan.sequences().items()
             if set(ranks) - set(plan.local_ranks)
         }
+        # Workers of different groups differ in these; only what concerns a common group is compared.
         essence = {ranks: [entry[:-1] for entry in entries] for ranks, entries in groups.items()}
         digest = hashlib.sha256(json.dumps([essence, plan.notes]).encode()).hexdigest()
         if digest in self._known:
@@ -72,8 +77,11 @@ class PlanAgreement:
         """Raises for the first difference in a group that both workers have a part in, or in the notes."""
         (groups, notes), (other_groups, other_notes) = mine, theirs
         here, there = self._coordination.cluster.task, self._coordination.cluster.tasks[other]
-        for ranks in [ranks for ranks in groups if ranks in other_groups] or [*groups, *other_groups]:
+        for ranks in dict.fromkeys([*groups, *other_groups]):
             own, others = groups.get(ranks, []), other_groups.get(ranks, [])
+            workers = {rank // self._ranks_per_worker for rank in json.loads(ranks)}
+            if not {self._coordination.cluster.worker_index, other} <= workers:
+                continue
             place = first_difference(own, others)
             if place is not None:
                 self._refuse(

@@ -59,7 +59,7 @@ class CrossReplica:
 
     def sum_over_workers(self, value: tf.Tensor, label: str = "reduce/workers") -> tf.Tensor:
         """Sums one `value` per worker over the workers; returns it on this one."""
-        members = self._first_ranks()
+        members = self._communicator.first_ranks
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
             return wire.all_reduce(program, value, members, "sum", label)
@@ -68,7 +68,7 @@ class CrossReplica:
 
     def from_chief(self, value: tf.Tensor, label: str = "broadcast/chief") -> tf.Tensor:
         """Returns the first worker's `value` on every worker; the others give one of the same shape and dtype."""
-        members = self._first_ranks()
+        members = self._communicator.first_ranks
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
             return wire.broadcast(program, value, value.shape, members, members[0], label)
@@ -108,11 +108,6 @@ class CrossReplica:
                 program.close(results[-1])
         plan.check_complete()
         return results
-
-    def _first_ranks(self) -> tuple[int, ...]:
-        """Returns the first rank of every worker, this one's among them; workers have equally many ranks."""
-        each = len(self._communicator.local_ranks)
-        return tuple(range(0, self._communicator.mesh.world_size, each))
 
 
 def _carried(emit: Emit, program: RankProgram, value: tf.Tensor) -> tf.Tensor:

@@ -14,9 +14,11 @@ from tfdist import errors
 from tfdist.collectives.instance_keys import KEYS_PER_COLLECTIVE, InstanceKeys
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.transport import Transport
-from tfdist.mesh import DeviceMesh
+from tfdist.mesh import MESH_AXES, DeviceMesh
 
 _PROGRAM = "_tfdist_program"
+# Room for all pairs of 500 ranks; keys are int32, so that a process may have 8,000 communicators.
+_KEYS_PER_COMMUNICATOR = 1 << 18
 _LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 
 
@@ -27,9 +29,10 @@ _COUNT_BITS = 40
 class Communicator:
     """A strategy's groups: their keys, and one ordering token per local rank.
 
-    Group keys are global to the process (and to the cluster) and strategies of TensorFlow take 1, 2, ...: ours start high and
-    are never used twice. Collectives of one rank form one chain on its token, in program order: one token for two ranks, or
-    two ranks that issue in different orders on their tokens, would hang.
+    Group keys are global to the cluster and strategies of TensorFlow take 1, 2, ...: ours start high. Each communicator has a
+    range of its own, in which a group's number follows from the mesh: workers in different groups must not give them one key.
+    Collectives of one rank form one chain on its token, in program order: one token for two ranks, or two ranks that issue in
+    different orders on their tokens, would hang.
 
     Args:
         mesh: all ranks of the job.
@@ -41,7 +44,7 @@ class Communicator:
         programs: what was traced, by number; only kept where other workers take part.
     """
 
-    _next_group_key = itertools.count(1 << 20)
+    _next_key_range = itertools.count(1 << 20, _KEYS_PER_COMMUNICATOR)
 
     def __init__(self, mesh: DeviceMesh, transport: Transport, local_ranks: Sequence[int] | None = None):
         self.mesh = mesh
@@ -50,7 +53,10 @@ class Communicator:
         self.kernel_orders: dict[tuple[int, ...], list[int]] = {}
         self.programs: list[CollectivePlan] = []
         self.instance_keys = InstanceKeys()
-        self._group_keys: dict[tuple[int, ...], int] = {}
+        self._first_key = next(self._next_key_range)
+        groups = [group for mesh_axis in MESH_AXES for group in mesh.groups(mesh_axis)]
+        groups.append(self.first_ranks)
+        self._group_numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         self._tokens: dict[int, tf.Variable] = {}
 
     @property
@@ -58,10 +64,20 @@ class Communicator:
         return len(self.local_ranks) < self.mesh.world_size
 
     def group_key(self, ranks: tuple[int, ...]) -> int:
-        """Returns the key of the group of `ranks`, the same on every call."""
-        if ranks not in self._group_keys:
-            self._group_keys[ranks] = next(self._next_group_key)
-        return self._group_keys[ranks]
+        """Returns the key of the group of `ranks`, the same on every call and every worker.
+
+        The groups are those of the mesh, that of the workers' first ranks, and pairs.
+        """
+        number = self._group_numbers.get(ranks)
+        if number is None:
+            first, second = ranks
+            number = len(self._group_numbers) + first * self.mesh.world_size + second
+        return self._first_key + number
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of every worker, this one's among them; workers have equally many ranks."""
+        return tuple(range(0, self.mesh.world_size, len(self.local_ranks)))
 
     def token(self, rank: int) -> tf.Tensor:
         """Returns the resource handle on which `rank`'s collectives are chained."""

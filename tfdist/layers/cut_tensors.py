@@ -9,7 +9,7 @@ a Keras mask, so that nobody takes the part for the whole:
 
 The mark is on the very tensor that the layer returned, not on what is computed from it.
 
-`Loss.__call__` and `Trainer.compute_metrics` have no hook: tests/layers/test_cut_tensors.py fails when they change.
+`Loss.__call__` and `Trainer.compute_metrics` have no hook: tests/layers/test_private_names_of_layers.py fails when they change.
 """
 
 from __future__ import annotations

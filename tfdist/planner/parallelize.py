@@ -135,7 +135,7 @@ def _parallel_class(layer_class: type, role: str) -> type:
     keras_class, parallel = next((base, found) for base, found in _PARALLEL[role].items() if issubclass(layer_class, base))
     if layer_class is keras_class or issubclass(layer_class, parallel):
         return parallel if layer_class is keras_class else layer_class
-    return type(f"Parallel{layer_class.__name__}", (parallel, layer_class), {"__module__": layer_class.__module__})
+    return type(layer_class.__name__, (parallel, layer_class), {"__module__": layer_class.__module__})
 
 
 def _described(cuts: Sequence[LayerCut], size: int) -> str:

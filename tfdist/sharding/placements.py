@@ -20,7 +20,7 @@ class Shard:
     """
 
     axis: int | None = None
-    is_padded: bool = False
+    is_padded: bool = dataclasses.field(default=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

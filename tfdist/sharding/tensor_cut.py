@@ -4,7 +4,7 @@ A layer makes its weights as ever, whole; then it says how they are cut. The wis
 strategy asks for when it makes a variable: at once, or later, where Keras puts off making the variables of a model that is built
 by calling.
 
-`_value` and `_initializer` are private to Keras: tests/sharding/test_tensor_cut.py fails when they change.
+`_value` and `_initializer` are private to Keras: tests/layers/test_private_names_of_layers.py fails when they change.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         """Once all workers have met: finds the order of the groups, and lets traced steps and datasets be compared."""
         self._coordination = words
         self._timeout_seconds = timeout_seconds
-        self._agreement = PlanAgreement(words, self._communicator.instance_keys, timeout_seconds)
+        each = len(self._communicator.local_ranks)
+        self._agreement = PlanAgreement(words, self._communicator.instance_keys, timeout_seconds, each)
         find_kernel_orders(self._communicator)
 
     # Devices

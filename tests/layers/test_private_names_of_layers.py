@@ -1,0 +1,58 @@
+"""The private parts of Keras that tensor-parallel layers stand on: a change upstream fails here first."""
+
+import inspect
+
+import keras
+from keras.src.saving import saving_lib
+from keras.src.trainers.trainer import Trainer
+from keras.src.utils import naming
+
+from tfdist.override import _INSTALLED
+
+
+def original(function):
+    return inspect.unwrap(getattr(function, _INSTALLED))
+
+
+def test_a_variable_is_made_from_its_initializer_at_once_or_later():
+    calls = []
+
+    def initializer(shape, dtype=None):
+        calls.append(tuple(shape))
+        return keras.ops.ones(shape, dtype)
+
+    variable = keras.Variable(initializer, shape=(2, 3))
+    variable._initialize_with_initializer(lambda shape, dtype=None: keras.ops.zeros(shape, dtype))
+    assert float(keras.ops.sum(variable._value)) == 0
+    with keras.StatelessScope():
+        later = keras.Variable(initializer, shape=(4,))
+        assert later._value is None
+        assert later._initializer is initializer
+    assert later._value is not None
+    assert calls == [(2, 3), (4,)]
+
+
+def test_losses_and_metrics_are_given_predictions_so():
+    assert list(inspect.signature(original(keras.losses.Loss.__call__)).parameters) == ["self", "y_true", "y_pred", "sample_weight"]
+    arguments = ["self", "x", "y", "y_pred", "sample_weight"]
+    assert list(inspect.signature(original(Trainer.compute_metrics)).parameters) == arguments
+    assert "_compile_metrics" in inspect.getsource(Trainer.compile.__wrapped__)
+
+
+def test_weights_are_filed_by_the_name_of_the_class():
+    assert "naming.to_snake_case(saveable.__class__.__name__)" in inspect.getsource(saving_lib._save_container_state)
+    assert original(naming.to_snake_case)("ColumnParallelDense") == "column_parallel_dense"
+    assert naming.to_snake_case("ColumnParallelDense") == "dense"
+    assert naming.to_snake_case("ParallelMLP") == original(naming.to_snake_case)("ParallelMLP")
+
+
+def test_attentions_are_made_of_these_sublayers():
+    attention = keras.layers.MultiHeadAttention(2, 3, use_gate=True)
+    attention.build((None, 4, 6), (None, 4, 6))
+    grouped = keras.layers.GroupQueryAttention(3, 4, 2, use_gate=True)
+    grouped.build((None, 4, 6), (None, 4, 6))
+    for layer in (attention, grouped):
+        for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense", "_output_dense"):
+            dense = getattr(layer, name)
+            assert type(dense) is keras.layers.EinsumDense
+            assert dense._kernel.path.endswith("kernel")
