@@ -33,7 +33,8 @@ def test_a_variable_is_made_from_its_initializer_at_once_or_later():
 
 
 def test_losses_and_metrics_are_given_predictions_so():
-    assert list(inspect.signature(original(keras.losses.Loss.__call__)).parameters) == ["self", "y_true", "y_pred", "sample_weight"]
+    arguments = ["self", "y_true", "y_pred", "sample_weight"]
+    assert list(inspect.signature(original(keras.losses.Loss.__call__)).parameters) == arguments
     arguments = ["self", "x", "y", "y_pred", "sample_weight"]
     assert list(inspect.signature(original(Trainer.compute_metrics)).parameters) == arguments
     assert "_compile_metrics" in inspect.getsource(Trainer.compile.__wrapped__)
