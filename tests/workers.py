@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests import forks
+from tests import forks, graph_optimizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -156,6 +156,7 @@ def _program(call: dict[str, Any], result: pathlib.Path, variables: dict[str, st
 
 
 def run(call: dict[str, Any], path: pathlib.Path) -> None:
+    graph_optimizer.switch_as_the_test_did()
     module, _, name = call["target"].partition(":")
     result = getattr(importlib.import_module(module), name)(*call["arguments"], **call["keywords"])
     path.write_bytes(pickle.dumps(result))

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from training import CLASSES, FEATURES, assert_same, collect, mlp, one_device, small, strategy_for, vectors
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180)]
 
 BATCH = 16
 GRID = pytest.mark.parametrize(("devices", "zero_stage"), [(2, 0), (3, 2), (4, 3)])

@@ -9,6 +9,8 @@ from training import FEATURES, one_device, strategy_for, vectors
 
 from tests.parity.comparison import BatchLogs, assert_same_tree, state
 
+pytestmark = pytest.mark.as_traced
+
 X, Y = vectors(41)
 LABELS = (Y % 2).astype("float32")[:, None]
 WEIGHTS = np.linspace(0.1, 2.0, 41).astype("float32")

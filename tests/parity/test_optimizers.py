@@ -11,6 +11,8 @@ import tensorflow as tf
 from tests import training
 from tests.parity import optimizer_cases as table
 
+pytestmark = pytest.mark.as_traced
+
 # Every row at stages 0 and 3 and at one of 1 and 2; loops and numbers of ranks take turns. Tracing is what a case costs.
 GRID = [
     (name, stage, 2 + (place + stage) % 3, "fit" if (place // 2 + stage) % 2 or case.scales_loss else "custom_loop")

@@ -11,6 +11,8 @@ from training import BATCH, loss_function, one_device, small, strategy_for, vect
 
 from tests.parity.comparison import BatchLogs, assert_same_tree, state
 
+pytestmark = pytest.mark.as_traced
+
 X, Y = vectors(56)  # batches of 12, 12, 12, 12 and 8: five steps, of which the last has a batch of its own
 
 

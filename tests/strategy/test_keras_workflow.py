@@ -11,6 +11,8 @@ from training import BATCH, ScaleAndShift, fit, mlp, one_device, strategy_for, v
 
 from tfdist.sharding import ShardedVariable
 
+pytestmark = pytest.mark.as_traced
+
 X, Y = vectors()
 STAGES = pytest.mark.parametrize("zero_stage", range(4))
 

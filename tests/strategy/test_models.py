@@ -137,6 +137,7 @@ CASES = [(name, 3, 3) for name in MODELS]
 CASES += [(name, 2, 2) for name in ("control_flow", "partly_used", "lazily_built", "used_three_times", "frozen", "regularized")]
 
 
+@pytest.mark.as_traced
 @pytest.mark.parametrize(("name", "zero_stage", "devices"), CASES)
 def test_architecture(name, zero_stage, devices):
     assert_same(train(strategy_for(devices, zero_stage), name), on_one_device(name))

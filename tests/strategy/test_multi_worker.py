@@ -57,6 +57,7 @@ def test_training_is_that_of_one_device(tmp_path, number, devices, chief, stages
     assert len({mask.tobytes() for mask in masks}) == number * devices
 
 
+@pytest.mark.as_traced
 @pytest.mark.timeout(500)
 def test_whatever_an_optimizer_is_asked_for(tmp_path):
     with workers.job(tmp_path, 2, f"{CASES}:train_optimizers", [1, 3]) as job:
@@ -70,6 +71,7 @@ def test_whatever_an_optimizer_is_asked_for(tmp_path):
                 assert_same_as(expected[name], numbers)
 
 
+@pytest.mark.as_traced
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("number", "devices", "stages"), [(2, 1, [0, 3]), (2, 2, [2])])
 def test_methods_of_a_model_on_data_that_do_not_divide(tmp_path, number, devices, stages):
@@ -100,6 +102,7 @@ def one_device_on(x, y, batches):
     return {"losses": losses, "weights": model.get_weights()}
 
 
+@pytest.mark.as_traced
 @pytest.mark.timeout(500)
 def test_the_order_of_more_than_ten_workers(tmp_path):
     size = 12

@@ -6,6 +6,8 @@ import keras
 import pytest
 from training import assert_same, custom_loop, fit, one_device, small, strategy_for
 
+pytestmark = pytest.mark.as_traced
+
 optimizers = keras.optimizers
 
 
