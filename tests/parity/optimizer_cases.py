@@ -97,7 +97,7 @@ CASES = {
         ),
         scales_loss=True,
     ),
-    "several optimizers": Case(by_name),
+    "several optimizers": Case(by_name, training.mlp),
     "adafactor": Case(lambda: optimizers.Adafactor(0.01), training.mlp),
     "lamb": Case(lambda: optimizers.Lamb(0.01, weight_decay=0.01, clipnorm=LIMIT), constrained),
     "muon": Case(lambda: optimizers.Muon(0.01, gradient_accumulation_steps=2), training.mlp),

@@ -170,7 +170,7 @@ def frozen_and_thawed(strategy, folder):
     found = []
     with start(strategy):
         model = mlp()
-    for frozen in ([], ["hidden"], ["hidden", "scale"], []):
+    for frozen in (["hidden"], ["hidden", "scale"], []):
         with strategy.scope():
             for layer in model.layers:
                 layer.trainable = layer.name not in frozen

@@ -69,7 +69,7 @@ def test_swapping_of_averages(zero_stage):
         keras.utils.set_random_seed(3)
         x, y = training.vectors()
         with strategy.scope():
-            model = training.mlp()
+            model = training.small()
             model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9), training.loss_function())
         data = {"x": x, "y": y, "batch_size": 12, "shuffle": False, "verbose": 0, "epochs": 2}
         history = model.fit(
