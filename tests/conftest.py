@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 import tfdist
+from tests import graph_optimizer
 
 CPUS = tfdist.use_logical_cpus(4)
 
@@ -21,6 +22,19 @@ hypothesis.settings.load_profile("tfdist")
 def cpus() -> list[str]:
     """The names of the four logical CPUs."""
     return CPUS
+
+
+@pytest.fixture(autouse=True)
+def _graph_optimizer_is_switched(request):
+    """Off for tests marked `as_traced`, except for two devices of a grid: see tests/graph_optimizer.py."""
+    case = getattr(request.node, "callspec", None)
+    devices = case.params.get("devices") if case else None
+    if not request.node.get_closest_marker("as_traced") or devices == graph_optimizer.DEVICES_THAT_KEEP_IT:
+        yield
+        return
+    graph_optimizer.switch(on=False)
+    yield
+    graph_optimizer.switch(on=True)
 
 
 @pytest.fixture(autouse=True)

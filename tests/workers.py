@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests import forks
+from tests import forks, graph_optimizer
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -102,7 +102,7 @@ def job(
     each: Sequence[dict[str, Any]] | None = None,
     environment: dict[str, str] | None = None,
     only: Sequence[int] | None = None,
-    forked: bool = True,
+    programs: Sequence[int] = (),
 ) -> Iterator[Job]:
     """Starts `number` workers that call `target` ("package.module:function") with `arguments`, and ends them afterwards.
 
@@ -111,7 +111,7 @@ def job(
         each: keyword arguments of the function, per worker.
         environment: variables for all workers.
         only: the workers that are started at all; None: all.
-        forked: whether the workers are forks with TensorFlow imported, or programs that begin, and end, as a user's do.
+        programs: the workers that begin, and end, as a user's do; the others are forks that have imported TensorFlow.
     """
     ports = ports or free_ports(number)
     addresses = [f"localhost:{port}" for port in ports]
@@ -130,7 +130,7 @@ def job(
                 **(environment or {}),
             }
             call = {"target": target, "arguments": arguments, "keywords": each[index] if each else {}}
-            launch = _fork if forked else _program
+            launch = _program if index in programs else _fork
             process = launch(call, own / "result.pickle", variables, own / "output.txt")
             workers.append(Worker(f"worker {index}", process, own))
         yield Job(workers)
@@ -156,6 +156,7 @@ def _program(call: dict[str, Any], result: pathlib.Path, variables: dict[str, st
 
 
 def run(call: dict[str, Any], path: pathlib.Path) -> None:
+    graph_optimizer.switch_as_the_test_did()
     module, _, name = call["target"].partition(":")
     result = getattr(importlib.import_module(module), name)(*call["arguments"], **call["keywords"])
     path.write_bytes(pickle.dumps(result))

@@ -16,7 +16,7 @@ from saved_models import X, Y, sequential
 from tfdist.checkpoint import keras_callbacks
 from tfdist.strategy import ShardedStrategy
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
 
 
 class Interrupted(Exception):

@@ -19,7 +19,7 @@ from saved_models import BUILDS, compiled, state
 from tfdist.sharding import ShardedVariable
 from tfdist.strategy import ShardedStrategy
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
 
 FORMATS = {
     "model.keras": lambda model, path: model.save(path),

@@ -32,7 +32,8 @@ def run_example(*flags):
 
 
 @pytest.mark.timeout(300)
-def test_trains_sharded_and_restores_without_a_strategy(tmp_path):
+def test_trains_sharded_and_restores_without_a_strategy(prepared, tmp_path):
+    (tmp_path / "data").symlink_to(prepared)
     flags = "--devices 2 --zero-stage 3 --epochs 1 --steps-per-epoch 6 --width 15 --heads 3 --layers 1 --seq-len 33"
     result = run_example(*flags.split(), "--batch-size", 6, "--learning-rate", 0.02, "--out", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -94,7 +95,7 @@ def test_text_too_short_for_a_batch_is_refused(train_gpt):
         train_gpt.make_datasets(np.zeros(20, np.uint8), np.zeros(200, np.uint8), seq_len=7, batch_size=4, seed=0)
 
 
-PREPARE = """
+PREPARE_AND_READ = """
 import json, sys
 import stdlib_text
 import tensorflow_datasets as tfds
@@ -103,7 +104,7 @@ tfds.disable_progress_bar()
 splits = []
 for data_dir in sys.argv[1:]:
     builder = tfds.builder("stdlib_text", data_dir=data_dir)
-    builder.download_and_prepare()
+    builder.download_and_prepare()  # does nothing where it is prepared
     splits.append({
         name: [
             [record["source"].decode(), record["text"].decode()]
@@ -116,8 +117,8 @@ json.dump(splits, sys.stdout)
 
 
 @pytest.mark.timeout(300)
-def test_data_set_is_deterministic_and_its_splits_disjoint(tmp_path):
-    result = run_python("-c", PREPARE, str(tmp_path / "a"), str(tmp_path / "b"))
+def test_data_set_is_deterministic_and_its_splits_disjoint(prepared, tmp_path):
+    result = run_python("-c", PREPARE_AND_READ, str(prepared), str(tmp_path))
     assert result.returncode == 0, result.stderr
     first, second = json.loads(result.stdout.splitlines()[-1])  # tensorflow-datasets prints its progress before
     assert first == second

@@ -46,7 +46,7 @@ def test_train_gpt_ends_with_the_loss_of_one_device(tmp_path):
     program = str(ROOT / "examples" / "train_gpt.py")
     several = launched(2, program, *SMALL, "--out", "several", folder=tmp_path)
     (tmp_path / "alone").mkdir()
-    (tmp_path / "alone" / "data").symlink_to(tmp_path / "several" / "data")  # preparing it takes longer than training
+    (tmp_path / "alone" / "data").symlink_to(tmp_path / "several" / "data")
     alone = run(program, *SMALL, "--devices", "1", "--zero-stage", "0", "--out", "alone", folder=tmp_path)
     assert "of 2 workers, ZeRO stage 3" in several
     assert "worker 1 CPU:0" in several, "the memory report lists all devices"
@@ -57,7 +57,9 @@ def test_train_gpt_ends_with_the_loss_of_one_device(tmp_path):
 
 
 @pytest.mark.timeout(250)
-def test_each_worker_reads_its_own_part(tmp_path):
+def test_each_worker_reads_its_own_part(prepared, tmp_path):
+    (tmp_path / "out" / "split_input").mkdir(parents=True)
+    (tmp_path / "out" / "split_input" / "data").symlink_to(prepared)
     program = str(ROOT / "examples" / "split_input.py")
     output = launched(2, program, "--documents", "9", "--width", "16", "--batch-size", "16", folder=tmp_path)
     for worker in range(2):

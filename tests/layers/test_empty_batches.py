@@ -12,7 +12,7 @@ from training import CLASSES, assert_same, collect, loss_function, one_device, s
 
 from tfdist.layers import empty_batches
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(120)]
 
 ROWS, BATCH = 17, 8  # the last batch has 1 row
 

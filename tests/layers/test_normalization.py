@@ -11,7 +11,7 @@ from training import CLASSES, FEATURES, assert_same, collect, custom_loop, loss_
 
 from tfdist.layers.normalization import moments_over_ranks
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(150)]
 
 BATCH, LENGTH = 16, 6  # of 37 examples the last batch has 5, of 33 it has 1: ranks without rows
 

@@ -13,7 +13,7 @@ import tfdist  # noqa: F401  (installs the override)
 from tfdist.layers import randomness
 from tfdist.mesh import DeviceMesh
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(120)]
 
 
 def outputs_of(strategy, model, rows, steps=1):

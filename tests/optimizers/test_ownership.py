@@ -10,6 +10,8 @@ from training import fit, mlp, one_device, strategy_for, vectors
 import tfdist
 from tfdist.optimizers.ownership import balanced_owners
 
+pytestmark = pytest.mark.as_traced
+
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
 def test_owners_are_balanced(sizes, num_ranks):

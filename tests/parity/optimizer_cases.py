@@ -20,7 +20,7 @@ class Case:
     """A model and an optimizer; `scales_loss` where a custom loop would have to scale the loss itself."""
 
     optimizer: Callable[[], keras.optimizers.Optimizer]
-    build: Callable[[], keras.Model] = training.mlp
+    build: Callable[[], keras.Model] = training.small
     scales_loss: bool = False
 
 
@@ -97,10 +97,10 @@ CASES = {
         ),
         scales_loss=True,
     ),
-    "several optimizers": Case(by_name),
-    "adafactor": Case(lambda: optimizers.Adafactor(0.01)),
+    "several optimizers": Case(by_name, training.mlp),
+    "adafactor": Case(lambda: optimizers.Adafactor(0.01), training.mlp),
     "lamb": Case(lambda: optimizers.Lamb(0.01, weight_decay=0.01, clipnorm=LIMIT), constrained),
-    "muon": Case(lambda: optimizers.Muon(0.01, gradient_accumulation_steps=2)),
+    "muon": Case(lambda: optimizers.Muon(0.01, gradient_accumulation_steps=2), training.mlp),
     "unknown": Case(lambda: Signed(0.1, use_ema=True)),
     "declared elementwise": Case(lambda: Halving(0.1)),
     "schedule-free": Case(lambda: optimizers.ScheduleFreeAdamW(0.01)),
@@ -124,6 +124,11 @@ def built_first(build: Callable[[], keras.Model], optimizer: Callable[[], Any]) 
         return found
 
     return model, ready
+
+
+def loop_of(name: str) -> str:
+    """Returns the cheaper loop where the row may go through either."""
+    return "fit" if CASES[name].scales_loss else "custom_loop"
 
 
 def train(name: str, loop: str, strategy: Any) -> training.Trained:

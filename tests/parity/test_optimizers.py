@@ -11,6 +11,8 @@ import tensorflow as tf
 from tests import training
 from tests.parity import optimizer_cases as table
 
+pytestmark = pytest.mark.as_traced
+
 # Every row at stages 0 and 3 and at one of 1 and 2; loops and numbers of ranks take turns. Tracing is what a case costs.
 GRID = [
     (name, stage, 2 + (place + stage) % 3, "fit" if (place // 2 + stage) % 2 or case.scales_loss else "custom_loop")
@@ -35,7 +37,7 @@ def test_parity(name, zero_stage, devices, loop):
 def test_the_limits_bind():
     """Otherwise the clipping rows would prove nothing."""
     keras.utils.set_random_seed(3)
-    model, (x, y) = training.mlp(), training.vectors()
+    model, (x, y) = training.small(), training.vectors()
     with tf.GradientTape() as tape:
         loss = training.loss_function()(y[:12], model(x[:12]))
     grads = tape.gradient(loss, model.trainable_variables)
@@ -67,7 +69,7 @@ def test_swapping_of_averages(zero_stage):
         keras.utils.set_random_seed(3)
         x, y = training.vectors()
         with strategy.scope():
-            model = training.mlp()
+            model = training.small()
             model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9), training.loss_function())
         data = {"x": x, "y": y, "batch_size": 12, "shuffle": False, "verbose": 0, "epochs": 2}
         history = model.fit(

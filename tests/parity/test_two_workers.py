@@ -7,6 +7,8 @@ from tests import workers
 from tests.parity import worker_cases
 from tests.parity.comparison import assert_same_tree
 
+pytestmark = pytest.mark.as_traced
+
 
 @pytest.mark.timeout(200)
 def test_training_is_that_of_one_device(tmp_path):

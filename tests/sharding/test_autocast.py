@@ -82,6 +82,7 @@ def test_sums_are_wider_than_what_travels():
     assert float(shards[0][0]) == 1 + 2.0**-9
 
 
+@pytest.mark.as_traced
 @pytest.mark.parametrize("policy", HALF)
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_training_follows_one_device(policy, zero_stage):

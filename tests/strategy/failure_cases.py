@@ -62,8 +62,8 @@ def fit_and(act: str, step_timeout_seconds: float = 600.0) -> None:
     strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=3, step_timeout_seconds=step_timeout_seconds)
     x, y = training.vectors()
     with strategy.scope():
-        model = training.mlp()
-        model.compile("adam", training.loss_function())
+        model = training.small()
+        model.compile("sgd", training.loss_function())
     callbacks = [AtBatch(1, 2, ACTS[act])] if act else []
     model.fit(x, y, batch_size=12, epochs=1000, verbose=0, callbacks=callbacks)
 

@@ -29,8 +29,8 @@ def last_lines(worker, number=4):
 )
 def test_one_worker_ends_all_in_time_and_is_named(tmp_path, act, victim, code, words):
     each = [{"act": act if index == victim else ""} for index in range(3)]
-    is_killed = code < 0
-    with workers.job(tmp_path, 3, f"{CASES}:fit_and", each=each, forked=is_killed) as job:
+    programs = [] if code < 0 else [victim]  # how Python ends it is what is tested
+    with workers.job(tmp_path, 3, f"{CASES}:fit_and", each=each, programs=programs) as job:
         job.workers[victim].wait_for("acting", 120)
         acted = time.monotonic()
         codes = job.wait(60)
@@ -47,7 +47,7 @@ def test_one_worker_ends_all_in_time_and_is_named(tmp_path, act, victim, code, w
 @pytest.mark.timeout(200)
 def test_a_worker_that_hangs_is_told_by_the_step_timeout(tmp_path):
     each = [{"act": "hang" if index == 1 else "", "step_timeout_seconds": 6} for index in range(2)]
-    with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each, forked=False) as job:
+    with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each, programs=[0]) as job:
         job.workers[1].wait_for("acting", 120)
         acted = time.monotonic()
         codes = job.wait(60)
@@ -108,7 +108,7 @@ def test_unequal_numbers_of_devices(tmp_path):
 
 @pytest.mark.timeout(200)
 def test_a_late_worker_is_waited_for(tmp_path):
-    with workers.job(tmp_path, 2, f"{CASES}:make_strategy", delays=[0, 8]) as job:
+    with workers.job(tmp_path, 2, f"{CASES}:make_strategy", delays=[0, 4]) as job:
         assert job.results(100) == [2, 2]
 
 
@@ -117,14 +117,14 @@ def test_a_late_worker_is_waited_for(tmp_path):
 def test_a_worker_that_never_comes(tmp_path, present):
     ports = workers.free_ports(2)
     with workers.job(
-        tmp_path, 2, f"{CASES}:make_strategy", ports=ports, each=[{"rendezvous_timeout_seconds": 6}] * 2, only=[present]
+        tmp_path, 2, f"{CASES}:make_strategy", ports=ports, each=[{"rendezvous_timeout_seconds": 4}] * 2, only=[present]
     ) as job:
         started = time.monotonic()
         (code,) = job.wait(100)
-        assert time.monotonic() - started < 6 + SECONDS_TO_END
+        assert time.monotonic() - started < 4 + SECONDS_TO_END
     assert code == 1
     output = job.workers[0].output
-    assert "rendezvous_timeout_seconds=6" in output, output[-2000:]
+    assert "rendezvous_timeout_seconds=4" in output, output[-2000:]
     assert f"localhost:{ports[1 - present]}" in output
 
 

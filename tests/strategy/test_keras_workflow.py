@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from test_models import LazilyBuilt
-from training import BATCH, ScaleAndShift, fit, mlp, one_device, strategy_for, vectors
+from training import BATCH, ScaleAndShift, fit, mlp, one_device, small, strategy_for, vectors
 
 from tfdist.sharding import ShardedVariable
+
+pytestmark = pytest.mark.as_traced
 
 X, Y = vectors()
 STAGES = pytest.mark.parametrize("zero_stage", range(4))
 
 
-def compiled(strategy, build=mlp):
+def compiled(strategy, build=small):
     keras.utils.set_random_seed(5)
     with strategy.scope():
         model = build()
@@ -50,7 +52,7 @@ def test_train_on_batch_learns(zero_stage):
 @STAGES
 def test_weights_and_optimizer_travel_between_stages_and_devices(zero_stage, tmp_path):
     """Saved by 3 ranks, loaded without a strategy and by 2 ranks of stage 3: weights, slots and the next step agree."""
-    trained = fit(strategy_for(3, zero_stage), mlp, lambda: keras.optimizers.Adam(0.01)).model
+    trained = fit(strategy_for(3, zero_stage), small, lambda: keras.optimizers.Adam(0.01)).model
     trained.save_weights(tmp_path / "model.weights.h5")
     trained.save(tmp_path / "model.keras")
     results = []
@@ -83,7 +85,7 @@ def test_get_set_weights_summary_and_numpy(zero_stage, capsys):
 
 @STAGES
 def test_tensorflow_checkpoint_round_trip(zero_stage, tmp_path):
-    trained = fit(strategy_for(3, zero_stage), mlp, lambda: keras.optimizers.Adam(0.01)).model
+    trained = fit(strategy_for(3, zero_stage), small, lambda: keras.optimizers.Adam(0.01)).model
     path = tf.train.Checkpoint(variables=[v.value for v in trained.variables]).save(tmp_path / "checkpoint")
     for strategy in (one_device(), strategy_for(2, 3)):
         model = compiled(strategy)

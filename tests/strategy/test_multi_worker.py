@@ -44,7 +44,7 @@ def test_training_is_that_of_one_device(tmp_path, number, devices, chief, stages
         tmp_path, number, f"{CASES}:train_grid", stages, devices_per_worker=devices, chief=chief
     ) as job:
         expected = {
-            name: train(training.one_device(), training.mlp, worker_cases.adam)
+            name: train(training.one_device(), training.small, worker_cases.adam)
             for name, train in (("fit", training.fit), ("custom_loop", training.custom_loop))
         }
         masks = worker_cases.dropout_masks(training.strategy_for(number * devices, 0))
@@ -57,10 +57,14 @@ def test_training_is_that_of_one_device(tmp_path, number, devices, chief, stages
     assert len({mask.tobytes() for mask in masks}) == number * devices
 
 
+@pytest.mark.as_traced
 @pytest.mark.timeout(500)
 def test_whatever_an_optimizer_is_asked_for(tmp_path):
     with workers.job(tmp_path, 2, f"{CASES}:train_optimizers", [1, 3]) as job:
-        expected = {name: optimizer_cases.train(name, "fit", training.one_device()) for name in optimizer_cases.CASES}
+        expected = {
+            name: optimizer_cases.train(name, optimizer_cases.loop_of(name), training.one_device())
+            for name in optimizer_cases.CASES
+        }
         for stage in (1, 3):
             overflowing = optimizer_cases.train_overflowing(training.one_device(), accumulates=stage == 1)
             expected[f"overflow {stage}"] = overflowing
@@ -70,6 +74,7 @@ def test_whatever_an_optimizer_is_asked_for(tmp_path):
                 assert_same_as(expected[name], numbers)
 
 
+@pytest.mark.as_traced
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("number", "devices", "stages"), [(2, 1, [0, 3]), (2, 2, [2])])
 def test_methods_of_a_model_on_data_that_do_not_divide(tmp_path, number, devices, stages):
@@ -100,11 +105,12 @@ def one_device_on(x, y, batches):
     return {"losses": losses, "weights": model.get_weights()}
 
 
+@pytest.mark.as_traced
 @pytest.mark.timeout(500)
 def test_the_order_of_more_than_ten_workers(tmp_path):
     size = 12
     with workers.job(tmp_path, size, f"{CASES}:rank_order") as job:
-        expected = training.fit(training.one_device(), training.small, worker_cases.adam)
+        expected = training.custom_loop(training.one_device(), training.small, worker_cases.adam)
         results = job.results(450)
     ranks = np.arange(size, dtype="float32")
     for rank, found in enumerate(results):

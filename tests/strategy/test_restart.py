@@ -17,7 +17,7 @@ from tests.workers import ROOT
 @pytest.mark.timeout(300)
 def test_a_killed_worker_changes_nothing(tmp_path):
     program = ROOT / "tests" / "strategy" / "restart_program.py"
-    launcher = [sys.executable, "-m", "tfdist", "run", "--workers", "3", "--max-restarts", "2", "--cpu"]
+    launcher = [sys.executable, "-m", "tfdist", "run", "--workers", "2", "--max-restarts", "2", "--cpu"]
     with open(tmp_path / "output.txt", "wb") as output:
         process = subprocess.Popen(
             [*launcher, str(program), str(tmp_path), "1"],

@@ -38,7 +38,7 @@ def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], Any]:
     for stage in zero_stages:
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
         for name, train in (("fit", training.fit), ("custom_loop", training.custom_loop)):
-            found[stage, name] = as_numbers(train(strategy, training.mlp, adam))
+            found[stage, name] = as_numbers(train(strategy, training.small, adam))
             gc.freeze()  # as after every test: see conftest.py
         found[stage, "masks"] = dropout_masks(strategy)
     return found
@@ -52,7 +52,7 @@ def normalise(strategy: Any) -> dict[str, Any]:
         keras.utils.set_random_seed(5)
         with strategy.scope():
             normalization = keras.layers.BatchNormalization(synchronized=synchronized, momentum=0.8)
-            model = keras.Sequential([keras.Input(x.shape[1:]), normalization, training.mlp()])
+            model = keras.Sequential([keras.Input(x.shape[1:]), normalization, training.small()])
             model.compile(adam(), training.loss_function())
         history = model.fit(x, y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
         found[f"moving mean, synchronized={synchronized}"] = normalization.moving_mean.numpy()
@@ -62,11 +62,11 @@ def normalise(strategy: Any) -> dict[str, Any]:
 
 
 def train_optimizers(zero_stages: list[int]) -> dict[str, dict[str, Any]]:
-    """Trains every row of the optimizers' table, at the stages in turns, and the row that overflows."""
+    """Trains every row of the optimizers' table, at the stages in turns, and the row that overflows; see `loop_of`."""
     found = {}
     for place, name in enumerate(optimizer_cases.CASES):
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=zero_stages[place % len(zero_stages)])
-        found[name] = as_numbers(optimizer_cases.train(name, "fit", strategy))
+        found[name] = as_numbers(optimizer_cases.train(name, optimizer_cases.loop_of(name), strategy))
         gc.freeze()  # as after every test: see conftest.py
     for stage in zero_stages:
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
@@ -80,7 +80,7 @@ def ask_model(strategy: Any) -> dict[str, Any]:
     weights = np.linspace(0.1, 2.0, 37).astype("float32")
     keras.utils.set_random_seed(5)
     with strategy.scope():
-        model = training.mlp()
+        model = training.small()
         model.compile(adam(), training.loss_function(), metrics=["accuracy"])
     found: dict[str, Any] = {}
     # Batches of 8 and 5, then of 16, 16 and 5, then of 9 x 4 and 1: some ranks get fewer rows, or none.
@@ -162,4 +162,4 @@ def rank_order() -> dict[str, Any]:
     found = {name: strategy.experimental_local_results(value)[0].numpy() for name, value in outputs.items()}
     found["rank"] = strategy.extended.communicator.local_ranks[0]
     found["gather"] = strategy.gather(tf.fill([2], float(found["rank"])), axis=0).numpy()
-    return {**found, "trained": as_numbers(training.fit(strategy, training.small, adam))}
+    return {**found, "trained": as_numbers(training.custom_loop(strategy, training.small, adam))}

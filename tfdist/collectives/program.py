@@ -242,8 +242,9 @@ class RankProgram:
 
     def _count(self, direction: int) -> None:
         number = self.communicator.programs.index(self.plan)
-        step = tf.constant(1 + direction * (number << _COUNT_BITS), tf.int64)
         with self.graph.as_default(), tf.control_dependencies(None), tf.device(self.device):
+            # Also where the first collective stands in a branch: of an accumulation, whose other steps send nothing.
+            step = tf.constant(1 + direction * (number << _COUNT_BITS), tf.int64)
             tf.raw_ops.AssignAddVariableOp(resource=self.token(), value=step)
 
     def install(self, replica_context: tf.distribute.ReplicaContext) -> None:

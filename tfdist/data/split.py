@@ -66,11 +66,10 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
     def pieces(*batch: Any) -> list[Any]:
         if type(dataset.element_spec) is not tuple:  # a tuple, and nothing else, comes as several arguments
             (batch,) = batch
-        rows = _rows(batch)
+        cuts = _cuts(_rows(batch), num_parts)
 
         def piece(part: int) -> Any:
-            start, stop = _cut(rows, num_parts, part), _cut(rows, num_parts, part + 1)
-            return tf.nest.map_structure(lambda leaf: _piece(leaf, start, stop, piece_rows), batch)
+            return tf.nest.map_structure(lambda leaf: _piece(leaf, cuts[part], cuts[part + 1], piece_rows), batch)
 
         return [piece(part) for part in parts]
 
@@ -151,16 +150,20 @@ def _rows(batch: Any) -> tf.Tensor:
     """Returns the number of rows of `batch`, after checking that its tensors agree on it."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     rows, *others = map(_leaf_rows, leaves)
+    # The raw op: TensorFlow's function would put each in a branch of its own, which takes longest to trace of all that is here.
     checks = [
-        tf.debugging.assert_equal(
-            other,
-            rows,
-            message=f"All tensors of a batch must have the same number of rows. Tensor {index} ({leaves[index]}) has another "
-            f"number than tensor 0 ({leaves[0]}).",
+        tf.raw_ops.Assert(
+            condition=tf.equal(other, rows),
+            data=[
+                f"All tensors of a batch must have the same number of rows. Tensor {index} ({leaves[index]}) has another "
+                f"number than tensor 0 ({leaves[0]}):",
+                other,
+                rows,
+            ],
         )
         for index, other in enumerate(others, start=1)
     ]
-    with tf.control_dependencies([check for check in checks if check is not None]):
+    with tf.control_dependencies(checks):
         # Opaque to shape inference: else a piece of an uneven cut gets a static size, and the workers' shapes differ.
         return tf.compat.v1.placeholder_with_default(rows, [])
 
@@ -175,22 +178,24 @@ def _leaf_rows(leaf: Any) -> tf.Tensor:
         return tf.shape(leaf, out_type=tf.int64)[0]
 
 
-def _cut(rows: tf.Tensor, num_parts: int, part: int) -> tf.Tensor:
-    """Returns where `part` begins and the part before it ends."""
-    return part * (rows // num_parts) + tf.minimum(tf.constant(part, tf.int64), rows % num_parts)
+def _cuts(rows: tf.Tensor, num_parts: int) -> list[tf.Tensor]:
+    """Returns where each part begins, and the last one ends: `num_parts + 1` of shape (1,), as a slice takes them."""
+    part = tf.range(num_parts + 1, dtype=tf.int64)
+    return tf.split(part * (rows // num_parts) + tf.minimum(part, rows % num_parts), num_parts + 1)
 
 
 def _piece(leaf: Any, start: tf.Tensor, stop: tf.Tensor, static_rows: int | None) -> Any:
-    """Returns the rows [start, stop) of `leaf`; `static_rows` is their number where it is known."""
+    """Returns the rows [start, stop) of `leaf`, both (1,); `static_rows` is their number where it is known."""
     if leaf is None:
         return None
     if isinstance(leaf, tf.SparseTensor):
         return _sparse_piece(leaf, start, stop, static_rows)
-    piece = leaf[start:stop]
-    if isinstance(piece, tf.RaggedTensor):
+    if isinstance(leaf, tf.RaggedTensor):
+        piece = leaf[start[0] : stop[0]]
         if static_rows is not None:
             piece.row_splits.set_shape([static_rows + 1])
         return piece
+    piece = tf.strided_slice(leaf, start, stop)
     piece.set_shape(tf.TensorShape([static_rows]).concatenate(leaf.shape[1:]))
     return piece
 
@@ -198,7 +203,7 @@ def _piece(leaf: Any, start: tf.Tensor, stop: tf.Tensor, static_rows: int | None
 def _sparse_piece(leaf: tf.SparseTensor, start: tf.Tensor, stop: tf.Tensor, static_rows: int | None) -> tf.SparseTensor:
     row_shape = leaf.dense_shape[1:]
     piece = tf.sparse.slice(
-        leaf, tf.concat([[start], tf.zeros_like(row_shape)], 0), tf.concat([[stop - start], row_shape], 0)
+        leaf, tf.concat([start, tf.zeros_like(row_shape)], 0), tf.concat([stop - start, row_shape], 0)
     )
     if leaf.shape.rank is None:
         return piece

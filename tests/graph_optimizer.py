@@ -1,0 +1,28 @@
+"""TensorFlow's graph optimizer (grappler), which is a third of what a small training step costs, tracing included.
+
+It runs in all tests, as it does for users, but those marked `as_traced`: tests that compare numbers or files with one device's
+and trace a graph per case. Such a graph runs as it was traced. What the optimizer may spoil, such as an order of operations that
+only control dependencies keep, shows in any case of a kind, so of a grid over `devices` the cases with 2 keep it, and so do
+whole files: collectives, plans and counts, memory, settings of stage 3, documentation, examples, jobs of the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+
+import tensorflow as tf
+
+_VARIABLE = "TFDIST_TESTS_AS_TRACED"  # tells the processes that a test starts
+DEVICES_THAT_KEEP_IT = 2
+
+
+def switch(on: bool) -> None:
+    """For what is traced, and called, from now on in this process and in workers that it starts."""
+    os.environ[_VARIABLE] = "" if on else "1"
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not on})
+
+
+def switch_as_the_test_did() -> None:
+    """In a worker that a test has started."""
+    if os.environ.get(_VARIABLE):
+        switch(on=False)
