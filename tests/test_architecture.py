@@ -54,6 +54,8 @@ PRIVATE = {
     "strategy/keras_seam.py",
     "losses/keras_seam.py",
     "metrics/keras_seam.py",
+    "layers/checkpoint_names.py",
+    "layers/cut_tensors.py",
     "layers/empty_batches.py",
     "planner/keras_tracing.py",
 }
