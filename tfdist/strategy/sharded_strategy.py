@@ -46,7 +46,8 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
             it: a third less traffic, and all parameters gathered at the end of forward.
         reduce_dtype: dtype in which gradients travel, such as "bfloat16"; None: their own, and half-precision gradients are
             summed in float32. Over NCCL a bfloat16 reduction is widened to float32 for the trip, which TensorFlow's kernels need.
-        tensor_parallel_size: ranks that share each layer. Only 1 so far.
+        tensor_parallel_size: ranks that share each layer that is cut, by `tfdist.layers` or `tfdist.parallelize`. It divides the
+            number of devices; the batch is cut over the rest.
         pipeline_parallel_size: ranks in a pipeline. Only 1 so far.
 
     Raises:
