@@ -35,8 +35,8 @@ from benchmarks import cases
 from benchmarks.cases import TENSOR, TORCH, Case
 from benchmarks.job import Job, JobError
 
-# Relative, after the warm-up. PyTorch's Adam adds epsilon to the corrected second moment, Keras's to the other.
-LOSS_TOLERANCE = 1e-4
+# Relative, after the warm-up.
+LOSS_TOLERANCE = 1e-5
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

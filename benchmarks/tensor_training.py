@@ -33,7 +33,7 @@ class TensorLoop:
             for variable in model.variables:
                 variable.assign(initial_weight(variable.path, variable.shape))
             tfdist.parallelize(model, PLAN, print_fn=None)
-            model.compile(keras.optimizers.Adam(1e-4))
+            model.compile(keras.optimizers.Adam(1e-4, epsilon=1e-12))  # it would not count alike in PyTorch
             model.optimizer.build(model.trainable_variables)
         loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

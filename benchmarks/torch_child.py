@@ -118,7 +118,7 @@ class Loop:
         parameters = list(self.model.parameters())
         # A fused step does not mix cut and whole tensors.
         groups = [[p for p in parameters if isinstance(p, DTensor) == is_cut] for is_cut in (True, False)]
-        self.optimizer = torch.optim.Adam([{"params": group} for group in groups if group], lr=1e-4, eps=1e-7, fused=True)
+        self.optimizer = torch.optim.Adam([{"params": group} for group in groups if group], lr=1e-4, eps=1e-12, fused=True)
         self.inputs, self.targets = (torch.from_numpy(array.copy()) for array in token_batch(case))
 
     def run(self, steps: int) -> tuple[float, float]:
