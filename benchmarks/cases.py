@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 SINGLE, MIRRORED, MW_MIRRORED = "single", "mirrored", "mw-mirrored"
+TENSOR, TORCH = "tfdist", "torch"  # of benchmarks.tensor_parallel
 ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
 CONTENDERS = (SINGLE, MIRRORED, *ZERO_STAGES)
 WORKER_CONTENDERS = (SINGLE, MW_MIRRORED, *ZERO_STAGES)  # with --workers
@@ -27,7 +28,8 @@ class Case:
     Attributes:
         contender: "single" (no strategy), "mirrored" (`tf.distribute.MirroredStrategy`), "mw-mirrored"
             (`tf.distribute.MultiWorkerMirroredStrategy`) or "zero0" to "zero3" (`tfdist.ShardedStrategy`, or
-            `tfdist.MultiWorkerShardedStrategy`).
+            `tfdist.MultiWorkerShardedStrategy`). Of the tensor-parallel benchmark, where all devices are tensor ranks: "tfdist"
+            (`tfdist.parallelize`) or "torch" (PyTorch's `parallelize_module`, a process a rank).
         model: "mlp", a stack of square Dense layers, or "gpt", a decoder.
         devices: CPU devices; a "single" contender uses the first and makes no others.
         layers: Dense layers, or decoder blocks.
@@ -62,7 +64,7 @@ class Case:
 
     @property
     def num_processes(self) -> int:
-        return self.num_ranks if self.multi_worker else 1
+        return self.num_ranks if self.multi_worker or self.contender == TORCH else 1
 
     @property
     def label(self) -> str:

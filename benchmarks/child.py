@@ -1,6 +1,6 @@
 """What runs in each process of a job: builds one contender, trains it, measures.
 
-    python -m benchmarks.child memory|throughput
+    python -m benchmarks.child memory|throughput|tensor
 
 The first line on stdin is the case. What TensorFlow and Keras print goes to stderr; stdout carries answers only.
 """
@@ -24,6 +24,7 @@ import tensorflow as tf
 import tfdist
 from benchmarks.cases import ZERO_STAGES, Case
 from benchmarks.resident import PeakResident, give_back, resident_bytes
+from benchmarks.tensor_training import TensorLoop
 from benchmarks.training import FitLoop, FunctionLoop, build_loop, build_strategy
 
 
@@ -113,7 +114,20 @@ def measure_throughput(case: Case, answer: Callable[[dict[str, Any]], None], req
         answer({"seconds": seconds, "loss": loss})
 
 
-_MEASUREMENTS = {"memory": measure_memory, "throughput": measure_throughput}
+def measure_tensor(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+    """As `measure_throughput`, of a model whose layers all ranks share."""
+    loop = TensorLoop(case)
+    _, loss = loop.run(3)
+    report = tfdist.memory_report(loop.model)
+    versions = {"tensorflow": tf.__version__, "keras": keras.__version__, "tfdist": tfdist.__version__}
+    state_bytes = max(memory.total_bytes for memory in report.devices)
+    answer({"warmup_loss": loss, "parameters": loop.model.count_params(), "state_bytes": state_bytes, **versions})
+    for request in requests:
+        seconds, loss = loop.run(request["steps"])
+        answer({"seconds": seconds, "loss": loss})
+
+
+_MEASUREMENTS = {"memory": measure_memory, "throughput": measure_throughput, "tensor": measure_tensor}
 
 
 def main() -> None:

@@ -18,9 +18,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
-from benchmarks.cases import Case
+from benchmarks.cases import TORCH, Case
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _STDERR_TAIL = 2000  # characters of a failed process's stderr to show
@@ -45,7 +46,8 @@ class JobError(RuntimeError):
 class Job:
     """The processes that run one case, each `python -m benchmarks.child MEASUREMENT`.
 
-    A multi-worker case has one per worker, which find each other by TF_CONFIG; every other case has one.
+    A multi-worker case has one per worker, which find each other by TF_CONFIG; a case of PyTorch has one per rank; every other
+    case has one.
 
         with Job("memory", case, environment={}, timeout_seconds=600) as job:
             job.ready                        # what each process said when it was ready
@@ -59,19 +61,28 @@ class Job:
         case: what it is measured on.
         environment: variables set in the processes beside those that every one gets.
         timeout_seconds: longest wait for the answers to one request.
+        program: what each process runs, before the measurement.
 
     Raises:
         JobError: on entering or asking, when a process dies, hangs or reports an error.
     """
 
-    def __init__(self, measurement: str, case: Case, *, environment: dict[str, str], timeout_seconds: float):
+    def __init__(
+        self,
+        measurement: str,
+        case: Case,
+        *,
+        environment: dict[str, str],
+        timeout_seconds: float,
+        program: Sequence[str] = (sys.executable, "-m", "benchmarks.child"),
+    ):
         self._case = case
         self._timeout_seconds = timeout_seconds
         self._lines: queue.Queue[tuple[int, str | None]] = queue.Queue()  # (process, line), None after the last
         self._processes: list[_Process] = []
         try:
-            for index, own in enumerate(_tf_configs(case)):
-                self._processes.append(_Process(measurement, index, {**environment, **own}, self._lines))
+            for index, own in enumerate(_torch_ranks(case) if case.contender == TORCH else _tf_configs(case)):
+                self._processes.append(_Process([*program, measurement], index, {**environment, **own}, self._lines))
             self.ready = self.ask(dataclasses.asdict(case))
         except BaseException:
             self.close()
@@ -120,14 +131,16 @@ class Job:
 class _Process:
     """One process of a job; puts (index, line) in `lines` for every line that it writes, and (index, None) at its end."""
 
-    def __init__(self, measurement: str, index: int, environment: dict[str, str], lines: queue.Queue[tuple[int, str | None]]):
+    def __init__(
+        self, command: list[str], index: int, environment: dict[str, str], lines: queue.Queue[tuple[int, str | None]]
+    ):
         self._index = index
         self._lines = lines
         self._stderr = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 (closed by `close`)
         paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.child", measurement],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -176,6 +189,13 @@ def _tf_configs(case: Case) -> list[dict[str, str]]:
         {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})}
         for index in range(case.num_processes)
     ]
+
+
+def _torch_ranks(case: Case) -> list[dict[str, str]]:
+    """Returns the variables that tell each process of `case` its rank, as `torchrun` sets them."""
+    (port,) = _free_ports(1)
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.num_processes)}
+    return [{**shared, "RANK": str(rank)} for rank in range(case.num_processes)]
 
 
 # As `tfdist.launch` has them, but importing tfdist would import TensorFlow here.

@@ -78,14 +78,17 @@ def _build_mlp(case: Case) -> keras.Model:
 
 def _build_gpt(case: Case) -> keras.Model:
     tokens = keras.Input((case.sequence_length,), dtype="int32")
-    x = PositionEmbedding()(keras.layers.Embedding(case.vocabulary, case.width)(tokens))  # (batch, seq, width)
-    for _ in range(case.layers):
-        normed = keras.layers.LayerNormalization()(x)
-        attention = keras.layers.MultiHeadAttention(case.heads, case.width // case.heads)
+    x = keras.layers.Embedding(case.vocabulary, case.width, name="token_embedding")(tokens)
+    x = PositionEmbedding(name="position_embedding")(x)  # (batch, seq, width)
+    for i in range(case.layers):
+        normed = keras.layers.LayerNormalization(name=f"block_{i}_attention_norm")(x)
+        attention = keras.layers.MultiHeadAttention(case.heads, case.width // case.heads, name=f"block_{i}_attention")
         x = x + attention(normed, normed, use_causal_mask=True)
-        hidden = keras.layers.Dense(4 * case.width, activation="gelu")(keras.layers.LayerNormalization()(x))
-        x = x + keras.layers.Dense(case.width)(hidden)
-    return keras.Model(tokens, keras.layers.Dense(case.vocabulary)(keras.layers.LayerNormalization()(x)))
+        normed = keras.layers.LayerNormalization(name=f"block_{i}_mlp_norm")(x)
+        hidden = keras.layers.Dense(4 * case.width, activation="gelu", name=f"block_{i}_mlp_in")(normed)
+        x = x + keras.layers.Dense(case.width, name=f"block_{i}_mlp_out")(hidden)
+    x = keras.layers.LayerNormalization(name="final_norm")(x)
+    return keras.Model(tokens, keras.layers.Dense(case.vocabulary, name="logits")(x))
 
 
 def build_loss(case: Case) -> keras.losses.Loss:

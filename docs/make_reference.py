@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import keras
+
 import tfdist
-from tfdist import profiling
+from tfdist import planner, profiling
 
 PAGE = pathlib.Path(__file__).with_name("reference.md")
 
@@ -29,13 +31,15 @@ it in use.
 """
 
 # What public functions return and `tfdist` itself does not list.
-RETURNED = (profiling.MemoryReport, profiling.DeviceMemory)
+RETURNED = (planner.SuggestedPlan, planner.SuggestedCut, profiling.MemoryReport, profiling.DeviceMemory)
 
 # Documented member by member; of the other modules the first lines only, since they are for those who extend tfdist.
-IN_FULL = ("collectives", "optimizers", "mesh")
+IN_FULL = ("collectives", "layers", "optimizers", "mesh")
+# Modules of functions within those, documented in full too.
+WITHIN = {"collectives": ("activations",), "layers": ("regions",)}
 
-LISTS = ("Args", "Attributes", "Raises")
-SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Source):\s*(.*)$")
+LISTS = ("Args", "Attributes", "Call arguments", "Raises")
+SECTION = re.compile(r"^(Args|Attributes|Call arguments|Input shape|Output shape|Returns|Raises|Source):\s*(.*)$")
 WIDTH = 110  # of a signature on one line
 ENTRY = re.compile(r"^    (\S[^:]*): (.*)$")
 
@@ -99,7 +103,9 @@ def class_members(owner: type) -> Iterator[tuple[str, Any]]:
     """Yields the public methods and properties that `owner` itself defines and documents, in the order of its code."""
     for name, member in vars(owner).items():
         is_callable = inspect.isfunction(member) or isinstance(member, property)
-        if not name.startswith("_") and is_callable and inspect.getdoc(member):
+        # `inspect.getdoc` finds the docstring of the method that it overrides too; Keras's do not belong here.
+        has_own = member.__doc__ or not issubclass(owner, keras.Operation | keras.losses.Loss)
+        if not name.startswith("_") and is_callable and has_own and inspect.getdoc(member):
             yield name, member
 
 
@@ -132,10 +138,21 @@ def describe_module(name: str, module: ModuleType) -> list[str]:
     if name in IN_FULL:
         for own in sorted(members, key=str.lower):
             lines += describe(f"tfdist.{name}.{own}", members[own], 3)
+        for within in WITHIN.get(name, ()):
+            lines += describe_functions(f"tfdist.{name}.{within}", getattr(module, within))
     elif members:
         lines += ["| name | |", "|---|---|"]
         lines += [f"| `{own}` | {first_line(member)} |" for own, member in members.items() if callable(member)]
         lines += [""]
+    return lines
+
+
+def describe_functions(name: str, module: ModuleType) -> list[str]:
+    """Returns the section of a module within another: its docstring and its public functions, in the order of its code."""
+    lines = [f"### `{name}`", "", *markdown(inspect.getdoc(module))]
+    for own, member in vars(module).items():
+        if inspect.isfunction(member) and member.__module__ == module.__name__ and not own.startswith("_"):
+            lines += describe(f"{name}.{own}", member, 4)
     return lines
 
 

@@ -209,20 +209,29 @@ def generate(model, prompt, *, length=200, temperature=0.7, seed=0):
     return bytes(stream).decode("utf-8", "replace")
 
 
-def make_strategy(count, zero_stage):
+def build_optimizer(learning_rate, steps):
+    """Returns AdamW whose learning rate rises to `learning_rate` in the first tenth of the steps, and then falls to 0."""
+    warmup_steps = steps // 10
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.0, steps - warmup_steps, warmup_target=learning_rate, warmup_steps=warmup_steps
+    )
+    return keras.optimizers.AdamW(schedule)
+
+
+def make_strategy(count, **settings):
     """Returns a strategy over all workers of a TF_CONFIG job, else over `count` GPUs or logical CPUs of this machine."""
     if os.environ.get("TF_CONFIG"):
-        return tfdist.MultiWorkerShardedStrategy(zero_stage=zero_stage)
+        return tfdist.MultiWorkerShardedStrategy(**settings)
     gpus = len(tf.config.list_physical_devices("GPU"))
     if gpus >= count:
-        return tfdist.ShardedStrategy([f"GPU:{i}" for i in range(count)], zero_stage=zero_stage)
+        return tfdist.ShardedStrategy([f"GPU:{i}" for i in range(count)], **settings)
     if gpus:
         print(f"{gpus} GPU(s) here, fewer than --devices {count}: using logical CPUs. --devices {gpus} uses the GPU(s).")
-    return tfdist.ShardedStrategy(tfdist.use_logical_cpus(count), zero_stage=zero_stage)
+    return tfdist.ShardedStrategy(tfdist.use_logical_cpus(count), **settings)
 
 
-def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def add_arguments(parser):
+    """Adds the flags of model, data, training and devices."""
     parser.add_argument("--zero-stage", type=int, default=3, choices=range(4), help="0 shards nothing, 3 everything")
     parser.add_argument("--devices", type=int, default=2, help="GPUs to use, or parts to split the CPU in")
     parser.add_argument("--epochs", type=int, default=2)
@@ -236,14 +245,24 @@ def parse_args(argv):
     parser.add_argument("--dataset", default="stdlib_text", help="a tensorflow-datasets data set with a text feature")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/train_gpt"), help="folder of the results")
-    args = parser.parse_args(argv)
+
+
+def check_arguments(parser, args):
+    """Ends the program, with the reason, where a flag is out of range."""
     for name, value in vars(args).items():
         if name not in ("zero_stage", "seed") and isinstance(value, (int, float)) and value <= 0:
             parser.error(f"argument --{name.replace('_', '-')}: must be positive. Received: {value}")
-    if args.batch_size % args.devices:
-        parser.error(f"argument --batch-size: {args.batch_size} must be divisible by --devices {args.devices}")
     if args.width % args.heads:
         parser.error(f"argument --width: {args.width} must be divisible by --heads {args.heads}")
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    check_arguments(parser, args)
+    if args.batch_size % args.devices:
+        parser.error(f"argument --batch-size: {args.batch_size} must be divisible by --devices {args.devices}")
     if pyplot is None:
         parser.error("the loss plot needs matplotlib: pip install 'tfdist[examples]'")
     return args
@@ -251,7 +270,7 @@ def parse_args(argv):
 
 def main(argv=None):
     args = parse_args(argv)
-    strategy = make_strategy(args.devices, args.zero_stage)  # first: a worker must join its job before anything else
+    strategy = make_strategy(args.devices, zero_stage=args.zero_stage)  # first: a worker must join its job before anything else
     cluster = getattr(strategy, "cluster", None)  # None on one machine
     is_chief = cluster is None or cluster.is_chief
     say = print if is_chief else lambda *_, **__: None
@@ -266,17 +285,12 @@ def main(argv=None):
     train, validation = make_datasets(
         *(tokens or load()), seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed
     )
-    steps = args.epochs * args.steps_per_epoch
     shape = dict(width=args.width, layers=args.layers, heads=args.heads, seq_len=args.seq_len)
 
     keras.utils.set_random_seed(args.seed)  # after the data: preparing it draws random numbers
     with strategy.scope():
         model = build_model(**shape)
-        warmup_steps = steps // 10
-        learning_rate = keras.optimizers.schedules.CosineDecay(
-            0.0, steps - warmup_steps, warmup_target=args.learning_rate, warmup_steps=warmup_steps
-        )
-        model.compile(keras.optimizers.AdamW(learning_rate), loss=build_loss())
+        model.compile(build_optimizer(args.learning_rate, args.epochs * args.steps_per_epoch), loss=build_loss())
     where = f"{strategy.mesh.world_size} devices" + (f" of {cluster.num_workers} workers" if cluster else "")
     say(f"{model.count_params():,} parameters, {where}, ZeRO stage {args.zero_stage}", flush=True)
 

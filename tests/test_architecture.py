@@ -54,9 +54,9 @@ PRIVATE = {
     "strategy/keras_seam.py",
     "losses/keras_seam.py",
     "metrics/keras_seam.py",
+    "layers/checkpoint_names.py",
     "layers/cut_tensors.py",
     "layers/empty_batches.py",
-    "layers/keras_names.py",
     "planner/keras_tracing.py",
 }
 RAW_COLLECTIVES = {"collectives/wire.py"}

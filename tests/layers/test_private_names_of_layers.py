@@ -3,9 +3,7 @@
 import inspect
 
 import keras
-from keras.src.saving import saving_lib
 from keras.src.trainers.trainer import Trainer
-from keras.src.utils import naming
 
 from tfdist.override import _INSTALLED
 
@@ -38,13 +36,6 @@ def test_losses_and_metrics_are_given_predictions_so():
     arguments = ["self", "x", "y", "y_pred", "sample_weight"]
     assert list(inspect.signature(original(Trainer.compute_metrics)).parameters) == arguments
     assert "_compile_metrics" in inspect.getsource(Trainer.compile.__wrapped__)
-
-
-def test_weights_are_filed_by_the_name_of_the_class():
-    assert "naming.to_snake_case(saveable.__class__.__name__)" in inspect.getsource(saving_lib._save_container_state)
-    assert original(naming.to_snake_case)("ColumnParallelDense") == "column_parallel_dense"
-    assert naming.to_snake_case("ColumnParallelDense") == "dense"
-    assert naming.to_snake_case("ParallelMLP") == original(naming.to_snake_case)("ParallelMLP")
 
 
 def test_attentions_are_made_of_these_sublayers():

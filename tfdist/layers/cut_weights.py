@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions
+from tfdist.layers.checkpoint_names import save_as
 from tfdist.sharding import Shard, ShardedVariable, cut_over_tensor
 
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
@@ -20,6 +21,12 @@ class CutWeights:
 
     A subclass says in `_cuts` which; they are cut when the layer has been built, in the scope of a strategy with a tensor axis.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        whole = next((base for base in cls.__mro__ if issubclass(base, keras.Layer) and not issubclass(base, CutWeights)), None)
+        if whole is not None:
+            save_as(cls, whole)
 
     def _cuts(self) -> Mapping[str, Shard]:
         """Returns, by the attribute that holds it, how each weight is cut; what is not named stays whole."""

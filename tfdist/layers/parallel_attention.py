@@ -17,7 +17,6 @@ from tfdist import errors
 from tfdist.collectives import activations
 from tfdist.layers import regions
 from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut
-from tfdist.layers.keras_names import filed_as
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
 from tfdist.layers.randomness import cut_region
 from tfdist.sharding import Shard
@@ -128,7 +127,6 @@ class _ParallelAttention(CutWeights):
         return activations.split(tf.convert_to_tensor(mask), regions.tensor_ranks(), 1)[regions.tensor_rank()]
 
 
-@filed_as(keras.layers.MultiHeadAttention)
 @keras.saving.register_keras_serializable("tfdist")
 class ParallelMultiHeadAttention(_ParallelAttention, keras.layers.MultiHeadAttention):
     """`keras.layers.MultiHeadAttention` whose heads are spread over the tensor ranks (Megatron's parallel self-attention).
@@ -163,7 +161,6 @@ class ParallelMultiHeadAttention(_ParallelAttention, keras.layers.MultiHeadAtten
         return {**super().get_config(), "sequence_parallel": self.sequence_parallel}
 
 
-@filed_as(keras.layers.GroupQueryAttention)
 @keras.saving.register_keras_serializable("tfdist")
 class ParallelGroupedQueryAttention(_ParallelAttention, keras.layers.GroupQueryAttention):
     """`keras.layers.GroupQueryAttention` whose heads, those of queries and those of keys and values, are spread over the ranks.

@@ -20,11 +20,9 @@ from tfdist import errors
 from tfdist.layers import cut_tensors, regions
 from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, local
 from tfdist.layers.elementwise import is_elementwise_activation
-from tfdist.layers.keras_names import filed_as
 from tfdist.sharding import Shard
 
 
-@filed_as(keras.layers.Dense)
 @keras.saving.register_keras_serializable("tfdist")
 class ColumnParallelDense(CutWeights, keras.layers.Dense):
     """`keras.layers.Dense` whose output features are computed by different tensor ranks (Megatron's column-parallel linear).
@@ -84,7 +82,6 @@ class ColumnParallelDense(CutWeights, keras.layers.Dense):
         return {**super().get_config(), "gather_output": self.gather_output}
 
 
-@filed_as(keras.layers.Dense)
 @keras.saving.register_keras_serializable("tfdist")
 class RowParallelDense(CutWeights, keras.layers.Dense):
     """`keras.layers.Dense` whose input features are summed over by different tensor ranks (Megatron's row-parallel linear).

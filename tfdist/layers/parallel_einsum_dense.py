@@ -11,7 +11,6 @@ from tfdist import errors
 from tfdist.layers import regions
 from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, local
 from tfdist.layers.einsum_axes import COLUMN, ROW, CutAxes, einsum_axes, einsum_label
-from tfdist.layers.keras_names import filed_as
 from tfdist.layers.parallel_dense import check_column_output, check_row_input, column_output
 from tfdist.sharding import Shard
 
@@ -45,7 +44,6 @@ class _ParallelEinsumDense(CutWeights):
         super().cut_weights()
 
 
-@filed_as(keras.layers.EinsumDense)
 @keras.saving.register_keras_serializable("tfdist")
 class ColumnParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
     """`keras.layers.EinsumDense`, cut along a label that only kernel and output have; see `ColumnParallelDense`.
@@ -84,7 +82,6 @@ class ColumnParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
         return {**super().get_config(), "gather_output": self.gather_output}
 
 
-@filed_as(keras.layers.EinsumDense)
 @keras.saving.register_keras_serializable("tfdist")
 class RowParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
     """`keras.layers.EinsumDense`, cut along a label that is summed over; see `RowParallelDense`.

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tfdist.layers import cut_tensors, regions
 from tfdist.layers.cut_weights import CutWeights, check_is_cut
-from tfdist.layers.keras_names import filed_as
 from tfdist.sharding import Shard
 
 
@@ -44,7 +43,6 @@ class _VocabParallel(CutWeights):
         return regions.reduce_from(found, f"{self.name}/reduce_from")
 
 
-@filed_as(keras.layers.Embedding)
 @keras.saving.register_keras_serializable("tfdist")
 class VocabParallelEmbedding(_VocabParallel, keras.layers.Embedding):
     """`keras.layers.Embedding` whose rows are spread over the tensor ranks (Megatron's vocabulary-parallel embedding).
@@ -70,7 +68,6 @@ class VocabParallelEmbedding(_VocabParallel, keras.layers.Embedding):
         return super().call(inputs) if regions.tensor_program() is None else self._lookup(inputs)
 
 
-@filed_as(keras.layers.ReversibleEmbedding)
 @keras.saving.register_keras_serializable("tfdist")
 class VocabParallelReversibleEmbedding(_VocabParallel, keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding`, vocabulary-parallel: also called in reverse, for logits from the same table.

@@ -1,0 +1,67 @@
+"""The gpt, its layers cut over logical CPUs by `tfdist.parallelize`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from benchmarks.cases import Case
+from benchmarks.gpt_arrays import initial_weight, token_batch
+from benchmarks.training import build_model
+
+PLAN = {
+    r"token_embedding$": "vocab",
+    r"attention$": "column",
+    r"mlp_in$": "column",
+    r"mlp_out$": "row",
+    r"logits$": "column",
+}
+
+
+class TensorLoop:
+    """A `tf.function` around `strategy.run` on a mesh of one data index: all ranks have the whole batch, on their devices."""
+
+    def __init__(self, case: Case):
+        devices = tfdist.use_logical_cpus(case.devices)
+        strategy = tfdist.ShardedStrategy(devices, zero_stage=0, tensor_parallel_size=case.devices)
+        with strategy.scope():
+            self.model = model = build_model(case)
+            for variable in model.variables:
+                variable.assign(initial_weight(variable.path, variable.shape))
+            tfdist.parallelize(model, PLAN, print_fn=None)
+            model.compile(keras.optimizers.Adam(1e-4, epsilon=1e-12))  # it would not count alike in PyTorch
+            model.optimizer.build(model.trainable_variables)
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+        def train(inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = loss_of(targets, model(inputs, training=True))
+            variables = model.trainable_variables
+            model.optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
+            return loss
+
+        def place(array: Any) -> Any:
+            def on_device(context: Any) -> tf.Tensor:
+                with tf.device(devices[context.replica_id_in_sync_group]):
+                    return tf.constant(array, tf.int32)
+
+            return strategy.experimental_distribute_values_from_function(on_device)
+
+        @tf.function(jit_compile=False)
+        def step(inputs: Any, targets: Any) -> tf.Tensor:
+            return strategy.reduce("SUM", strategy.run(train, (inputs, targets)), axis=None)
+
+        self._step = step
+        self._batch = [place(array) for array in token_batch(case)]
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Runs `steps` steps; returns seconds and the last loss."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            loss = self._step(*self._batch)
+        loss = float(loss)
+        return time.perf_counter() - start, loss
