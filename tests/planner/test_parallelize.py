@@ -127,6 +127,8 @@ def test_a_suggested_plan_is_a_plan():
         tfdist.parallelize(model, tfdist.suggest_plan(model, 2), print_fn=None)
     assert [type(layer) for layer in model.layers] == [tfdist.layers.ColumnParallelDense, tfdist.layers.RowParallelDense]
     assert (model.layers[0].gather_output, model.layers[1].input_is_parallel) == (False, True)
+    with pytest.raises(ValueError, match="cut already"):
+        tfdist.parallelize(model, {"dense": "column"}, print_fn=None)
     whole = sum(weight.value.numpy().nbytes for weight in model.weights)
     assert tfdist.memory_report(model).devices[0].parameter_bytes < 0.51 * whole
 

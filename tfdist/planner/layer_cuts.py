@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfdist import errors
+from tfdist.layers.cut_weights import CutWeights
 from tfdist.planner import keras_tracing
 from tfdist.planner.layer_kinds import COLUMN, KINDS, REPLICATE, ROW, cut_sizes, kind_of, path_of, roles_of
 from tfdist.planner.model_graph import CuttableLayer, ModelGraph, trace_model
@@ -152,6 +153,14 @@ def _is_attention(layer: keras.Layer) -> bool:
 
 
 def _not_cuttable(layer: keras.Layer, pattern: str, role: str) -> str:
+    if isinstance(layer, CutWeights):
+        return errors.message(
+            "`plan` matches a layer that is cut already: one of `tfdist.layers`, or of a model that was parallelized before.",
+            pattern=pattern,
+            role=role,
+            layer=path_of(layer),
+            fix="Name the layers that are not cut yet.",
+        )
     *names, last = [kind.name for kind in KINDS]
     return errors.message(
         f"`plan` can cut {', '.join(names)} and {last} layers, and subclasses that keep their `call`.",

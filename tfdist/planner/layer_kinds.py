@@ -18,6 +18,7 @@ import math
 import keras
 import tensorflow as tf
 
+from tfdist.layers.cut_weights import CutWeights
 from tfdist.layers.einsum_axes import COLUMN, ROW, CutAxes, einsum_axes, einsum_label
 
 VOCAB, REPLICATE = "vocab", "replicate"
@@ -59,7 +60,9 @@ _METHODS = ("call", "_compute_attention", "_masked_softmax")
 
 
 def kind_of(layer: keras.Layer) -> LayerKind | None:
-    """Returns the kind of a layer that can be cut; None for every other, and for a subclass that computes in another way."""
+    """Returns the kind of a layer that can be cut; None for every other: one that computes in another way, or is cut already."""
+    if isinstance(layer, CutWeights):
+        return None
     for kind in KINDS:
         if isinstance(layer, kind.layer_class):
             base = kind.layer_class

@@ -170,7 +170,9 @@ def _describe(model: keras.Model) -> str:
     strategy = model.distribute_strategy
     config = config_of(strategy)
     if config is not None:
-        return f"{type(strategy).__name__}, zero_stage={config.zero_stage}, {config.mesh.world_size} devices"
+        tensor = config.mesh.tensor_parallel_size
+        settings = f"zero_stage={config.zero_stage}" + (f", tensor_parallel_size={tensor}" if tensor > 1 else "")
+        return f"{type(strategy).__name__}, {settings}, {config.mesh.world_size} devices"
     if len(_devices(model)) > 1:
         return f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} devices"
     return "one device"
