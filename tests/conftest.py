@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import hypothesis
+import keras
 import pytest
 
 import tfdist
@@ -22,6 +23,19 @@ hypothesis.settings.load_profile("tfdist")
 def cpus() -> list[str]:
     """The names of the four logical CPUs."""
     return CPUS
+
+
+@pytest.fixture
+def float64():
+    """Layers and variables in float64. The policy too: Keras makes it of the float type when first asked, and keeps it."""
+    _use_float_type("float64")
+    yield
+    _use_float_type("float32")
+
+
+def _use_float_type(dtype: str) -> None:
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
 
 
 @pytest.fixture(autouse=True)

@@ -17,14 +17,7 @@ from tests.layers.tensor_worker_cases import CASES
 from tests.parity.comparison import assert_same_tree
 
 layers = tfdist.layers
-pytestmark = pytest.mark.as_traced
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
+pytestmark = [pytest.mark.as_traced, pytest.mark.usefixtures("float64")]
 
 
 @functools.cache

@@ -13,19 +13,12 @@ import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 from training import CLASSES, FEATURES, assert_same, collect, one_device, small, strategy_for, vectors
 
-pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
 BATCH = 16
 GRID = pytest.mark.parametrize(("devices", "zero_stage"), [(2, 0), (3, 2), (4, 3)])
 DIAGONAL = pytest.mark.parametrize(("devices", "zero_stage"), [(3, 3)])
 WORDS, LENGTH = 11, 6
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
 
 
 def crossentropy(reduction="sum_over_batch_size"):

@@ -9,6 +9,8 @@ from training import one_device
 import tfdist
 from tests.parity.comparison import assert_same_tree, state
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 LENGTH, VOCABULARY = 6, 11
 
 
@@ -91,13 +93,6 @@ def train(strategy, plan=None, report=None):
     model.fit(tokens, labels, batch_size=4, shuffle=False, verbose=0, callbacks=[record])
     assert len(losses) == 6 and max(losses) > min(losses)
     return model, {"losses": losses, "predict": model.predict(tokens[:3], verbose=0), **state(model)}
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
 
 
 @pytest.mark.as_traced
