@@ -68,6 +68,28 @@ def test_a_custom_loop(tensor, data, zero_stage):
     assert_same_tree(found, tensor_models.custom_loop(one_device(), "transformer"))
 
 
+def test_a_batch_counts_once_in_what_is_logged():
+    """Tensor peers see the same examples."""
+    features = np.random.default_rng(1).normal(size=(12, 3))
+    labels = (features[:, :1] > 0).astype("float64")
+
+    def counts(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            cut = [layers.ColumnParallelDense(4), layers.RowParallelDense(1, activation="sigmoid")]
+            model = keras.Sequential([keras.Input((3,)), *cut])
+            metrics = [keras.metrics.TruePositives(name="hits"), keras.metrics.FalsePositives(name="misses")]
+            model.compile("sgd", "mse", metrics=metrics)
+        logged = []
+        record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: logged.append(dict(logs)))
+        model.fit(features, labels, batch_size=6, verbose=0, callbacks=[record])
+        return np.array([(logs["hits"], logs["misses"]) for logs in logged], float)
+
+    expected = counts(one_device())
+    assert expected.sum() > 0
+    np.testing.assert_array_equal(counts(mesh(2, 2, zero_stage=1)), expected)
+
+
 OPTIMIZERS = {
     "clipped by norm": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05),
     "clipped by global norm": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.1),

@@ -24,6 +24,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from tensorflow.python.distribute import values as distribute_values
 
 from tfdist.collectives import cross_replica_of
 from tfdist.override import override
@@ -95,4 +96,7 @@ def _summed(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras
 
 def _total(parts: Sequence[tf.Tensor], strategy: tf.distribute.Strategy) -> tf.Tensor:
     cross_replica = cross_replica_of(strategy)
-    return cross_replica.all_reduce(parts, "sum", "metrics")[0] if cross_replica.is_multi_worker else tf.add_n(parts)
+    if cross_replica.is_multi_worker:
+        return cross_replica.all_reduce(parts, "sum", "metrics")[0]
+    parts = strategy.extended.one_per_replica(distribute_values.PerReplica(tuple(parts)))
+    return tf.add_n(parts.values)
