@@ -4,7 +4,8 @@
      │         │          │
     gpus    signals     tasks (TF_CONFIG)
 
-The launcher never touches TensorFlow's devices: they belong to the workers.
+The launcher never touches TensorFlow's devices: they belong to the workers. The other command, `schedule_command`, shows a
+pipeline's schedule and starts nothing.
 """
 
 from tfdist.launch.cli import main

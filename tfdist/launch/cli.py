@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from tfdist.launch.gpus import device_environments, visible_gpus
 from tfdist.launch.job import KILL_SECONDS, Job
 from tfdist.launch.restarts import run_job
+from tfdist.launch.schedule_command import add_schedule
 
 _LONGEST_GRACE = 24 * 3600.0  # seconds
 
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tfdist", description="Tools beside the tfdist package.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
+    add_schedule(commands)
     args = parser.parse_args(argv)
     try:
         return args.command(args)
