@@ -35,7 +35,7 @@ def test_blocks_run(page, tmp_path):
 
 def test_the_pages_with_code():
     """So that a page whose blocks are no longer found does not pass in silence."""
-    pages = ["collectives.md", "concepts.md", "multi_worker.md", "strategy.md", "tensor_parallel.md"]
+    pages = ["collectives.md", "concepts.md", "multi_worker.md", "pipeline.md", "strategy.md", "tensor_parallel.md"]
     assert [page.name for page in WITH_CODE] == ["README.md", *pages]
 
 
