@@ -24,10 +24,11 @@ def layouts():
     for shape, mesh_shape in itertools.product(SHAPES, MESHES):
         mesh = mesh_of(mesh_shape)
         cuts = [Shard(axis) for axis, size in enumerate(shape) if size % mesh.tensor_parallel_size == 0]
-        owners = [None, *range(mesh.pipeline_parallel_size)] if mesh.pipeline_parallel_size > 1 else [None]
+        pipe = range(mesh.pipeline_parallel_size)
+        owners = [None, *((rank,) for rank in pipe), (pipe[0], pipe[-1])] if len(pipe) > 1 else [None]
         placements = [Replicate(), Shard(), Own(mesh.data_parallel_size - 1)]
         for tensor, data, owner in itertools.product([Replicate(), *cuts], placements, owners):
-            yield Layout(shape, mesh, tensor=tensor, data=data, pipe_owner=owner)
+            yield Layout(shape, mesh, tensor=tensor, data=data, pipe_owners=owner)
 
 
 ALL = list(layouts())
@@ -36,7 +37,7 @@ ALL = list(layouts())
 def name(layout):
     tensor = layout.tensor.axis if isinstance(layout.tensor, Shard) else "-"
     flat = "flat" if layout.is_data_sharded else f"whole {layout.data}"
-    return f"{layout.shape} on {layout.mesh.shape} axis {tensor} {flat} owner {layout.pipe_owner}"
+    return f"{layout.shape} on {layout.mesh.shape} axis {tensor} {flat} owner {layout.pipe_owners}"
 
 
 def numbered(shape, dtype=np.float64):
@@ -76,7 +77,7 @@ def test_exact_sizes():
         assert 0 <= layout.padding < n, name(layout)
         components = components_of(layout, numbered(layout.shape))
         if layout.is_data_sharded:
-            owners = layout.mesh.pipeline_parallel_size if layout.pipe_owner is None else 1
+            owners = layout.mesh.pipeline_parallel_size if layout.pipe_owners is None else len(layout.pipe_owners)
             copies = owners * layout.mesh.tensor_parallel_size // parts
             stored = sum(component.size for component in components.values())
             assert stored == copies * (layout.num_elements + parts * layout.padding), name(layout)
@@ -128,9 +129,9 @@ def test_dtypes_are_kept(dtype):
     np.testing.assert_array_equal(layout.unshard(components), full)
 
 
-def test_pipe_owner():
+def test_pipe_owners():
     mesh = mesh_of((2, 3, 1))
-    layout = Layout((5, 2), mesh, data=Shard(), pipe_owner=2)
+    layout = Layout((5, 2), mesh, data=Shard(), pipe_owners=(2,))
     assert [c.pipe for c in mesh.coordinates() if layout.stores(c)] == [2, 2]
     assert all(Layout((5, 2), mesh, data=Shard()).stores(c) for c in mesh.coordinates())
     full = numbered((5, 2))
@@ -171,11 +172,11 @@ def test_data_shards_are_flat():
     assert "Received: data=Shard(axis=0)" in str(error.value)
 
 
-@pytest.mark.parametrize("owner", [-1, 3])
-def test_pipe_owner_must_be_in_the_mesh(owner):
-    with pytest.raises(ValueError, match=r"`pipe_owner` must be in \[0, 3\)") as error:
-        Layout((4,), mesh_of((1, 3, 1)), pipe_owner=owner)
-    assert f"Received: pipe_owner={owner}" in str(error.value)
+@pytest.mark.parametrize("owners", [(-1,), (3,), (), (1, 0), (1, 1)])
+def test_pipe_owners_must_be_in_the_mesh(owners):
+    with pytest.raises(ValueError, match=r"`pipe_owners` must be ascending coordinates in \[0, 3\)") as error:
+        Layout((4,), mesh_of((1, 3, 1)), pipe_owners=owners)
+    assert f"Received: pipe_owners={owners}" in str(error.value)
 
 
 @pytest.mark.parametrize("argument", ["tensor", "data"])

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import tensorflow as tf
 
@@ -89,6 +90,13 @@ class CollectivePlan:
         self.notes: list[str] = []
         self._agreed: dict[tuple[int, ...], list[CollectiveRecord]] = collections.defaultdict(list)
         self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
+        self._attachments: dict[type, Any] = {}
+
+    def attachment(self, kind: type) -> Any:
+        """Returns the one `kind()` that all local ranks of this trace share, made on first use. It has `check_complete`, too."""
+        if kind not in self._attachments:
+            self._attachments[kind] = kind()
+        return self._attachments[kind]
 
     def add(self, rank: int, record: CollectiveRecord) -> None:
         """Appends `record` to `rank`'s program.
@@ -124,6 +132,8 @@ class CollectivePlan:
 
     def check_complete(self) -> None:
         """Raises RuntimeError when a rank of a group ran fewer collectives than its peers: they would wait for it."""
+        for attached in self._attachments.values():
+            attached.check_complete()
         for ranks, agreed in self._agreed.items():
             counts = {rank: self._position[rank, ranks] for rank in ranks if rank in self.local_ranks}
             if set(counts.values()) != {len(agreed)}:

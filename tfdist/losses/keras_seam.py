@@ -33,6 +33,7 @@ twice).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +41,9 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 
-from tfdist.collectives import all_reduce
+from tfdist.collectives import RankProgram, all_reduce
 from tfdist.losses.batch_rows import BatchRows
+from tfdist.losses.microbatches import MicrobatchLosses, current_losses
 from tfdist.losses.shares import Shares
 from tfdist.losses.sharing import sharing_program
 from tfdist.override import override
@@ -58,8 +60,8 @@ def _reduce_weighted_values(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Any:
-    program = sharing_program()
-    if reduction not in _MEANS or program is None:
+    program, microbatch = sharing_program(), current_losses()
+    if reduction not in _MEANS or program is None and microbatch is None:
         return original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     values, weights, mask = (
         x if x is None else keras.ops.convert_to_tensor(x, dtype=dtype) for x in (values, sample_weight, mask)
@@ -70,38 +72,69 @@ def _reduce_weighted_values(
         weights = tf.cast(weights, values.dtype)
         values, weights = keras_loss.squeeze_or_expand_to_same_rank(values, weights)
         values *= weights
-    shares = program.attachment(Shares)
-    if values.shape.rank == 0:
-        return shares.add(program.attachment(BatchRows).weigh(values))  # see the note: losses that are one number
+    if values.shape.rank == 0:  # see the note: losses that are one number
+        weigh = program.attachment(BatchRows).weigh if microbatch is None else microbatch.weigh
+        return _noted(weigh(values), program)
     total = tf.reduce_sum(_widened(values))
-    if reduction == "mean_with_sample_weight" and weights is not None:
+    is_weighted = reduction == "mean_with_sample_weight" and weights is not None
+    divisor = (_divisor_of_ranks if microbatch is None else functools.partial(_divisor_of_microbatches, microbatch))(
+        values, _widened(weights) if is_weighted else None, mask, total.dtype
+    )
+    return _noted(tf.cast(tf.math.divide_no_nan(total, divisor), values.dtype), program)
+
+
+def _divisor_of_ranks(values: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None, dtype: tf.DType) -> tf.Tensor:
+    """Returns what all ranks' sums of losses are divided by."""
+    if weights is not None:
         # Weights that a model computes get the gradient that they have on one device: the all-reduce carries it.
-        (divisor,) = _sums_over_ranks([tf.reduce_sum(_widened(weights))], "loss/divisor")
-    elif mask is None:
-        (divisor,) = _sums_over_ranks([tf.cast(tf.size(values), total.dtype)], "loss/divisor")
-    else:
-        # A mask may have fewer elements than the values that it is broadcast to.
-        sizes = [tf.cast(tf.size(x), total.dtype) for x in (values, mask)]
-        valid = tf.reduce_sum(tf.cast(mask, total.dtype))
-        elements, maskable, valid = _sums_over_ranks([*sizes, valid], "loss/divisor")
-        divisor = elements * tf.math.divide_no_nan(valid, maskable)
-    return shares.add(tf.cast(tf.math.divide_no_nan(total, divisor), values.dtype))
+        return _sums_over_ranks([tf.reduce_sum(weights)], "loss/divisor")[0]
+    if mask is None:
+        return _sums_over_ranks([tf.cast(tf.size(values), dtype)], "loss/divisor")[0]
+    # A mask may have fewer elements than the values that it is broadcast to.
+    sizes = [tf.cast(tf.size(x), dtype) for x in (values, mask)]
+    elements, maskable, valid = _sums_over_ranks([*sizes, tf.reduce_sum(tf.cast(mask, dtype))], "loss/divisor")
+    return elements * tf.math.divide_no_nan(valid, maskable)
+
+
+def _divisor_of_microbatches(
+    microbatch: MicrobatchLosses, values: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None, dtype: tf.DType
+) -> tf.Tensor:
+    """Returns what the sums of losses of all microbatches of all ranks are divided by."""
+    if weights is not None:
+        return microbatch.total(tf.reduce_sum(weights))
+    elements = microbatch.total_count(tf.cast(tf.size(values), dtype))
+    if mask is None:
+        return elements
+    valid = microbatch.total(tf.reduce_sum(tf.cast(mask, dtype)))
+    return elements * tf.math.divide_no_nan(valid, microbatch.total_count(tf.cast(tf.size(mask), dtype)))
+
+
+def _noted(share: tf.Tensor, program: RankProgram | None) -> tf.Tensor:
+    """Notes `share` as one, so that it is not weighted again; None: nothing would."""
+    return share if program is None else program.attachment(Shares).add(share)
 
 
 @override("scale_loss_for_distribution", keras_loss)
 def _scale_loss_for_distribution(original: Callable[..., Any], value: Any) -> Any:
-    program = sharing_program()
-    if program is None:
+    program, microbatch = sharing_program(), current_losses()
+    if program is None and microbatch is None:
         return original(value)
     value = tf.convert_to_tensor(value)
-    return value if program.attachment(Shares).is_share(value) else program.attachment(BatchRows).weigh(value)
+    if program is not None and program.attachment(Shares).is_share(value):
+        return value
+    return (program.attachment(BatchRows) if microbatch is None else microbatch).weigh(value)
 
 
 @override("unscale_loss_for_distribution", keras_loss)
 def _unscale_loss_for_distribution(original: Callable[..., Any], value: Any) -> Any:
-    if sharing_program() is None:
+    program, microbatch = sharing_program(), current_losses()
+    if program is None and microbatch is None:
         return original(value)
     value = tf.stop_gradient(tf.convert_to_tensor(value))
+    if microbatch is not None:
+        # As the loss of a batch that consists of this microbatch and those of the other ranks.
+        value = tf.cast(microbatch.total_count(_widened(value)), value.dtype)
+        return value
     wide = _widened(value)
     if value.shape.rank == 0:
         (loss,) = _sums_over_ranks([wide], "loss/value")
@@ -120,3 +153,13 @@ def _widened(x: tf.Tensor) -> tf.Tensor:
 def _sums_over_ranks(scalars: list[tf.Tensor], label: str) -> list[tf.Tensor]:
     """Sums each of `scalars` over the ranks, all in one message."""
     return tf.unstack(all_reduce(tf.stack(scalars), "data", label=label))
+
+
+def scale_loss(loss: tf.Tensor) -> tf.Tensor:
+    """Returns what a loss of a layer counts in the step's (see `_scale_loss_for_distribution`)."""
+    return keras_loss.scale_loss_for_distribution(loss)
+
+
+def unscale_loss(loss: tf.Tensor) -> tf.Tensor:
+    """Returns what is logged of a step's loss (see `_unscale_loss_for_distribution`)."""
+    return keras_loss.unscale_loss_for_distribution(loss)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.reduction import buckets_of
-from tfdist.optimizers.variables import is_data_sharded, local_part, variable_of
+from tfdist.optimizers.variables import is_data_sharded, is_stored, local_part, variable_of
 from tfdist.sharding import ShardingConfig, packing
 
 
@@ -24,7 +24,7 @@ def update_averages(optimizer: Any, config: ShardingConfig, program: RankProgram
         for variable, average in zip(
             optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True
         )
-        if average is not None
+        if average is not None and is_stored(variable_of(variable), program)
     ]
     not_first = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
     for variable, average in pairs:

@@ -83,12 +83,19 @@ def _squared_norms(
         squares = [tf.reduce_sum(tf.square(_widened(gradient.value))) for gradient in reduced]
         dtype = tf.float64 if any(square.dtype == tf.float64 for square in squares) else tf.float32
         squares = [tf.cast(square, dtype) for square in squares]
-        is_cut = [layout_of(gradient.variable, config).is_tensor_sharded for gradient in reduced]
-        if any(is_cut) and program.mesh.coordinate(program.rank).tensor:
+        layouts = [layout_of(gradient.variable, config) for gradient in reduced]
+        is_cut = [layout.is_tensor_sharded for layout in layouts]
+        coordinate = program.mesh.coordinate(program.rank)
+        if any(is_cut) and coordinate.tensor:
             # What all tensor ranks hold counts once.
             squares = [square if cut else tf.zeros_like(square) for square, cut in zip(squares, is_cut, strict=True)]
+        if together and config.mesh.pipeline_parallel_size > 1:
+            # What several stages share, too; and a rank may have no weights at all.
+            is_first = [layout.pipe_owners is None or layout.first_pipe == coordinate.pipe for layout in layouts]
+            squares = [square for square, first in zip(squares, is_first, strict=True) if first] or [tf.zeros([], dtype)]
         local = tf.stack(squares)
-        local = tf.reduce_sum(local) if together else local
+        if together:
+            local = wire.all_reduce(program, tf.reduce_sum(local), program.group_ranks("pipe"), "sum", f"{label}/pipe")
         if isinstance(config.placements.optimizer_state, Shard):
             local = wire.all_reduce(program, local, program.group_ranks("data"), "sum", label)
         return wire.all_reduce(program, local, program.group_ranks("tensor"), "sum", label) if any(is_cut) else local

@@ -78,11 +78,21 @@ def _add_variable_from_reference(
 @override("apply", BaseOptimizer)
 def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None) -> None:
     config = _config(self)
-    if config is None or not len(grads):
+    # A rank of a pipeline may have no weights, and still takes part in a norm and counts the step.
+    has_some = len(grads) or config is not None and config.mesh.pipeline_parallel_size > 1
+    if config is None or not has_some:
         original(self, grads, trainable_variables)
         return
     with keras.name_scope(self.name, caller=self):
         if not self.built and trainable_variables is not None:
+            if config.mesh.pipeline_parallel_size > 1:
+                raise RuntimeError(
+                    errors.message(
+                        "With a pipeline an optimizer must be built before the first step, on the weights of all stages.",
+                        optimizer=type(self).__name__,
+                        fix="Call `optimizer.build(model.trainable_variables)` in `strategy.scope()`.",
+                    )
+                )
             self.build(list(trainable_variables))
         if trainable_variables is None and len(grads) != len(self._trainable_variables):
             raise ValueError(
@@ -95,7 +105,8 @@ def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_varia
             )
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         self._check_variables_are_known(variables)
-        grads, variables = self._filter_empty_gradients(grads, variables)
+        if grads:
+            grads, variables = self._filter_empty_gradients(grads, variables)
         apply_gradients(self, grads, variables, config)
     self._iterations.assign_add(1)
 

@@ -75,5 +75,6 @@ def _agreed(grads: Sequence[tf.Tensor], config: ShardingConfig, program: RankPro
         together = tf.cast(tf.reduce_all(tf.stack(finite)), tf.int32)
         if is_partial or isinstance(config.placements.optimizer_state, Shard):  # else all data ranks have seen the same
             together = wire.all_reduce(program, together, ranks, "min", "is_finite")
-        together = wire.all_reduce(program, together, program.group_ranks("tensor"), "min", "is_finite/tensor")
+        for mesh_axis in ("tensor", "pipe"):
+            together = wire.all_reduce(program, together, program.group_ranks(mesh_axis), "min", f"is_finite/{mesh_axis}")
         return tf.equal(together, 1)

@@ -125,7 +125,7 @@ class _OwnedBucket:
             local_part(slot, program)
             for place in places
             for slot in slots_of(self._optimizer, self._members[place].variable)
-            if not isinstance(slot, ShardedVariable) and slot.dtype.is_floating
+            if slot.dtype.is_floating and not (isinstance(slot, ShardedVariable) and slot.layout.data_owner is not None)
         ]
         tensors = [weights[place] for place in places]
         tensors += [tf.cast(slot.read_value(), tensors[0].dtype) for slot in kept]

@@ -69,9 +69,9 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
 def accumulates_partial_sums(optimizer: Any, config: ShardingConfig) -> bool:
     """Whether gradients are accumulated before they are reduced: at stages 0 and 1, where a rank has room for whole ones.
 
-    Not with a tensor axis: what TensorFlow sums over ranks when it is read has one shape on all of them.
+    Not with a tensor or a pipeline axis: what TensorFlow sums over ranks when it is read has one shape on all of them.
     """
-    if isinstance(config.placements.gradient, Shard) or config.mesh.tensor_parallel_size > 1:
+    if isinstance(config.placements.gradient, Shard) or config.mesh.data_parallel_size < config.mesh.world_size:
         return False
     return bool(optimizer.gradient_accumulation_steps)
 

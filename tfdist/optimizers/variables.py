@@ -28,3 +28,8 @@ def is_data_sharded(variable: tf.Variable) -> bool:
 def local_part(variable: tf.Variable, program: RankProgram) -> tf.Variable:
     """Returns what this rank stores of a distributed variable."""
     return variable.values[program.local_index]
+
+
+def is_stored(variable: tf.Variable, program: RankProgram) -> bool:
+    """Whether this rank stores `variable`, or a part of it: not of a layer in another stage of a pipeline."""
+    return not isinstance(variable, ShardedVariable) or variable.layout.stores(program.mesh.coordinate(program.rank))

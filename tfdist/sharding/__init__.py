@@ -5,6 +5,7 @@ from tfdist.sharding.config import DEFAULT_BUCKET_BYTES, ShardingConfig, config_
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.placements import Own, Partial, Placement, Replicate, Shard
+from tfdist.sharding.stage_owners import current_owners, place
 from tfdist.sharding.tensor_cut import cut_over_tensor
 from tfdist.sharding.unshard import UnshardSchedule
 from tfdist.sharding.variable import ShardedVariable
@@ -27,6 +28,8 @@ __all__ = [
     "ZeroPlacements",
     "autocast",
     "config_of",
+    "current_owners",
     "cut_over_tensor",
+    "place",
     "placements_of",
 ]

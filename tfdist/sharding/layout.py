@@ -29,25 +29,26 @@ class Layout:
     """Maps a variable of a global shape to the components that the ranks store.
 
     Two cuts combine: first a tensor axis over the mesh's `tensor` axis (column, row or vocabulary parallel), then what is left,
-    flattened and padded, over `data` (ZeRO). `pipe_owner` says which pipeline coordinate stores it at all.
+    flattened and padded, over `data` (ZeRO). `pipe_owners` says which pipeline coordinates store it at all: the one
+    of its stage, or several for a weight that stages share.
 
     Args:
         shape: the global shape.
         mesh: the mesh; only its axis sizes matter.
         tensor: `Replicate()` or `Shard(axis)` over the mesh's tensor axis.
         data: `Replicate()`, `Shard()` (flat) or `Own(rank)` over the mesh's data axis.
-        pipe_owner: the pipeline coordinate that stores the variable; None: all of them.
+        pipe_owners: the pipeline coordinates that store the variable, ascending; None: all of them.
 
     Raises:
-        ValueError: another placement, the tensor axis does not exist, its size is not divisible, or `pipe_owner` is outside
-            the mesh.
+        ValueError: another placement, the tensor axis does not exist, its size is not divisible, or `pipe_owners` are
+            none, not ascending or outside the mesh.
     """
 
     shape: tuple[int, ...]
     mesh: DeviceMesh
     tensor: Replicate | Shard = Replicate()
     data: Replicate | Shard | Own = Replicate()
-    pipe_owner: int | None = None
+    pipe_owners: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
@@ -79,12 +80,13 @@ class Layout:
             raise ValueError(
                 errors.message("`data` shards are flat: `Shard()` without an axis.", data=self.data)
             )
-        if self.pipe_owner is not None and not 0 <= self.pipe_owner < self.mesh.pipeline_parallel_size:
-            raise ValueError(
-                errors.message(
-                    f"`pipe_owner` must be in [0, {self.mesh.pipeline_parallel_size}).", pipe_owner=self.pipe_owner
+        if self.pipe_owners is not None:
+            owners, size = tuple(self.pipe_owners), self.mesh.pipeline_parallel_size
+            if not owners or list(owners) != sorted(set(owners)) or not 0 <= owners[0] <= owners[-1] < size:
+                raise ValueError(
+                    errors.message(f"`pipe_owners` must be ascending coordinates in [0, {size}).", pipe_owners=owners)
                 )
-            )
+            object.__setattr__(self, "pipe_owners", owners)
 
     @property
     def is_data_sharded(self) -> bool:
@@ -134,7 +136,13 @@ class Layout:
 
     def stores(self, coordinate: Coordinate) -> bool:
         """Whether the rank at `coordinate` stores a part of the variable."""
-        return self.pipe_owner in (None, coordinate.pipe) and self.data_owner in (None, coordinate.data)
+        is_stage = self.pipe_owners is None or coordinate.pipe in self.pipe_owners
+        return is_stage and self.data_owner in (None, coordinate.data)
+
+    @property
+    def first_pipe(self) -> int:
+        """The first pipeline coordinate that stores the variable."""
+        return self.pipe_owners[0] if self.pipe_owners else 0
 
     def tensor_slices(self, coordinate: Coordinate) -> tuple[slice, ...]:
         """Returns the index of the tensor cut at `coordinate` in the global variable, without its padding."""
@@ -165,11 +173,11 @@ class Layout:
 
         Empty for a rank that another one owns the variable for.
         """
+        if not self.stores(coordinate):
+            return np.zeros((0,), np.asarray(full).dtype)
         local = np.asarray(full).reshape(self.shape)[self.tensor_slices(coordinate)]
         if self.is_tensor_sharded:
             local = np.pad(local, self.tensor_padding(coordinate))
-        if self.data_owner not in (None, coordinate.data):
-            return np.zeros((0,), local.dtype)
         if not self.is_data_sharded:
             return local.copy()
         start, stop = self.flat_range(coordinate)
@@ -179,7 +187,7 @@ class Layout:
 
     def unshard(self, components: Mapping[Coordinate, np.ndarray]) -> np.ndarray:
         """Returns the global array from the ranks' components; the inverse of `shard`."""
-        pipe = self.pipe_owner or 0
+        pipe = self.first_pipe
         full = np.empty(self.shape, next(iter(components.values())).dtype)
         for tensor in range(self.mesh.tensor_parallel_size):
             local = np.empty(self.local_elements, full.dtype)

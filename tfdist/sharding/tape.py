@@ -68,11 +68,34 @@ def loop_invariants(operation: tf.Operation, tensor: tf.Tensor) -> list[tf.Tenso
 
 def clone(operation: tf.Operation, data: tf.Tensor) -> tf.Operation:
     """Makes `operation` a second time, with `data` as its first input and the other inputs as they are."""
-    inputs = [data, *operation.inputs[1:]]
+    return _again(operation, [data, *operation.inputs[1:]], operation.graph)
+
+
+def copy(tensor: tf.Tensor, known: dict[tf.Operation, Sequence[tf.Tensor]]) -> tf.Tensor:
+    """Returns `tensor`, of another graph, made a second time in the graph that is being built.
+
+    Args:
+        tensor: what to copy, with all that it depends on.
+        known: what the outputs of operations of its graph are in this one; what is copied is added.
+    """
+    waiting = [tensor.op]
+    while waiting:
+        operation = waiting[-1]
+        missing = [source.op for source in operation.inputs if source.op not in known]
+        waiting.extend(missing)
+        if not missing:
+            if operation not in known:
+                inputs = [known[source.op][source.value_index] for source in operation.inputs]
+                known[operation] = _again(operation, inputs, tf.compat.v1.get_default_graph()).outputs
+            waiting.pop()
+    return known[tensor.op][tensor.value_index]
+
+
+def _again(operation: tf.Operation, inputs: Sequence[tf.Tensor], graph: tf.Graph) -> tf.Operation:
     attributes = {name: value for name, value in operation.node_def.attr.items() if not name.startswith("_")}
-    return operation.graph._create_op_internal(  # noqa: SLF001
+    return graph._create_op_internal(  # noqa: SLF001
         operation.type,
-        inputs,
+        list(inputs),
         dtypes=[output.dtype for output in operation.outputs],
         attrs=attributes,
         name=f"{operation.name.rpartition('/')[2]}_again",
@@ -89,3 +112,51 @@ def reconnect(operation: tf.Operation, old: tf.Tensor, new: tf.Tensor) -> None:
     for index, tensor in enumerate(operation.inputs):
         if same(tensor, old):
             operation._update_input(index, new)
+
+
+def operations_so_far() -> int:
+    """Returns how many operations the graph that is being built has; 0 where there is none."""
+    return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def operations_since(count: int) -> list[tf.Operation]:
+    """Returns the operations made since `operations_so_far` returned `count`."""
+    return [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()[count:]
+
+
+def ancestors(
+    of: Sequence[tf.Tensor | tf.Operation], among: Sequence[tf.Operation], *, by_control: bool = True
+) -> set[tf.Operation]:
+    """Returns the operations of `among` that those `of` depend on, by way of operations of `among` only.
+
+    Args:
+        of: tensors, or operations, which count as found if they are among `among`.
+        among: operations of one graph.
+        by_control: whether to follow control inputs, too.
+    """
+    allowed, found = set(among), set()
+    waiting = [one if isinstance(one, tf.Operation) else one.op for one in of]
+    waiting = [before for op in waiting for before in (op, *_inputs(op))] if by_control and allowed else waiting
+    while waiting:
+        operation = waiting.pop()
+        if operation in allowed and operation not in found:
+            found.add(operation)
+            waiting.extend(_inputs(operation) if by_control else [tensor.op for tensor in operation.inputs])
+    return found
+
+
+def run_all_after(operations: Sequence[tf.Operation], others: Sequence[tf.Operation]) -> None:
+    """Makes those of `operations` that depend on none of them wait for `others`, and so all of them."""
+    among = set(operations)
+    for operation in operations if others else ():
+        if not among.intersection(_inputs(operation)):
+            operation._add_control_inputs(list(others))
+
+
+def end_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Returns, as one operation, the end of all `operations`; none for none."""
+    return [tf.group(*operations)] if operations else []
+
+
+def _inputs(operation: tf.Operation) -> list[tf.Operation]:
+    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]

@@ -30,12 +30,12 @@ class CutInitializer:
     """An initializer of a variable that is to be cut: `placement`."""
 
     def __init__(self, initializer: Callable[..., Any], placement: Shard):
-        self._initializer = initializer
+        self.initializer = initializer
         self._placement = placement
 
     def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> Any:
         _local.wish = self._placement
-        return self._initializer(shape, dtype=dtype, **kwargs)
+        return self.initializer(shape, dtype=dtype, **kwargs)
 
 
 @contextlib.contextmanager

@@ -137,6 +137,8 @@ class ShardedVariable(values.DistributedVariable):
             if not self.is_parameter:
                 return self._local_component()
             program = find_program()
+            if program is not None and not keras_scope.in_symbolic_scope():
+                self._check_stage(program)
             if program is not None and not self.layout.is_data_sharded and not keras_scope.in_symbolic_scope():
                 return self._local_component()
             if program is None or keras_scope.in_symbolic_scope():
@@ -147,6 +149,20 @@ class ShardedVariable(values.DistributedVariable):
                 self.group = self._groups.adopt(self, self._maker())
             config = config_of(self._distribute_strategy)
             return program.attachment(UnshardSchedule).read(self, config, dtype or self.dtype)
+
+    def _check_stage(self, program: RankProgram) -> None:
+        """Raises RuntimeError on a rank of a pipeline stage that does not hold the variable."""
+        coordinate = program.mesh.coordinate(program.rank)
+        owners = self.layout.pipe_owners
+        if owners is not None and coordinate.pipe not in owners:
+            raise RuntimeError(
+                errors.message(
+                    f"Variable {self.name!r} lives on pipeline rank {' and '.join(map(str, owners))}, but is used on rank "
+                    f"{coordinate.pipe}.",
+                    fix="A stage can use its own layers' weights only. Let the layers that share a weight be shared as layers "
+                    "of the model, so that `PipelineModel` sees it, or cut the model elsewhere (`stages`).",
+                )
+            )
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -162,7 +178,7 @@ class ShardedVariable(values.DistributedVariable):
             parts = [component.read_value() for component in self._values]
             return cross_replica.call(("assemble", self.layout), self._gather_parts, parts)[0]
         layout = self.layout
-        pipe = layout.pipe_owner or 0
+        pipe = layout.first_pipe
         pieces = []
         with tf.device(self._primary.device):
             for tensor in range(layout.mesh.tensor_parallel_size if layout.is_tensor_sharded else 1):
@@ -266,6 +282,7 @@ class ShardedVariable(values.DistributedVariable):
         index = values_util.get_current_replica_id_as_int()
         program = find_program()
         if program is not None and self.is_parameter:
+            self._check_stage(program)
             program.attachment(UnshardSchedule).invalidate()
         if self._aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN) and self.is_parameter:
             reduce_op = tf.distribute.ReduceOp[self._aggregation.name]

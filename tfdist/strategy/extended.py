@@ -38,7 +38,17 @@ from tfdist.collectives import (
 from tfdist.data import split_batches
 from tfdist.layers import cut_tensors
 from tfdist.optimizers import owner_of
-from tfdist.sharding import Layout, Own, ParameterGroups, Replicate, ShardedVariable, ShardingConfig, keras_scope, tensor_cut
+from tfdist.sharding import (
+    Layout,
+    Own,
+    ParameterGroups,
+    Replicate,
+    ShardedVariable,
+    ShardingConfig,
+    current_owners,
+    keras_scope,
+    tensor_cut,
+)
 
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 
@@ -88,6 +98,14 @@ class ShardedExtendedMixin:
         What it concerns gets its initial value drawn here, once and whole.
         """
         if kwargs.get("synchronization") == _SYNC_ON_READ:
+            if current_owners() is not None:
+                raise NotImplementedError(
+                    errors.message(
+                        f"Variable {kwargs.get('name')!r} sums its ranks' values when it is read, which a weight of a pipeline "
+                        "stage cannot.",
+                        fix="Make it without `synchronization` and `aggregation`, or count outside the model.",
+                    )
+                )
             return None
         reference = kwargs.get("colocate_with")
         if reference is None:
@@ -99,7 +117,8 @@ class ShardedExtendedMixin:
             return None
         full = self._initial_value(kwargs)
         if not full.dtype.is_floating or full.shape != reference.shape:
-            return None
+            owners = layout.pipe_owners if layout is not None else None
+            return None if owners is None else Layout(full.shape, self._sharding.mesh, pipe_owners=owners)
         layout = layout or self._sharding.parameter_layout(full.shape.as_list())
         owner = owner_of(keras_scope.current_layer(), reference)
         if owner is not None:
@@ -110,15 +129,18 @@ class ShardedExtendedMixin:
         """Returns the layout of a layer's variable, None if every rank stores all of it."""
         is_frozen = kwargs.get("trainable") is False
         is_replicated = is_frozen or isinstance(self._sharding.placements.parameter, Replicate)
-        if is_replicated and self._sharding.mesh.tensor_parallel_size == 1:
+        owners = current_owners()
+        if is_replicated and self._sharding.mesh.tensor_parallel_size == 1 and owners is None:
             return None
         with tensor_cut.wishes() as wish:
             full = self._initial_value(kwargs)
             tensor = wish()
-        if not full.dtype.is_floating or is_replicated and isinstance(tensor, Replicate):
+        is_whole = not full.dtype.is_floating or is_replicated and isinstance(tensor, Replicate)
+        if is_whole and owners is None:
             return None
         layout = self._sharding.parameter_layout(full.shape.as_list(), tensor)
-        return dataclasses.replace(layout, data=Replicate()) if is_frozen else layout
+        data = Replicate() if is_frozen or is_whole else layout.data
+        return dataclasses.replace(layout, data=data, pipe_owners=owners)
 
     @contextlib.contextmanager
     def summed_on_read(self) -> Iterator[None]:
@@ -248,14 +270,19 @@ class ShardedExtendedMixin:
     # Reductions
 
     def one_per_replica(self, value: Any) -> Any:
-        """Returns the local ranks' values of `value` without those of tensor and pipeline peers, which have the same."""
+        """Returns the local ranks' values of `value` without those of tensor and pipeline peers.
+
+        Tensor peers have the same. Of a pipeline it is the last rank that has outputs, the loss and metrics.
+        """
         mesh = self._sharding.mesh
         if mesh.data_parallel_size == mesh.world_size or not isinstance(value, values.DistributedValues):
             return value
-        leads: dict[int, Any] = {}
+        leads: dict[int, tuple[int, Any]] = {}
         for rank, part in zip(self._communicator.local_ranks, value.values, strict=True):
-            leads.setdefault(mesh.coordinate(rank).data, part)
-        return values.PerReplica(tuple(leads.values()))
+            coordinate = mesh.coordinate(rank)
+            if coordinate.data not in leads or coordinate.pipe > leads[coordinate.data][0]:
+                leads[coordinate.data] = (coordinate.pipe, part)
+        return values.PerReplica(tuple(part for _, part in leads.values()))
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         if not isinstance(value, values.Mirrored):

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import errors
 from tfdist.collectives import CollectivePlan
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding import ShardingConfig
@@ -25,14 +24,6 @@ def sharding_config(
     mesh = DeviceMesh(
         tuple(devices), pipeline_parallel_size=pipeline_parallel_size, tensor_parallel_size=tensor_parallel_size
     )
-    if pipeline_parallel_size > 1:
-        raise NotImplementedError(
-            errors.message(
-                "`pipeline_parallel_size` above 1 is not built yet.",
-                pipeline_parallel_size=pipeline_parallel_size,
-                fix="Leave it at 1.",
-            )
-        )
     return ShardingConfig(mesh=mesh, **settings)
 
 

@@ -1,0 +1,218 @@
+"""Runs one rank's part of a schedule: any schedule, one action after the other.
+
+An action begins when the one before it on its rank has ended: that is what bounds the activations in flight. Between ranks it
+begins when what it needs has arrived. Transfers belong to no action, and so overlap with them.
+
+    F   arriving boundary (and the batch) -> leaving boundary, or the loss on the last stage
+    B   gradients of what left -> gradients of what arrived, sent back; gradients of the weights, added up
+    I   the same, but operations that only the weights' gradients need wait for
+    W   ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, edges
+from tfdist.pipeline.actions import Action, Phase
+from tfdist.pipeline.gradients import GradientSum
+from tfdist.pipeline.masks import Masks
+from tfdist.pipeline.schedule import Schedule
+from tfdist.pipeline.stage import StageLayer
+from tfdist.sharding import tape
+
+
+@dataclasses.dataclass(eq=False)
+class _Forward:
+    """What backward needs of a forward that has been computed."""
+
+    tape: tf.GradientTape
+    arrived: list[tf.Tensor]
+    targets: list[tf.Tensor]
+    left: list[tf.Tensor]
+    began: int  # operations that the graph had before
+
+
+@dataclasses.dataclass(eq=False)
+class _Gradients:
+    """What one backward makes."""
+
+    back: list[tf.Tensor]
+    sums: list[tf.Tensor]
+    made: list[tf.Operation]
+
+
+class Executor:
+    """One step of a pipeline on one rank.
+
+    Args:
+        schedule: what every rank does.
+        stages: all stages; those of other ranks are not computed here.
+        program: the rank's program; None: one device runs all stages.
+        weights: per stage, the variables whose gradients are wanted.
+        inputs_of: returns the model's inputs of a microbatch.
+        losses_of: `(stage, microbatch, left) -> losses`: the scalars whose gradients a stage's backward begins with, from what
+            left it: on the last stage, the model's outputs.
+        observe: is called with the same arguments when the losses have been taken.
+        scale: what of a loss the gradient is taken of.
+        masks: the Keras masks of what arrives.
+        training: whether there is a backward.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[StageLayer],
+        program: RankProgram | None,
+        *,
+        weights: Sequence[Sequence[Any]],
+        inputs_of: Callable[[int], Sequence[tf.Tensor]],
+        losses_of: Callable[[int, int, list[tf.Tensor]], list[tf.Tensor]],
+        observe: Callable[[int, int, list[tf.Tensor]], None],
+        scale: Callable[[tf.Tensor], tf.Tensor],
+        masks: Masks,
+        training: bool,
+    ):
+        self._schedule = schedule
+        self._stages = stages
+        self._program = program
+        self._weights = weights
+        self._inputs_of = inputs_of
+        self._losses_of = losses_of
+        self._observe = observe
+        self._scale = scale
+        self._masks = masks
+        self._training = training
+        self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
+        self._ranks = (0,) if program is None else program.group_ranks("pipe")
+        self._here: dict[tuple[str, int, int], list[tf.Tensor]] = {}
+        self._forwards: dict[tuple[int, int], _Forward] = {}
+        self._held_back: dict[tuple[int, int], list[tf.Operation]] = {}
+        self._last: list[tf.Operation] = []
+        self.gradients = GradientSum()
+
+    def run(self) -> None:
+        """Computes the rank's actions. Afterwards `gradients` holds the sums over the microbatches."""
+        run_phase = {
+            Phase.FORWARD: self._forward,
+            Phase.BACKWARD: self._backward,
+            Phase.BACKWARD_INPUT: self._backward_input,
+            Phase.BACKWARD_WEIGHT: self._backward_weight,
+        }
+        for action in self._schedule.actions(self.pipe_rank):
+            if not self._training and action.phase is not Phase.FORWARD:
+                continue
+            try:
+                with tf.name_scope(f"PP/{action}"):
+                    run_phase[action.phase](action)
+            except Exception as error:
+                error.add_note(f"In the pipeline's action {action} on rank {self.pipe_rank}:\n{self._schedule.render(action)}")
+                raise
+
+    # Actions
+
+    def _forward(self, action: Action) -> None:
+        stage, number = self._stages[action.stage_index], action.microbatch
+        arrived, began = self._arrivals(stage, number), tape.operations_so_far()
+        with tf.control_dependencies(self._last):
+            with tf.GradientTape() if self._training else contextlib.nullcontext() as recorder:
+                if self._training:
+                    recorder.watch([x for x in arrived if x.dtype.is_floating])
+                left = stage(arrived, list(self._inputs_of(number)), training=self._training)
+                losses = self._losses_of(stage.index, number, left)
+                starts = [self._scale(loss) for loss in losses] if self._training else []
+            self._observe(stage.index, number, left)
+        if self._training:
+            is_last = stage.index == len(self._stages) - 1
+            targets = [] if is_last else [x for x in left if x.dtype.is_floating]
+            self._forwards[stage.index, number] = _Forward(recorder, arrived, starts, targets, began)
+        if stage.index < len(self._stages) - 1:
+            self._send("F", stage.index, stage.index + 1, number, left)
+        self._done([*left, *losses])
+
+    def _backward(self, action: Action) -> None:
+        gradients = self._computed_gradients(action)
+        tape.run_all_after(gradients.made, self._last)
+        self._done([*gradients.back, *gradients.sums])
+
+    def _backward_input(self, action: Action) -> None:
+        gradients = self._computed_gradients(action)
+        needed = tape.ancestors(gradients.back, gradients.made)
+        tape.run_all_after([operation for operation in gradients.made if operation in needed], self._last)
+        self._held_back[action.stage_index, action.microbatch] = [op for op in gradients.made if op not in needed]
+        self._done(gradients.back)
+
+    def _backward_weight(self, action: Action) -> None:
+        held_back = self._held_back.pop((action.stage_index, action.microbatch))
+        tape.run_all_after(held_back, self._last)
+        self._last = tape.end_of(held_back) or self._last
+
+    def _computed_gradients(self, action: Action) -> _Gradients:
+        """Takes the gradients of what arrived, which are sent, and of the weights, which are added up."""
+        stage, number = self._stages[action.stage_index], action.microbatch
+        forward = self._forwards.pop((stage.index, number))
+        upstream = self._upstream(stage, forward, number)
+        before = tape.operations_so_far()
+        sources = [x for x in forward.arrived if x.dtype.is_floating]
+        weights = self._weights[stage.index]
+        targets = [*forward.left, *forward.targets]
+        starts = [*upstream, *map(tf.ones_like, forward.targets)]
+        found = [None] * len([*sources, *weights])
+        if targets:
+            found = forward.tape.gradient(targets, [*sources, *weights], output_gradients=starts)
+        back = [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(sources, found, strict=False)]
+        sums = self.gradients.add(weights, found[len(sources) :])
+        # The gradient of a loop changes the loop's forward, and some of what it adds comes before that.
+        made = tape.operations_since(before)
+        before_forward = tape.ancestors(tape.operations_since(forward.began)[: -len(made) or None], made)
+        if stage.index > 0:
+            self._send("B", stage.index, stage.index - 1, number, back)
+        return _Gradients(back, sums, [operation for operation in made if operation not in before_forward])
+
+    # Between stages
+
+    def _arrivals(self, stage: StageLayer, number: int) -> list[tf.Tensor]:
+        if stage.index == 0:
+            return []
+        inputs = self._inputs_of(number)
+        rows = inputs[0].shape[0]
+        specs = [tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype) for tensor in stage.arriving]
+        arrived = self._receive("F", stage.index - 1, number, specs)
+        self._masks.put(stage.index - 1, arrived, inputs)
+        return arrived
+
+    def _upstream(self, stage: StageLayer, forward: _Forward, number: int) -> list[tf.Tensor]:
+        if stage.index == len(self._stages) - 1:
+            return []
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in forward.left]
+        return self._receive("B", stage.index + 1, number, specs)
+
+    def _send(self, phase: str, source: int, destination: int, number: int, tensors: Sequence[tf.Tensor]) -> None:
+        to = self._schedule.rank_of(destination)
+        if to == self.pipe_rank:
+            self._here[phase, source, number] = list(tensors)
+            return
+        for place, x in enumerate(tensors):
+            edges.send(self._program, x, self._ranks[to], f"pipe/{source}{phase}{number}/{place}")
+
+    def _receive(self, phase: str, source: int, number: int, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+        at = self._schedule.rank_of(source)
+        if at == self.pipe_rank:
+            return self._here.pop((phase, source, number))
+        return [
+            edges.receive(self._program, spec, self._ranks[at], f"pipe/{source}{phase}{number}/{place}")
+            for place, spec in enumerate(specs)
+        ]
+
+    # Order
+
+    def _done(self, made: Sequence[tf.Tensor]) -> None:
+        """Says that the action ends when all of `made` exist."""
+        if not tf.executing_eagerly():
+            made = [x for x in made if x is not None]
+            self._last = [tf.group(*made)] if made else self._last

@@ -1,0 +1,69 @@
+"""Keras masks of what passes between stages, computed on every rank from the model's inputs.
+
+A mask (of `Embedding(mask_zero=True)`, of `Masking`) follows from the inputs alone, which every rank has, so it need not travel.
+And it is known before the predictions are: a masked loss is a mean over all microbatches' valid elements.
+
+    keras.src.backend.get_keras_mask, set_keras_mask    private to Keras: tests/pipeline/test_private_names_of_pipeline.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.symbolic_scope import SymbolicScope
+
+from tfdist import errors
+from tfdist.pipeline.stage import StageLayer
+from tfdist.sharding import tape
+
+
+class Masks:
+    """Finds the masks of what leaves each stage.
+
+    Args:
+        stages: the stages, whose variables exist.
+        model_inputs: the model's symbolic inputs.
+
+    Raises:
+        NotImplementedError: a mask depends on a weight, which other ranks do not have.
+    """
+
+    def __init__(self, stages: Sequence[StageLayer], model_inputs: Sequence[Any]):
+        places: list[tuple[int, int]] = []
+
+        def masks(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            found, arriving = [], []
+            with SymbolicScope(), keras.StatelessScope():
+                for stage in stages:
+                    arriving = stage(arriving, list(inputs), training=False)
+                    for place, tensor in enumerate(arriving):
+                        if get_keras_mask(tensor) is not None:
+                            places.append((stage.index, place))
+                            found.append(get_keras_mask(tensor))
+            return found
+
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in model_inputs]
+        graph = tf.function(masks, autograph=False).get_concrete_function(*specs).graph
+        self._inputs = graph.inputs[: len(specs)]
+        self._masks = dict(zip(places, graph.outputs, strict=True))
+        captured = {inside.op for _, inside in graph.captures}
+        for (stage, place), mask in self._masks.items():
+            if tape.ancestors([mask], graph.get_operations(), by_control=False) & captured:
+                raise NotImplementedError(
+                    errors.message(
+                        "A mask between the stages of a pipeline must follow from the model's inputs, but that of "
+                        f"{stages[stage].leaving[place].name!r} depends on a weight.",
+                        fix="Cut the model elsewhere (`stages`), so that the mask is used in the stage that makes it.",
+                    )
+                )
+
+    def put(self, stage: int, tensors: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor]) -> None:
+        """Gives `tensors`, which left `stage`, their masks, those of a microbatch of `inputs`."""
+        known = {inside.op: [x] for inside, x in zip(self._inputs, inputs, strict=True)}
+        for place, tensor in enumerate(tensors):
+            if (stage, place) in self._masks and get_keras_mask(tensor) is None:
+                set_keras_mask(tensor, tape.copy(self._masks[stage, place], known))

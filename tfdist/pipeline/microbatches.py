@@ -1,0 +1,68 @@
+"""Cutting a rank's batch in microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import errors
+
+
+class Microbatches:
+    """The microbatches of one rank's batch: equal parts, one after the other.
+
+    Args:
+        data: nested tensors, the first axis of each being the batch; None stays None.
+        count: how many.
+        must_divide: whether the batch must be a multiple of `count`. Otherwise parts differ by a row at most.
+        replicas: data ranks, for the error's numbers.
+
+    Raises:
+        ValueError: a batch of known size is no multiple of `count`. One of unknown size raises
+            `tf.errors.InvalidArgumentError` when the step runs.
+    """
+
+    def __init__(self, data: Any, count: int, *, must_divide: bool, replicas: int = 1):
+        self.count = count
+        leaves = [leaf for leaf in tf.nest.flatten(data) if tf.is_tensor(leaf)]
+        known = leaves[0].shape[0]
+        rows = tf.shape(leaves[0], out_type=tf.int64)[0] if known is None else tf.constant(known, tf.int64)
+        if must_divide and known is not None and known % count:
+            raise ValueError(
+                errors.message(
+                    f"A batch must be a multiple of `num_microbatches` x data ranks = {count} x {replicas} = {count * replicas} "
+                    f"rows, so that microbatches are equal. Each data rank got {known} rows.",
+                    num_microbatches=count,
+                    fix=f"Use a `batch_size` such as {max(known // count, 1) * count * replicas}, and drop a partial last batch.",
+                )
+            )
+        if must_divide and known is None:
+            check = tf.debugging.Assert(
+                tf.equal(rows % count, 0),
+                [
+                    f"A batch must be a multiple of num_microbatches x data ranks = {count} x {replicas} = {count * replicas} rows, "
+                    "so that microbatches are equal; drop a partial last batch, or choose another batch_size. Rows of a data rank:",
+                    rows,
+                ],
+            )
+            with tf.control_dependencies([check]):
+                rows = tf.identity(rows)
+        self._size = known // count if known is not None and known % count == 0 else None
+        bounds = [tf.cast(rows * index // count, tf.int32) for index in range(count + 1)]
+        self.rows = [tf.cast(stop - start, tf.int64) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        self._parts = [
+            tf.nest.map_structure(lambda x: self._cut(x, start, stop), data)  # noqa: B023
+            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._parts[index]
+
+    def _cut(self, x: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+        if not tf.is_tensor(x):
+            return x
+        part = x[start:stop]
+        if isinstance(part, tf.Tensor):
+            part.set_shape([self._size, *x.shape[1:]])
+        return part

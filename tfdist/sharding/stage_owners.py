@@ -1,0 +1,125 @@
+"""Which pipeline ranks the weights that are being made belong to.
+
+Under a strategy with a pipeline a layer's weights are not made where the layer is built: nobody knows yet in which stage it will
+be, and a rank of another stage is never to hold them. They keep their initializer, and are made when `place` says where.
+
+    Variable._initialize_with_initializer, _deferred_initialize   put off under such a strategy
+    Variable.assign                                               makes a weight that is put off, on every rank: its value
+                                                                  must be kept
+
+`_value` and `_initializer` are private to Keras, too: tests/sharding/test_stage_owners.py fails when they change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import find_program
+from tfdist.mesh import current_mesh
+from tfdist.override import override
+from tfdist.sharding import keras_scope
+from tfdist.sharding.tensor_cut import CutInitializer
+from tfdist.sharding.variable import ShardedVariable
+
+_local = threading.local()
+
+
+def current_owners() -> tuple[int, ...] | None:
+    """Returns the pipeline coordinates that store a layer's weight made here; None: every rank."""
+    return getattr(_local, "owners", None)
+
+
+def place(variable: keras.Variable, pipe_ranks: Sequence[int], strategy: tf.distribute.Strategy) -> None:
+    """Makes a layer's weight on the pipeline coordinates `pipe_ranks`, or moves it there; it keeps its value."""
+    owners = tuple(sorted(set(pipe_ranks)))
+    with strategy.scope(), _owned_by(owners):
+        if _later(variable) is not None:
+            variable._deferred_initialize()
+            return
+        value = variable._value
+        layout = value.layout if isinstance(value, ShardedVariable) else None
+        if layout is not None and layout.pipe_owners == owners:
+            return
+        whole = tf.identity(value)
+        initializer: Callable[..., Any] = lambda shape, dtype=None: whole  # noqa: E731
+        if layout is not None and layout.is_tensor_sharded:
+            initializer = CutInitializer(initializer, layout.tensor)
+        with tf.init_scope():
+            variable._initialize_with_initializer(initializer)
+
+
+@contextlib.contextmanager
+def _owned_by(owners: tuple[int, ...]) -> Iterator[None]:
+    before = current_owners()
+    _local.owners = owners
+    try:
+        yield
+    finally:
+        _local.owners = before
+
+
+class _Later:
+    """The initializer of a weight that is not made yet."""
+
+    def __init__(self, initializer: Callable[..., Any], path: str):
+        self.strategy = tf.distribute.get_strategy()
+        self._initializer = initializer
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if find_program() is not None and not keras_scope.in_symbolic_scope():
+            raise RuntimeError(
+                errors.message(
+                    f"Weight {self._path!r} was made under a strategy with a pipeline, but is in no pipeline.",
+                    fix="Wrap the model: `tfdist.PipelineModel(model, num_microbatches=...)`, in `strategy.scope()`.",
+                )
+            )
+        return self._initializer(*args, **kwargs)
+
+
+def _later(variable: keras.Variable) -> _Later | None:
+    """Returns the initializer of a variable that is put off, None of any other."""
+    if variable._value is not None:
+        return None
+    initializer = variable._initializer
+    if isinstance(initializer, CutInitializer):
+        initializer = initializer.initializer
+    return initializer if isinstance(initializer, _Later) else None
+
+
+def _is_put_off() -> bool:
+    """Whether a variable that is being made is a layer's, and its place is not known."""
+    mesh = current_mesh()
+    if mesh is None or mesh.pipeline_parallel_size == 1 or current_owners() is not None:
+        return False
+    return isinstance(keras_scope.current_layer(), keras.layers.Layer | keras.random.SeedGenerator)
+
+
+@override("_initialize_with_initializer", keras.Variable)
+def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
+    if _is_put_off():
+        self._value = None
+        self._initializer = _Later(initializer, self.path)
+    else:
+        original(self, initializer)
+
+
+@override("_deferred_initialize", keras.Variable)
+def _deferred_initialize(original: Callable[..., None], self: Any) -> None:
+    if _later(self) is None or current_owners() is not None:
+        original(self)
+
+
+@override("assign", keras.Variable)
+def _assign(original: Callable[..., Any], self: Any, value: Any) -> Any:
+    later = _later(self)
+    if later is not None and not keras_scope.in_stateless_scope():
+        place(self, range(later.strategy.mesh.pipeline_parallel_size), later.strategy)
+    return original(self, value)
