@@ -7,9 +7,10 @@
     model.fit(dataset)
 """
 
-from tfdist import autograph, checkpoint, collectives, data, layers, losses, mesh, metrics, optimizers, sharding
+from tfdist import autograph, checkpoint, collectives, data, layers, losses, mesh, metrics, optimizers, pipeline, sharding
 from tfdist.mesh import use_logical_cpus
 from tfdist.optimizers import global_norm
+from tfdist.pipeline import PipelineModel
 from tfdist.planner import TensorPlan, parallelize, suggest_plan
 from tfdist.profiling import memory_report
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MultiWorkerShardedStrategy",
+    "PipelineModel",
     "ShardedStrategy",
     "TensorPlan",
     "autograph",
@@ -32,6 +34,7 @@ __all__ = [
     "metrics",
     "optimizers",
     "parallelize",
+    "pipeline",
     "sharding",
     "suggest_plan",
     "use_logical_cpus",

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import ops, wire
+from tfdist.collectives import activations, ops, wire
 from tfdist.collectives.program import Communicator, RankProgram
 
 Emit = Callable[[RankProgram, tf.Tensor], tf.Tensor]
@@ -36,23 +36,28 @@ class CrossReplica:
         return self._communicator.is_multi_worker
 
     def all_reduce(self, values: Sequence[tf.Tensor], reduce_op: str, label: str = "reduce") -> list[tf.Tensor]:
-        """Reduces ("sum", "mean", "max", "min") elementwise over the data axis."""
+        """Reduces ("sum", "mean", "max", "min") elementwise over the data axis; of a pipeline, its last rank's values count."""
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
             ranks = program.group_ranks("data")
             reduced = wire.all_reduce(program, value, ranks, "sum" if reduce_op == "mean" else reduce_op, label)
-            return reduced / tf.cast(len(ranks), value.dtype) if reduce_op == "mean" else reduced
+            reduced = reduced / tf.cast(len(ranks), value.dtype) if reduce_op == "mean" else reduced
+            return _of_last_stage(program, reduced, label)
 
         return self.call(("all_reduce", reduce_op, label), lambda p, v: _carried(emit, p, v), values)
 
     def all_gather(self, values: Sequence[tf.Tensor], axis: int = 0, label: str = "gather") -> list[tf.Tensor]:
-        """Concatenates over the data axis, in rank order, along `axis`, which may differ in length."""
+        """Concatenates over the data axis, in rank order, along `axis`, which may differ in length.
+
+        Of a pipeline the last rank's values count; the others' have the same shapes.
+        """
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
             axes = list(range(value.shape.rank))
             axes[0], axes[axis] = axes[axis], axes[0]
             swapped = tf.transpose(value, axes) if axis else value
             gathered = ops.all_gather_uneven(program, swapped, program.group_ranks("data"), "data", label)
+            gathered = _of_last_stage(program, gathered, label)
             return tf.transpose(gathered, axes) if axis else gathered
 
         return self.call(("all_gather", axis, label), lambda p, v: _carried(emit, p, v), values)
@@ -74,6 +79,25 @@ class CrossReplica:
             return wire.broadcast(program, value, value.shape, members, members[0], label)
 
         return self.call(("from_chief", label), lambda p, v: _carried(emit, p, v), [value], members)[0]
+
+    def from_first_owner(self, value: tf.Tensor, pipe_ranks: Sequence[int], label: str = "broadcast/owner") -> tf.Tensor:
+        """Returns the `value` of the first of the ranks at the pipeline coordinates `pipe_ranks`, on every worker that has one.
+
+        Workers that have none do not call it; the others give a value of the same shape and dtype.
+        """
+        mesh = self._communicator.mesh
+        each = len(self._communicator.local_ranks)
+        owners = [rank for rank, coordinate in enumerate(mesh.coordinates()) if coordinate.pipe in pipe_ranks]
+        firsts = list({rank // each: rank for rank in reversed(owners)}.values())[::-1]  # of every worker
+
+        def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
+            for receiver in firsts[1:]:
+                pair = (firsts[0], receiver)
+                if program.rank in pair:
+                    value = wire.broadcast(program, value, value.shape, pair, firsts[0], label)
+            return value
+
+        return self.call(("from_first_owner", label, tuple(firsts)), lambda p, v: _carried(emit, p, v), [value], firsts)[0]
 
     def call(
         self, key: Hashable, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None = None
@@ -108,6 +132,15 @@ class CrossReplica:
                 program.close(results[-1])
         plan.check_complete()
         return results
+
+
+def _of_last_stage(program: RankProgram, value: tf.Tensor, label: str) -> tf.Tensor:
+    """Returns the `value` of the last rank of this rank's pipeline, where outputs, losses and metrics are."""
+    ranks = program.group_ranks("pipe")
+    if len(ranks) == 1:
+        return value
+    mine = value if program.rank == ranks[-1] else tf.zeros_like(value)
+    return activations.all_reduce(program, mine, "pipe", f"{label}/pipe")
 
 
 def _carried(emit: Emit, program: RankProgram, value: tf.Tensor) -> tf.Tensor:

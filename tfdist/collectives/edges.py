@@ -2,7 +2,8 @@
 
 Between two devices of this process it is a plain edge of the graph, which costs nothing between logical CPUs and one copy between
 GPUs. Ranks are traced one after the other, and each may need what a later one makes: such a receiver gets a stand-in, and is
-connected to the real tensor when that is made.
+connected to the real tensor when that is made. Between processes it is a broadcast in a group of two, one group for each
+direction; messages have no order among each other, and none with the collectives on the rank's chain.
 
 Nothing here has a gradient: a pipeline sends its gradients itself.
 """
@@ -14,7 +15,11 @@ import dataclasses
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives.program import RankProgram
+from tfdist.collectives import wire
+from tfdist.collectives.program import RankProgram, log2_ceiling
+
+# What no collective between processes carries, and in what it travels.
+_WIDENED = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +75,55 @@ class _LocalEdges:
 
 
 def send(program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
-    """Sends `x` to rank `destination`, which calls `receive` with the same `label`, in this trace or in that of its worker."""
-    program.plan.attachment(_LocalEdges).send(_Message(program.rank, destination, label), x)
+    """Sends `x` to rank `destination`, which calls `receive` with the same `label`, in this trace or in that of its worker.
+
+    Args:
+        program: the sender's.
+        x: only its first dimension may be unknown.
+        destination: another rank.
+        label: no two messages of a step between two ranks have the same.
+    """
+    if destination in program.communicator.local_ranks:
+        program.plan.attachment(_LocalEdges).send(_Message(program.rank, destination, label), x)
+        return
+    rows = tf.shape(x)[0] if _has_unknown_rows(x.shape) else None
+    wire.edge_send(program, _carried(_padded(x, rows)), destination, label)
 
 
-def receive(program: RankProgram, spec: tf.TensorSpec, source: int, label: str) -> tf.Tensor:
-    """Returns what rank `source` sends with the same `label`, a tensor of `spec`."""
+def receive(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+    """Returns what rank `source` sends with the same `label`, a tensor of `spec`.
+
+    Args:
+        program: the receiver's.
+        spec: shape and dtype; only the first dimension may be unknown.
+        rows: what the first dimension is, an int32 scalar. Only used where it is unknown.
+        source: another rank.
+        label: that of `send`.
+    """
     with tf.device(program.device):
-        return program.plan.attachment(_LocalEdges).receive(_Message(source, program.rank, label), spec)
+        if source in program.communicator.local_ranks:
+            return program.plan.attachment(_LocalEdges).receive(_Message(source, program.rank, label), spec)
+        dtype = _WIDENED.get(spec.dtype, spec.dtype)
+        if not _has_unknown_rows(spec.shape):
+            shape = tf.constant(spec.shape.as_list(), tf.int32)
+            return tf.cast(wire.edge_receive(program, tf.TensorSpec(spec.shape, dtype), shape, source, label), spec.dtype)
+        padded, inner = tf.bitwise.left_shift(1, log2_ceiling(rows)), spec.shape[1:].as_list()
+        shape = tf.concat([[padded], tf.constant(inner, tf.int32)], 0)
+        received = wire.edge_receive(program, tf.TensorSpec([None, *inner], dtype), shape, source, label)
+        return tf.cast(received[:rows], spec.dtype)
+
+
+def _has_unknown_rows(shape: tf.TensorShape) -> bool:
+    return bool(shape.rank) and shape[0] is None
+
+
+def _padded(x: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:
+    """Returns `x` with its rows padded to a power of two: a message's key is bound to one shape for the process's life."""
+    if rows is None:
+        return x
+    padding = tf.bitwise.left_shift(1, log2_ceiling(rows)) - rows
+    return tf.ensure_shape(tf.pad(x, [[0, padding]] + [[0, 0]] * (x.shape.rank - 1)), x.shape)
+
+
+def _carried(x: tf.Tensor) -> tf.Tensor:
+    return tf.cast(x, _WIDENED.get(x.dtype, x.dtype))

@@ -18,12 +18,12 @@ class CollectiveRecord:
     """One collective of one rank.
 
     Attributes:
-        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send".
-        ranks: the members of the group, in group order.
+        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "edge" (see `edges`).
+        ranks: the members of the group, in group order; of an edge, source and destination.
         shape: static shape of this rank's input; None where a dimension is known at run time only.
         dtype: dtype name on the wire.
         label: what it is for, in the words of the code ("unshard/dense", "reduce_scatter/bucket_0").
-        source: the rank that sends, of "broadcast" and "send".
+        source: the rank that sends, of "broadcast", "send" and "edge".
     """
 
     op: str
@@ -44,7 +44,7 @@ class CollectiveRecord:
     def sent_bytes(self) -> float:
         """Bytes that one rank sends, S = `input_bytes`, N ranks (ring algorithms; Rabenseifner, Patarasuk and Yuan):
 
-        all_reduce 2S(N-1)/N, all_gather S(N-1), reduce_scatter and all_to_all S(N-1)/N, broadcast and send S.
+        all_reduce 2S(N-1)/N, all_gather S(N-1), reduce_scatter and all_to_all S(N-1)/N, broadcast, send and edge S.
         """
         n = len(self.ranks)
         factor = {
@@ -54,13 +54,16 @@ class CollectiveRecord:
             "all_to_all": (n - 1) / n,
             "broadcast": 1,
             "send": 1,
+            "edge": 1,
         }[self.op]
         return factor * self.input_bytes
 
     @property
     def kind(self) -> tuple:
         """What makes two collectives of a group interchangeable on the wire."""
-        return (self.op, self.ranks, self.shape, self.dtype, self.source)
+        # Edges run side by side, and are told apart by what they are for.
+        own = (self.label,) if self.op == "edge" else ()
+        return (self.op, self.ranks, self.shape, self.dtype, self.source, *own)
 
     @property
     def signature(self) -> tuple:
@@ -119,6 +122,10 @@ class CollectivePlan:
                     "for code that branches on the replica id, or pass `uneven=True` where the sizes differ by rank.",
                 )
             )
+        self.records[rank].append(record)
+
+    def add_edge(self, rank: int, record: CollectiveRecord) -> None:
+        """Appends a message of a pipeline to `rank`'s program; they have no order."""
         self.records[rank].append(record)
 
     def note(self, rank: int, text: str) -> None:

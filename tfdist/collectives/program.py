@@ -17,7 +17,7 @@ from tfdist.collectives.transport import Transport
 from tfdist.mesh import MESH_AXES, DeviceMesh
 
 _PROGRAM = "_tfdist_program"
-# Room for all pairs of 500 ranks; keys are int32, so that a process may have 8,000 communicators.
+# Room for all pairs of 350 ranks, twice; keys are int32, so that a process may have 8,000 communicators.
 _KEYS_PER_COMMUNICATOR = 1 << 18
 _LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 
@@ -58,6 +58,7 @@ class Communicator:
         groups.append(self.first_ranks)
         self._group_numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         self._tokens: dict[int, tf.Variable] = {}
+        self._edge_tokens: dict[int, tf.Variable] = {}
 
     @property
     def is_multi_worker(self) -> bool:
@@ -69,10 +70,14 @@ class Communicator:
         The groups are those of the mesh, that of the workers' first ranks, and pairs.
         """
         number = self._group_numbers.get(ranks)
-        if number is None:
-            first, second = ranks
-            number = len(self._group_numbers) + first * self.mesh.world_size + second
-        return self._first_key + number
+        return self._pair_key(*ranks) if number is None else self._first_key + number
+
+    def edge_key(self, source: int, destination: int) -> int:
+        """Returns the key of the group in which `source` sends to `destination`: not that of the pair, nor of the way back."""
+        return self._pair_key(source, destination) + self.mesh.world_size**2
+
+    def _pair_key(self, first: int, second: int) -> int:
+        return self._first_key + len(self._group_numbers) + first * self.mesh.world_size + second
 
     @property
     def first_ranks(self) -> tuple[int, ...]:
@@ -81,14 +86,18 @@ class Communicator:
 
     def token(self, rank: int) -> tf.Tensor:
         """Returns the resource handle on which `rank`'s collectives are chained."""
-        return self._token(rank).handle
+        return self._made(self._tokens, rank).handle
 
-    def _token(self, rank: int) -> tf.Variable:
-        if rank not in self._tokens:
+    def edge_token(self, rank: int) -> tf.Tensor:
+        """Returns the resource handle that every message of `rank` to a pipeline peer writes when it has left."""
+        return self._made(self._edge_tokens, rank).handle
+
+    def _made(self, tokens: dict[int, tf.Variable], rank: int) -> tf.Variable:
+        if rank not in tokens:
             # `ResourceVariable` itself, because `tf.Variable` would ask the active strategy, which mirrors it.
             with tf.init_scope(), tf.device(self.mesh.devices[rank]):
-                self._tokens[rank] = resource_variable_ops.ResourceVariable(tf.zeros([], tf.int64), trainable=False)
-        return self._tokens[rank]
+                tokens[rank] = resource_variable_ops.ResourceVariable(tf.zeros([], tf.int64), trainable=False)
+        return tokens[rank]
 
     def new_plan(self) -> CollectivePlan:
         """Returns the plan of a new trace."""
@@ -164,13 +173,30 @@ class RankProgram:
         record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source)
         self.plan.add(self.rank, record)
         self._mark_start()
+        return self._attributes(record, self.communicator.group_key(ranks), tf.shape(x) if None in record.shape else None)
+
+    def begin_edge(self, spec: tf.TensorSpec, shape: Any, source: int, destination: int, label: str) -> dict[str, Any]:
+        """Registers one message of a pipeline and returns the attributes of the operation that sends or receives it.
+
+        Args:
+            spec: static shape, with None for a number of rows that is known at run time only, and dtype.
+            shape: the shape, as far as needed a tensor.
+            source, destination: ranks.
+            label: what it is for; no two messages of a step between these ranks have the same.
+        """
+        record = CollectiveRecord("edge", (source, destination), tuple(spec.shape.as_list()), spec.dtype.name, label, source)
+        self.plan.add_edge(self.rank, record)
+        self._mark_start()
+        return self._attributes(record, self.communicator.edge_key(source, destination), shape)
+
+    def _attributes(self, record: CollectiveRecord, group_key: int, shape: Any) -> dict[str, Any]:
         instance_key = self.communicator.instance_keys.key(record)
         if None in record.shape:
             # A key is bound to one shape for the life of the process: every power of two has its own.
-            instance_key += log2_ceiling(tf.shape(x)[record.shape.index(None)])
+            instance_key += log2_ceiling(shape[record.shape.index(None)])
         return {
-            "group_size": self.constant(len(ranks)),
-            "group_key": self.constant(self.communicator.group_key(ranks)),
+            "group_size": self.constant(len(record.ranks)),
+            "group_key": self.constant(group_key),
             "instance_key": instance_key,
             "communication_hint": self.transport.hint,
             "timeout_seconds": self.transport.timeout_seconds,

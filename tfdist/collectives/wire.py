@@ -215,6 +215,29 @@ def broadcast_receive(
         return tf.bitcast(received, dtype) if carried != dtype else received
 
 
+def edge_send(program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+    """Sends `x`, of static shape but for the number of rows, to `destination`, in another process. Not on the chain."""
+    with tf.device(program.device):
+        carried = _as_bytes(program, x)
+        shape = tf.shape(carried) if None in carried.shape else None
+        arguments = program.begin_edge(tf.TensorSpec(carried.shape, carried.dtype), shape, program.rank, destination, label)
+        sent = tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
+        with tf.control_dependencies([sent]):  # see the note: a send that nobody waits for is pruned
+            tf.raw_ops.AssignAddVariableOp(
+                resource=program.communicator.edge_token(program.rank), value=tf.zeros([], tf.int64)
+            )
+
+
+def edge_receive(program: RankProgram, spec: tf.TensorSpec, shape: tf.Tensor, source: int, label: str) -> tf.Tensor:
+    """Receives a tensor of `spec` that `source` sends with `edge_send`; `shape` is its shape at run time."""
+    with tf.device(program.device):
+        carried = tf.TensorSpec(spec.shape, program.transport.byte_dtype(spec.dtype))
+        arguments = program.begin_edge(carried, shape, source, program.rank, label)
+        received = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
+        received = tf.ensure_shape(received, spec.shape)
+        return tf.bitcast(received, spec.dtype) if carried.dtype != spec.dtype else received
+
+
 def _broadcast_eagerly(
     program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], source: int, op: str, label: str
 ) -> tf.Tensor:

@@ -132,9 +132,7 @@ def _unscale_loss_for_distribution(original: Callable[..., Any], value: Any) -> 
         return original(value)
     value = tf.stop_gradient(tf.convert_to_tensor(value))
     if microbatch is not None:
-        # As the loss of a batch that consists of this microbatch and those of the other ranks.
-        value = tf.cast(microbatch.total_count(_widened(value)), value.dtype)
-        return value
+        return value  # `pipeline` adds the microbatches' shares up before they are logged
     wide = _widened(value)
     if value.shape.rank == 0:
         (loss,) = _sums_over_ranks([wide], "loss/value")

@@ -76,7 +76,7 @@ class MicrobatchLosses:
     def _collect(self) -> list[tf.Tensor]:
         number, sites = self._number, self._sites
         self._collected = []
-        # What metrics would note of zeros is dropped with the scope.
+        # What a loss function assigns for zeros is dropped with the scope.
         with keras.StatelessScope():
             for index in range(len(self._rows)):
                 self._number = index
@@ -89,10 +89,6 @@ class MicrobatchLosses:
 
     def _over_ranks(self, x: tf.Tensor, label: str) -> tf.Tensor:
         return x if self._program is None else all_reduce(x, "data", label=label)
-
-    @property
-    def is_collecting(self) -> bool:
-        return self._collected is not None
 
 
 def current_losses() -> MicrobatchLosses | None:

@@ -23,6 +23,7 @@ from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.owned_step import step_on_owners
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.parameter_shard import parameter_shard
+from tfdist.optimizers.plain_slots import share_plain_slots
 from tfdist.optimizers.reduction import ReducedGradient, buckets_of, reduce_gradients
 from tfdist.optimizers.shared_update import SharedUpdates, update_shard
 from tfdist.optimizers.support import may_share
@@ -63,6 +64,7 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
         if optimizer.use_ema:
             update_averages(optimizer, config, program)
         constrain(variables, config, program)
+        share_plain_slots(optimizer, config, program)
         check_drift(optimizer, variables, config, program)
 
 

@@ -1,12 +1,14 @@
-"""Level 6: pipelines. A schedule is data, checked when it is made; what it costs is known before it runs.
+"""Level 6: pipelines. A schedule is data, checked when it is made; what it costs is known before it runs. One executor runs any.
 
     actions ──> grid, dataflow ──> validation ──> schedule ──> schedules ──> make_schedule
-                                                     └───────> simulation ──> drawing
+                                                     ├───────> simulation ──> drawing
+    stage ──> masks ──> split ─────────────────────────────────┴──> executor ──> step ──> model
 """
 
 from tfdist.pipeline.actions import Action, Phase
 from tfdist.pipeline.drawing import draw
 from tfdist.pipeline.make_schedule import make_schedule
+from tfdist.pipeline.model import PipelineModel, Stage
 from tfdist.pipeline.schedule import Schedule
 from tfdist.pipeline.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZeroBubble
 from tfdist.pipeline.simulation import simulate
@@ -15,11 +17,13 @@ from tfdist.pipeline.validation import validate
 __all__ = [
     "Action",
     "Phase",
+    "PipelineModel",
     "Schedule",
     "Schedule1F1B",
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
     "ScheduleZeroBubble",
+    "Stage",
     "draw",
     "make_schedule",
     "simulate",

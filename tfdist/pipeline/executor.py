@@ -55,7 +55,9 @@ class Executor:
         stages: all stages; those of other ranks are not computed here.
         program: the rank's program; None: one device runs all stages.
         weights: per stage, the variables whose gradients are wanted.
+        count: how many microbatches there are: when training, the schedule's.
         inputs_of: returns the model's inputs of a microbatch.
+        rows_of: returns its rows, an int32 scalar.
         losses_of: `(stage, microbatch, left) -> losses`: the scalars whose gradients a stage's backward begins with, from what
             left it: on the last stage, the model's outputs.
         observe: is called with the same arguments when the losses have been taken.
@@ -71,7 +73,9 @@ class Executor:
         program: RankProgram | None,
         *,
         weights: Sequence[Sequence[Any]],
+        count: int,
         inputs_of: Callable[[int], Sequence[tf.Tensor]],
+        rows_of: Callable[[int], tf.Tensor],
         losses_of: Callable[[int, int, list[tf.Tensor]], list[tf.Tensor]],
         observe: Callable[[int, int, list[tf.Tensor]], None],
         scale: Callable[[tf.Tensor], tf.Tensor],
@@ -82,7 +86,9 @@ class Executor:
         self._stages = stages
         self._program = program
         self._weights = weights
+        self._count = count
         self._inputs_of = inputs_of
+        self._rows_of = rows_of
         self._losses_of = losses_of
         self._observe = observe
         self._scale = scale
@@ -105,7 +111,7 @@ class Executor:
             Phase.BACKWARD_WEIGHT: self._backward_weight,
         }
         for action in self._schedule.actions(self.pipe_rank):
-            if not self._training and action.phase is not Phase.FORWARD:
+            if not self._training and (action.phase is not Phase.FORWARD or action.microbatch >= self._count):
                 continue
             try:
                 with tf.name_scope(f"PP/{action}"):
@@ -205,7 +211,7 @@ class Executor:
         if at == self.pipe_rank:
             return self._here.pop((phase, source, number))
         return [
-            edges.receive(self._program, spec, self._ranks[at], f"pipe/{source}{phase}{number}/{place}")
+            edges.receive(self._program, spec, self._rows_of(number), self._ranks[at], f"pipe/{source}{phase}{number}/{place}")
             for place, spec in enumerate(specs)
         ]
 

@@ -14,21 +14,26 @@ class Microbatches:
 
     Args:
         data: nested tensors, the first axis of each being the batch; None stays None.
-        count: how many.
-        must_divide: whether the batch must be a multiple of `count`. Otherwise parts differ by a row at most.
+        count: how many are wanted.
+        is_training: whether the batch must be a multiple of `count`. Otherwise parts differ by a row at most, and there are fewer
+            of a batch that is known to have fewer rows.
         replicas: data ranks, for the error's numbers.
+
+    Attributes:
+        count: how many there are.
+        known_rows: rows of the batch, None where they are known at run time only.
+        rows: rows of each microbatch, int64 scalars.
 
     Raises:
         ValueError: a batch of known size is no multiple of `count`. One of unknown size raises
             `tf.errors.InvalidArgumentError` when the step runs.
     """
 
-    def __init__(self, data: Any, count: int, *, must_divide: bool, replicas: int = 1):
-        self.count = count
+    def __init__(self, data: Any, count: int, *, is_training: bool, replicas: int = 1):
         leaves = [leaf for leaf in tf.nest.flatten(data) if tf.is_tensor(leaf)]
-        known = leaves[0].shape[0]
+        self.known_rows = known = leaves[0].shape[0]
         rows = tf.shape(leaves[0], out_type=tf.int64)[0] if known is None else tf.constant(known, tf.int64)
-        if must_divide and known is not None and known % count:
+        if is_training and known is not None and known % count:
             raise ValueError(
                 errors.message(
                     f"A batch must be a multiple of `num_microbatches` x data ranks = {count} x {replicas} = {count * replicas} "
@@ -37,17 +42,20 @@ class Microbatches:
                     fix=f"Use a `batch_size` such as {max(known // count, 1) * count * replicas}, and drop a partial last batch.",
                 )
             )
-        if must_divide and known is None:
+        if is_training and known is None:
             check = tf.debugging.Assert(
                 tf.equal(rows % count, 0),
                 [
-                    f"A batch must be a multiple of num_microbatches x data ranks = {count} x {replicas} = {count * replicas} rows, "
-                    "so that microbatches are equal; drop a partial last batch, or choose another batch_size. Rows of a data rank:",
+                    f"A batch must be a multiple of num_microbatches x data ranks = {count * replicas} rows, so "
+                    "that microbatches are equal. Drop a partial last batch, or use another batch_size. Rows of a data rank:",
                     rows,
                 ],
             )
             with tf.control_dependencies([check]):
                 rows = tf.identity(rows)
+        if not is_training and known is not None:
+            count = max(1, min(count, known))
+        self.count = count
         self._size = known // count if known is not None and known % count == 0 else None
         bounds = [tf.cast(rows * index // count, tf.int32) for index in range(count + 1)]
         self.rows = [tf.cast(stop - start, tf.int64) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist import errors
 from tfdist.collectives import RankProgram, find_program
 from tfdist.losses.keras_seam import unscale_loss
 from tfdist.mesh import current_mesh
+from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy, positive_integer
 from tfdist.pipeline.make_schedule import make_schedule
 from tfdist.pipeline.schedule import Schedule
 from tfdist.pipeline.schedules import Schedule1F1B
@@ -21,43 +24,100 @@ from tfdist.pipeline.step import Step
 from tfdist.sharding import keras_scope
 
 
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Layers that make up one stage, for `PipelineModel([Stage([...]), Stage([...]), ...])`.
+
+    Attributes:
+        layers: one after the other.
+    """
+
+    layers: Sequence[keras.layers.Layer]
+
+
+@keras.saving.register_keras_serializable("tfdist")
 class PipelineModel(keras.Model):
-    """Trains a model in stages, each on its own device, on microbatches of every batch.
+    """Trains a model whose layers live on different devices, on microbatches of every batch.
+
+    Under `ShardedStrategy(pipeline_parallel_size=p)` each of p ranks has a part of the layers, a *stage*: their weights,
+    optimizer state and activations exist on that rank's device only. A batch is cut in microbatches, which follow each other
+    through the stages, forward and back, in the order of a *schedule*. The gradients are those of the whole batch, exactly, and
+    so are the loss, masks, sample weights and metrics; `compile`, `fit`, `evaluate`, `predict`, `get_weights` and `save_weights`
+    are those of the model inside. Dropout and BatchNormalization see microbatches, as on one device that is fed them one by one.
+
+        with strategy.scope():
+            model = tfdist.PipelineModel(build_model(), num_microbatches=8)
+            model.compile("adam", loss)
+        model.fit(dataset)
+
+    What it saves: a rank holds 1/p of the weights, gradients and optimizer state, and with "1f1b" the activations of at most p
+    microbatches. What it costs: at the start and end of a step ranks wait for each other, (p-1)/m of the ideal time with m
+    microbatches; and the activations that pass between stages.
+
+    The life of a weight: under a strategy with a pipeline, layers put off making their weights. `PipelineModel` makes them, each
+    on the ranks whose stages use it. A weight that stages share (an embedding that is the output head, too) is on several;
+    its gradients are summed.
+
+    The mistakes to avoid: loading weights into the model before it is wrapped, which makes them on every rank first; a batch
+    size that is no multiple of `num_microbatches` times the data ranks; a last partial batch (drop it). They raise, except the
+    first.
+
+    Without a strategy, or with `pipeline_parallel_size=1`, it trains on the same microbatches in one place.
 
     Args:
-        layers_or_model: a functional model, a Sequential, or a list of layers.
-        num_microbatches: parts of a replica's batch.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble", or one's own (see `tfdist.pipeline.make_schedule`).
-        stages: where to cut; None: so that stages cost alike.
-        stages_per_rank: stages of each rank.
+        layers_or_model: a functional model, also with several inputs and outputs and with skip connections; a Sequential; a list
+            of layers; or a list of `tfdist.pipeline.Stage`, one per stage.
+        num_microbatches: how many parts a replica's batch is cut in.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; or one's own (see `tfdist.pipeline.make_schedule`).
+        stages: where to cut: the names of the layers with which stages 1, 2, ... begin, or their places in `model.layers`; None:
+            so that stages cost alike.
+        stages_per_rank: stages of each rank, for "interleaved".
         name: the model's name.
+
+    Raises:
+        ValueError: an argument is out of range, there are more stages than layers, a cut does not exist, or the schedule cannot
+            run.
+        NotImplementedError: a model that is no graph of layers, another strategy, or `zero_stage=3` with a pipeline.
+
+    Source: GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2021 (PipeDream-Flush); interleaved, Narayanan et al. 2021
+    (Megatron-LM); zero bubble, Qi et al. 2023.
     """
 
     def __init__(
         self,
-        layers_or_model: keras.Model | Sequence[keras.layers.Layer],
+        layers_or_model: keras.Model | Sequence[keras.layers.Layer | Stage],
         *,
         num_microbatches: int,
         schedule: str | Schedule | Mapping[int, Any] | Callable[..., Schedule] = "1f1b",
-        stages: Any = None,
+        stages: Sequence[str | int] | None = None,
         stages_per_rank: int = 1,
         name: str | None = None,
     ):
         super().__init__(name=name)
+        positive_integer("num_microbatches", num_microbatches)
+        positive_integer("stages_per_rank", stages_per_rank)
+        check_strategy(tf.distribute.get_strategy())
         mesh = current_mesh()
         ranks = 1 if mesh is None else mesh.pipeline_parallel_size
+        module, stages = _module_of(layers_or_model, stages)
+        check_module(module)
         self.num_microbatches = num_microbatches
-        if ranks == 1:
-            self._schedule = Schedule1F1B(1, num_microbatches)
-        else:
-            self._schedule = make_schedule(schedule, ranks * stages_per_rank, num_microbatches, stages_per_rank)
+        self.stages_per_rank = stages_per_rank
+        self.module = module
         self._cuts = stages
-        is_model = isinstance(layers_or_model, keras.Model)
-        self.module = layers_or_model if is_model else keras.Sequential(list(layers_or_model))
+        # What the argument means is checked also where there is no pipeline, and one stage is all.
+        if ranks > 1 or not isinstance(schedule, str) or "\n" in schedule:
+            self._schedule = make_schedule(schedule, ranks * stages_per_rank, num_microbatches, stages_per_rank)
+        else:
+            make_schedule(schedule, 2 * stages_per_rank, max(num_microbatches, 2), stages_per_rank)
+            self._schedule = Schedule1F1B(1, num_microbatches)
+        self._given_schedule = schedule
         self._stages: Stages | None = None
         self._hides_layer_losses = False
-        if self.module.built:
+        if module.built:
             self.build(None)
+
+    # Cutting
 
     @property
     def schedule(self) -> Schedule:
@@ -65,6 +125,7 @@ class PipelineModel(keras.Model):
         return self._schedule
 
     def build(self, input_shape: Any) -> None:
+        """Builds the model inside, cuts it in stages, and makes the weights on their ranks."""
         if not self.module.built:
             self.module.build(input_shape)
         functional = getattr(self.module, "_functional", None) or self.module
@@ -75,36 +136,77 @@ class PipelineModel(keras.Model):
         self._stages = Stages(functional, cuts, self._schedule)
         if self._schedule.num_ranks > 1:
             self._stages.place(self.distribute_strategy)
-        self._stages.masks  # noqa: B018
         self.built = True
+
+    @property
+    def layers(self) -> list[keras.layers.Layer]:
+        """The layers of the model inside."""
+        return self.module.layers
+
+    def get_layer(self, name: str | None = None, index: int | None = None) -> keras.layers.Layer:
+        return self.module.get_layer(name=name, index=index)
+
+    def summary(self, *args: Any, **kwargs: Any) -> None:
+        self.module.summary(*args, **kwargs)
+
+    # Computing
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         program = self._program()
-        if program is None:
+        if program is None or self._schedule.num_ranks == 1:
             return self.module(inputs, training=training)
         if training:
-            raise RuntimeError("TODO")
-        step = self._step((inputs, None, None), training=False, has_loss=False)
-        step.run()
-        return step.outputs()
+            raise RuntimeError(
+                errors.message(
+                    "A pipelined model cannot be called for training in `strategy.run`: its backward belongs to the schedule.",
+                    fix="Use `loss, gradients = model.compute_gradients(x, y)`, then `optimizer.apply_gradients(gradients)`.",
+                )
+            )
+        return self._inferred(inputs)
 
     def train_step(self, data: Any) -> Any:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        loss, gradients = self._trained(x, y, sample_weight)
+        loss, gradients = self.compute_gradients(x, y, sample_weight)
         self._track(loss, x)
         self.optimizer.apply_gradients(gradients)
         return self.get_metrics_result()
 
     def test_step(self, data: Any) -> Any:
-        step = self._step(keras.utils.unpack_x_y_sample_weight(data), training=False, has_loss=True)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        step = self._step((x, y, sample_weight), training=False, has_loss=True)
         step.run()
-        self._track(step.loss(), data)
+        self._track(step.loss(), x)
         return self.get_metrics_result()
 
-    def _trained(self, x: Any, y: Any, sample_weight: Any) -> tuple[tf.Tensor, list[tuple[Any, Any]]]:
+    def predict_step(self, data: Any) -> Any:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return self._inferred(x)
+
+    def compute_gradients(self, x: Any, y: Any = None, sample_weight: Any = None) -> tuple[tf.Tensor, list[tuple[Any, Any]]]:
+        """Runs the schedule on one batch: for training loops of one's own, in the function given to `strategy.run`.
+
+        Metrics are updated, too. The model must be compiled, with the loss and the optimizer, which `apply_gradients` updates.
+
+        Args:
+            x: this replica's batch, any structure of tensors (batch, ...).
+            y: its targets.
+            sample_weight: its weights.
+
+        Returns:
+            This replica's share of the loss, a float32 scalar (the shares of all replicas add up to the loss of the global
+            batch), and (gradient, variable) for the weights of this rank's stages: what `optimizer.apply_gradients` takes.
+
+        Raises:
+            ValueError: the batch is no multiple of `num_microbatches`.
+        """
         step = self._step((x, y, sample_weight), training=True, has_loss=True)
         step.run()
         return step.loss(), step.gradients()
+
+    def _inferred(self, x: Any) -> Any:
+        step = self._step((x, None, None), training=False, has_loss=False)
+        step.run()
+        return step.outputs()
 
     def _step(self, data: Any, *, training: bool, has_loss: bool) -> Step:
         return Step(self, self._stages, self._program(), data, training=training, has_loss=has_loss)
@@ -114,7 +216,20 @@ class PipelineModel(keras.Model):
 
     def _program(self) -> RankProgram | None:
         """Returns the program of the rank that computes here; None where all stages are computed in one place."""
-        return None if keras_scope.in_symbolic_scope() else find_program()
+        program = None if keras_scope.in_symbolic_scope() else find_program()
+        if program is not None and program.is_eager and self._schedule.num_ranks > 1:
+            raise NotImplementedError(
+                errors.message(
+                    "A pipeline needs a traced step: eager ranks take turns, and would wait for each other.",
+                    fix="Leave out `run_eagerly=True`, and call `strategy.run` in a `tf.function`.",
+                )
+            )
+        return program
+
+    def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, **kwargs: Any) -> Any:
+        replicas = self.distribute_strategy.num_replicas_in_sync
+        check_batch_size(x, batch_size, kwargs.get("validation_split", 0.0), self.num_microbatches, replicas)
+        return super().fit(x, y, batch_size=batch_size, **kwargs)
 
     @contextlib.contextmanager
     def without_layer_losses(self) -> Iterator[None]:
@@ -129,6 +244,48 @@ class PipelineModel(keras.Model):
     def losses(self) -> list[Any]:
         return [] if self._hides_layer_losses else super().losses
 
-    @property
-    def layers(self) -> list[keras.layers.Layer]:
-        return self.module.layers
+    # Saving: the files are those of the model inside
+
+    def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        self.module.save_weights(filepath, *args, **kwargs)
+
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        self.module.load_weights(filepath, *args, **kwargs)
+
+    def get_config(self) -> dict[str, Any]:
+        schedule = self._given_schedule
+        return {
+            "layers_or_model": keras.saving.serialize_keras_object(self.module),
+            "num_microbatches": self.num_microbatches,
+            "schedule": schedule if isinstance(schedule, str) else self._schedule.to_text(),
+            "stages": None if self._cuts is None else list(self._cuts),
+            "stages_per_rank": self.stages_per_rank,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> PipelineModel:
+        module = keras.saving.deserialize_keras_object(config["layers_or_model"], custom_objects=custom_objects)
+        return cls(**{**config, "layers_or_model": module})
+
+
+def _module_of(given: Any, stages: Sequence[str | int] | None) -> tuple[keras.Model, Sequence[str | int] | None]:
+    """Returns one model, and where it is to be cut."""
+    if isinstance(given, keras.Model):
+        return given, stages
+    given = list(given)
+    if not any(isinstance(one, Stage) for one in given):
+        return keras.Sequential(given), stages
+    if stages is not None or not all(isinstance(one, Stage) and one.layers for one in given):
+        raise ValueError(
+            errors.message(
+                "With `Stage`s every entry of the list must be one, with at least one layer, and `stages` be left out.",
+                layers_or_model=given,
+                stages=stages,
+            )
+        )
+    sizes = [sum(not isinstance(layer, keras.layers.InputLayer) for layer in stage.layers) for stage in given]
+    return (
+        keras.Sequential([layer for stage in given for layer in stage.layers]),
+        [sum(sizes[:index]) for index in range(1, len(sizes))],
+    )

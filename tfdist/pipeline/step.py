@@ -11,6 +11,7 @@ from tfdist.collectives import RankProgram, all_reduce, edges
 from tfdist.losses.keras_seam import scale_loss
 from tfdist.losses.microbatches import MicrobatchLosses
 from tfdist.pipeline.executor import Executor
+from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches
 from tfdist.pipeline.split import Stages
 
@@ -38,17 +39,20 @@ class Step:
         replicas = 1 if program is None else program.mesh.data_parallel_size
         x, *rest = data
         self._data = Microbatches(
-            (stages.flat_inputs(x), *rest), stages.num_microbatches, must_divide=training, replicas=replicas
+            (stages.flat_inputs(x), *rest), stages.num_microbatches, is_training=training, replicas=replicas
         )
         self._losses = MicrobatchLosses(program, self._data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
         self._outputs: list[list[tf.Tensor]] = []
+        self._trackers = LossTrackers(model)
         self._executor = Executor(
             stages.schedule,
             stages.layers,
             program,
             weights=stages.weights,
+            count=self._data.count,
             inputs_of=lambda number: self._data[number][0],
+            rows_of=lambda number: tf.cast(self._data.rows[number], tf.int32),
             losses_of=self._losses_of,
             observe=self._observe,
             scale=self._scaled,
@@ -57,7 +61,9 @@ class Step:
         )
 
     def run(self) -> None:
+        """Runs this rank's part of the schedule."""
         self._executor.run()
+        self._trackers.update(self._data.known_rows)
 
     @property
     def is_last(self) -> bool:
@@ -101,7 +107,7 @@ class Step:
             if owner != here:
                 edges.send(program, mine, ranks[owner], label)
         spec = tf.TensorSpec(mine.shape, mine.dtype)
-        parts = [mine if owner == here else edges.receive(program, spec, ranks[owner], label) for owner in owners]
+        parts = [mine if owner == here else edges.receive(program, spec, tf.constant(0), ranks[owner], label) for owner in owners]
         return tf.add_n(parts)
 
     # What the executor asks
@@ -113,7 +119,8 @@ class Step:
             layer = self._stages.layers[stage]
             found = [scale_loss(tf.reduce_sum(loss)) for loss in (*layer.added_losses(), *self._stages.regularization(stage))]
             if stage == len(self._stages.layers) - 1:
-                found.append(self._loss(number, left))
+                with self._trackers.collected():
+                    found.append(self._loss(number, left))
         self._reported.extend(tf.cast(tf.stop_gradient(loss), tf.float32) for loss in found)
         return found
 
@@ -130,7 +137,8 @@ class Step:
         last = self._stages.layers[-1]
         zeros = [tf.zeros([rows, *tensor.shape[1:]], tensor.dtype) for tensor in last.leaving]
         self._stages.masks.put(last.index, zeros, self._data[number][0])
-        self._loss(number, zeros)
+        with self._trackers.ignored():
+            self._loss(number, zeros)
 
     def _observe(self, stage: int, number: int, left: list[tf.Tensor]) -> None:
         if stage < len(self._stages.layers) - 1:

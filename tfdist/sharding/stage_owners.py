@@ -57,12 +57,11 @@ def place(variable: keras.Variable, pipe_ranks: Sequence[int], strategy: tf.dist
 
 @contextlib.contextmanager
 def _owned_by(owners: tuple[int, ...]) -> Iterator[None]:
-    before = current_owners()
     _local.owners = owners
     try:
         yield
     finally:
-        _local.owners = before
+        _local.owners = None
 
 
 class _Later:

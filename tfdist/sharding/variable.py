@@ -189,13 +189,19 @@ class ShardedVariable(values.DistributedVariable):
             return packing.join_tensor_cuts(pieces, layout)
 
     def _gather_parts(self, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
-        """Returns the full value from this rank's part, over the data and the tensor axis."""
+        """Returns the full value from this rank's part, over the data and the tensor axis, and from its pipeline rank."""
         layout, ranks = self.layout, program.group_ranks("data")
-        if layout.data_owner is not None:
-            part = wire.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
-        elif layout.is_data_sharded:
-            (part,) = packing.unpack_full(wire.all_gather(program, part, ranks, "assemble"), [layout])
-        return tensor_cut.gather_cuts(program, part, layout, "assemble")
+        owners = layout.pipe_owners
+        if owners is None or program.mesh.coordinate(program.rank).pipe in owners:
+            if layout.data_owner is not None:
+                part = wire.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
+            elif layout.is_data_sharded:
+                (part,) = packing.unpack_full(wire.all_gather(program, part, ranks, "assemble"), [layout])
+            part = tensor_cut.gather_cuts(program, part, layout, "assemble")
+        if owners is None:
+            return part
+        stages = program.group_ranks("pipe")
+        return wire.broadcast(program, part, layout.shape, stages, stages[layout.first_pipe], "assemble/pipe")
 
     def __getattr__(self, name: str) -> Any:
         # The base class would read the variable, and so gather it, to look for any attribute on its value. Only what TensorFlow

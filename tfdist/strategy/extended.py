@@ -86,7 +86,7 @@ class ShardedExtendedMixin:
         layout = self._layout_for(kwargs)
         is_slot = kwargs.get("colocate_with") is not None
         if layout is None or not is_slot:
-            self._share_initial_value(kwargs)
+            self._share_initial_value(kwargs, layout)
         if layout is None:
             return super()._create_variable(next_creator, **kwargs)
         kwargs.pop("colocate_with", None)
@@ -115,9 +115,9 @@ class ShardedExtendedMixin:
         layout = reference.layout if isinstance(reference, ShardedVariable) else None
         if layout is None and isinstance(self._sharding.placements.optimizer_state, Replicate):
             return None
-        full = self._initial_value(kwargs)
+        owners = layout.pipe_owners if layout is not None else None
+        full = self._initial_spec(kwargs, owners)
         if not full.dtype.is_floating or full.shape != reference.shape:
-            owners = layout.pipe_owners if layout is not None else None
             return None if owners is None else Layout(full.shape, self._sharding.mesh, pipe_owners=owners)
         layout = layout or self._sharding.parameter_layout(full.shape.as_list())
         owner = owner_of(keras_scope.current_layer(), reference)
@@ -133,7 +133,7 @@ class ShardedExtendedMixin:
         if is_replicated and self._sharding.mesh.tensor_parallel_size == 1 and owners is None:
             return None
         with tensor_cut.wishes() as wish:
-            full = self._initial_value(kwargs)
+            full = self._initial_spec(kwargs, owners)
             tensor = wish()
         is_whole = not full.dtype.is_floating or is_replicated and isinstance(tensor, Replicate)
         if is_whole and owners is None:
@@ -151,12 +151,28 @@ class ShardedExtendedMixin:
         finally:
             self._is_summed_on_read = False
 
-    def _share_initial_value(self, kwargs: dict[str, Any]) -> None:
-        """For strategies of several workers: replaces the initial value by the chief's."""
+    def _share_initial_value(self, kwargs: dict[str, Any], layout: Layout | None) -> None:
+        """For strategies of several workers: replaces the initial value by the chief's, or its first owner's."""
 
-    def _initial_value(self, kwargs: dict[str, Any]) -> tf.Tensor:
+    def _initial_spec(self, kwargs: dict[str, Any], pipe_owners: tuple[int, ...] | None) -> tf.Tensor | tf.TensorSpec:
+        """Returns what the initial value is; drawn where a rank of this process stores it, else only its shape and dtype."""
+        mesh = self._sharding.mesh
+        if pipe_owners is not None:
+            storing = [rank for rank in self._communicator.local_ranks if mesh.coordinate(rank).pipe in pipe_owners]
+            if not storing:
+                initial, dtype = kwargs["initial_value"], kwargs.get("dtype")
+
+                def drawn() -> tf.Tensor:
+                    return tf.convert_to_tensor(initial() if callable(initial) else initial, dtype)
+
+                drawn = tf.function(drawn, autograph=False).get_concrete_function().outputs[0]
+                return tf.TensorSpec(drawn.shape, drawn.dtype)
+            return self._initial_value(kwargs, mesh.devices[storing[0]])
+        return self._initial_value(kwargs)
+
+    def _initial_value(self, kwargs: dict[str, Any], device: str | None = None) -> tf.Tensor:
         """Draws the initial value and puts it back in `kwargs`, so that it is drawn once."""
-        with tf.init_scope(), record.stop_recording(), tf.device(self._local_devices()[0]):
+        with tf.init_scope(), record.stop_recording(), tf.device(device or self._local_devices()[0]):
             initial = kwargs["initial_value"]
             initial = initial() if callable(initial) else initial
             initial = getattr(initial, "wrapped_value", initial)  # of a checkpoint
@@ -176,7 +192,8 @@ class ShardedExtendedMixin:
     def _create_sharded(
         self, next_creator: Callable[..., tf.Variable], layout: Layout, is_slot: bool, kwargs: dict[str, Any]
     ) -> ShardedVariable:
-        full = kwargs.pop("initial_value").numpy()
+        initial = kwargs.pop("initial_value")  # still a function where no rank of this process stores the variable
+        full = initial.numpy() if isinstance(initial, tf.Tensor) else None
         kwargs.pop("shape", None)
         if kwargs.get("synchronization") in (None, tf.VariableSynchronization.AUTO):
             kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE  # as of mirrored variables
@@ -186,10 +203,14 @@ class ShardedExtendedMixin:
         components = []
         ranks = self._communicator.local_ranks
         for rank in ranks:
+            coordinate = mesh.coordinate(rank)
             # `layout.shard` copies: a slice would keep the full value alive as long as the shard.
-            shard = layout.shard(full, mesh.coordinate(rank))
             with tf.init_scope(), record.stop_recording(), tf.device(mesh.devices[rank]):
-                part = {"initial_value": tf.convert_to_tensor(shard), "name": f"{name}/shard_{rank}"}
+                if layout.stores(coordinate):
+                    shard = tf.convert_to_tensor(layout.shard(full, coordinate))
+                else:
+                    shard = tf.zeros([0], kwargs.get("dtype"))
+                part = {"initial_value": shard, "name": f"{name}/shard_{rank}"}
                 components.append(next_creator(**{**kwargs, **part}))
         groups = None if is_slot else self._parameter_groups
         return ShardedVariable(self._container_strategy(), components, layout, ranks, aggregation, groups)

@@ -24,6 +24,7 @@ from keras.src.trainers.trainer import Trainer
 from tfdist import errors
 from tfdist.optimizers.support import check_variables, describe
 from tfdist.override import override
+from tfdist.pipeline import PipelineModel
 from tfdist.sharding import config_of
 
 
@@ -52,6 +53,15 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
                 "`jit_compile=True` is not supported under a tfdist strategy: XLA has no collectives on CPU.",
                 jit_compile=model.jit_compile,
                 fix='Use `jit_compile="auto"` (the default) or `False`.',
+            )
+        )
+    if strategy.mesh.pipeline_parallel_size > 1 and not isinstance(model, PipelineModel):
+        raise ValueError(
+            errors.message(
+                "Under a strategy with a pipeline the model to train must be a `PipelineModel`.",
+                model=type(model).__name__,
+                pipeline_parallel_size=strategy.mesh.pipeline_parallel_size,
+                fix="Wrap it: `tfdist.PipelineModel(model, num_microbatches=...)`.",
             )
         )
     optimizer = model.optimizer

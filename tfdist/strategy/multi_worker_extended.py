@@ -13,7 +13,7 @@ from tfdist import errors
 from tfdist.collectives import CollectivePlan, PlanAgreement, find_kernel_orders
 from tfdist.data import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.mesh import Cluster, Coordination, coordination
-from tfdist.sharding import ShardingConfig
+from tfdist.sharding import Layout, ShardingConfig
 from tfdist.strategy.extended import ShardedExtendedMixin
 
 
@@ -70,10 +70,11 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
 
     # Variables
 
-    def _share_initial_value(self, kwargs: dict[str, Any]) -> None:
+    def _share_initial_value(self, kwargs: dict[str, Any], layout: Layout | None) -> None:
         if not self.cross_replica.is_multi_worker:
             return
-        value = self._initial_value(kwargs)
+        owners = layout.pipe_owners if layout is not None else None
+        value = self._initial_spec(kwargs, owners)
         spec = f"{value.dtype.name}{value.shape.as_list()}"
         (chiefs,) = self._coordination.meet("the creation of a variable", spec, self._timeout_seconds, with_chief_only=True)
         if chiefs != spec:
@@ -84,7 +85,10 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
                     fix=coordination.SAME_PROGRAM,
                 )
             )
-        kwargs["initial_value"] = self.cross_replica.from_chief(value)
+        if owners is None:
+            kwargs["initial_value"] = self.cross_replica.from_chief(value)
+        elif isinstance(value, tf.Tensor):
+            kwargs["initial_value"] = self.cross_replica.from_first_owner(value, owners)
 
     def _get_variable_creator_initial_value(self, replica_id: int, device: str, primary_var: Any, **kwargs: Any) -> Any:
         # Shared already, by `_share_initial_value`: on this worker it only has to be copied to the other devices.

@@ -1,0 +1,155 @@
+"""Models to be cut in stages, odd where they can be, and how they are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+from tests.parity.comparison import state
+
+layers = keras.layers
+ROWS, BATCH = 48, 16
+VOCABULARY, LENGTH, CLASSES = 11, 6, 3
+
+
+def chain() -> keras.Model:
+    """A Sequential with dropout, BatchNormalization, and losses of layers in every stage."""
+    return keras.Sequential(
+        [
+            keras.Input((7,)),
+            layers.Dense(9, "tanh", kernel_regularizer="l2"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3),
+            layers.Dense(5, "tanh", activity_regularizer=keras.regularizers.L2(0.1)),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3),
+            layers.Dense(9, "tanh", kernel_constraint=keras.constraints.MaxNorm(0.9)),
+            layers.Dense(CLASSES, kernel_regularizer="l2"),
+        ]
+    )
+
+
+def branches() -> keras.Model:
+    """Two inputs and two outputs; a connection that skips stages, an input of a late stage, and operations without weights."""
+    a, b = keras.Input((7,), name="a"), keras.Input((4,), name="b")
+    skipping = x = layers.Dense(9, "tanh", name="first")(a)
+    for index in range(4):
+        x = layers.Dense(9, "tanh", name=f"hidden_{index}")(x)
+    x = layers.Concatenate()([x, skipping, b])
+    classes = layers.Dense(CLASSES, name="classes")(x)
+    x = keras.ops.tanh(layers.Dense(5, name="narrow")(x) + 0.5)
+    return keras.Model({"a": a, "b": b}, {"classes": classes, "value": layers.Dense(1, name="value")(x)})
+
+
+def masked() -> keras.Model:
+    """A mask that goes through a recurrent layer and an attention to the loss."""
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, 8, mask_zero=True)(tokens)
+    x = layers.LSTM(8, return_sequences=True)(x)
+    x = layers.Dense(8, "tanh")(x)
+    x = layers.MultiHeadAttention(2, 4)(x, x)
+    return keras.Model(tokens, layers.Dense(VOCABULARY)(x))
+
+
+@keras.saving.register_keras_serializable("tests")
+class Head(layers.Layer):
+    """Logits from the table of an embedding, which is a layer of another stage."""
+
+    def __init__(self, table: Any, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.table = table
+
+    def call(self, x: Any) -> Any:
+        return keras.ops.matmul(x, keras.ops.transpose(self.table.embeddings))
+
+
+def tied() -> keras.Model:
+    """The first and the last stage share a weight; a Dense of the middle is called twice."""
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    table = layers.Embedding(VOCABULARY, 8, embeddings_regularizer="l2")
+    x = table(tokens)
+    twice = layers.Dense(8, "tanh", name="twice")
+    x = twice(layers.Dense(8, "tanh")(twice(x)))
+    return keras.Model(tokens, Head(table)(x))
+
+
+def crossentropy() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def data(name: str) -> tuple[Any, Any, Any]:
+    """Returns x, y and the sample weights, or None."""
+    rng = np.random.default_rng(4)
+    classes = rng.integers(0, CLASSES, ROWS)
+    if name == "chain":
+        return rng.normal(size=(ROWS, 7)), classes, rng.random(ROWS)
+    if name == "branches":
+        x = {"a": rng.normal(size=(ROWS, 7)), "b": rng.normal(size=(ROWS, 4))}
+        return x, {"classes": classes, "value": rng.normal(size=(ROWS, 1))}, None
+    tokens = rng.integers(1, VOCABULARY, (ROWS, LENGTH))
+    tokens[:, 3:] *= rng.integers(0, 2, (ROWS, 3))
+    return tokens, rng.integers(0, VOCABULARY, (ROWS, LENGTH)), None
+
+
+MODELS = {"chain": chain, "branches": branches, "masked": masked, "tied": tied}
+LOSSES: dict[str, Callable[[], Any]] = {name: crossentropy for name in MODELS}
+LOSSES["branches"] = lambda: {"classes": crossentropy(), "value": "mse"}
+
+
+def momentum() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def compiled(strategy: Any, name: str, optimizer: Callable[[], Any] = momentum, **settings: Any) -> keras.Model:
+    """Builds and compiles a model: pipelined, unless `settings` are empty."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = MODELS[name]()
+        if settings:
+            model = tfdist.PipelineModel(model, **settings)
+        metrics = ["sparse_categorical_accuracy"] if name == "chain" else None
+        model.compile(optimizer(), LOSSES[name](), metrics=metrics)
+    return model
+
+
+def train(strategy: Any, name: str, optimizer: Callable[[], Any] = momentum, **settings: Any) -> dict[str, Any]:
+    """Trains 6 steps with `fit`, evaluates and predicts, also batches that do not divide."""
+    model = compiled(strategy, name, optimizer, **settings)
+    x, y, sample_weight = data(name)
+    losses: list[float] = []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
+    fitted = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [record]}
+    history = model.fit(x, y, sample_weight=sample_weight, **fitted).history
+    assert len(losses) == 6 and max(losses) > min(losses), "nothing was learnt: the comparison would be empty"
+    found = {"losses": losses, "history": {key: [float(v) for v in history[key]] for key in sorted(history)}, **state(model)}
+    found["evaluate"] = model.evaluate(x, y, sample_weight=sample_weight, batch_size=9, verbose=0, return_dict=True)
+    few = tf.nest.map_structure(lambda array: array[:11], x)
+    found["predict"] = model.predict(few, batch_size=4, verbose=0)
+    return found
+
+
+def custom_loop(strategy: Any, name: str, **settings: Any) -> dict[str, Any]:
+    """Trains 3 steps with `strategy.run` and `compute_gradients`."""
+    model = compiled(strategy, name, **settings)
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        def on_rank(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+            loss, gradients = model.compute_gradients(x, y)
+            model.optimizer.apply_gradients(gradients)
+            return loss
+
+        return strategy.reduce("SUM", strategy.run(on_rank, args=(x, y)), axis=None)
+
+    x, y, _ = data(name)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=True)
+    losses = [float(step(*batch)) for batch in strategy.experimental_distribute_dataset(dataset)]
+    return {"losses": losses, **state(model)}

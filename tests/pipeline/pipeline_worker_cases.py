@@ -1,0 +1,39 @@
+"""What the workers of the pipeline tests run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+import tfdist
+from tests.pipeline.pipeline_models import train
+
+# By the number of workers: a name, (the model, microbatches of one device), the strategy's settings, the pipeline's settings.
+CASES: dict[int, dict[str, tuple[tuple[str, int], dict[str, Any], dict[str, Any]]]] = {
+    2: {
+        "1f1b": (("chain", 4), {"pipeline_parallel_size": 2, "zero_stage": 0}, {"num_microbatches": 4}),
+        "interleaved": (
+            ("tied", 4),
+            {"pipeline_parallel_size": 2, "zero_stage": 0},
+            {"num_microbatches": 4, "schedule": "interleaved", "stages_per_rank": 2},
+        ),
+    },
+    4: {
+        "zero bubble": (
+            ("branches", 8),
+            {"pipeline_parallel_size": 4, "zero_stage": 0},
+            {"num_microbatches": 8, "schedule": "zero_bubble"},
+        ),
+        "data ranks": (("masked", 4), {"pipeline_parallel_size": 2, "zero_stage": 2}, {"num_microbatches": 2}),
+    },
+}
+
+
+def train_all(number: int) -> dict[str, dict[str, Any]]:
+    keras.config.set_floatx("float64")
+    found = {}
+    for case, ((name, _), settings, pipeline) in CASES[number].items():
+        strategy = tfdist.MultiWorkerShardedStrategy(**settings)
+        found[case] = train(strategy, name, **pipeline)
+    return found

@@ -1,0 +1,93 @@
+"""A pipelined model trains as on one device that is fed the same microbatches, whatever the schedule and the mesh."""
+
+import functools
+
+import keras
+import pytest
+from ranks import strategy_on
+from training import one_device
+
+from tests import workers
+from tests.parity.comparison import assert_same_tree
+from tests.pipeline import pipeline_models
+from tests.pipeline.pipeline_models import custom_loop, train
+from tests.pipeline.pipeline_worker_cases import CASES
+
+pytestmark = [pytest.mark.as_traced, pytest.mark.usefixtures("float64")]
+
+
+@functools.cache
+def on_one_device(name, num_microbatches, optimizer=None):
+    return train(one_device(), name, OPTIMIZERS.get(optimizer, pipeline_models.momentum), num_microbatches=num_microbatches)
+
+
+def mesh(pipe, data=1, **settings):
+    return strategy_on(pipe * data, pipeline_parallel_size=pipe, **settings)
+
+
+@pytest.mark.parametrize("name", ["branches", "masked", "tied"])
+def test_microbatches_on_one_device_are_the_plain_model(name):
+    """Without dropout and BatchNormalization."""
+    assert_same_tree(on_one_device(name, 4), train(one_device(), name))
+
+
+# (model, pipe size, microbatches, schedule, stages per rank): m = p, 2 p and odd; every schedule over 2 and over 4 ranks.
+GRID = [
+    ("chain", 2, 2, "gpipe", 1),
+    ("chain", 2, 4, "1f1b", 1),
+    ("chain", 4, 8, "zero_bubble", 1),
+    ("branches", 2, 4, "zero_bubble", 1),
+    ("branches", 4, 4, "gpipe", 1),
+    ("branches", 2, 4, "interleaved", 3),
+    ("masked", 2, 8, "interleaved", 2),
+    ("masked", 2, 4, "zero_bubble", 1),
+    ("masked", 4, 4, "1f1b", 1),
+    ("tied", 4, 8, "1f1b", 1),
+    ("tied", 2, 4, "interleaved", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "pipe", "num_microbatches", "schedule", "stages_per_rank"), GRID)
+def test_parity(name, pipe, num_microbatches, schedule, stages_per_rank):
+    settings = {"num_microbatches": num_microbatches, "schedule": schedule, "stages_per_rank": stages_per_rank}
+    assert_same_tree(train(mesh(pipe, zero_stage=0), name, **settings), on_one_device(name, num_microbatches))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_data_ranks(zero_stage):
+    """A rank of two feeds half of a batch in microbatches that are as large as those of one device in twice as many."""
+    strategy = mesh(2, 2, zero_stage=zero_stage)
+    assert_same_tree(train(strategy, "branches", num_microbatches=4), on_one_device("branches", 8))
+    assert_same_tree(train(strategy, "masked", num_microbatches=2), on_one_device("masked", 4))
+
+
+def test_a_custom_loop():
+    found = custom_loop(mesh(2, 2, zero_stage=1), "tied", num_microbatches=2)
+    assert_same_tree(found, custom_loop(one_device(), "tied", num_microbatches=4))
+
+
+OPTIMIZERS = {
+    "clipped by norm": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05),
+    "clipped by global norm": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1),
+    "averaged": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "accumulated": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+    "loss scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)),
+    "whole-tensor": lambda: keras.optimizers.Adafactor(0.05),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "data", "zero_stage"), [(name, 1 + n % 2, n % 3) for n, name in enumerate(OPTIMIZERS)])
+def test_what_an_optimizer_is_asked_for(optimizer, data, zero_stage):
+    found = train(mesh(2, data, zero_stage=zero_stage), "branches", OPTIMIZERS[optimizer], num_microbatches=4 // data)
+    assert_same_tree(found, on_one_device("branches", 4, optimizer))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [2, 4])
+def test_workers(number, tmp_path):
+    with workers.job(tmp_path, number, "tests.pipeline.pipeline_worker_cases:train_all", number) as job:
+        expected = {case: on_one_device(*key) for case, (key, _, _) in CASES[number].items()}
+        for found in job.results(280):
+            assert list(found) == list(expected)
+            for case, result in found.items():
+                assert_same_tree(result, expected[case], case)
