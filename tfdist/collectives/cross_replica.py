@@ -56,8 +56,8 @@ class CrossReplica:
             axes = list(range(value.shape.rank))
             axes[0], axes[axis] = axes[axis], axes[0]
             swapped = tf.transpose(value, axes) if axis else value
+            swapped = _of_last_stage(program, swapped, label)
             gathered = ops.all_gather_uneven(program, swapped, program.group_ranks("data"), "data", label)
-            gathered = _of_last_stage(program, gathered, label)
             return tf.transpose(gathered, axes) if axis else gathered
 
         return self.call(("all_gather", axis, label), lambda p, v: _carried(emit, p, v), values)

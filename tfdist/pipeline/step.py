@@ -79,11 +79,14 @@ class Step:
 
     def outputs(self) -> Any:
         """Returns the model's outputs for the batch; zeros on ranks other than the last."""
+        rows, leaving = self._data.known_rows, self._stages.layers[-1].leaving
         if self.is_last:
             flat = [tf.concat(parts, 0) for parts in zip(*self._outputs, strict=True)]
         else:
-            rows = tf.cast(tf.add_n(self._data.rows), tf.int32)
-            flat = [tf.zeros([rows, *tensor.shape[1:]], tensor.dtype) for tensor in self._stages.layers[-1].leaving]
+            size = tf.cast(tf.add_n(self._data.rows), tf.int32) if rows is None else rows
+            flat = [tf.zeros([size, *tensor.shape[1:]], tensor.dtype) for tensor in leaving]
+        # One static shape on all ranks: they may send it to each other.
+        flat = [tf.ensure_shape(x, [rows, *tensor.shape[1:]]) for x, tensor in zip(flat, leaving, strict=True)]
         return self._stages.outputs_like_model(flat)
 
     def gradients(self) -> list[tuple[Any, Any]]:
