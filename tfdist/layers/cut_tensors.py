@@ -1,20 +1,19 @@
 """Activations that leave a layer cut over the tensor axis, and who may see them.
 
-A layer with `gather_output=False` returns this rank's part of its output. The tensor carries a mark that says so, as it may carry
-a Keras mask, so that nobody takes the part for the whole:
+A layer with `gather_output=False` returns this rank's part of its output. The tensor carries a mark that says so
+(`tfdist.sharding.cut_activations`), so that nobody takes the part for the whole:
 
 * `VocabParallelCrossentropy` and layers with `input_is_parallel=True` compute on the part;
 * every other Keras loss, and metrics, get the whole: it is gathered for them;
 * what leaves the function given to `strategy.run` (the outputs of `predict`) is gathered on its way out.
 
-The mark is on the very tensor that the layer returned, not on what is computed from it.
+Such a layer also says so before it computes, in its attribute `output_cut`, for a pipeline that is cut behind it.
 
 `Loss.__call__` and `Trainer.compute_metrics` have no hook: tests/layers/test_private_names_of_layers.py fails when they change.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,33 +23,14 @@ from keras.src.trainers.trainer import Trainer
 
 from tfdist.layers import regions
 from tfdist.override import override
-
-_MARK = "_tfdist_cut"
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """How a tensor is cut.
-
-    Attributes:
-        axis: the axis of which this rank holds its part.
-        size: its size as a whole, where parts may be padded; None: the sum of the parts.
-    """
-
-    axis: int
-    size: int | None
+from tfdist.sharding.cut_activations import Cut, cut_of, set_cut
 
 
 def mark(x: tf.Tensor, axis: int, size: int | None = None) -> tf.Tensor:
     """Says that `x`, a layer's output, is this rank's part along `axis`; `cut_of` reads it."""
     if regions.tensor_program() is not None:
-        setattr(x, _MARK, Cut(axis % x.shape.rank, size))
+        set_cut(x, Cut(axis % x.shape.rank, size))
     return x
-
-
-def cut_of(x: Any) -> Cut | None:
-    """Returns how `x` is cut, None if it is whole."""
-    return getattr(x, _MARK, None)
 
 
 def whole(x: Any) -> Any:

@@ -75,6 +75,11 @@ class ColumnParallelDense(CutWeights, keras.layers.Dense):
             x = keras.ops.add(x, local(self.bias))
         return column_output(self, x, -1, self.units)
 
+    @property
+    def output_cut(self) -> cut_tensors.Cut | None:
+        """How the output is cut inside replicas; None: it is whole."""
+        return None if self.gather_output else cut_tensors.Cut(-1, self.units)
+
     def _entered(self, inputs: Any) -> Any:
         return regions.copy_to(inputs, f"{self.name}/copy_to")
 

@@ -202,6 +202,11 @@ class ParallelTransformerBlock(keras.layers.Layer):
             return x
         return regions.gather_from(x, 1, f"{self.name}/gather_sequence") if self.gather_output else cut_tensors.mark(x, 1)
 
+    @property
+    def output_cut(self) -> cut_tensors.Cut | None:
+        """How the output is cut inside replicas; None: it is whole."""
+        return None if self.gather_output else cut_tensors.Cut(1)
+
     def _dropped(self, x: Any, training: bool | None) -> Any:
         if self._dropout is None:
             return x

@@ -25,6 +25,7 @@ from tfdist.pipeline.masks import Masks
 from tfdist.pipeline.schedule import Schedule
 from tfdist.pipeline.stage import StageLayer
 from tfdist.sharding import tape
+from tfdist.sharding.cut_activations import Cut, cut_of_output, set_cut
 
 
 @dataclasses.dataclass(eq=False)
@@ -187,10 +188,19 @@ class Executor:
             return []
         inputs = self._inputs_of(number)
         rows = inputs[0].shape[0]
-        specs = [tf.TensorSpec([rows, *tensor.shape[1:]], tensor.dtype) for tensor in stage.arriving]
+        cuts = [None if self._program is None else cut_of_output(tensor) for tensor in stage.arriving]
+        specs = [
+            tf.TensorSpec([rows, *self._local_shape(tensor.shape, cut)[1:]], tensor.dtype)
+            for tensor, cut in zip(stage.arriving, cuts, strict=True)
+        ]
         arrived = self._receive("F", stage.index - 1, number, specs)
+        for x, cut in zip(arrived, cuts, strict=True):
+            set_cut(x, cut)
         self._masks.put(stage.index - 1, arrived, inputs)
         return arrived
+
+    def _local_shape(self, shape: Sequence[int | None], cut: Cut | None) -> Sequence[int | None]:
+        return shape if cut is None else cut.local_shape(shape, self._program.mesh.tensor_parallel_size)
 
     def _upstream(self, stage: StageLayer, forward: _Forward, number: int) -> list[tf.Tensor]:
         if stage.index == len(self._stages) - 1:

@@ -14,6 +14,7 @@ from tfdist.pipeline.executor import Executor
 from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches
 from tfdist.pipeline.split import Stages
+from tfdist.sharding.cut_activations import gathered
 
 
 class Step:
@@ -147,7 +148,7 @@ class Step:
         if stage < len(self._stages.layers) - 1:
             return
         if not self._has_loss:
-            self._outputs.append(left)
+            self._outputs.append(left if self._program is None else [gathered(self._program, x) for x in left])
             return
         x, y, sample_weight = self._data[number]
         self._model.compute_metrics(
