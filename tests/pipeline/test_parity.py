@@ -61,6 +61,15 @@ def test_data_ranks(zero_stage):
     assert_same_tree(train(strategy, "masked", num_microbatches=2), on_one_device("masked", 4))
 
 
+@pytest.mark.parametrize(
+    ("name", "pipe", "schedule"), [("chain", 2, "zero_bubble"), ("masked", 2, "gpipe"), ("branches", 1, "1f1b")]
+)
+def test_recomputing_changes_nothing(name, pipe, schedule):
+    """Neither random numbers nor statistics, which belong to the first forward."""
+    found = train(mesh(pipe, zero_stage=0), name, num_microbatches=4, schedule=schedule, recompute=True)
+    assert_same_tree(found, on_one_device(name, 4))
+
+
 def test_a_custom_loop():
     found = custom_loop(mesh(2, 2, zero_stage=1), "tied", num_microbatches=2)
     assert_same_tree(found, custom_loop(one_device(), "tied", num_microbatches=4))

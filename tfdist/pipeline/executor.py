@@ -11,11 +11,11 @@ begins when what it needs has arrived. Transfers belong to no action, and so ove
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, edges
@@ -61,10 +61,11 @@ class Executor:
         rows_of: returns its rows, an int32 scalar.
         losses_of: `(stage, microbatch, left) -> losses`: the scalars whose gradients a stage's backward begins with, from what
             left it: on the last stage, the model's outputs.
-        observe: is called with the same arguments when the losses have been taken.
+        observe: is called with the same arguments and the losses, once for each microbatch.
         scale: what of a loss the gradient is taken of.
         masks: the Keras masks of what arrives.
         training: whether there is a backward.
+        recompute: keep what arrived only, and compute the forward again for the backward.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class Executor:
         inputs_of: Callable[[int], Sequence[tf.Tensor]],
         rows_of: Callable[[int], tf.Tensor],
         losses_of: Callable[[int, int, list[tf.Tensor]], list[tf.Tensor]],
-        observe: Callable[[int, int, list[tf.Tensor]], None],
+        observe: Callable[[int, int, list[tf.Tensor], list[tf.Tensor]], None],
         scale: Callable[[tf.Tensor], tf.Tensor],
         masks: Masks,
         training: bool,
+        recompute: bool,
     ):
         self._schedule = schedule
         self._stages = stages
@@ -95,10 +97,12 @@ class Executor:
         self._scale = scale
         self._masks = masks
         self._training = training
+        self._recompute = recompute
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
         self._here: dict[tuple[str, int, int], list[tf.Tensor]] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
+        self._recomputed: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
         self._held_back: dict[tuple[int, int], list[tf.Operation]] = {}
         self._last: list[tf.Operation] = []
         self.gradients = GradientSum()
@@ -125,29 +129,54 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage, number = self._stages[action.stage_index], action.microbatch
-        arrived, began = self._arrivals(stage, number), tape.operations_so_far()
+        arrived = self._arrivals(stage, number)
         with tf.control_dependencies(self._last):
-            with tf.GradientTape() if self._training else contextlib.nullcontext() as recorder:
-                if self._training:
-                    recorder.watch([x for x in arrived if x.dtype.is_floating])
-                left = stage(arrived, list(self._inputs_of(number)), training=self._training)
-                losses = self._losses_of(stage.index, number, left)
-                starts = [self._scale(loss) for loss in losses] if self._training else []
-            self._observe(stage.index, number, left)
-        if self._training:
-            is_last = stage.index == len(self._stages) - 1
-            targets = [] if is_last else [x for x in left if x.dtype.is_floating]
-            self._forwards[stage.index, number] = _Forward(recorder, arrived, starts, targets, began)
+            if self._recompute and self._training:
+                state = [(variable, tf.convert_to_tensor(variable.value)) for variable in stage.state()]
+                left, losses = self._computed(stage, number, arrived)
+                self._recomputed[stage.index, number] = (arrived, state)
+            elif self._training:
+                left, losses = self._record(stage, number, arrived)
+            else:
+                left, losses = self._computed(stage, number, arrived)
+            self._observe(stage.index, number, left, losses)
         if stage.index < len(self._stages) - 1:
             self._send("F", stage.index, stage.index + 1, number, left)
         self._done([*left, *losses])
 
+    def _computed(self, stage: StageLayer, number: int, arrived: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns what leaves `stage`, and its losses."""
+        left = stage(arrived, list(self._inputs_of(number)), training=self._training)
+        return left, self._losses_of(stage.index, number, left)
+
+    def _record(self, stage: StageLayer, number: int, arrived: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Computes `stage` and keeps what its backward needs."""
+        began = tape.operations_so_far()
+        with tf.GradientTape() as recorder:
+            recorder.watch([x for x in arrived if x.dtype.is_floating])
+            left, losses = self._computed(stage, number, arrived)
+            starts = [self._scale(loss) for loss in losses]
+        is_last = stage.index == len(self._stages) - 1
+        targets = [] if is_last else [x for x in left if x.dtype.is_floating]
+        self._forwards[stage.index, number] = _Forward(recorder, arrived, starts, targets, began)
+        return left, losses
+
+    def _compute_again(self, action: Action) -> None:
+        """With `recompute`: computes the forward of a backward, from the state that its layers had, which stays as it is."""
+        key = (action.stage_index, action.microbatch)
+        if key in self._recomputed:
+            arrived, state = self._recomputed.pop(key)
+            with tf.control_dependencies(self._last), keras.StatelessScope(state_mapping=state, collect_losses=True):
+                self._record(self._stages[action.stage_index], action.microbatch, arrived)
+
     def _backward(self, action: Action) -> None:
+        self._compute_again(action)
         gradients = self._computed_gradients(action)
         tape.run_all_after(gradients.made, self._last)
         self._done([*gradients.back, *gradients.sums])
 
     def _backward_input(self, action: Action) -> None:
+        self._compute_again(action)
         gradients = self._computed_gradients(action)
         needed = tape.ancestors(gradients.back, gradients.made)
         tape.run_all_after([operation for operation in gradients.made if operation in needed], self._last)

@@ -25,11 +25,14 @@ class LossTrackers:
         self._compile_loss = model._compile_loss
         self._trackers = list(getattr(self._compile_loss, "_metrics", ()))
         self._sums = [_Sum() for _ in self._trackers]
+        self._seen: set[int] = set()
 
     @contextlib.contextmanager
-    def collected(self) -> Iterator[None]:
-        """Within it, what the trackers would note is added up."""
-        with self._replaced(self._sums):
+    def collected(self, number: int) -> Iterator[None]:
+        """Within it, what the trackers would note of microbatch `number` is added up; nothing when it is computed again."""
+        sums = [_Sum() for _ in self._trackers] if number in self._seen else self._sums
+        self._seen.add(number)
+        with self._replaced(sums):
             yield
 
     @contextlib.contextmanager

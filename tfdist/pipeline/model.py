@@ -72,6 +72,8 @@ class PipelineModel(keras.Model):
         stages: where to cut: the names of the layers with which stages 1, 2, ... begin, or their places in `model.layers`; None:
             so that stages cost alike.
         stages_per_rank: stages of each rank, for "interleaved".
+        recompute: True keeps, of a microbatch, only what arrives at each stage, and computes the stage's forward again for its
+            backward: a third more work, and the same gradients (random numbers and statistics are those of the first time).
         name: the model's name.
 
     Raises:
@@ -91,6 +93,7 @@ class PipelineModel(keras.Model):
         schedule: str | Schedule | Mapping[int, Any] | Callable[..., Schedule] = "1f1b",
         stages: Sequence[str | int] | None = None,
         stages_per_rank: int = 1,
+        recompute: bool = False,
         name: str | None = None,
     ):
         super().__init__(name=name)
@@ -103,6 +106,7 @@ class PipelineModel(keras.Model):
         check_module(module)
         self.num_microbatches = num_microbatches
         self.stages_per_rank = stages_per_rank
+        self.recompute = bool(recompute)
         self.module = module
         self._cuts = stages
         # What the argument means is checked also where there is no pipeline, and one stage is all.
@@ -260,6 +264,7 @@ class PipelineModel(keras.Model):
             "schedule": schedule if isinstance(schedule, str) else self._schedule.to_text(),
             "stages": None if self._cuts is None else list(self._cuts),
             "stages_per_rank": self.stages_per_rank,
+            "recompute": self.recompute,
             "name": self.name,
         }
 

@@ -63,6 +63,10 @@ class StageLayer(keras.layers.Layer):
         """Returns what the layers gave `add_loss` in the last call, activity regularizers among it."""
         return [loss for layer in self._flatten_layers() for loss in layer._get_own_losses()]
 
+    def state(self) -> list[keras.Variable]:
+        """Returns the variables that the layers write themselves: statistics, and the states of random numbers."""
+        return [variable for variable in self.variables_of_operations() if not variable.trainable]
+
     def variables_of_operations(self) -> list[keras.Variable]:
         """Returns the weights and other variables of the stage's layers, each once."""
         found = [v for operation in self.operations if isinstance(operation, keras.layers.Layer) for v in operation.variables]

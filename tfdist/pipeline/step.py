@@ -59,6 +59,7 @@ class Step:
             scale=self._scaled,
             masks=stages.masks,
             training=training,
+            recompute=model.recompute,
         )
 
     def run(self) -> None:
@@ -123,9 +124,8 @@ class Step:
             layer = self._stages.layers[stage]
             found = [scale_loss(tf.reduce_sum(loss)) for loss in (*layer.added_losses(), *self._stages.regularization(stage))]
             if stage == len(self._stages.layers) - 1:
-                with self._trackers.collected():
+                with self._trackers.collected(number):
                     found.append(self._loss(number, left))
-        self._reported.extend(tf.cast(tf.stop_gradient(loss), tf.float32) for loss in found)
         return found
 
     def _loss(self, number: int, left: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -144,7 +144,8 @@ class Step:
         with self._trackers.ignored():
             self._loss(number, zeros)
 
-    def _observe(self, stage: int, number: int, left: list[tf.Tensor]) -> None:
+    def _observe(self, stage: int, number: int, left: list[tf.Tensor], losses: list[tf.Tensor]) -> None:
+        self._reported.extend(tf.cast(tf.stop_gradient(loss), tf.float32) for loss in losses)
         if stage < len(self._stages.layers) - 1:
             return
         if not self._has_loss:
