@@ -13,7 +13,10 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.pipeline.flops import UNKNOWN_SIZE, elements, flops_of
 from tfdist.pipeline.stage import nodes_in_order, run_node
+from tfdist.pipeline.stopwatch import measured_seconds
 from tfdist.sharding import keras_scope, tape
+
+_MEASURED_EXAMPLES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +28,17 @@ class Cost:
         flops: floating-point operations of the forward pass, for one example.
         weight_bytes: of the layer's weights that no earlier call has; a weight counts once.
         activation_bytes: of the outputs, for one example.
+        seconds: of a measured forward and backward pass, for one example; None: not measured.
     """
 
     name: str
     flops: int
     weight_bytes: int
     activation_bytes: int
+    seconds: float | None = None
 
 
-def node_costs(module: keras.Model) -> list[Cost]:
+def node_costs(module: keras.Model, *, measured: bool = False) -> list[Cost]:
     """Returns the cost of every node of a functional model, in the order of computation.
 
     The model is traced once, in inference, and the graph of each node counted as `tfdist.pipeline.flops` says. Weights stand in
@@ -43,24 +48,41 @@ def node_costs(module: keras.Model) -> list[Cost]:
     length. An operation that cannot be traced, with such a size for instance, is warned of, and costs 2 FLOPs for each weight
     and position (element of the output, without its last axis).
 
+    Time, unlike FLOPs, differs from one measurement and machine to the next, but all workers of a pipeline must cut alike. So
+    measure once, in a program of its own, and write the names down:
+
+        costs = node_costs(model, measured=True)
+        stages = [costs[cut].name for cut in balanced_cuts([cost.seconds for cost in costs], num_stages)]
+
     Args:
         module: a functional model; of a Sequential, its `_functional`.
+        measured: run every node by itself, on random inputs, to measure its time. Masks are left out.
 
     Returns:
         One cost for each of `nodes_in_order(module)`.
+
+    Raises:
+        RuntimeError: `measured`, and a node cannot be run by itself.
     """
-    batch_size = _batch_size(module)
+    batch_size = _batch_size(module, _MEASURED_EXAMPLES if measured else 1)
+    known = {id(x): x for x in module.inputs}
     counted: set[int] = set()
     costs = []
     for node, (flops, outputs) in zip(nodes_in_order(module), _traced(module, batch_size), strict=True):
         weights = {id(weight): weight for weight in getattr(node.operation, "weights", ()) if id(weight) not in counted}
         counted.update(weights)
+        known.update(zip(map(id, node.outputs), outputs, strict=True))
+        seconds = None
+        if measured:
+            inputs = [_spec(known[id(x)], batch_size) for x in node.input_tensors]
+            seconds = measured_seconds(node, inputs) / batch_size
         costs.append(
             Cost(
                 name=node.operation.name,
                 flops=flops // batch_size,
                 weight_bytes=sum(map(variable_bytes, weights.values())),
-                activation_bytes=sum(_bytes(x.shape, x.dtype) for x in outputs) // batch_size,
+                activation_bytes=sum(_bytes(x.shape, x.dtype) for x in _tensors(outputs)) // batch_size,
+                seconds=seconds,
             )
         )
     return costs
@@ -91,27 +113,29 @@ def _traced(module: keras.Model, batch_size: int) -> list[tuple[int, list[Any]]]
                     outputs = run_node(node, values, training=False)
                     flops = flops_of(_tensors(outputs), tape.operations_since(before))
                 except Exception as error:  # whatever a layer raises that is called on symbols
-                    outputs = [tf.compat.v1.placeholder(x.dtype, _sizes(x, batch_size)) for x in node.outputs]
+                    specs = [_spec(x, batch_size) for x in node.outputs]
+                    outputs = [tf.compat.v1.placeholder(spec.dtype, spec.shape) for spec in specs]
                     flops = _guessed(node.operation, outputs)
                     _warn(node.operation, error)
                 values.update(zip(map(id, node.outputs), outputs, strict=True))
-                traced.append((flops, _tensors(outputs)))
+                traced.append((flops, outputs))
 
     tf.function(run, autograph=False).get_concrete_function(
-        [tf.TensorSpec(_sizes(x, batch_size), x.dtype) for x in module.inputs],
+        [_spec(x, batch_size) for x in module.inputs],
         [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables],
     )
     return traced
 
 
-def _batch_size(module: keras.Model) -> int:
-    """Returns the size of the batch that the model is made for; 1 if it takes any."""
-    return next((x.shape[0] for x in module.inputs if len(x.shape) and x.shape[0]), 1)
+def _batch_size(module: keras.Model, otherwise: int) -> int:
+    """Returns the size of the batch that the model is made for; `otherwise` if it takes any."""
+    return next((x.shape[0] for x in module.inputs if len(x.shape) and x.shape[0]), otherwise)
 
 
-def _sizes(x: keras.KerasTensor, batch_size: int) -> list[int]:
+def _spec(x: Any, batch_size: int) -> tf.TensorSpec:
+    """Returns what stands for `x`, a tensor of Keras or TensorFlow, with all sizes known."""
     unknown = [batch_size] + [UNKNOWN_SIZE] * len(x.shape)
-    return [other if size is None else size for size, other in zip(x.shape, unknown, strict=False)]
+    return tf.TensorSpec([other if size is None else size for size, other in zip(x.shape, unknown, strict=False)], x.dtype)
 
 
 def _tensors(outputs: Sequence[Any]) -> list[Any]:
