@@ -20,7 +20,7 @@ _SHOWN_NAMES = 10
 def resolve_cuts(module: keras.Model, stages: Sequence[str | int] | None, num_stages: int) -> list[int]:
     """Returns where a functional model is cut.
 
-    A model of one stage is not cut, whatever `stages` is: a program for a pipeline runs as it is on one device.
+    A model of one stage is not cut, however many `stages` are named: a program for a pipeline runs as it is on one device.
 
     Args:
         module: a built functional model.
@@ -36,8 +36,6 @@ def resolve_cuts(module: keras.Model, stages: Sequence[str | int] | None, num_st
         ValueError: there are more stages than layers, or `stages` are not `num_stages - 1` of the model's layers, in the order of
             computation, behind the first.
     """
-    if num_stages == 1:
-        return []
     nodes = nodes_in_order(module)
     if len(nodes) < num_stages:
         raise ValueError(
@@ -48,22 +46,30 @@ def resolve_cuts(module: keras.Model, stages: Sequence[str | int] | None, num_st
             )
         )
     if stages is None:
-        return balanced_cuts(_weigh(node_costs(module)), num_stages)
+        return balanced_cuts(_weigh(node_costs(module)), num_stages) if num_stages > 1 else []
     if isinstance(stages, str) or not isinstance(stages, Sequence):
         raise ValueError(errors.message("`stages` must be a sequence of names or places of layers, or None.", stages=stages))
-    if len(stages) != num_stages - 1:
-        raise ValueError(
-            errors.message(
-                f"`stages` must name the first layer of every stage but stage 0, {num_stages - 1} for {num_stages} stages, but "
-                f"has {len(stages)}.",
-                stages=stages,
-            )
-        )
     first_call: dict[str, int] = {}
     for place, node in enumerate(nodes):
         first_call.setdefault(node.operation.name, place)
     cuts = [first_call[_name(module, stage, first_call)] for stage in stages]
-    if cuts[0] == 0:
+    _check_order(stages, cuts)
+    if num_stages == 1:
+        return []
+    if len(cuts) != num_stages - 1:
+        raise ValueError(
+            errors.message(
+                f"`stages` must name the first layer of every stage but stage 0, {num_stages - 1} for {num_stages} stages, but "
+                f"has {len(cuts)}.",
+                stages=stages,
+            )
+        )
+    return cuts
+
+
+def _check_order(stages: Sequence[str | int], cuts: Sequence[int]) -> None:
+    """Raises ValueError where a stage would be empty."""
+    if cuts and cuts[0] == 0:
         raise ValueError(
             errors.message(
                 f"`stages` must leave stage 0 a layer, but {stages[0]!r} is the first.",
@@ -80,7 +86,6 @@ def resolve_cuts(module: keras.Model, stages: Sequence[str | int] | None, num_st
                     stages=stages,
                 )
             )
-    return cuts
 
 
 def _weigh(costs: Sequence[Cost]) -> list[int]:
