@@ -3,6 +3,7 @@
     actions ──> grid, dataflow ──> validation ──> schedule ──> schedules ──> make_schedule
                                                      ├───────> simulation ──> drawing
     stage ──> masks ──> split ─────────────────────────────────┴──> executor ──> step ──> model
+    stage ──> costs (flops, stopwatch) ──> cuts (balance) ────────────────────────────────┘
 """
 
 from tfdist.pipeline.actions import Action, Phase

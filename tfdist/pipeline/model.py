@@ -15,11 +15,11 @@ from tfdist.collectives import RankProgram, find_program
 from tfdist.losses.keras_seam import unscale_loss
 from tfdist.mesh import current_mesh
 from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy, positive_integer
+from tfdist.pipeline.cuts import resolve_cuts
 from tfdist.pipeline.make_schedule import make_schedule
 from tfdist.pipeline.schedule import Schedule
 from tfdist.pipeline.schedules import Schedule1F1B
 from tfdist.pipeline.split import Stages
-from tfdist.pipeline.stage import nodes_in_order
 from tfdist.pipeline.step import Step
 from tfdist.sharding import keras_scope
 
@@ -133,10 +133,7 @@ class PipelineModel(keras.Model):
         if not self.module.built:
             self.module.build(input_shape)
         functional = getattr(self.module, "_functional", None) or self.module
-        num_nodes, num_stages = len(nodes_in_order(functional)), self._schedule.num_stages
-        if num_nodes < num_stages:
-            raise ValueError(f"more stages than layers: {num_stages} {num_nodes}")
-        cuts = self._cuts or [num_nodes * index // num_stages for index in range(1, num_stages)]
+        cuts = resolve_cuts(functional, self._cuts, self._schedule.num_stages)
         self._stages = Stages(functional, cuts, self._schedule)
         if self._schedule.num_ranks > 1:
             self._stages.place(self.distribute_strategy)

@@ -13,7 +13,7 @@ A functional model's nodes are private to Keras: tests/pipeline/test_private_nam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -44,16 +44,16 @@ class StageLayer(keras.layers.Layer):
         self.operations = list(dict.fromkeys(node.operation for node in nodes))
         self.built = True
 
+    @property
+    def num_nodes(self) -> int:
+        return len(self._nodes)
+
     def call(self, arriving: Sequence[Any], model_inputs: Sequence[Any], training: bool | None = None) -> list[Any]:
         """Returns the values of `leaving` from those of `arriving` and of the model's inputs."""
         values = dict(zip(map(id, self._model_inputs), model_inputs, strict=True))
         values.update(zip(map(id, self.arriving), arriving, strict=True))
         for node in self._nodes:
-            args, kwargs = node.arguments.fill_in(values)
-            if training is not None and "training" in getattr(node.operation, "_call_context_args", ()):
-                kwargs["training"] = training
-            outputs = node.operation(*args, **kwargs)
-            values.update(zip(map(id, node.outputs), tree.flatten(outputs), strict=True))
+            values.update(zip(map(id, node.outputs), run_node(node, values, training), strict=True))
         return [values[id(tensor)] for tensor in self.leaving]
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
@@ -77,6 +77,20 @@ def nodes_in_order(module: keras.Model) -> list[Any]:
     """Returns the nodes of a functional model in the order of computation, without its inputs."""
     by_depth = module._nodes_by_depth
     return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if node.operation and not node.is_input]
+
+
+def run_node(node: Any, values: Mapping[int, Any], training: bool | None) -> list[Any]:
+    """Calls the operation of a node and returns its outputs, flat.
+
+    Args:
+        node: a node of a functional model.
+        values: what the node's symbolic inputs are, by their `id`.
+        training: for a layer that takes it; None: as the model was made.
+    """
+    args, kwargs = node.arguments.fill_in(values)
+    if training is not None and "training" in getattr(node.operation, "_call_context_args", ()):
+        kwargs["training"] = training
+    return tree.flatten(node.operation(*args, **kwargs))
 
 
 def split(module: keras.Model, cuts: Sequence[int]) -> list[StageLayer]:

@@ -8,10 +8,18 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.backend.common.symbolic_scope import SymbolicScope, in_symbolic_scope
 from keras.src.backend.common.variables import get_autocast_scope
 
-__all__ = ["autocast_dtype", "current_layer", "in_optimizer", "in_stateless_scope", "in_symbolic_scope", "own_variables"]
+__all__ = [
+    "SymbolicScope",
+    "autocast_dtype",
+    "current_layer",
+    "in_optimizer",
+    "in_stateless_scope",
+    "in_symbolic_scope",
+    "own_variables",
+]
 
 
 def current_layer() -> Any | None:

@@ -1,0 +1,145 @@
+"""The floating-point operations of a TensorFlow graph, by the shapes of its tensors, without running it.
+
+| operation | FLOPs |
+|---|---|
+| MatMul, BatchMatMul, Einsum | 2 for each product of two elements |
+| convolutions | 2 for each weight that an output, of a transposed one an input, meets |
+| loops | the body's, times the trips; when they are not known, the steps of the sequences that the loop reads |
+| branches | those of the most expensive one |
+| what only moves or makes values: gathers, transposes, casts, constants | 0 |
+| everything else | 1 for each floating-point element of its outputs |
+
+Sizes that are not known count as `UNKNOWN_SIZE`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import tensorflow as tf
+
+from tfdist.sharding import tape
+
+UNKNOWN_SIZE = 128
+
+_LOOPS = ("While", "StatelessWhile")
+_LIST_OF_STEPS = "TensorListFromTensor"
+
+_MOVES = frozenset(
+    (
+        "BatchToSpaceND BroadcastTo Cast Concat ConcatV2 Const DeepCopy DepthToSpace DynamicStitch EnsureShape ExpandDims Fill "
+        "Gather GatherNd GatherV2 Identity IdentityN MirrorPad OnesLike Pack Pad PadV2 ParallelDynamicStitch Placeholder "
+        "PlaceholderWithDefault PreventGradient ReadVariableOp Reshape ResourceGather ReverseV2 Slice Snapshot SpaceToBatchND "
+        "SpaceToDepth Split SplitV Squeeze StopGradient StridedSlice TensorListConcatV2 TensorListGather TensorListGetItem "
+        "TensorListStack Tile Transpose Unpack ZerosLike"
+    ).split()
+)
+
+
+def elements(shape: tf.TensorShape | Sequence[int | None]) -> int:
+    """Returns the elements of a tensor; a size that is not known, and a rank that is not, is `UNKNOWN_SIZE`."""
+    return math.prod(_sizes(shape))
+
+
+def flops_of(outputs: Iterable[tf.Tensor], among: Sequence[tf.Operation]) -> int:
+    """Returns the FLOPs of the operations of `among`, all of one graph, that `outputs` depend on."""
+    return sum(map(_flops, tape.ancestors(list(outputs), among, by_control=False)))
+
+
+def _flops(operation: tf.Operation) -> int:
+    if operation.type in _LOOPS:
+        return _trips(operation) * _of_function(operation, operation.get_attr("body").name)
+    functions = _functions(operation)
+    if functions:
+        return max(_of_function(operation, name) for name in functions)
+    if operation.type in _RULES:
+        return _RULES[operation.type](operation)
+    if operation.type in _MOVES:
+        return 0
+    return sum(elements(x.shape) for x in operation.outputs if x.dtype.is_floating or x.dtype.is_complex)
+
+
+def _functions(operation: tf.Operation) -> list[str]:
+    """Returns the names of the functions that an operation calls: one, or branches."""
+    names = []
+    for attribute in operation.op_def.attr:
+        if attribute.type == "func":
+            names.append(operation.get_attr(attribute.name).name)
+        elif attribute.type == "list(func)":
+            names.extend(function.name for function in operation.get_attr(attribute.name))
+    return [name for name in names if name]
+
+
+def _of_function(operation: tf.Operation, name: str) -> int:
+    graph = operation.graph
+    function = graph._get_function(name)  # private to TensorFlow: tests/pipeline/test_flops.py fails when it changes
+    while function is None:
+        graph = graph.outer_graph
+        function = graph._get_function(name)
+    body = function.graph
+    return flops_of(body.outputs, body.get_operations())
+
+
+def _trips(loop: tf.Operation) -> int:
+    known = tf.get_static_value(loop.inputs[1])  # the most iterations; -1: no limit
+    if known is not None and known >= 0:
+        return int(known)
+    steps = [_sizes(x.op.inputs[0].shape)[0] for x in loop.inputs if x.op.type == _LIST_OF_STEPS]
+    return max(steps, default=UNKNOWN_SIZE)
+
+
+def _matmul(operation: tf.Operation) -> int:
+    is_transposed = operation.get_attr("transpose_a" if operation.type == "MatMul" else "adj_x")
+    contracted = _sizes(operation.inputs[0].shape)[-2 if is_transposed else -1]
+    return 2 * elements(operation.outputs[0].shape) * contracted
+
+
+def _einsum(operation: tf.Operation) -> int:
+    """Every combination of the labels is a product; the batch axes of an ellipsis are those of the output."""
+    terms, _, result = operation.get_attr("equation").decode().partition("->")
+    sizes: dict[str, int] = {}
+    for term, x in zip([*terms.split(","), result], [*operation.inputs, operation.outputs[0]], strict=True):
+        left, dots, right = term.partition("...")
+        shape = _sizes(x.shape)
+        sizes.update(zip(left, shape, strict=False))
+        sizes.update(zip(reversed(right), reversed(shape), strict=False))
+        sizes["..."] = math.prod(shape[len(left) : len(shape) - len(right)]) if dots else 1
+    return 2 * math.prod(sizes.values()) if len(operation.inputs) > 1 else elements(operation.inputs[0].shape)
+
+
+def _convolution(operation: tf.Operation) -> int:
+    return _of_filter(operation.outputs[0], operation.inputs[1], 1)
+
+
+def _transposed_convolution(operation: tf.Operation) -> int:
+    return _of_filter(operation.inputs[2], operation.inputs[1], 1)
+
+
+def _depthwise(operation: tf.Operation) -> int:
+    return _of_filter(operation.outputs[0], operation.inputs[1], 2)
+
+
+def _of_filter(x: tf.Tensor, weights: tf.Tensor, num_outer: int) -> int:
+    """An element of `x` meets all axes of the filter but the last `num_outer`, which number the elements of `x` themselves."""
+    return 2 * elements(x.shape) * math.prod(_sizes(weights.shape)[:-num_outer])
+
+
+def _cudnn_rnn(operation: tf.Operation) -> int:
+    """Every step multiplies all parameters; only a GPU has this operation."""
+    return 2 * math.prod(_sizes(operation.inputs[0].shape)[:2]) * elements(operation.inputs[3].shape)
+
+
+def _sizes(shape: tf.TensorShape | Sequence[int | None]) -> list[int]:
+    shape = tf.TensorShape(shape)
+    return [UNKNOWN_SIZE] if shape.rank is None else [UNKNOWN_SIZE if size is None else size for size in shape]
+
+
+_RULES: dict[str, Callable[[tf.Operation], int]] = {
+    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul),
+    "Einsum": _einsum,
+    **dict.fromkeys(("Conv", "Conv2D", "Conv3D"), _convolution),
+    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), _transposed_convolution),
+    "DepthwiseConv2dNative": _depthwise,
+    **dict.fromkeys(("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"), _cudnn_rnn),
+}
