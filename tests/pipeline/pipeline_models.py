@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,17 @@ def tied() -> keras.Model:
     return keras.Model(tokens, Head(table)(x))
 
 
+def tensor_parallel(sequence_parallel: bool = False) -> keras.Model:
+    """Layers that are cut over the tensor axis; with `sequence_parallel` activations between blocks, and so stages, are, too."""
+    first = {"sequence_parallel": True, "gather_output": False} if sequence_parallel else {}
+    second = {"sequence_parallel": True, "input_is_parallel": True} if sequence_parallel else {}
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = tfdist.layers.VocabParallelEmbedding(VOCABULARY, 8, mask_zero=True)(tokens)
+    x = tfdist.layers.ParallelTransformerBlock(2, 12, dropout=0.0, **first, name="first")(x)
+    x = tfdist.layers.ParallelTransformerBlock(2, 12, **second, name="second")(x)
+    return keras.Model(tokens, tfdist.layers.ColumnParallelDense(VOCABULARY + 1, gather_output=False)(x))
+
+
 def crossentropy() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -96,8 +108,17 @@ def data(name: str) -> tuple[Any, Any, Any]:
     return tokens, rng.integers(0, VOCABULARY, (ROWS, LENGTH)), None
 
 
-MODELS = {"chain": chain, "branches": branches, "masked": masked, "tied": tied}
+MODELS = {
+    "chain": chain,
+    "branches": branches,
+    "masked": masked,
+    "tied": tied,
+    "tensor parallel": tensor_parallel,
+    "sequence parallel": functools.partial(tensor_parallel, True),
+}
 LOSSES: dict[str, Callable[[], Any]] = {name: crossentropy for name in MODELS}
+for name in ("tensor parallel", "sequence parallel"):
+    LOSSES[name] = functools.partial(tfdist.layers.VocabParallelCrossentropy, from_logits=True)
 LOSSES["branches"] = lambda: {"classes": crossentropy(), "value": "mse"}
 
 

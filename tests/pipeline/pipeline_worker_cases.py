@@ -9,8 +9,17 @@ import keras
 import tfdist
 from tests.pipeline.pipeline_models import train
 
+MESH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}  # and 2 data ranks
+
 # By the number of workers: a name, (the model, microbatches of one device), the strategy's settings, the pipeline's settings.
 CASES: dict[int, dict[str, tuple[tuple[str, int], dict[str, Any], dict[str, Any]]]] = {
+    1: {
+        "cut between stages": (
+            ("sequence parallel", 4),
+            {**MESH, "zero_stage": 2},
+            {"num_microbatches": 2, "schedule": "zero_bubble"},
+        ),
+    },
     2: {
         "1f1b": (("chain", 4), {"pipeline_parallel_size": 2, "zero_stage": 0}, {"num_microbatches": 4}),
         "interleaved": (
@@ -23,9 +32,9 @@ CASES: dict[int, dict[str, tuple[tuple[str, int], dict[str, Any], dict[str, Any]
         "zero bubble": (
             ("branches", 8),
             {"pipeline_parallel_size": 4, "zero_stage": 0},
-            {"num_microbatches": 8, "schedule": "zero_bubble"},
+            {"num_microbatches": 4, "schedule": "zero_bubble"},
         ),
-        "data ranks": (("masked", 4), {"pipeline_parallel_size": 2, "zero_stage": 2}, {"num_microbatches": 2}),
+        "2 x 2 x 2": (("tensor parallel", 4), {**MESH, "zero_stage": 1}, {"num_microbatches": 2}),
     },
 }
 

@@ -92,9 +92,11 @@ def test_what_an_optimizer_is_asked_for(optimizer, data, zero_stage):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [2, 4])
-def test_workers(number, tmp_path):
-    with workers.job(tmp_path, number, "tests.pipeline.pipeline_worker_cases:train_all", number) as job:
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_other_processes(number, tmp_path):
+    """One with 8 devices, two with one each, four with two each."""
+    target = "tests.pipeline.pipeline_worker_cases:train_all"
+    with workers.job(tmp_path, number, target, number, devices_per_worker={1: 8, 2: 1, 4: 2}[number]) as job:
         expected = {case: on_one_device(*key) for case, (key, _, _) in CASES[number].items()}
         for found in job.results(280):
             assert list(found) == list(expected)

@@ -64,7 +64,7 @@ def _make_function(original: Callable[..., Any], self: Any, step_function: Calla
 
 @override("reduce_per_replica", tensorflow_trainer)
 def _reduce_per_replica(original: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
-    if config_of(strategy) is not None:
+    if config_of(strategy) is not None and not cross_replica_of(strategy).is_multi_worker:
         values = tf.nest.map_structure(strategy.extended.one_per_replica, values)
     if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], _Owner)):
         return original(values, strategy, reduction)

@@ -44,8 +44,8 @@ class _Gradients:
     """What one backward makes."""
 
     back: list[tf.Tensor]
-    sums: list[tf.Tensor]
-    made: list[tf.Operation]
+    of_weights: list[Any]
+    made: list[tf.Operation]  # what has to wait for its turn
 
 
 class Executor:
@@ -103,7 +103,7 @@ class Executor:
         self._here: dict[tuple[str, int, int], list[tf.Tensor]] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._recomputed: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
-        self._held_back: dict[tuple[int, int], list[tf.Operation]] = {}
+        self._held_back: dict[tuple[int, int], _Gradients] = {}
         self._last: list[tf.Operation] = []
         self.gradients = GradientSum()
 
@@ -171,25 +171,31 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         self._compute_again(action)
-        gradients = self._computed_gradients(action)
+        gradients = self._take_gradients(action)
         tape.run_all_after(gradients.made, self._last)
-        self._done([*gradients.back, *gradients.sums])
+        with tf.control_dependencies(self._last):
+            sums = self._add_up(action, gradients)
+        self._done([*gradients.back, *sums])
 
     def _backward_input(self, action: Action) -> None:
         self._compute_again(action)
-        gradients = self._computed_gradients(action)
-        needed = tape.ancestors(gradients.back, gradients.made)
+        gradients = self._take_gradients(action)
+        # What has a turn takes it: later actions of this rank have theirs after it.
+        in_turn = [operation for operation in gradients.made if tape.has_a_turn(operation)]
+        needed = tape.ancestors([*gradients.back, *in_turn], gradients.made)
         tape.run_all_after([operation for operation in gradients.made if operation in needed], self._last)
-        self._held_back[action.stage_index, action.microbatch] = [op for op in gradients.made if op not in needed]
+        gradients.made = [operation for operation in gradients.made if operation not in needed]
+        self._held_back[action.stage_index, action.microbatch] = gradients
         self._done(gradients.back)
 
     def _backward_weight(self, action: Action) -> None:
-        held_back = self._held_back.pop((action.stage_index, action.microbatch))
-        tape.run_all_after(held_back, self._last)
-        self._last = tape.end_of(held_back) or self._last
+        gradients = self._held_back.pop((action.stage_index, action.microbatch))
+        tape.run_all_after(gradients.made, self._last)
+        with tf.control_dependencies(self._last):
+            self._done(self._add_up(action, gradients))
 
-    def _computed_gradients(self, action: Action) -> _Gradients:
-        """Takes the gradients of what arrived, which are sent, and of the weights, which are added up."""
+    def _take_gradients(self, action: Action) -> _Gradients:
+        """Takes the gradients of the weights and of what arrived, which are sent back."""
         stage, number = self._stages[action.stage_index], action.microbatch
         forward = self._forwards.pop((stage.index, number))
         upstream = self._upstream(stage, forward, number)
@@ -202,13 +208,15 @@ class Executor:
         if targets:
             found = forward.tape.gradient(targets, [*sources, *weights], output_gradients=starts)
         back = [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(sources, found, strict=False)]
-        sums = self.gradients.add(weights, found[len(sources) :])
         # The gradient of a loop changes the loop's forward, and some of what it adds comes before that.
         made = tape.operations_since(before)
         before_forward = tape.ancestors(tape.operations_since(forward.began)[: -len(made) or None], made)
         if stage.index > 0:
             self._send("B", stage.index, stage.index - 1, number, back)
-        return _Gradients(back, sums, [operation for operation in made if operation not in before_forward])
+        return _Gradients(back, found[len(sources) :], [operation for operation in made if operation not in before_forward])
+
+    def _add_up(self, action: Action, gradients: _Gradients) -> list[tf.Tensor]:
+        return self.gradients.add(self._weights[action.stage_index], gradients.of_weights)
 
     # Between stages
 

@@ -14,7 +14,9 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, find_program
 from tfdist.losses.keras_seam import unscale_loss
 from tfdist.mesh import current_mesh
+from tfdist.pipeline.balance_report import report
 from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy, positive_integer
+from tfdist.pipeline.costs import node_costs
 from tfdist.pipeline.cuts import resolve_cuts
 from tfdist.pipeline.make_schedule import make_schedule
 from tfdist.pipeline.schedule import Schedule
@@ -109,11 +111,10 @@ class PipelineModel(keras.Model):
         self.recompute = bool(recompute)
         self.module = module
         self._cuts = stages
-        # What the argument means is checked also where there is no pipeline, and one stage is all.
-        if ranks > 1 or not isinstance(schedule, str) or "\n" in schedule:
+        if ranks > 1:
             self._schedule = make_schedule(schedule, ranks * stages_per_rank, num_microbatches, stages_per_rank)
         else:
-            make_schedule(schedule, 2 * stages_per_rank, max(num_microbatches, 2), stages_per_rank)
+            _check_schedule(schedule, num_microbatches, stages_per_rank)
             self._schedule = Schedule1F1B(1, num_microbatches)
         self._given_schedule = schedule
         self._stages: Stages | None = None
@@ -138,6 +139,16 @@ class PipelineModel(keras.Model):
         if self._schedule.num_ranks > 1:
             self._stages.place(self.distribute_strategy)
         self.built = True
+
+    def stage_report(self) -> str:
+        """Returns a table of the stages: their ranks and layers, their shares of the work, their bytes, and how even they are.
+
+        Raises:
+            ValueError: the model is not built yet.
+        """
+        if self._stages is None:
+            raise ValueError(errors.message("The model is not cut yet.", fix="Build it first: `model.build(input_shape)`."))
+        return report(self._stages, node_costs(self._stages.module))
 
     @property
     def layers(self) -> list[keras.layers.Layer]:
@@ -269,6 +280,15 @@ class PipelineModel(keras.Model):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> PipelineModel:
         module = keras.saving.deserialize_keras_object(config["layers_or_model"], custom_objects=custom_objects)
         return cls(**{**config, "layers_or_model": module})
+
+
+def _check_schedule(schedule: Any, num_microbatches: int, stages_per_rank: int) -> None:
+    """Raises for what could be no schedule, where there is no pipeline and it is not needed."""
+    is_grid = isinstance(schedule, Schedule | Mapping) or isinstance(schedule, str) and " " in schedule.strip()
+    if is_grid:
+        make_schedule(schedule)
+    else:
+        make_schedule(schedule, 2 * stages_per_rank, max(num_microbatches, 2), stages_per_rank)
 
 
 def _module_of(given: Any, stages: Sequence[str | int] | None) -> tuple[keras.Model, Sequence[str | int] | None]:

@@ -26,6 +26,7 @@ class Stages:
         schedule: which says what rank has which stage.
 
     Attributes:
+        module: the model.
         layers: the stages.
         weights: per stage, the trainable variables that it uses.
     """
@@ -33,7 +34,7 @@ class Stages:
     def __init__(self, module: keras.Model, cuts: Sequence[int], schedule: Schedule):
         self.schedule = schedule
         self.layers = split(module, cuts)
-        self._module = module
+        self.module = module
         self._ranks: dict[int, set[int]] = {}
         self._first_stage: dict[int, int] = {}
         for stage in self.layers:
@@ -60,13 +61,13 @@ class Stages:
 
     def place(self, strategy: tf.distribute.Strategy) -> None:
         """Makes, or moves, every variable of the model on the ranks whose stages use it."""
-        for variable in self._module.variables:
+        for variable in self.module.variables:
             place(variable, self.owners(variable), strategy)
 
     @functools.cached_property
     def masks(self) -> Masks:
         """The masks between the stages; the variables must exist."""
-        return Masks(self.layers, self._module.inputs)
+        return Masks(self.layers, self.module.inputs)
 
     def owners(self, variable: keras.Variable) -> list[int]:
         """Returns the pipeline ranks whose stages use `variable`, ascending."""
@@ -74,7 +75,7 @@ class Stages:
 
     def weights_of_rank(self, pipe_rank: int) -> list[keras.Variable]:
         """Returns the trainable variables of a rank's stages, each once, in the model's order."""
-        return [v for v in self._module.trainable_variables if pipe_rank in self._ranks[id(v)]]
+        return [v for v in self.module.trainable_variables if pipe_rank in self._ranks[id(v)]]
 
     def regularization(self, stage: int) -> list[tf.Tensor]:
         """Returns the losses of the weights' regularizers; a weight that stages share counts in the first."""
@@ -88,10 +89,10 @@ class Stages:
 
     def flat_inputs(self, x: Any) -> list[tf.Tensor]:
         """Returns the model's inputs in the order of its symbolic ones, checked and converted as the model does."""
-        return self._module._standardize_inputs(x)
+        return self.module._standardize_inputs(x)
 
     def inputs_like_model(self, flat: Sequence[Any]) -> Any:
-        return tree.pack_sequence_as(self._module._inputs_struct, list(flat))
+        return tree.pack_sequence_as(self.module._inputs_struct, list(flat))
 
     def outputs_like_model(self, flat: Sequence[Any]) -> Any:
-        return tree.pack_sequence_as(self._module._outputs_struct, list(flat))
+        return tree.pack_sequence_as(self.module._outputs_struct, list(flat))

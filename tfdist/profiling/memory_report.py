@@ -102,7 +102,7 @@ def memory_report(model: keras.Model) -> MemoryReport:
             DeviceMemory(
                 device=_short_name(device),
                 parameter_bytes=sum(_stored_bytes(variable, index) for variable in model.variables),
-                gradient_bytes=sum(_gradient_bytes(variable) for variable in model.trainable_variables),
+                gradient_bytes=sum(_gradient_bytes(variable, index) for variable in model.trainable_variables),
                 optimizer_bytes=sum(_stored_bytes(variable, index) for variable in slots),
             )
         )
@@ -144,12 +144,14 @@ def _stored_bytes(variable: keras.Variable, index: int) -> int:
     return _bytes(value.shape, value.dtype)
 
 
-def _gradient_bytes(variable: keras.Variable) -> int:
+def _gradient_bytes(variable: keras.Variable, index: int) -> int:
     value = _value(variable)
     config = config_of(getattr(value, "distribute_strategy", None))
     if config is None:
         return _bytes(value.shape, value.dtype)
     layout = value.layout if isinstance(value, ShardedVariable) else config.parameter_layout(value.shape.as_list())
+    if not layout.stores(config.mesh.coordinate(index)):
+        return 0
     is_sharded = config.placements.fraction("gradient", config.mesh.data_parallel_size) < 1
     return (layout.shard_elements if is_sharded else layout.local_elements) * value.dtype.size
 
@@ -170,8 +172,9 @@ def _describe(model: keras.Model) -> str:
     strategy = model.distribute_strategy
     config = config_of(strategy)
     if config is not None:
-        tensor = config.mesh.tensor_parallel_size
-        settings = f"zero_stage={config.zero_stage}" + (f", tensor_parallel_size={tensor}" if tensor > 1 else "")
+        sizes = {name: getattr(config.mesh, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+        above_one = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+        settings = ", ".join([f"zero_stage={config.zero_stage}", *above_one])
         return f"{type(strategy).__name__}, {settings}, {config.mesh.world_size} devices"
     if len(_devices(model)) > 1:
         return f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} devices"

@@ -15,6 +15,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import while_v2
 
 LOOPS = ("While", "StatelessWhile")
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 stop_recording = record.stop_recording
 
@@ -153,9 +154,9 @@ def run_all_after(operations: Sequence[tf.Operation], others: Sequence[tf.Operat
             operation._add_control_inputs(list(others))
 
 
-def end_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """Returns, as one operation, the end of all `operations`; none for none."""
-    return [tf.group(*operations)] if operations else []
+def has_a_turn(operation: tf.Operation) -> bool:
+    """Whether TensorFlow orders `operation` after those made before it: it writes a variable, or is a collective on a chain."""
+    return operation.type not in _READS and any(tensor.dtype == tf.resource for tensor in operation.inputs)
 
 
 def _inputs(operation: tf.Operation) -> list[tf.Operation]:
