@@ -7,7 +7,8 @@ be, and a rank of another stage is never to hold them. They keep their initializ
     Variable.assign                                               makes a weight that is put off, on every rank: its value
                                                                   must be kept
 
-`_value` and `_initializer` are private to Keras, too: tests/sharding/test_stage_owners.py fails when they change.
+`_value` and `_initializer` are private to Keras, too: tests/pipeline/test_private_names_of_pipeline.py fails when they
+change.
 """
 
 from __future__ import annotations
