@@ -55,7 +55,7 @@ GRID = [
 
 @pytest.mark.parametrize(("name", "tensor", "data", "zero_stage"), GRID)
 def test_parity(name, tensor, data, zero_stage):
-    infers = zero_stage % 2 == 0
+    infers = zero_stage == 0
     found = train(mesh(tensor, data, zero_stage=zero_stage), name, infers=infers)
     if not infers:
         del found["history"]  # it lacks the metrics
@@ -116,11 +116,14 @@ def test_four_workers(tmp_path):
     """A mesh of 2 x 2 over four processes."""
     target = "tests.layers.tensor_worker_cases:train_all"
     with workers.job(tmp_path, 4, target) as job:
-        expected = {name: train(one_device(), name, infers=infers) for name, infers in CASES}
+        for name, _ in CASES:
+            on_one_device(name)  # while they start
         for found in job.results(280):
-            assert len(found) == 5
-            for (name, case), result in found.items():
-                assert_same_tree(result, expected[name], case)
+            assert list(found) == list(CASES)
+            for (name, stage), result in found.items():
+                if stage:
+                    del result["history"]  # it lacks the metrics
+                assert_is_one_device(result, name)
 
 
 # Counting

@@ -225,7 +225,8 @@ class Executor:
             return []
         inputs = self._inputs_of(number)
         rows = inputs[0].shape[0]
-        cuts = [None if self._program is None else cut_of_output(tensor) for tensor in stage.arriving]
+        is_cut = self._program is not None and self._program.mesh.tensor_parallel_size > 1
+        cuts = [cut_of_output(tensor) if is_cut else None for tensor in stage.arriving]
         specs = [
             tf.TensorSpec([rows, *self._local_shape(tensor.shape, cut)[1:]], tensor.dtype)
             for tensor, cut in zip(stage.arriving, cuts, strict=True)
