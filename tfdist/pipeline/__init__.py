@@ -2,13 +2,14 @@
 
     actions ──> grid, dataflow ──> validation ──> schedule ──> schedules ──> make_schedule
                                                      ├───────> simulation ──> drawing
-    stage ──> masks ──> split ─────────────────────────────────┴──> executor ──> step ──> model
+    stage ──> masks ──> split ─────────────────────────────────┴──> executor ──> step ──> model ──> measuring
     stage ──> costs (flops, stopwatch) ──> cuts (balance) ────────────────────────────────┘
 """
 
 from tfdist.pipeline.actions import Action, Phase
 from tfdist.pipeline.drawing import draw
 from tfdist.pipeline.make_schedule import make_schedule
+from tfdist.pipeline.measuring import measure
 from tfdist.pipeline.model import PipelineModel, Stage
 from tfdist.pipeline.schedule import Schedule
 from tfdist.pipeline.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZeroBubble
@@ -27,6 +28,7 @@ __all__ = [
     "Stage",
     "draw",
     "make_schedule",
+    "measure",
     "simulate",
     "validate",
 ]

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, edges
 from tfdist.pipeline.actions import Action, Phase
+from tfdist.pipeline.clock import NoClock
 from tfdist.pipeline.gradients import GradientSum
 from tfdist.pipeline.masks import Masks
 from tfdist.pipeline.schedule import Schedule
@@ -66,6 +67,7 @@ class Executor:
         masks: the Keras masks of what arrives.
         training: whether there is a backward.
         recompute: keep what arrived only, and compute the forward again for the backward.
+        clock: is told when actions start and end.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Executor:
         masks: Masks,
         training: bool,
         recompute: bool,
+        clock: NoClock,
     ):
         self._schedule = schedule
         self._stages = stages
@@ -98,6 +101,7 @@ class Executor:
         self._masks = masks
         self._training = training
         self._recompute = recompute
+        self._clock = clock
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
         self._here: dict[tuple[str, int, int], list[tf.Tensor]] = {}
@@ -121,6 +125,7 @@ class Executor:
             try:
                 with tf.name_scope(f"PP/{action}"):
                     run_phase[action.phase](action)
+                    self._last = self._clock.stop(action, self._last)
             except Exception as error:
                 error.add_note(f"In the pipeline's action {action} on rank {self.pipe_rank}:\n{self._schedule.render(action)}")
                 raise
@@ -130,6 +135,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage, number = self._stages[action.stage_index], action.microbatch
         arrived = self._arrivals(stage, number)
+        self._last = self._clock.start(action, self._last, arrived)
         with tf.control_dependencies(self._last):
             if self._recompute and self._training:
                 state = [(variable, tf.convert_to_tensor(variable.value)) for variable in stage.state()]
@@ -190,6 +196,7 @@ class Executor:
 
     def _backward_weight(self, action: Action) -> None:
         gradients = self._held_back.pop((action.stage_index, action.microbatch))
+        self._last = self._clock.start(action, self._last)
         tape.run_all_after(gradients.made, self._last)
         with tf.control_dependencies(self._last):
             self._done(self._add_up(action, gradients))
@@ -199,6 +206,7 @@ class Executor:
         stage, number = self._stages[action.stage_index], action.microbatch
         forward = self._forwards.pop((stage.index, number))
         upstream = self._upstream(stage, forward, number)
+        self._last = self._clock.start(action, self._last, upstream)
         before = tape.operations_so_far()
         sources = [x for x in forward.arrived if x.dtype.is_floating]
         weights = self._weights[stage.index]

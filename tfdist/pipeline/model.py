@@ -16,6 +16,7 @@ from tfdist.losses.keras_seam import unscale_loss
 from tfdist.mesh import current_mesh
 from tfdist.pipeline.balance_report import report
 from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy, positive_integer
+from tfdist.pipeline.clock import NoClock
 from tfdist.pipeline.costs import node_costs
 from tfdist.pipeline.cuts import resolve_cuts
 from tfdist.pipeline.make_schedule import make_schedule
@@ -220,8 +221,9 @@ class PipelineModel(keras.Model):
         step.run()
         return step.outputs()
 
-    def _step(self, data: Any, *, training: bool, has_loss: bool) -> Step:
-        return Step(self, self._stages, self._program(), data, training=training, has_loss=has_loss)
+    def _step(self, data: Any, *, training: bool, has_loss: bool, clock: NoClock | None = None) -> Step:
+        clock = clock or NoClock()
+        return Step(self, self._stages, self._program(), data, training=training, has_loss=has_loss, clock=clock)
 
     def _track(self, loss: tf.Tensor, x: Any) -> None:
         self._loss_tracker.update_state(unscale_loss(loss), sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, all_reduce, edges
 from tfdist.losses.keras_seam import scale_loss
 from tfdist.losses.microbatches import MicrobatchLosses
+from tfdist.pipeline.clock import NoClock
 from tfdist.pipeline.executor import Executor
 from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches
@@ -27,10 +28,19 @@ class Step:
         data: (x, y, sample_weight), the batch of this rank's data index. y and sample_weight may be None.
         training: whether there is a backward.
         has_loss: whether the loss and metrics are computed.
+        clock: what is told when actions start and end.
     """
 
     def __init__(
-        self, model: Any, stages: Stages, program: RankProgram | None, data: Any, *, training: bool, has_loss: bool
+        self,
+        model: Any,
+        stages: Stages,
+        program: RankProgram | None,
+        data: Any,
+        *,
+        training: bool,
+        has_loss: bool,
+        clock: NoClock,
     ):
         self._model = model
         self._stages = stages
@@ -60,6 +70,7 @@ class Step:
             masks=stages.masks,
             training=training,
             recompute=model.recompute,
+            clock=clock,
         )
 
     def run(self) -> None:

@@ -1,0 +1,61 @@
+"""When the actions of a rank start and end: operations of the step that read the time.
+
+Not `tf.timestamp`, which is stateful: a `tf.function` runs stateful operations in the order of tracing, all those of one rank
+before those of the next, and ranks of a pipeline wait for each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.pipeline.actions import Action
+
+
+class NoClock:
+    """Measures nothing, and adds nothing to the step."""
+
+    def start(self, action: Action, last: Sequence[tf.Operation], arrived: Sequence[tf.Tensor] = ()) -> Sequence[tf.Operation]:
+        """Returns what `action` must wait for, when it must wait for `last` and needs `arrived`."""
+        return last
+
+    def stop(self, action: Action, last: Sequence[tf.Operation]) -> Sequence[tf.Operation]:
+        """Returns what the next action must wait for, when `last` is the end of `action`."""
+        return last
+
+
+class Clock(NoClock):
+    """Reads the time before and after each action.
+
+    It costs two calls of Python an action, and no part of an action begins before all that it needs has arrived.
+
+    Args:
+        begin: a time before the step, a float64 scalar that the `tf.function` is given. What depends on nothing that is given
+            TensorFlow computes once, before the first step.
+
+    Attributes:
+        times: start and end of each action, in seconds from `begin`: float64 scalars.
+    """
+
+    def __init__(self, begin: tf.Tensor) -> None:
+        self._begin = begin
+        self.times: dict[Action, list[tf.Tensor]] = {}
+
+    def start(self, action: Action, last: Sequence[tf.Operation], arrived: Sequence[tf.Tensor] = ()) -> Sequence[tf.Operation]:
+        return self._read(action, [*last, *arrived])
+
+    def stop(self, action: Action, last: Sequence[tf.Operation]) -> Sequence[tf.Operation]:
+        return self._read(action, last)
+
+    def _read(self, action: Action, after: Sequence[tf.Operation | tf.Tensor]) -> list[tf.Operation]:
+        with tf.control_dependencies(after):
+            now = tf.ensure_shape(tf.numpy_function(_seconds_since, [self._begin], tf.float64, stateful=False), [])
+        self.times.setdefault(action, []).append(now)
+        return [now.op]
+
+
+def _seconds_since(begin: np.float64) -> np.float64:
+    return np.float64(time.time() - begin)

@@ -1,0 +1,82 @@
+"""When every action of a pipeline really runs: what `simulate` says on paper, measured."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.collectives import all_reduce
+from tfdist.pipeline.checks import positive_integer
+from tfdist.pipeline.clock import Clock
+from tfdist.pipeline.model import PipelineModel
+from tfdist.pipeline.simulation import Simulation, Span
+
+
+def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = None, *, runs: int = 3) -> Simulation:
+    """Runs the schedule of `model` on one batch, forward and backward, and says when each rank did what.
+
+    An action starts when the one before it on its rank has ended and what it needs has arrived; it ends when all its results
+    exist, and sends each as soon as it does. So what is between two actions is waiting, transfers and, with `recompute`, the
+    forward that is computed again. Weights do not change; metrics are updated, and so are random generators and the running
+    statistics of BatchNormalization.
+
+    Logical CPUs share the cores of the machine: with more ranks than cores an action also takes the time in which it waits for a
+    core. In a TF_CONFIG job all workers call it together; their clocks must agree, as they do on one machine.
+
+        draw(measure(model, x, y).spans, "step.png")
+
+    Args:
+        model: a compiled model.
+        x: one global batch, as for `fit`: arrays or nested arrays, (batch, ...).
+        y: its targets.
+        sample_weight: its weights.
+        runs: how often; one more goes before, which is not counted. The shortest is returned.
+
+    Returns:
+        The schedule and its measured spans, in seconds from the first start, of the ranks of this process's pipeline.
+
+    Raises:
+        ValueError: `runs` is no positive integer, or the batch is no multiple of microbatches and data ranks.
+    """
+    positive_integer("runs", runs)
+    strategy, schedule = model.distribute_strategy, model.schedule
+    actions = [action for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
+
+    @tf.function(autograph=False)
+    def step(begin: tf.Tensor, data: Any) -> Any:
+        def on_rank(*data: Any) -> tuple[tf.Tensor, tf.Tensor]:
+            clock = Clock(begin)
+            step = model._step(keras.utils.unpack_x_y_sample_weight(data), training=True, has_loss=True, clock=clock)
+            step.run()
+            times = tf.stack([tf.stack(clock.times.get(action, [tf.zeros([], tf.float64)] * 2)) for action in actions])
+            # Each action has one rank.
+            times = times if schedule.num_ranks == 1 else all_reduce(times, "pipe", label="pipe/times")
+            # Gradients are read because TensorFlow drops what nobody reads.
+            return times, tf.add_n([tf.reduce_sum(tf.cast(gradient, tf.float32)) for gradient, _ in step.gradients()])
+
+        return strategy.run(on_rank, args=data)
+
+    data = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+    data = data if isinstance(data, tuple) else (data,)
+    rows = len(tf.nest.flatten(data)[0])
+    # Makes the variables of metrics: on all ranks, of which only the last will use them.
+    model.evaluate(x, y, batch_size=rows, sample_weight=sample_weight, verbose=0)
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(data).batch(rows))
+    batch = next(iter(dataset))
+
+    def run() -> np.ndarray:  # (action, start and end)
+        times, _ = step(tf.constant(time.time(), tf.float64), batch)
+        return strategy.experimental_local_results(times)[0].numpy()
+
+    found = [run() for _ in range(1 + runs)]
+    times = min(found[1:], key=np.ptp)
+    times -= times.min()
+    spans = [
+        Span(schedule.rank_of(action.stage_index), action, float(start), float(end))
+        for action, (start, end) in zip(actions, times, strict=True)
+    ]
+    return Simulation(schedule, sorted(spans, key=lambda span: (span.start, span.rank)))
