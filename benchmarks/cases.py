@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 SINGLE, MIRRORED, MW_MIRRORED = "single", "mirrored", "mw-mirrored"
-TENSOR, TORCH = "tfdist", "torch"  # of benchmarks.tensor_parallel
+TFDIST, TORCH = "tfdist", "torch"  # of benchmarks.tensor_parallel and benchmarks.pipeline
 ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
 CONTENDERS = (SINGLE, MIRRORED, *ZERO_STAGES)
 WORKER_CONTENDERS = (SINGLE, MW_MIRRORED, *ZERO_STAGES)  # with --workers
@@ -28,8 +28,8 @@ class Case:
     Attributes:
         contender: "single" (no strategy), "mirrored" (`tf.distribute.MirroredStrategy`), "mw-mirrored"
             (`tf.distribute.MultiWorkerMirroredStrategy`) or "zero0" to "zero3" (`tfdist.ShardedStrategy`, or
-            `tfdist.MultiWorkerShardedStrategy`). Of the tensor-parallel benchmark, where all devices are tensor ranks: "tfdist"
-            (`tfdist.parallelize`) or "torch" (PyTorch's `parallelize_module`, a process a rank).
+            `tfdist.MultiWorkerShardedStrategy`). Where all devices are tensor or pipeline ranks: "tfdist" (`tfdist.parallelize`,
+            `tfdist.PipelineModel`) or "torch" (PyTorch's `parallelize_module`, `torch.distributed.pipelining`, a process a rank).
         model: "mlp", a stack of square Dense layers, or "gpt", a decoder.
         devices: CPU devices; a "single" contender uses the first and makes no others.
         layers: Dense layers, or decoder blocks.
@@ -41,6 +41,8 @@ class Case:
         bucket_bytes, prefetch: passed to tfdist's strategy; None: its own defaults.
         pack_bytes: `bytes_per_pack` of MultiWorkerMirroredStrategy's options; None: its default, all gradients in one message.
         heads, sequence_length, vocabulary: of the gpt.
+        schedule: of a pipeline, by its name in `tfdist.pipeline.make_schedule`; None: no pipeline.
+        num_microbatches: of a pipeline.
     """
 
     contender: str
@@ -57,6 +59,8 @@ class Case:
     heads: int = 4
     sequence_length: int = 64
     vocabulary: int = 1000
+    schedule: str | None = None
+    num_microbatches: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -67,7 +71,21 @@ class Case:
         return self.num_ranks if self.multi_worker or self.contender == TORCH else 1
 
     @property
+    def stages_per_rank(self) -> int:
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def num_stages(self) -> int:
+        return self.devices * self.stages_per_rank
+
+    def blocks_of(self, stage: int) -> range:
+        """Returns the decoder blocks of a pipeline's stage: as many in each."""
+        return range(self.layers * stage // self.num_stages, self.layers * (stage + 1) // self.num_stages)
+
+    @property
     def label(self) -> str:
+        if self.schedule is not None:
+            return f"{self.contender} {self.schedule} x{self.devices} m{self.num_microbatches}"
         return self.contender if self.contender == SINGLE else f"{self.contender} x{self.devices}"
 
 

@@ -1,6 +1,6 @@
 """What runs in each process of a job: builds one contender, trains it, measures.
 
-    python -m benchmarks.child memory|throughput|tensor
+    python -m benchmarks.child memory|throughput|tensor|pipeline|pipeline_memory
 
 The first line on stdin is the case. What TensorFlow and Keras print goes to stderr; stdout carries answers only.
 """
@@ -23,9 +23,12 @@ import tensorflow as tf
 
 import tfdist
 from benchmarks.cases import ZERO_STAGES, Case
-from benchmarks.resident import PeakResident, give_back, resident_bytes
+from benchmarks.pipeline_training import PipelineLoop
+from benchmarks.resident import PeakResident, give_back, growths, resident_bytes
 from benchmarks.tensor_training import TensorLoop
 from benchmarks.training import FitLoop, FunctionLoop, build_loop, build_strategy
+
+VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__, "tfdist": tfdist.__version__}
 
 
 def describe(case: Case, loop: FunctionLoop | FitLoop) -> dict[str, Any]:
@@ -41,9 +44,7 @@ def describe(case: Case, loop: FunctionLoop | FitLoop) -> dict[str, Any]:
         "floor_bytes": round(ranks_here * placements.bytes_per_parameter(case.num_ranks) * sum(sizes)),
         # Before the first gradient: what stays, and two variables in full, one being drawn or received and one being cut.
         "build_floor_bytes": round(ranks_here * 4 * built * sum(sizes)) + 2 * 4 * max(sizes),
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "tfdist": tfdist.__version__,
+        **VERSIONS,
     }
 
 
@@ -119,15 +120,44 @@ def measure_tensor(case: Case, answer: Callable[[dict[str, Any]], None], request
     loop = TensorLoop(case)
     _, loss = loop.run(3)
     report = tfdist.memory_report(loop.model)
-    versions = {"tensorflow": tf.__version__, "keras": keras.__version__, "tfdist": tfdist.__version__}
     state_bytes = max(memory.total_bytes for memory in report.devices)
-    answer({"warmup_loss": loss, "parameters": loop.model.count_params(), "state_bytes": state_bytes, **versions})
+    answer({"warmup_loss": loss, "parameters": loop.model.count_params(), "state_bytes": state_bytes, **VERSIONS})
     for request in requests:
         seconds, loss = loop.run(request["steps"])
         answer({"seconds": seconds, "loss": loss})
 
 
-_MEASUREMENTS = {"memory": measure_memory, "throughput": measure_throughput, "tensor": measure_tensor}
+def measure_pipeline(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+    """As `measure_throughput`, of a pipeline; with the bytes of tensors that the steps add to those at rest, where counted."""
+    loop = PipelineLoop(case)
+    _, loss = loop.run(3)
+    answer({"warmup_loss": loss, **VERSIONS})
+    for request in requests:
+        before = tensor_bytes(reset_peak=True)
+        seconds, loss = loop.run(request["steps"])
+        peak = None if before is None else tensor_bytes()["peak"] - before["current"]
+        answer({"seconds": seconds, "loss": loss, "tensor_bytes": peak})
+
+
+def measure_pipeline_memory(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+    """Traces and warms up, says so, then answers every `{"steps": n}` with what each of n steps adds to the resident memory."""
+    give_back()
+    imported = resident_bytes()
+    loop = PipelineLoop(case)
+    _, loss = loop.run(3)
+    answer({"warmup_loss": loss, **VERSIONS})
+    for request in requests:
+        found = growths(lambda: loop.run(1), request["steps"])
+        answer({"rest_bytes": resident_bytes() - imported, "step_bytes": found})
+
+
+_MEASUREMENTS = {
+    "memory": measure_memory,
+    "throughput": measure_throughput,
+    "tensor": measure_tensor,
+    "pipeline": measure_pipeline,
+    "pipeline_memory": measure_pipeline_memory,
+}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Initial weights and the batch of the gpt, the same in every framework. NumPy only."""
+"""Initial weights, the batch and the optimizer of the gpt, the same in every framework. NumPy only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import zlib
 import numpy as np
 
 from benchmarks.cases import Case
+
+LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
+EPSILON = 1e-12  # of Adam; a larger one would not count alike: the frameworks add it in different places
 
 
 def initial_weight(path: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -47,12 +47,8 @@ if not __package__:  # run as a file: its folder stands on the path instead of t
 from benchmarks import cases
 from benchmarks.cases import SINGLE, Case, Target
 from benchmarks.job import Job, JobError
+from benchmarks.resident import ALLOCATORS
 
-_THRESHOLDS = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
-ALLOCATORS = {  # the environment of a process
-    "malloc": {**_THRESHOLDS, "TF_ENABLE_ONEDNN_OPTS": "0"},
-    "bfc": {**_THRESHOLDS, "TF_ENABLE_ONEDNN_OPTS": "1"},
-}
 # By whether the ranks are workers: what is measured unless told otherwise, and the limits, by field of a record.
 DEFAULTS = {
     False: {"width": 1024, "allocators": list(ALLOCATORS), "warmup": True},

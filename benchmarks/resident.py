@@ -7,16 +7,36 @@ import gc
 import os
 import pathlib
 import threading
+from collections.abc import Callable
 from typing import Self
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _INTERVAL_SECONDS = 0.002
+
+_THRESHOLDS = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+ALLOCATORS = {  # the environment of a process that is measured
+    "malloc": {**_THRESHOLDS, "TF_ENABLE_ONEDNN_OPTS": "0"},
+    "bfc": {**_THRESHOLDS, "TF_ENABLE_ONEDNN_OPTS": "1"},
+}
 
 
 def resident_bytes() -> int:
     """Returns the resident set's size."""
     with open("/proc/self/statm") as stream:
         return int(stream.read().split()[1]) * _PAGE_BYTES
+
+
+def growths(run: Callable[[], object], times: int) -> list[int]:
+    """Calls `run` some times; returns for each by how much the resident set was larger at most than right before."""
+    found = []
+    for _ in range(times):
+        give_back()
+        before = resident_bytes()
+        with PeakResident() as peak:
+            run()
+        found.append(peak.bytes - before)
+    give_back()
+    return found
 
 
 def give_back() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import keras
@@ -10,8 +9,8 @@ import tensorflow as tf
 
 import tfdist
 from benchmarks.cases import Case
-from benchmarks.gpt_arrays import initial_weight, token_batch
-from benchmarks.training import build_model
+from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, initial_weight, token_batch
+from benchmarks.training import build_model, place_on_all, run_steps
 
 PLAN = {
     r"token_embedding$": "vocab",
@@ -33,7 +32,7 @@ class TensorLoop:
             for variable in model.variables:
                 variable.assign(initial_weight(variable.path, variable.shape))
             tfdist.parallelize(model, PLAN, print_fn=None)
-            model.compile(keras.optimizers.Adam(1e-4, epsilon=1e-12))  # it would not count alike in PyTorch
+            model.compile(keras.optimizers.Adam(LEARNING_RATE, epsilon=EPSILON))
             model.optimizer.build(model.trainable_variables)
         loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -44,24 +43,13 @@ class TensorLoop:
             model.optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
             return loss
 
-        def place(array: Any) -> Any:
-            def on_device(context: Any) -> tf.Tensor:
-                with tf.device(devices[context.replica_id_in_sync_group]):
-                    return tf.constant(array, tf.int32)
-
-            return strategy.experimental_distribute_values_from_function(on_device)
-
         @tf.function(jit_compile=False)
         def step(inputs: Any, targets: Any) -> tf.Tensor:
             return strategy.reduce("SUM", strategy.run(train, (inputs, targets)), axis=None)
 
         self._step = step
-        self._batch = [place(array) for array in token_batch(case)]
+        self._batch = [place_on_all(array, strategy) for array in token_batch(case)]
 
     def run(self, steps: int) -> tuple[float, float]:
         """Runs `steps` steps; returns seconds and the last loss."""
-        start = time.perf_counter()
-        for _ in range(steps):
-            loss = self._step(*self._batch)
-        loss = float(loss)
-        return time.perf_counter() - start, loss
+        return run_steps(self._step, self._batch, steps)

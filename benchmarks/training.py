@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -140,11 +141,27 @@ class FunctionLoop:
 
     def run(self, steps: int) -> tuple[float, float]:
         """Runs `steps` steps; returns seconds and the last loss."""
-        start = time.perf_counter()
-        for _ in range(steps):
-            loss = self._step(*self._batch)
-        loss = float(loss)
-        return time.perf_counter() - start, loss
+        return run_steps(self._step, self._batch, steps)
+
+
+def run_steps(step: Callable[..., tf.Tensor], batch: Sequence[Any], steps: int) -> tuple[float, float]:
+    """Calls `step` on `batch` that often; returns seconds and the last loss."""
+    start = time.perf_counter()
+    for _ in range(steps):
+        loss = step(*batch)
+    loss = float(loss)
+    return time.perf_counter() - start, loss
+
+
+def place_on_all(array: np.ndarray, strategy: tf.distribute.Strategy) -> Any:
+    """Returns what `strategy.run` takes for integers that every rank has whole, on its device."""
+    devices = strategy.extended.worker_devices
+
+    def place(context: Any) -> tf.Tensor:
+        with tf.device(devices[context.replica_id_in_sync_group % len(devices)]):
+            return tf.constant(array, tf.int32)
+
+    return strategy.experimental_distribute_values_from_function(place)
 
 
 def _place(array: np.ndarray, case: Case, strategy: tf.distribute.Strategy) -> Any:
