@@ -56,7 +56,8 @@ def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = No
             # Each action has one rank.
             times = times if schedule.num_ranks == 1 else all_reduce(times, "pipe", label="pipe/times")
             # Gradients are read because TensorFlow drops what nobody reads.
-            return times, tf.add_n([tf.reduce_sum(tf.cast(gradient, tf.float32)) for gradient, _ in step.gradients()])
+            read = [tf.reduce_sum(tf.cast(gradient, tf.float32)) for gradient, _ in step.gradients() if gradient is not None]
+            return times, tf.add_n([tf.zeros([]), *read])
 
         return strategy.run(on_rank, args=data)
 
