@@ -279,6 +279,19 @@ def test_an_error_shows_where_in_the_schedule():
     assert any("0F0" in note and ">" in note for note in caught.value.__notes__)
 
 
+def test_side_effects():
+    class Printing(layers.Layer):
+        def call(self, x):
+            tf.print("here")
+            return x
+
+    with pipe(2).scope():
+        model = tfdist.PipelineModel([keras.Input((5,)), layers.Dense(4), Printing(), layers.Dense(4)], num_microbatches=2)
+        model.compile("sgd", "mse")
+    with pytest.raises(NotImplementedError, match="side effects.*Print"):
+        model.fit(np.ones((4, 5)), np.ones((4, 4)), batch_size=4, verbose=0)
+
+
 def test_a_weight_of_another_stage():
     class Peeking(layers.Layer):
         def __init__(self, other):

@@ -71,8 +71,10 @@ def test_recomputing_changes_nothing(name, pipe, schedule):
 
 
 def test_a_custom_loop():
-    found = custom_loop(mesh(2, 2, zero_stage=1), "tied", num_microbatches=2)
-    assert_same_tree(found, custom_loop(one_device(), "tied", num_microbatches=4))
+    """Also before anything has made the metrics."""
+    for name in ("tied", "branches"):
+        found = custom_loop(mesh(2, 2, zero_stage=1), name, num_microbatches=2)
+        assert_same_tree(found, custom_loop(one_device(), name, num_microbatches=4))
 
 
 OPTIMIZERS = {

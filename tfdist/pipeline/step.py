@@ -55,6 +55,8 @@ class Step:
         self._losses = MicrobatchLosses(program, self._data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
         self._outputs: list[list[tf.Tensor]] = []
+        if has_loss:
+            self._build_trackers()
         self._trackers = LossTrackers(model)
         self._executor = Executor(
             stages.schedule,
@@ -148,10 +150,8 @@ class Step:
             )
 
     def _loss_on_zeros(self, number: int) -> None:
-        rows = tf.cast(self._data.rows[number], tf.int32)
-        last = self._stages.layers[-1]
-        zeros = [tf.zeros([rows, *tensor.shape[1:]], tensor.dtype) for tensor in last.leaving]
-        self._stages.masks.put(last.index, zeros, self._data[number][0])
+        zeros = self._zeros(number)
+        self._stages.masks.put(len(self._stages.layers) - 1, zeros, self._data[number][0])
         with self._trackers.ignored():
             self._loss(number, zeros)
 
@@ -166,6 +166,19 @@ class Step:
         self._model.compute_metrics(
             self._stages.inputs_like_model(x), y, self._stages.outputs_like_model(left), sample_weight=sample_weight
         )
+
+    def _build_trackers(self) -> None:
+        """Makes the variables of metrics, if nothing has yet: on all ranks, though the last one alone will use them."""
+        _, y, _ = self._data[0]
+        predictions = self._stages.outputs_like_model(self._zeros(0))
+        for part in (self._model._compile_loss, self._model._compile_metrics):
+            if part is not None and not part.built:
+                part.build(y, predictions)
+
+    def _zeros(self, number: int) -> list[tf.Tensor]:
+        """Returns zeros of the shapes of the model's outputs for microbatch `number`."""
+        rows = tf.cast(self._data.rows[number], tf.int32)
+        return [tf.zeros([rows, *tensor.shape[1:]], tensor.dtype) for tensor in self._stages.layers[-1].leaving]
 
     def _scaled(self, loss: tf.Tensor) -> tf.Tensor:
         optimizer = self._model.optimizer

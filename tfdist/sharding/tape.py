@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
+from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import while_v2
 
 LOOPS = ("While", "StatelessWhile")
@@ -157,6 +158,16 @@ def run_all_after(operations: Sequence[tf.Operation], others: Sequence[tf.Operat
 def has_a_turn(operation: tf.Operation) -> bool:
     """Whether TensorFlow orders `operation` after those made before it: it writes a variable, or is a collective on a chain."""
     return operation.type not in _READS and any(tensor.dtype == tf.resource for tensor in operation.inputs)
+
+
+def with_side_effects(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Returns those that TensorFlow runs in the order in which they were made, whatever they work on: `Print`, `Assert`."""
+    return [
+        operation
+        for operation in operations
+        if auto_control_deps.op_is_stateful(operation)
+        and not any(tensor.dtype == tf.resource for tensor in operation.inputs)
+    ]
 
 
 def _inputs(operation: tf.Operation) -> list[tf.Operation]:
