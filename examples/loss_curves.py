@@ -149,4 +149,5 @@ def compare(curves, out):
 
 def check_plain(plain, curve, tokens, args):
     """Raises RuntimeError unless `plain`, which has been given the weights of the trained model, has its validation loss."""
+    plain.compile(loss=train_gpt.build_loss())
     train_gpt.check_equal(curve.validation[-1][1], plain.evaluate(make_datasets(tokens, args)[1], verbose=0))

@@ -93,6 +93,7 @@ def main(argv=None):
     compare(curves, args.out)
 
     model.save_weights(args.out / "gpt.weights.h5")  # the file of the model inside: the plain one loads it
+    plain = train_gpt.build_model(**shape_of(args))
     plain.load_weights(args.out / "gpt.weights.h5")
     check_plain(plain, curves[PIPELINE], tokens, args)
     print(f"weights, loss curves and prepared text are in {args.out}")

@@ -75,21 +75,32 @@ def plain_path(path):
     return path
 
 
-def parse_args(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    train_gpt.add_arguments(parser)
+def add_arguments(parser):
+    """Adds the flag of tensor parallelism."""
     parser.add_argument("--tensor-parallel-size", type=int, default=2, help="ranks that share each layer")
-    parser.set_defaults(devices=4, zero_stage=2, epochs=1, layers=2, steps_per_epoch=60)
-    parser.set_defaults(out=pathlib.Path("out/train_tensor_parallel"))
-    args = parser.parse_args(argv)
-    train_gpt.check_arguments(parser, args)
+
+
+def check_arguments(parser, args):
+    """Ends the program, with the reason, where the sizes do not fit."""
     size = args.tensor_parallel_size
     if args.devices % size:
         parser.error(f"argument --devices: {args.devices} must be divisible by --tensor-parallel-size {size}")
     if args.heads % size:
         parser.error(f"argument --heads: {args.heads} must be divisible by --tensor-parallel-size {size}")
-    if args.batch_size % (args.devices // size):
-        parser.error(f"argument --batch-size: {args.batch_size} must be divisible by {args.devices // size} data ranks")
+
+
+def parse_args(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    train_gpt.add_arguments(parser)
+    add_arguments(parser)
+    parser.set_defaults(devices=4, zero_stage=2, epochs=1, layers=2, steps_per_epoch=60)
+    parser.set_defaults(out=pathlib.Path("out/train_tensor_parallel"))
+    args = parser.parse_args(argv)
+    train_gpt.check_arguments(parser, args)
+    check_arguments(parser, args)
+    data_ranks = args.devices // args.tensor_parallel_size
+    if args.batch_size % data_ranks:
+        parser.error(f"argument --batch-size: {args.batch_size} must be divisible by {data_ranks} data ranks")
     return args
 
 
