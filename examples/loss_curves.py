@@ -1,4 +1,4 @@
-"""What the examples share that train one GPT on one device and in other ways: how each trains, and how far their losses are apart.
+"""Trains one GPT on one device and in other ways, and says how far their losses are apart: what several examples share.
 
 Every way starts from the same weights and sees the same batches, so losses differ by rounding only: of a number of float32,
 half of 1.2e-7 and up.

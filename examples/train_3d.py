@@ -7,9 +7,9 @@
     data 0                CPU:0            CPU:1                CPU:2            CPU:3        the first half of the batch
     data 1                CPU:4            CPU:5                CPU:6            CPU:7        the second half
 
-Each rank holds its part of its stage's weights: here about a quarter. What goes from stage to stage is whole activations, since the
-blocks are cut inside only. The losses of the two runs, each as it was in its step, differ by rounding only. Where there is no GPU
-the CPU is split in `--devices` logical devices.
+Each rank holds its part of its stage's weights: here about a quarter of the model. Whole activations go from stage to stage,
+since the blocks are cut inside only. The losses of the two runs, each as it was in its step, differ by rounding only. Where there
+is no GPU the CPU is split in `--devices` logical devices.
 """
 
 import argparse
@@ -77,12 +77,7 @@ def main(argv=None):
         )
         copy_weights(initial, model, train_tensor_parallel.plain_path)
         optimizer = build_optimizer(args)
-    sizes = strategy.mesh
-    print(
-        f"mesh: {sizes.data_parallel_size} data x {sizes.pipeline_parallel_size} pipe x {sizes.tensor_parallel_size} tensor ranks, "
-        f"ZeRO stage {args.zero_stage}"
-    )
-    print(train_pipeline.describe(model.schedule))
+    print(train_pipeline.describe(strategy.mesh, model.schedule))
 
     curves = {ONE_DEVICE: train_one_device(plain, tokens, args)}
     curves[MESH] = train(MESH, model, optimizer, VocabParallelCrossentropy(from_logits=True), tokens, args)

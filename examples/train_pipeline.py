@@ -1,12 +1,12 @@
-"""Trains the GPT of `train_gpt.py` in a pipeline: each device has some of its layers. And the same GPT on one device, from one seed.
+"""Trains the GPT of `train_gpt.py` in a pipeline, each device with some of its layers, and on one device, from one seed.
 
     python examples/train_pipeline.py --devices 4 --schedule 1f1b --microbatches 8
 
     CPU:0  stage 0: embeddings, first blocks ─> CPU:1  stage 1 ─> CPU:2  stage 2 ─> CPU:3  stage 3: last blocks, logits
 
-With more devices than `--pipeline-parallel-size` there are several pipelines, and each trains on its part of the batch. The losses
-of the two runs, each as it was in its step, differ by rounding only. Where there is no GPU the CPU is split in `--devices` logical
-devices.
+With more devices than `--pipeline-parallel-size` there are several pipelines, and each trains on its part of the batch. The
+losses of the two runs, each as it was in its step, differ by rounding only. Where there is no GPU the CPU is split in `--devices`
+logical devices.
 """
 
 import argparse
@@ -46,11 +46,15 @@ def check_arguments(parser, args, peers=1):
         )
 
 
-def describe(schedule):
-    """Returns the grid of a schedule, and what it costs, as text."""
+def describe(mesh, schedule):
+    """Returns the sizes of a mesh, the grid of a schedule, and what it costs, as text."""
     simulation = tfdist.pipeline.simulate(schedule)
     held = ", ".join(f"{simulation.peak_microbatches(rank):g}" for rank in range(schedule.num_ranks))
-    return f"{schedule}\nidle / busy time: {simulation.bubble_fraction:.1%}; microbatches whose activations each rank holds: {held}"
+    return (
+        f"mesh: {mesh.data_parallel_size} data x {mesh.pipeline_parallel_size} pipe x {mesh.tensor_parallel_size} tensor ranks\n"
+        f"{schedule}\n"
+        f"idle / busy time: {simulation.bubble_fraction:.1%}; microbatches whose activations each rank holds: {held}"
+    )
 
 
 def parse_args(argv):
@@ -81,9 +85,7 @@ def main(argv=None):
             stages_per_rank=args.stages_per_rank,
         )
         optimizer = build_optimizer(args)
-    mesh = strategy.mesh
-    print(f"mesh: {mesh.data_parallel_size} data x {mesh.pipeline_parallel_size} pipe ranks, ZeRO stage {args.zero_stage}")
-    print(describe(model.schedule))
+    print(describe(strategy.mesh, model.schedule))
 
     keras.utils.set_random_seed(args.seed)  # the same initial weights
     plain = train_gpt.build_model(**shape_of(args))
