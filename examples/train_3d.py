@@ -77,7 +77,7 @@ def main(argv=None):
         )
         copy_weights(initial, model, train_tensor_parallel.plain_path)
         optimizer = build_optimizer(args)
-    print(train_pipeline.describe(strategy.mesh, model.schedule))
+    print(train_pipeline.describe(strategy.mesh, model))
 
     curves = {ONE_DEVICE: train_one_device(plain, tokens, args)}
     curves[MESH] = train(MESH, model, optimizer, VocabParallelCrossentropy(from_logits=True), tokens, args)

@@ -46,13 +46,14 @@ def check_arguments(parser, args, peers=1):
         )
 
 
-def describe(mesh, schedule):
-    """Returns the sizes of a mesh, the grid of a schedule, and what it costs, as text."""
-    simulation = tfdist.pipeline.simulate(schedule)
-    held = ", ".join(f"{simulation.peak_microbatches(rank):g}" for rank in range(schedule.num_ranks))
+def describe(mesh, model):
+    """Returns the sizes of a mesh, a model's stages, and the grid of its schedule with what it costs, as text."""
+    simulation = tfdist.pipeline.simulate(model.schedule)
+    held = ", ".join(f"{simulation.peak_microbatches(rank):g}" for rank in range(model.schedule.num_ranks))
     return (
         f"mesh: {mesh.data_parallel_size} data x {mesh.pipeline_parallel_size} pipe x {mesh.tensor_parallel_size} tensor ranks\n"
-        f"{schedule}\n"
+        f"{model.stage_report()}\n"
+        f"{model.schedule}\n"
         f"idle / busy time: {simulation.bubble_fraction:.1%}; microbatches whose activations each rank holds: {held}"
     )
 
@@ -85,7 +86,7 @@ def main(argv=None):
             stages_per_rank=args.stages_per_rank,
         )
         optimizer = build_optimizer(args)
-    print(describe(strategy.mesh, model.schedule))
+    print(describe(strategy.mesh, model))
 
     keras.utils.set_random_seed(args.seed)  # the same initial weights
     plain = train_gpt.build_model(**shape_of(args))
