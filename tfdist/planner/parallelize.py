@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import (
@@ -70,7 +71,7 @@ def parallelize(
     Raises:
         ValueError: the model was not built in the scope of a tfdist strategy, or its optimizer is built; the plan has a pattern
             that matches nothing, a layer that cannot be cut so, or a cut that does not divide.
-        NotImplementedError: a layer is quantized, has LoRA, runs in a loop, or shares its weights.
+        NotImplementedError: a layer is quantized, has LoRA, runs in a loop, or shares its weights; a strategy with a pipeline.
 
     Source: Keras's `LayoutMap`, for the form of the plan; PyTorch's `parallelize_module`.
     """
@@ -103,6 +104,7 @@ def _strategy_of(model: Any) -> Any:
             )
         )
     strategies = {id(found): found for found in map(_made_by, model.variables)}
+    _check_no_pipeline(tf.distribute.get_strategy(), *strategies.values())
     strategy = next(iter(strategies.values()), None)
     if len(strategies) != 1 or config_of(strategy) is None:
         raise ValueError(
@@ -114,6 +116,19 @@ def _strategy_of(model: Any) -> Any:
             )
         )
     return strategy
+
+
+def _check_no_pipeline(*strategies: Any) -> None:
+    """Raises NotImplementedError: before a model is in a pipeline it has no weights, and later they have their ranks."""
+    sizes = [config.mesh.pipeline_parallel_size for config in map(config_of, strategies) if config is not None]
+    if max(sizes, default=1) > 1:
+        raise NotImplementedError(
+            errors.message(
+                "`parallelize` does not cut models of a pipeline.",
+                pipeline_parallel_size=max(sizes),
+                fix="Build the model of the layers of `tfdist.layers`, and wrap it in a `PipelineModel`.",
+            )
+        )
 
 
 def _made_by(variable: keras.Variable) -> Any:

@@ -63,7 +63,6 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
     Raises:
         ValueError: an argument or TF_CONFIG is malformed, or the workers differ in their settings or numbers of devices.
         RuntimeError: the worker's port is in use, TensorFlow is already initialised, or workers do not arrive in time.
-        NotImplementedError: a pipeline size above 1.
 
     Source: ZeRO, Rajbhandari et al. 2020.
     """

@@ -19,7 +19,6 @@ def sharding_config(
 
     Raises:
         ValueError: a setting is out of range, or the sizes do not divide the number of devices.
-        NotImplementedError: a pipeline size above 1.
     """
     mesh = DeviceMesh(
         tuple(devices), pipeline_parallel_size=pipeline_parallel_size, tensor_parallel_size=tensor_parallel_size

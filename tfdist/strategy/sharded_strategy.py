@@ -48,14 +48,14 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
             summed in float32. Over NCCL a bfloat16 reduction is widened to float32 for the trip, which TensorFlow's kernels need.
         tensor_parallel_size: ranks that share each layer that is cut: those of `tfdist.layers`, or of a model that
             `tfdist.parallelize` has cut. The batch is divided among `devices / tensor_parallel_size` replicas.
-        pipeline_parallel_size: ranks in a pipeline. Only 1 so far.
+        pipeline_parallel_size: ranks that share the layers of a `tfdist.PipelineModel`, which the model to train must then be.
+            `zero_stage` must be 0, 1 or 2.
         check_drift_every: for debugging layers of one's own: in every so many-th step the weights that all tensor ranks hold
             are compared, and the step raises when they differ; 0: never.
 
     Raises:
         ValueError: an argument is out of range, devices are unknown, doubled, mixed or none, or the sizes do not divide the
             number of devices.
-        NotImplementedError: a pipeline size above 1.
 
     Source: ZeRO, Rajbhandari et al. 2020; the life of a parameter in stage 3 is that of PyTorch's FSDP, Zhao et al. 2023.
     """
