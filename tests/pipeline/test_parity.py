@@ -70,6 +70,12 @@ def test_recomputing_changes_nothing(name, pipe, schedule):
     assert_same_tree(found, on_one_device(name, 4))
 
 
+def test_statistics_of_data_ranks():
+    """Moving statistics are averaged over data ranks, and random numbers are theirs, as without a pipeline."""
+    expected = train(strategy_on(2, zero_stage=0), "chain", num_microbatches=4)
+    assert_same_tree(train(mesh(2, 2, zero_stage=0), "chain", num_microbatches=4), expected)
+
+
 def test_a_custom_loop():
     """Also before anything has made the metrics."""
     for name in ("tied", "branches"):

@@ -99,7 +99,7 @@ def _direct_assign(original: Callable[..., None], self: Any, value: Any) -> None
 def _is_statistic(variable: tf.Variable) -> bool:
     return (
         isinstance(variable, tf.distribute.DistributedValues)
-        and not isinstance(variable, ShardedVariable)
+        and not (isinstance(variable, ShardedVariable) and variable.layout.pipe_owners is None)  # else of a pipeline's stage
         and variable.dtype.is_floating
         and not variable.trainable
         and variable.aggregation == tf.VariableAggregation.NONE
