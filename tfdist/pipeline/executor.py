@@ -18,7 +18,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import errors
 from tfdist.collectives import RankProgram, edges
 from tfdist.pipeline.actions import Action, Phase
 from tfdist.pipeline.clock import NoClock
@@ -124,10 +123,8 @@ class Executor:
             if not self._training and (action.phase is not Phase.FORWARD or action.microbatch >= self._count):
                 continue
             try:
-                before = tape.operations_so_far()
                 with tf.name_scope(f"PP/{action}"):
                     run_phase[action.phase](action)
-                    self._refuse_side_effects(action, before)
                     self._last = self._clock.stop(action, self._last)
             except Exception as error:
                 error.add_note(f"In the pipeline's action {action} on rank {self.pipe_rank}:\n{self._schedule.render(action)}")
@@ -275,21 +272,6 @@ class Executor:
         ]
 
     # Order
-
-    def _refuse_side_effects(self, action: Action, before: int) -> None:
-        """Raises for operations that TensorFlow would run rank after rank, since the ranks are traced so."""
-        if self._program is None or sum(rank in self._program.communicator.local_ranks for rank in self._ranks) == 1:
-            return
-        for operation in tape.with_side_effects(tape.operations_since(before)):
-            raise NotImplementedError(
-                errors.message(
-                    f"Stage {action.stage_index} has an operation with side effects, {operation.name!r} ({operation.type}). "
-                    "TensorFlow runs such operations of one process one after the other, in an order in which ranks of a "
-                    "pipeline would wait for each other for ever.",
-                    fix="Remove it from the layers (`tf.print`, assertions, Python functions), or give each rank of the pipeline "
-                    "a worker process of its own.",
-                )
-            )
 
     def _done(self, made: Sequence[tf.Tensor]) -> None:
         """Says that the action ends when all of `made` exist."""

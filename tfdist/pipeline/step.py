@@ -15,6 +15,7 @@ from tfdist.pipeline.executor import Executor
 from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches
 from tfdist.pipeline.split import Stages
+from tfdist.sharding import tape
 from tfdist.sharding.cut_activations import gathered
 
 
@@ -42,6 +43,7 @@ class Step:
         has_loss: bool,
         clock: NoClock,
     ):
+        self._began = tape.operations_so_far()
         self._model = model
         self._stages = stages
         self._program = program
@@ -79,6 +81,7 @@ class Step:
         """Runs this rank's part of the schedule."""
         self._executor.run()
         self._trackers.update(self._data.known_rows)
+        tape.leave_unordered(tape.operations_since(self._began))
 
     @property
     def is_last(self) -> bool:
