@@ -31,13 +31,15 @@ def test_microbatches_on_one_device_are_the_plain_model(name):
     assert_same_tree(on_one_device(name, 4), train(one_device(), name))
 
 
-# (model, pipe size, microbatches, schedule, stages per rank): m = p, 2 p and odd; every schedule over 2 and over 4 ranks.
+# (model, pipe size, microbatches, schedule, stages per rank): m = p, 2 p and odd; every schedule.
 GRID = [
     ("chain", 2, 2, "gpipe", 1),
     ("chain", 2, 4, "1f1b", 1),
     ("chain", 4, 8, "zero_bubble", 1),
     ("branches", 2, 4, "zero_bubble", 1),
     ("branches", 4, 4, "gpipe", 1),
+    ("branches", 4, 3, "1f1b", 1),
+    ("branches", 2, 3, "interleaved", 2),
     ("branches", 2, 4, "interleaved", 3),
     ("masked", 2, 8, "interleaved", 2),
     ("masked", 2, 4, "zero_bubble", 1),
