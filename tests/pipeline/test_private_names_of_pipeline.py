@@ -11,6 +11,7 @@ layers = keras.layers
 
 
 def model():
+    keras.backend.clear_session()  # names of operations count on
     inputs = keras.Input((3,), name="inputs")
     x = layers.Dense(4, name="first")(inputs)
     return keras.Model(inputs, {"out": layers.Dense(2, name="second")(keras.ops.tanh(x))})
