@@ -139,8 +139,10 @@ def compiled(strategy: Any, name: str, optimizer: Callable[[], Any] = momentum, 
     return model
 
 
-def train(strategy: Any, name: str, optimizer: Callable[[], Any] = momentum, **settings: Any) -> dict[str, Any]:
-    """Trains at least 6 steps with `fit`, evaluates and predicts, also batches that do not divide."""
+def train(
+    strategy: Any, name: str, optimizer: Callable[[], Any] = momentum, infers: bool = True, **settings: Any
+) -> dict[str, Any]:
+    """Trains at least 6 steps with `fit`; if it `infers`, evaluates and predicts, also batches that do not divide."""
     model = compiled(strategy, name, optimizer, **settings)
     batch_size = 12 if settings.get("num_microbatches") == 3 else BATCH
     x, y, sample_weight = data(name)
@@ -150,6 +152,8 @@ def train(strategy: Any, name: str, optimizer: Callable[[], Any] = momentum, **s
     history = model.fit(x, y, sample_weight=sample_weight, **fitted).history
     assert len(losses) == 2 * ROWS // batch_size and max(losses) > min(losses), "nothing was learnt: an empty comparison"
     found = {"losses": losses, "history": {key: [float(v) for v in history[key]] for key in sorted(history)}, **state(model)}
+    if not infers:
+        return found
     found["evaluate"] = model.evaluate(x, y, sample_weight=sample_weight, batch_size=9, verbose=0, return_dict=True)
     few = tf.nest.map_structure(lambda array: array[:11], x)
     found["predict"] = model.predict(few, batch_size=4, verbose=0)

