@@ -86,6 +86,7 @@ def send(program: RankProgram, x: tf.Tensor, destination: int, label: str) -> No
     if destination in program.communicator.local_ranks:
         program.plan.attachment(_LocalEdges).send(_Message(program.rank, destination, label), x)
         return
+    _check_sizes(x.shape, label)
     rows = tf.shape(x)[0] if _has_unknown_rows(x.shape) else None
     wire.edge_send(program, _carried(_padded(x, rows)), destination, label)
 
@@ -103,6 +104,7 @@ def receive(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: 
     with tf.device(program.device):
         if source in program.communicator.local_ranks:
             return program.plan.attachment(_LocalEdges).receive(_Message(source, program.rank, label), spec)
+        _check_sizes(spec.shape, label)
         dtype = _WIDENED.get(spec.dtype, spec.dtype)
         if not _has_unknown_rows(spec.shape):
             shape = tf.constant(spec.shape.as_list(), tf.int32)
@@ -115,6 +117,18 @@ def receive(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: 
 
 def _has_unknown_rows(shape: tf.TensorShape) -> bool:
     return bool(shape.rank) and shape[0] is None
+
+
+def _check_sizes(shape: tf.TensorShape, label: str) -> None:
+    """Raises NotImplementedError for a message between processes of which more than the rows is unknown."""
+    if shape.rank and None in shape[1:].as_list():
+        raise NotImplementedError(
+            errors.message(
+                f"What passes between stages on different workers must be of known size but for its rows: {label!r} is not.",
+                shape=shape,
+                fix="Give the model's inputs a fixed size, such as `keras.Input((sequence_length,))`.",
+            )
+        )
 
 
 def _padded(x: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:

@@ -57,6 +57,7 @@ class Step:
         self._losses = MicrobatchLosses(program, self._data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
         self._outputs: list[list[tf.Tensor]] = []
+        self._first_outputs: list[tf.Tensor] = []  # of the first microbatch, for the sizes
         if has_loss:
             self._build_trackers()
         self._trackers = LossTrackers(model)
@@ -102,7 +103,7 @@ class Step:
             flat = [tf.concat(parts, 0) for parts in zip(*self._outputs, strict=True)]
         else:
             size = tf.cast(tf.add_n(self._data.rows), tf.int32) if rows is None else rows
-            flat = [tf.zeros([size, *tensor.shape[1:]], tensor.dtype) for tensor in leaving]
+            flat = self._zeros(size)
         # One static shape on all ranks: they may send it to each other.
         flat = [tf.ensure_shape(x, [rows, *tensor.shape[1:]]) for x, tensor in zip(flat, leaving, strict=True)]
         return self._stages.outputs_like_model(flat)
@@ -140,6 +141,7 @@ class Step:
             layer = self._stages.layers[stage]
             found = [scale_loss(tf.reduce_sum(loss)) for loss in (*layer.added_losses(), *self._stages.regularization(stage))]
             if stage == len(self._stages.layers) - 1:
+                self._first_outputs = self._first_outputs or left
                 with self._trackers.collected(number):
                     found.append(self._loss(number, left))
         return found
@@ -153,7 +155,7 @@ class Step:
             )
 
     def _loss_on_zeros(self, number: int) -> None:
-        zeros = self._zeros(number)
+        zeros = self._zeros(tf.cast(self._data.rows[number], tf.int32), self._first_outputs)
         self._stages.masks.put(len(self._stages.layers) - 1, zeros, self._data[number][0])
         with self._trackers.ignored():
             self._loss(number, zeros)
@@ -173,15 +175,19 @@ class Step:
     def _build_trackers(self) -> None:
         """Makes the variables of metrics, if nothing has yet: on all ranks, though the last one alone will use them."""
         _, y, _ = self._data[0]
-        predictions = self._stages.outputs_like_model(self._zeros(0))
+        predictions = self._stages.outputs_like_model(self._zeros(1))
         for part in (self._model._compile_loss, self._model._compile_metrics):
             if part is not None and not part.built:
                 part.build(y, predictions)
 
-    def _zeros(self, number: int) -> list[tf.Tensor]:
-        """Returns zeros of the shapes of the model's outputs for microbatch `number`."""
-        rows = tf.cast(self._data.rows[number], tf.int32)
-        return [tf.zeros([rows, *tensor.shape[1:]], tensor.dtype) for tensor in self._stages.layers[-1].leaving]
+    def _zeros(self, rows: Any, like: Sequence[tf.Tensor] | None = None) -> list[tf.Tensor]:
+        """Returns zeros of `rows` rows in the place of the model's outputs; other unknown sizes are those of `like`, or 1."""
+        zeros = []
+        for place, tensor in enumerate(self._stages.layers[-1].leaving):
+            sizes = [1 if like is None else tf.shape(like[place])[axis] for axis in range(len(tensor.shape))]
+            known = [size if static is None else static for size, static in zip(sizes, tensor.shape, strict=True)]
+            zeros.append(tf.ensure_shape(tf.zeros([rows, *known[1:]], tensor.dtype), [None, *tensor.shape[1:]]))
+        return zeros
 
     def _scaled(self, loss: tf.Tensor) -> tf.Tensor:
         optimizer = self._model.optimizer
