@@ -15,9 +15,8 @@ from tfdist.collectives.program import Communicator, RankProgram
 
 Emit = Callable[[RankProgram, tf.Tensor], tf.Tensor]
 
-# Dtypes that no collective carries, and those in which they travel.
+# Dtypes that no collective carries, and those of the same width in which they travel.
 _SAME_BITS = {tf.uint32: tf.int32, tf.uint64: tf.int64}
-_WIDENED = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
 
 
 class CrossReplica:
@@ -148,8 +147,8 @@ def _carried(emit: Emit, program: RankProgram, value: tf.Tensor) -> tf.Tensor:
     dtype = value.dtype
     if dtype in _SAME_BITS:
         return tf.bitcast(emit(program, tf.bitcast(value, _SAME_BITS[dtype])), dtype)
-    if dtype in _WIDENED:
-        return tf.cast(emit(program, tf.cast(value, _WIDENED[dtype])), dtype)
+    if dtype in wire.WIDENED:
+        return tf.cast(emit(program, tf.cast(value, wire.WIDENED[dtype])), dtype)
     wire.check_dtype("a collective between workers", value)
     return emit(program, value)
 

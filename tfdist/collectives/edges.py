@@ -18,9 +18,6 @@ from tfdist import errors
 from tfdist.collectives import wire
 from tfdist.collectives.program import RankProgram, log2_ceiling
 
-# What no collective between processes carries, and in what it travels.
-_WIDENED = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
-
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
@@ -105,7 +102,7 @@ def receive(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: 
         if source in program.communicator.local_ranks:
             return program.plan.attachment(_LocalEdges).receive(_Message(source, program.rank, label), spec)
         _check_sizes(spec.shape, label)
-        dtype = _WIDENED.get(spec.dtype, spec.dtype)
+        dtype = wire.WIDENED.get(spec.dtype, spec.dtype)
         if not _has_unknown_rows(spec.shape):
             shape = tf.constant(spec.shape.as_list(), tf.int32)
             return tf.cast(wire.edge_receive(program, tf.TensorSpec(spec.shape, dtype), shape, source, label), spec.dtype)
@@ -140,4 +137,4 @@ def _padded(x: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:
 
 
 def _carried(x: tf.Tensor) -> tf.Tensor:
-    return tf.cast(x, _WIDENED.get(x.dtype, x.dtype))
+    return tf.cast(x, wire.WIDENED.get(x.dtype, x.dtype))

@@ -17,6 +17,8 @@ from tfdist.collectives.plan import CollectiveRecord
 from tfdist.collectives.program import Communicator, RankProgram
 from tfdist.mesh import MESH_AXES
 
+# Dtypes that no collective carries, and those in which they travel.
+WIDENED = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
 _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 # AllToAllV2 names a message by its two ranks, written without a separator: in a larger group of one process "1" to "11"

@@ -38,9 +38,7 @@ def whole(x: Any) -> Any:
     cut = cut_of(x)
     if cut is None or regions.tensor_program() is None:
         return x
-    gathered = regions.gather_from(x, cut.axis, "gather_output")
-    if cut.size is not None and gathered.shape[cut.axis] != cut.size:
-        gathered = gathered[tuple([slice(None)] * cut.axis + [slice(0, cut.size)])]
+    gathered = cut.without_padding(regions.gather_from(x, cut.axis, "gather_output"))
     mask = getattr(x, "_keras_mask", None)
     if mask is not None:
         gathered._keras_mask = mask

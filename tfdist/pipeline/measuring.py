@@ -64,8 +64,6 @@ def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = No
     data = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
     data = data if isinstance(data, tuple) else (data,)
     rows = len(tf.nest.flatten(data)[0])
-    # Makes the variables of metrics: on all ranks, of which only the last will use them.
-    model.evaluate(x, y, batch_size=rows, sample_weight=sample_weight, verbose=0)
     dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(data).batch(rows))
     batch = next(iter(dataset))
 

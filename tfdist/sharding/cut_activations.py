@@ -34,6 +34,12 @@ class Cut:
         local[self.axis] = None if local[self.axis] is None else -(-local[self.axis] // ranks)
         return local
 
+    def without_padding(self, whole: tf.Tensor) -> tf.Tensor:
+        """Returns the parts of all ranks, joined, without what they were padded with."""
+        if self.size is None or whole.shape[self.axis] == self.size:
+            return whole
+        return whole[tuple([slice(None)] * self.axis + [slice(0, self.size)])]
+
 
 def set_cut(x: Any, cut: Cut | None) -> Any:
     """Says that `x` is this rank's part, and returns it; None: it is whole."""
@@ -59,7 +65,4 @@ def gathered(program: RankProgram, x: tf.Tensor) -> tf.Tensor:
     cut = cut_of(x)
     if cut is None or program.mesh.tensor_parallel_size == 1:
         return x
-    whole = activations.all_gather(program, x, "tensor", cut.axis, "gather_output")
-    if cut.size is not None and whole.shape[cut.axis] != cut.size:
-        whole = whole[tuple([slice(None)] * cut.axis + [slice(0, cut.size)])]
-    return whole
+    return cut.without_padding(activations.all_gather(program, x, "tensor", cut.axis, "gather_output"))
