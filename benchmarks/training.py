@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from benchmarks.cases import MIRRORED, MW_MIRRORED, SINGLE, ZERO_STAGES, Case
+from tfdist.mesh import share_cores
 
 _SEED = 1
 
@@ -22,6 +23,7 @@ _SEED = 1
 def build_strategy(case: Case) -> tf.distribute.Strategy:
     """Makes the case's strategy and initialises TensorFlow with its devices, each of which has run something."""
     if case.multi_worker and case.contender != SINGLE:
+        share_cores(case.devices)  # as tfdist's strategy does, for the others too
         # Before any operation: it makes this process one of the workers that TF_CONFIG lists.
         strategy = _build_worker_strategy(case)
         devices = strategy.extended.worker_devices

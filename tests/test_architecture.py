@@ -61,7 +61,7 @@ PRIVATE = {
     "planner/keras_tracing.py",
 }
 RAW_COLLECTIVES = {"collectives/wire.py"}
-TF_CONFIG = {"mesh/devices.py"}
+TF_CONFIG = {"mesh/devices.py", "mesh/threads.py"}
 MAX_LINES = 450
 
 

@@ -6,6 +6,7 @@ from tfdist.mesh.coordination import Coordination
 from tfdist.mesh.device_mesh import MESH_AXES, Coordinate, DeviceMesh, current_mesh
 from tfdist.mesh.devices import default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus, worker_devices
 from tfdist.mesh.rendezvous import wait_for_workers
+from tfdist.mesh.threads import share_cores
 
 __all__ = [
     "MESH_AXES",
@@ -19,6 +20,7 @@ __all__ = [
     "default_devices",
     "read_cluster",
     "resolve_devices",
+    "share_cores",
     "use_logical_cpus",
     "uses_physical_gpus",
     "wait_for_workers",

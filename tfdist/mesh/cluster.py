@@ -33,6 +33,10 @@ class Task:
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0]
+
     def __str__(self) -> str:
         return f"{self.type} {self.index} ({self.address})"
 
@@ -62,6 +66,11 @@ class Cluster:
     def is_chief(self) -> bool:
         """Whether this worker is the first, which draws initial values, writes files and hosts the coordination service."""
         return self.worker_index == 0
+
+    @property
+    def num_workers_here(self) -> int:
+        """How many workers' addresses name the same host as this one's."""
+        return sum(task.host == self.task.host for task in self.tasks)
 
     def others(self) -> list[tuple[int, Task]]:
         """Returns (worker index, task) of all workers but this."""

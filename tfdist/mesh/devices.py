@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.mesh.cluster import devices_per_worker_setting
 from tfdist.mesh.device_mesh import canonical
+from tfdist.mesh.threads import share_cores
 
 
 def use_logical_cpus(n: int) -> list[str]:
@@ -16,6 +17,9 @@ def use_logical_cpus(n: int) -> list[str]:
 
     The logical devices share the cores and the memory of the machine: they show that a program is right and what each rank
     stores; they do not make it faster. Call it first, before any TensorFlow operation.
+
+    An operation of one device then uses its part of the cores only, unless the number of threads has been chosen with
+    `tf.config.threading.set_intra_op_parallelism_threads` or the environment variable TF_NUM_INTRAOP_THREADS.
 
     Args:
         n: number of logical CPU devices, at least 1.
@@ -43,6 +47,7 @@ def use_logical_cpus(n: int) -> list[str]:
                     fix="Call it at the top of the program, before the first tensor, variable or `list_logical_devices`.",
                 )
             ) from error
+    share_cores(n)
     return [f"CPU:{index}" for index in range(n)]
 
 

@@ -15,6 +15,7 @@ from tfdist.mesh import (
     Coordination,
     coordination,
     read_cluster,
+    share_cores,
     wait_for_workers,
     worker_devices,
 )
@@ -103,6 +104,8 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             )
         cluster = read_cluster(cluster_resolver)
         kind, number = worker_devices()
+        if cluster is not None and kind == "CPU":
+            share_cores(number * cluster.num_workers_here)
         tasks = [task.device for task in cluster.tasks] if cluster else ["/job:localhost/replica:0/task:0"]
         devices = [f"{task}/device:{kind}:{index}" for task in tasks for index in range(number)]
         self._cluster = cluster
