@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 import tfdist
-from tests.pipeline.pipeline_models import train
+from tests.pipeline.pipeline_models import custom_loop, train
 
 MESH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}  # and 2 data ranks
 
@@ -45,4 +45,6 @@ def train_all(number: int) -> dict[str, dict[str, Any]]:
     for case, ((name, _), settings, pipeline) in CASES[number].items():
         strategy = tfdist.MultiWorkerShardedStrategy(**settings)
         found[case] = train(strategy, name, **pipeline)
+    if number == 2:
+        found["custom loop"] = custom_loop(strategy, name, **pipeline)
     return found

@@ -223,11 +223,7 @@ def edge_send(program: RankProgram, x: tf.Tensor, destination: int, label: str) 
         carried = _as_bytes(program, x)
         shape = tf.shape(carried) if None in carried.shape else None
         arguments = program.begin_edge(tf.TensorSpec(carried.shape, carried.dtype), shape, program.rank, destination, label)
-        sent = tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
-        with tf.control_dependencies([sent]):  # see the note: a send that nobody waits for is pruned
-            tf.raw_ops.AssignAddVariableOp(
-                resource=program.communicator.edge_token(program.rank), value=tf.zeros([], tf.int64)
-            )
+        _keep(program, tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments))
 
 
 def edge_receive(program: RankProgram, spec: tf.TensorSpec, shape: tf.Tensor, source: int, label: str) -> tf.Tensor:
@@ -236,8 +232,15 @@ def edge_receive(program: RankProgram, spec: tf.TensorSpec, shape: tf.Tensor, so
         carried = tf.TensorSpec(spec.shape, program.transport.byte_dtype(spec.dtype))
         arguments = program.begin_edge(carried, shape, source, program.rank, label)
         received = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
+        _keep(program, received)
         received = tf.ensure_shape(received, spec.shape)
         return tf.bitcast(received, spec.dtype) if carried.dtype != spec.dtype else received
+
+
+def _keep(program: RankProgram, message: tf.Tensor) -> None:
+    """Has a sent or received `message` run although nobody may read it. See the note."""
+    with tf.control_dependencies([message]):
+        tf.raw_ops.AssignAddVariableOp(resource=program.communicator.edge_token(program.rank), value=tf.zeros([], tf.int64))
 
 
 def _broadcast_eagerly(
@@ -332,7 +335,8 @@ def _as_bytes(program: RankProgram, x: tf.Tensor) -> tf.Tensor:
 
 
 # Note: broadcasts on the chain. The broadcast ops take no ordering token, and a send whose output nobody reads is pruned,
-# so that its peer waits for ever. Reading the token before and writing it after puts them on the chain and keeps them alive.
+# so that its peer waits for ever; so does that of a receive. Reading the token before and writing it after puts them on the chain
+# and keeps them alive. Messages of edges only write a token of their own.
 def _chained(program: RankProgram):
     return tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)])
 
