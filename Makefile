@@ -1,5 +1,5 @@
 # make train   trains the example GPT, sharded, in a fresh .venv:  make train ARGS="--devices 4 --zero-stage 2"
-# make test    lint and all tests
+# make test    lint and the tests;  make test-exhaustive: with every case of their grids
 # make bench   memory and throughput beside MirroredStrategy
 #
 # Needs Python 3.11 or later and make; another interpreter: make test PYTHON=python3.12
@@ -9,7 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP     = $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: train test bench lint clean
+.PHONY: train test test-exhaustive bench lint clean
 .DEFAULT_GOAL := test
 
 train: $(VENV)/.installed-examples
@@ -17,6 +17,9 @@ train: $(VENV)/.installed-examples
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-exhaustive:
+	$(MAKE) test ARGS='-m "" $(ARGS)'
 
 bench: $(VENV)/.installed-examples
 	$(BIN)/python benchmarks/memory.py
