@@ -35,6 +35,13 @@ def test_workers_in_the_order_of_their_ranks(monkeypatch):
     assert str(cluster.task) == "worker 10 (host:11)"
     assert cluster.task.device == "/job:worker/replica:0/task:10"
     assert [index for index, _ in cluster.others()] == [*range(10), 11]
+    assert cluster.num_workers_here == 12
+
+
+def test_workers_of_the_same_host(monkeypatch):
+    set_config(monkeypatch, {"worker": ["a:1", "b:1", "b:2", "[::1]:1"]}, {"type": "worker", "index": 2})
+    cluster = read_cluster()
+    assert (cluster.num_workers_here, [task.host for task in cluster.tasks]) == (2, ["a", "b", "b", "[::1]"])
 
 
 @pytest.mark.parametrize(("kind", "index", "place"), [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2)])
