@@ -1,8 +1,8 @@
 """How many threads an operation of one rank may use, where several ranks share the cores of a machine.
 
 TensorFlow gives each process a pool of as many threads as there are cores, and cuts every operation in as many parts. With a rank
-on every core these parts wait for each other's cores: two workers on two cores, a pipeline of small operations, take 1.5 times as
-long (`docs/benchmarks.md`).
+on every core these parts wait for each other's cores: a pipeline of small operations takes 1.4 to 1.5
+times as long on two cores (`docs/benchmarks.md`).
 """
 
 from __future__ import annotations
