@@ -10,9 +10,10 @@ import keras
 import pytest
 
 import tfdist
-from tests import graph_optimizer
+from tests import graph_optimizer, layer_groups
 
 CPUS = tfdist.use_logical_cpus(4)
+layer_groups.gather_each_layer_alone()
 
 # The same examples on every run, and no failure because the machine is busy.
 hypothesis.settings.register_profile("tfdist", derandomize=True, database=None, deadline=None)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests import forks, graph_optimizer
+from tests import forks, graph_optimizer, layer_groups
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -157,6 +157,7 @@ def _program(call: dict[str, Any], result: pathlib.Path, variables: dict[str, st
 
 def run(call: dict[str, Any], path: pathlib.Path) -> None:
     graph_optimizer.switch_as_the_test_did()
+    layer_groups.gather_each_layer_alone()
     module, _, name = call["target"].partition(":")
     result = getattr(importlib.import_module(module), name)(*call["arguments"], **call["keywords"])
     path.write_bytes(pickle.dumps(result))

@@ -187,6 +187,34 @@ def test_stage_3_holds_at_most_prefetch_plus_1_layers(prefetch):
         assert _waits_for(backward[i], forward_products[-1]), i
 
 
+@pytest.mark.parametrize(
+    ("group_bytes", "groups"),
+    [
+        (0, [[0], [1], [2]]),
+        (4 * sum(GROUPS[1] + GROUPS[2]), [[0], [1, 2]]),  # as large as two layers, and exactly full
+        (4 * sum(GROUPS[0] + GROUPS[1]), [[0, 1], [2]]),
+        (2**21, [[0, 1, 2]]),
+    ],
+)
+def test_small_layers_are_gathered_together(group_bytes, groups):
+    """In the order in which they were made, up to `group_bytes`; the last group is kept, the first needs kernel 1 alone again."""
+    found = collectives_of(traced_step(strategy_for(2, 3, group_bytes=group_bytes))[0])
+    forward = [sum(packed(GROUPS[layer], 2) for layer in group) for group in groups]
+    again = [[layer for layer in group if layer > 0] for group in reversed(groups[:-1])]
+    backward = [sum(shard(GROUPS[layer][0], 2) for layer in layers) for layers in again if layers]
+    assert found == {"CollectiveGatherV2": forward + backward, "CollectiveAllToAllV2": [2 * size for size in reversed(forward)]}
+
+
+def test_layers_of_other_dtypes_are_gathered_apart():
+    """A group is gathered once for each dtype that its layers compute in: they are all of one."""
+    layers = [keras.layers.Dense(19, dtype=dtype) for dtype in ("float32", "float32", "mixed_float16", "float32")]
+    plan = traced_step(strategy_for(2, 3, group_bytes=2**21), lambda: keras.Sequential([keras.Input((19,)), *layers]))[1]
+    gathers = [record for record in plan.records[0] if record.op == "all_gather" and "backward" not in record.label]
+    sizes = [(record.dtype, math.prod(record.shape)) for record in gathers]
+    layer = packed([19 * 19, 19], 2)
+    assert sizes == [("float32", 2 * layer), ("float16", layer), ("float32", layer)]
+
+
 def test_stage_3_leaves_no_forward_copy_to_backward():
     graph, _ = traced_step(strategy_for(2, 3), lambda: _deep(6))
     names = [f"layer_{k}" for k in range(5)]

@@ -4,8 +4,11 @@ import functools
 
 import keras
 import pytest
+import tensorflow as tf
 from grids import exhaustive
 from training import assert_same, custom_loop, fit, one_device, small, strategy_for
+
+from tfdist.optimizers import shared_update
 
 pytestmark = pytest.mark.as_traced
 
@@ -69,3 +72,31 @@ def test_parity(name, zero_stage, devices):
 def test_an_optimizer_that_is_built_in_the_first_step(zero_stage):
     built = functools.partial(custom_loop, builds_in_step=True)
     assert_same(built(strategy_for(2, zero_stage), small, OPTIMIZERS["adamw"]), on_one_device(custom_loop, "adamw"))
+
+
+@pytest.mark.parametrize(
+    ("name", "zero_stage"), [("adamw", 1), ("amsgrad", 3), ("nadam", 2), ("rmsprop", 3), ("ftrl", 1), ("lion", 3)]
+)
+def test_compiled_updates(monkeypatch, name, zero_stage):
+    """As large shards have them: see `shared_update`. Here of all sizes, padded ones among them."""
+    monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 1)
+    assert_same(custom_loop(strategy_for(2, zero_stage), small, OPTIMIZERS[name]), on_one_device(custom_loop, name))
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_only_updates_of_large_shards_are_compiled(monkeypatch, zero_stage):
+    monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 100)
+    strategy = strategy_for(2, zero_stage)
+    with strategy.scope():
+        variables = [tf.Variable(tf.zeros([size])) for size in (198, 199, 201)]  # shards of 99, 100 and 101
+        optimizer = optimizers.Adam(0.01)
+        optimizer.build(variables)
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.ones_like(variable) for variable in variables], variables))
+
+    functions = step.get_concrete_function().graph.as_graph_def().library.function
+    updates = [function for function in functions if "_noinline" in function.attr]
+    compiled = [function for function in updates if function.attr["_XlaMustCompile"].b]
+    assert (len(updates), len(compiled)) == (3 * 2, 2 * 2)

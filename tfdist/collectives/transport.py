@@ -54,7 +54,7 @@ class Transport:
 RING = Transport("ring", has_reduce_scatter=False)
 # Between two processes gRPC carries pieces of some MiB more than twice as fast as tens of MiB; between four, as fast or somewhat
 # faster (benchmarks/transport.py, docs/benchmarks.md).
-RING_BETWEEN_WORKERS = Transport("ring", has_reduce_scatter=False, chunk_bytes=4 * 2**20)
+RING_BETWEEN_WORKERS = Transport("ring", has_reduce_scatter=False, chunk_bytes=8 * 2**20)
 NCCL = Transport("nccl", has_reduce_scatter=True)
 
 

@@ -6,6 +6,9 @@ function here, called with their own gradient, value and slots.
 
 It holds for Keras's own elementwise optimizers, whose `update_step` depends on the parameter through its index only; a subclass
 may look at a name or a path, and is traced parameter by parameter.
+
+On a CPU the function of a large shard is compiled by XLA: Keras's Adam goes over memory ten times and more, the compiled one once
+(docs/performance.md). A small shard's is not, since compiling takes about as long as its thousand steps save.
 """
 
 from __future__ import annotations
@@ -20,9 +23,12 @@ from tfdist.optimizers.parameter_shard import ParameterShard
 from tfdist.optimizers.slots import slots_of
 from tfdist.sharding import ShardedVariable
 
+# From this many elements of a shard on its update is compiled.
+COMPILED_ELEMENTS = 2**17
+
 
 class SlotStandIn:
-    """A slot inside a shared update: a variable known by its handle only."""
+    """A slot, or what is stored of a parameter, inside a shared update: a variable known by its handle only."""
 
     def __init__(self, handle: tf.Tensor, slot: tf.Variable):
         self._handle = handle
@@ -69,30 +75,41 @@ class SharedUpdates:
 
         # Its value is read inside the function: outside only shape and dtype matter.
         spec = ParameterShard(variable, tf.TensorSpec(component.shape, component.dtype))
-        self._call(update, spec, grad, decays, component.handle)
+        self._call(update, spec, grad, decays, component)
 
-    def of_shard(self, shard: ParameterShard, grad: tf.Tensor, decays: bool) -> None:
-        """Updates the noted value of `shard`, and its slots in place (stages 1 and 2)."""
+    def of_shard(
+        self,
+        shard: ParameterShard,
+        stored: tf.Variable,
+        cut: Callable[[tf.Tensor], tf.Tensor],
+        grad: tf.Tensor,
+        decays: bool,
+    ) -> tf.Tensor:
+        """Updates the slots of `shard` in place and returns its new value (stages 1 and 2).
 
-        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-            shard = shard.with_value(value)
+        The value is read in the function: `cut` from the whole parameter that is `stored` on this rank.
+        """
+
+        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, handle: tf.Tensor) -> tf.Tensor:
+            shard = shard.with_value(cut(SlotStandIn(handle, stored).read_value()))
             update_shard(self._optimizer, shard, grad, rate)
             return shard.value()
 
-        shard.assign(self._call(update, shard, grad, decays, shard.value()))
+        return self._call(update, shard, grad, decays, stored)
 
     def _call(
-        self, update: Callable[..., Any], shard: ParameterShard, grad: tf.Tensor, decays: bool, parameter: tf.Tensor
+        self, update: Callable[..., Any], shard: ParameterShard, grad: tf.Tensor, decays: bool, stored: tf.Variable
     ) -> Any:
-        """Calls the function of `shard`'s kind on its own gradient, `parameter` (value or handle) and slots."""
+        """Calls the function of `shard`'s kind on its own gradient, variable and slots."""
         slots = _sharded_slots(self._optimizer, shard)
         components = [slot.component(self._rank) for slot in slots]
         if tf.executing_eagerly():  # nothing to share
-            return update(shard, grad, self._learning_rate, parameter)
-        key = (tuple(shard.shape), shard.dtype, grad.dtype, decays)
+            return update(shard, grad, self._learning_rate, stored.handle)
+        key = (tuple(shard.shape), tuple(stored.shape), shard.dtype, grad.dtype, decays)
         if key not in self._functions:
+            is_compiled = grad.shape.num_elements() >= COMPILED_ELEMENTS and "CPU" in stored.device
 
-            @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+            @tf.function(autograph=False, jit_compile=is_compiled or None, experimental_attributes={"_noinline": True})
             def shared(grad: tf.Tensor, rate: tf.Tensor, parameter: tf.Tensor, *handles: tf.Tensor) -> Any:
                 with contextlib.ExitStack() as stack:
                     for slot, handle, component in zip(slots, handles, components, strict=True):
@@ -100,7 +117,8 @@ class SharedUpdates:
                     return update(shard, grad, rate, parameter)
 
             self._functions[key] = shared
-        return self._functions[key](grad, self._learning_rate, parameter, *(component.handle for component in components))
+        handles = [variable.handle for variable in (stored, *components)]
+        return self._functions[key](grad, self._learning_rate, *handles)
 
 
 def update_shard(optimizer: Any, shard: tf.Variable | ParameterShard, grad: tf.Tensor, learning_rate: tf.Tensor) -> None:

@@ -28,7 +28,7 @@ from tfdist.optimizers.reduction import ReducedGradient, buckets_of, reduce_grad
 from tfdist.optimizers.shared_update import SharedUpdates, update_shard
 from tfdist.optimizers.support import may_share
 from tfdist.optimizers.variables import is_data_sharded, layout_of, local_part, variable_of
-from tfdist.sharding import Shard, ShardingConfig, UnshardSchedule, packing
+from tfdist.sharding import Layout, Shard, ShardingConfig, UnshardSchedule, packing
 
 
 def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: ShardingConfig) -> None:
@@ -199,25 +199,25 @@ class _Update:
             for layout, gradient in zip(layouts, reduced, strict=True)
         ]
         for number, bucket in enumerate(buckets_of(whole, self._config.bucket_bytes)):
-            shards = []
-            for place in bucket:
-                gradient, layout = reduced[place], layouts[place]
-                local = local_part(gradient.variable, program)
-                mine = packing.cut_shard(local.value(), layout, ranks.index(program.rank))
-                shards.append(self._updated_shard(gradient.variable, mine, gradient.value))
+            shards = [self._updated_shard(reduced[place], layouts[place], ranks.index(program.rank)) for place in bucket]
             packed = packing.pack_shards(shards, constant)
             gathered = wire.all_gather(program, packed, ranks, f"all_gather/bucket_{number}")
             fulls = packing.unpack_full(gathered, [layouts[place] for place in bucket], constant)
             for place, full in zip(bucket, fulls, strict=True):
                 local_part(reduced[place].variable, program).assign(full, read_value=False)
 
-    def _updated_shard(self, variable: tf.Variable, shard: tf.Tensor, grad: tf.Tensor) -> tf.Tensor:
-        """Returns this rank's `shard` of `variable` after the optimizer's update; the slots are updated in place."""
-        parameter = parameter_shard(self._optimizer, variable, shard)
+    def _updated_shard(self, gradient: ReducedGradient, layout: Layout, data_rank: int) -> tf.Tensor:
+        """Returns this rank's shard of a variable after the optimizer's update; the slots are updated in place."""
+        stored = local_part(gradient.variable, self._program)
+
+        def cut(full: tf.Tensor) -> tf.Tensor:
+            return packing.cut_shard(full, layout, data_rank)
+
         if may_share(self._optimizer):
-            self._shared.of_shard(parameter, grad, self._decays(parameter))
-        else:
-            update_shard(self._optimizer, parameter, grad, self._learning_rate)
+            spec = parameter_shard(self._optimizer, gradient.variable, tf.TensorSpec([layout.shard_elements], stored.dtype))
+            return self._shared.of_shard(spec, stored, cut, gradient.value, self._decays(spec))
+        parameter = parameter_shard(self._optimizer, gradient.variable, cut(stored.value()))
+        update_shard(self._optimizer, parameter, gradient.value, self._learning_rate)
         return parameter.value()
 
     def _step_on(self, stored: tf.Variable, gradient: ReducedGradient) -> None:

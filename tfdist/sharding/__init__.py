@@ -1,7 +1,7 @@
 """Level 4: what part of a variable each rank stores, and how a parameter is gathered, dropped and gathered again."""
 
 from tfdist.sharding import autocast
-from tfdist.sharding.config import DEFAULT_BUCKET_BYTES, ShardingConfig, config_of
+from tfdist.sharding.config import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_BYTES, ShardingConfig, config_of
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.placements import Own, Partial, Placement, Replicate, Shard
@@ -13,6 +13,7 @@ from tfdist.sharding.zero import ZERO_STAGES, ZeroPlacements, placements_of
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "DEFAULT_GROUP_BYTES",
     "ZERO_STAGES",
     "Layout",
     "Own",

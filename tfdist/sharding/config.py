@@ -13,6 +13,7 @@ from tfdist.sharding.placements import Replicate, Shard
 from tfdist.sharding.zero import ZeroPlacements, placements_of
 
 DEFAULT_BUCKET_BYTES = 8 * 2**20
+DEFAULT_GROUP_BYTES = 2 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class ShardingConfig:
         mesh: the devices.
         zero_stage: 0 to 3.
         bucket_bytes: aimed-at size of a message in the reduction of gradients, in bytes (stages 0-2).
+        group_bytes: aimed-at size of a parameter group, what is gathered in one message, in bytes (stage 3); 0: one layer.
         prefetch: parameter groups that may be gathered ahead of the one in use (stage 3).
         reshard_after_forward: whether stage 3 frees gathered parameters after forward and gathers them again for backward.
         reduce_dtype: dtype in which gradients travel; None: their own, and sums of half precision are made in float32.
@@ -32,6 +34,7 @@ class ShardingConfig:
     mesh: DeviceMesh
     zero_stage: int = 2
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    group_bytes: int = DEFAULT_GROUP_BYTES
     prefetch: int = 1
     reshard_after_forward: bool = True
     reduce_dtype: tf.DType | None = None
@@ -39,7 +42,7 @@ class ShardingConfig:
 
     def __post_init__(self) -> None:
         placements_of(self.zero_stage)
-        for name, least in (("bucket_bytes", 1), ("prefetch", 0), ("check_drift_every", 0)):
+        for name, least in (("bucket_bytes", 1), ("group_bytes", 0), ("prefetch", 0), ("check_drift_every", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(errors.message(f"`{name}` must be an integer of at least {least}.", **{name: value}))

@@ -1,4 +1,4 @@
-"""The unit of gathering: the variables of one Keras layer."""
+"""The unit of gathering: the variables of a Keras layer, or of several small ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tfdist.sharding import keras_scope
 
 
 class ParameterGroup:
-    """Variables that are gathered in one message, because they are used together: those of one Keras layer.
+    """Variables that are gathered in one message, because they are used together: those of a Keras layer, or of small neighbours.
 
     The group is packed for transport only; each variable is stored, loaded, frozen and updated on its own. A variable that is
     not made by a Keras layer is a group of its own.
@@ -29,33 +29,79 @@ class ParameterGroup:
 
 
 class ParameterGroups:
-    """The parameter groups of one strategy, by the layer that owns them."""
+    """The parameter groups of one strategy.
 
-    def __init__(self) -> None:
+    Small layers that were made one after the other share a group, so that a message carries more than a bias: layers are added
+    while the group holds at most `group_bytes`. A larger layer has a group of its own.
+
+    Args:
+        group_bytes: the size to aim at, in bytes of full (local) parameters; 0: one layer each.
+    """
+
+    def __init__(self, group_bytes: int):
+        self._group_bytes = group_bytes
         self._by_layer: weakref.WeakKeyDictionary[Any, ParameterGroup] = weakref.WeakKeyDictionary()
+        self._layers: list[weakref.ref] = []  # in the order in which they made their first parameter
+
+    def note_maker(self, layer: Any | None) -> None:
+        """Notes that `layer` has made a parameter."""
+        if layer is not None and not (self._layers and self._layers[-1]() is layer):
+            self._layers.append(weakref.ref(layer))
 
     def adopt(self, variable: Any, maker: Any | None) -> ParameterGroup:
-        """Returns the group of a variable that is read for the first time, and puts its layer's other variables in it.
+        """Returns the group of a variable that is read for the first time, and puts in it what is gathered with it.
 
-        The layer is the one being called, or `maker`, the one that was being built when the variable was made, whichever owns the
-        variable: a layer may read another's weights, and Keras makes the variables of a lazily built model after it has left the
-        layers. A variable that neither owns is a group of its own.
+        These are its layer's other variables, and those of the layers made next, as far as they fit. Its layer is the one being
+        called, or `maker`, the one that was being built when the variable was made, whichever owns the variable: a layer may read
+        another's weights, and Keras makes the variables of a lazily built model after it has left the layers. A variable that
+        neither owns is a group of its own.
         """
         for layer in (keras_scope.current_layer(), maker):
             own = [] if layer is None else keras_scope.own_variables(layer)
             if any(member is variable for member, _, _ in own):
-                for member, keras_variable, is_autocast in own:
-                    if getattr(member, "is_parameter", False) and member.group is None:
-                        member.group = self._add(layer, member)
-                        member.is_autocast = is_autocast
-                        member.keras_variable = weakref.ref(keras_variable)
+                self._add(layer, self._group_of(layer))  # again: it may have made more since
                 return variable.group
         group = ParameterGroup(variable.name.partition("/")[0])
         group.add(variable)
         return group
 
-    def _add(self, layer: Any, variable: Any) -> ParameterGroup:
+    def _group_of(self, layer: Any) -> ParameterGroup:
+        """Returns the group of `layer`, a new one with the layers made next where it has none."""
         if layer not in self._by_layer:
-            self._by_layer[layer] = ParameterGroup(getattr(layer, "name", type(layer).__name__))
-        self._by_layer[layer].add(variable)
+            group = ParameterGroup(getattr(layer, "name", type(layer).__name__))
+            self._add(layer, group)
+            filled = _bytes_of(layer)
+            for following in self._made_after(layer):
+                if self._by_layer.get(following) is group:
+                    continue
+                filled += _bytes_of(following)
+                if filled > self._group_bytes or following in self._by_layer or not _computes_alike(layer, following):
+                    break
+                self._add(following, group)
         return self._by_layer[layer]
+
+    def _made_after(self, layer: Any) -> list[Any]:
+        layers = [known for known in (reference() for reference in self._layers) if known is not None]
+        places = [place for place, known in enumerate(layers) if known is layer]
+        return layers[places[0] + 1 :] if places else []
+
+    def _add(self, layer: Any, group: ParameterGroup) -> None:
+        """Puts the parameters of `layer` that have no group yet in `group`."""
+        self._by_layer[layer] = group
+        for member, keras_variable, is_autocast in keras_scope.own_variables(layer):
+            if getattr(member, "is_parameter", False) and member.group is None:
+                member.group = group
+                member.is_autocast = is_autocast
+                member.keras_variable = weakref.ref(keras_variable)
+                group.add(member)
+
+
+def _bytes_of(layer: Any) -> int:
+    """Returns the bytes of what `layer` gathers."""
+    own = [variable for variable, _, _ in keras_scope.own_variables(layer) if getattr(variable, "is_parameter", False)]
+    return sum(variable.layout.local_elements * variable.dtype.size for variable in own)
+
+
+def _computes_alike(layer: Any, other: Any) -> bool:
+    """Whether both read their parameters in one dtype: a group is gathered once for each."""
+    return getattr(layer, "compute_dtype", None) == getattr(other, "compute_dtype", None)

@@ -63,6 +63,8 @@ class ShardedVariable(values.DistributedVariable):
         super().__init__(strategy, components, aggregation)
         layer = keras_scope.current_layer()
         self._maker = (lambda: None) if layer is None else weakref.ref(layer)
+        if groups is not None:
+            groups.note_maker(layer)
 
     # What it is
 

@@ -64,7 +64,7 @@ class ShardedExtendedMixin:
         transport = choose_transport(sharding.mesh.devices, implementation, len(ranks) < sharding.mesh.world_size)
         self._communicator = Communicator(sharding.mesh, transport, ranks)
         self.cross_replica = CrossReplica(self._communicator)
-        self._parameter_groups = ParameterGroups()
+        self._parameter_groups = ParameterGroups(sharding.group_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
         self._is_summed_on_read = False

@@ -19,7 +19,7 @@ from tfdist.mesh import (
     wait_for_workers,
     worker_devices,
 )
-from tfdist.sharding import DEFAULT_BUCKET_BYTES
+from tfdist.sharding import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_BYTES
 from tfdist.strategy.failure_watch import FailureWatch
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
 from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, sharding_config
@@ -56,8 +56,8 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; None reads TF_CONFIG.
         communication_options: `tf.distribute.experimental.CommunicationOptions`: `bytes_per_pack` replaces `bucket_bytes`,
             `implementation` chooses ring or NCCL, `timeout_seconds` replaces `step_timeout_seconds`; None chooses all.
-        zero_stage, bucket_bytes, prefetch, reshard_after_forward, reduce_dtype, tensor_parallel_size, pipeline_parallel_size,
-            check_drift_every: as of `ShardedStrategy`.
+        zero_stage, bucket_bytes, group_bytes, prefetch, reshard_after_forward, reduce_dtype, tensor_parallel_size,
+            pipeline_parallel_size, check_drift_every: as of `ShardedStrategy`.
         rendezvous_timeout_seconds: how long to wait for the other workers to start.
         step_timeout_seconds: how long a step, or another worker's part in a collective, may take before the job is ended.
 
@@ -79,6 +79,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         *,
         zero_stage: int = 2,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        group_bytes: int = DEFAULT_GROUP_BYTES,
         prefetch: int = 1,
         reshard_after_forward: bool = True,
         reduce_dtype: Any = None,
@@ -114,6 +115,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             devices,
             zero_stage=zero_stage,
             bucket_bytes=options.bytes_per_pack or bucket_bytes,
+            group_bytes=group_bytes,
             prefetch=prefetch,
             reshard_after_forward=reshard_after_forward,
             reduce_dtype=reduce_dtype,
@@ -165,7 +167,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         config, mesh = self._sharding_config, self.mesh
         each = mesh.world_size // self._cluster.num_workers
         kind = tf.DeviceSpec.from_string(mesh.devices[0]).device_type
-        settings = ("zero_stage", "bucket_bytes", "prefetch", "reshard_after_forward", "check_drift_every")
+        settings = ("zero_stage", "bucket_bytes", "group_bytes", "prefetch", "reshard_after_forward", "check_drift_every")
         return {
             "devices per worker": f"{each} {kind}",
             "tensor_parallel_size": mesh.tensor_parallel_size,

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.mesh import resolve_devices
-from tfdist.sharding import DEFAULT_BUCKET_BYTES
+from tfdist.sharding import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_BYTES
 from tfdist.strategy.extended import ShardedMirroredExtended
 from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, sharding_config
 
@@ -41,7 +41,9 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
             no GPU (`tfdist.use_logical_cpus(n)` makes n of them).
         zero_stage: 0, 1, 2 or 3.
         bucket_bytes: stages 0-2: gradients travel in messages of about this many bytes.
-        prefetch: stage 3: how many layers may be gathered ahead of the one in use. Each costs a gathered layer of memory.
+        group_bytes: stage 3: what is gathered, and freed, at once: a layer, or consecutive layers up to this many bytes, because
+            small messages cost what large ones do; 0: each layer alone.
+        prefetch: stage 3: how many groups may be gathered ahead of the one in use. Each costs a gathered group of memory.
         reshard_after_forward: stage 3: True frees a gathered layer after forward and gathers it again for backward; False keeps
             it: a third less traffic, and all parameters gathered at the end of forward.
         reduce_dtype: dtype in which gradients travel, such as "bfloat16"; None: their own, and half-precision gradients are
@@ -66,6 +68,7 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
         *,
         zero_stage: int = 2,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        group_bytes: int = DEFAULT_GROUP_BYTES,
         prefetch: int = 1,
         reshard_after_forward: bool = True,
         reduce_dtype: Any = None,
@@ -77,6 +80,7 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
             resolve_devices(devices),
             zero_stage=zero_stage,
             bucket_bytes=bucket_bytes,
+            group_bytes=group_bytes,
             prefetch=prefetch,
             reshard_after_forward=reshard_after_forward,
             reduce_dtype=reduce_dtype,
