@@ -79,18 +79,17 @@ def measure_memory(case: Case, answer: Answer, requests: Requests) -> None:
         give_back()
     baseline = resident_bytes()
     tensors_before = tensor_bytes(reset_peak=True)
-    loop, loss, phases = measuring.train_in_phases(lambda: build_loop(case, strategy), request["steps"])
+    loop, phases = measuring.train_in_phases(lambda: build_loop(case, strategy), request["steps"])
     give_back()
     tensors = tensor_bytes()
     answer(
         {
             "imported_rss_bytes": imported,
             "baseline_rss_bytes": baseline,
-            **measuring.memory_fields(phases),
+            **phases.fields(),
             "at_rest_rss_bytes": resident_bytes(),
             "tensor_peak_bytes": None if tensors is None else tensors["peak"] - tensors_before["current"],
             "tensor_at_rest_bytes": None if tensors is None else tensors["current"] - tensors_before["current"],
-            "loss": loss,
             **describe(case, loop),
         }
     )

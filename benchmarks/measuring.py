@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,9 @@ from benchmarks.resident import PeakResident
 Fields = dict[str, Any]
 Answer = Callable[[Fields], None]
 Requests = Iterator[Fields]
+
+
+WARMUP_STEPS = 3  # after which the losses of all contenders must agree
 
 
 class Loop(Protocol):
@@ -33,7 +37,7 @@ def measure_steps(build: Callable[[], Loop], describe: Callable[[Loop], Fields],
     loop = build()
     build_seconds = time.perf_counter() - start
     first_step_seconds, _ = loop.run(1)
-    _, loss = loop.run(2)
+    _, loss = loop.run(WARMUP_STEPS - 1)
     answer(
         {"warmup_loss": loss, "build_seconds": build_seconds, "first_step_seconds": first_step_seconds, **describe(loop)}
     )
@@ -44,22 +48,39 @@ def measure_steps(build: Callable[[], Loop], describe: Callable[[Loop], Fields],
         answer({"step_seconds": seconds, "cpu_seconds": (time.process_time() - cpu) / request["steps"], "loss": loss})
 
 
-def train_in_phases(build: Callable[[], Loop], steps: int) -> tuple[Loop, float, dict[str, PeakResident]]:
-    """Builds, and runs `steps` steps, at least two; returns the loop, its last loss and the resident memory of each phase."""
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """The resident memory of a process while it builds and trains.
+
+    Attributes:
+        peaks: by phase: "build", "first_step", "steps".
+        warmup_loss: after the third step.
+        loss: after the last.
+    """
+
+    peaks: dict[str, PeakResident]
+    warmup_loss: float
+    loss: float
+
+    def fields(self) -> Fields:
+        """Returns what an answer says of it."""
+        return {
+            "peak_rss_bytes": max(peak.bytes for peak in self.peaks.values()),
+            "phase_peak_rss_bytes": {name: peak.bytes for name, peak in self.peaks.items()},
+            "has_high_water_mark": all(peak.has_high_water_mark for peak in self.peaks.values()),
+            "warmup_loss": self.warmup_loss,
+            "loss": self.loss,
+        }
+
+
+def train_in_phases(build: Callable[[], Loop], steps: int) -> tuple[Loop, Phases]:
+    """Builds, and runs `steps` steps, at least three; returns the loop, and what was resident."""
     with PeakResident() as built:
         loop = build()
     with PeakResident() as first:
         loop.run(1)
     gc.collect()
     with PeakResident() as later:
-        _, loss = loop.run(max(1, steps - 1))
-    return loop, loss, {"build": built, "first_step": first, "steps": later}
-
-
-def memory_fields(phases: dict[str, PeakResident]) -> Fields:
-    """Returns the fields of an answer that say what was resident at the peak, and in each phase."""
-    return {
-        "peak_rss_bytes": max(peak.bytes for peak in phases.values()),
-        "phase_peak_rss_bytes": {name: peak.bytes for name, peak in phases.items()},
-        "has_high_water_mark": all(peak.has_high_water_mark for peak in phases.values()),
-    }
+        _, warmup_loss = loop.run(WARMUP_STEPS - 1)
+        loss = loop.run(steps - WARMUP_STEPS)[1] if steps > WARMUP_STEPS else warmup_loss
+    return loop, Phases({"build": built, "first_step": first, "steps": later}, warmup_loss, loss)

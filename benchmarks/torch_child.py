@@ -49,15 +49,14 @@ def measure_memory(case: Case, answer: Answer, requests: Requests) -> None:
     give_back()
     imported = resident_bytes()
     answer({})
-    loop, loss, phases = measuring.train_in_phases(lambda: loop_class(case), next(requests)["steps"])
+    loop, phases = measuring.train_in_phases(lambda: loop_class(case), next(requests)["steps"])
     give_back()
     answer(
         {
             "imported_rss_bytes": imported,
             "baseline_rss_bytes": imported,
-            **measuring.memory_fields(phases),
+            **phases.fields(),
             "at_rest_rss_bytes": resident_bytes(),
-            "loss": loss,
             **describe(loop),
         }
     )

@@ -172,7 +172,8 @@ class SharedLoop(FunctionLoop):
 
     def _set_weights(self) -> None:
         for variable in self.model.variables:
-            variable.assign(initial_weight(variable.path, variable.shape))
+            path = variable.path.removeprefix(f"{self.model.name}/")  # a Sequential's own name stands before its layers'
+            variable.assign(initial_weight(path, variable.shape))
 
     def _build_optimizer(self) -> keras.optimizers.Optimizer:
         return keras.optimizers.AdamW(LEARNING_RATE, epsilon=EPSILON, weight_decay=WEIGHT_DECAY)
