@@ -97,7 +97,8 @@ def _draw_bars(
 
 def _draw_bar(axis: Any, position: int, found: Spread, scale: float, color: str) -> None:
     value = found.median * scale
-    error = [[value - found.low * scale], [found.high * scale - value]]
+    # Without a range, in one round, there is no line to draw.
+    error = [[value - found.low * scale], [found.high * scale - value]] if found.high > found.low else None
     axis.barh(position, value, xerr=error, color=color, height=0.72, capsize=2.5, error_kw={"linewidth": 1})
     axis.annotate(
         f"{value:,.0f}", (found.high * scale, position), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8
@@ -125,11 +126,13 @@ def _draw_scaling(figures: Figures, file: pathlib.Path) -> pathlib.Path:
                 [value - spread.low * scale for value, spread in zip(middle, spreads, strict=True)],
                 [spread.high * scale - value for value, spread in zip(middle, spreads, strict=True)],
             ]
-            axis.errorbar(layers, middle, yerr=error, marker="o", capsize=3, label=contender)
+            color = _color(contender)
+            style = "--" if contender == SCALING_CONTENDERS[1] else "-"
+            axis.errorbar(layers, middle, yerr=error, marker="o", capsize=3, color=color, linestyle=style, label=contender)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("layers")
-        axis.set_xscale("log", base=2)
         axis.set_xticks(SCALING_LAYERS, map(str, SCALING_LAYERS))
+        axis.margins(y=0.1)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)

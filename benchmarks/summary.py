@@ -12,7 +12,7 @@ from benchmarks.suites import CONTENDERS, MEMORY, NARROW, SCALING, SCALING_CONTE
 
 # What PyTorch and DeepSpeed have for a stage.
 PEER = {SINGLE: TORCH_SINGLE, MW_MIRRORED: DDP, "zero0": DDP, "zero1": "ds1", "zero2": "ds2", "zero3": FSDP2}
-HEADER = "rounds,x mw-mirrored,range,x peer,range,peer,efficiency,CPU ms,peak MB,/floor,".split(",")
+HEADER = "rounds,x mw-mirrored,range,peer,x peer,range,efficiency,CPU ms,peak MB,/floor,".split(",")
 
 
 def tables(figures: Figures) -> str:
@@ -47,11 +47,11 @@ def _data_row(figures: Figures, model: str, ranks: int, contender: str) -> list[
     over = figures.spread("growth_over_floor", MEMORY, model, contender, ranks)
     return [
         contender if contender in SINGLES else f"{contender} x{ranks}",
-        _median(speed, digits=0),
+        _median(speed, digits=0 if SIZES[model]["model"] == "gpt" else 1),
         len(figures.speeds(model, contender, ranks)) or None,
         *_with_range(figures.ratio(model, ranks, contender, MW_MIRRORED)),
-        *_with_range(figures.ratio(model, ranks, contender, peer) if peer else None),
         peer,
+        *(_with_range(figures.ratio(model, ranks, contender, peer)) if peer else ["", ""]),
         _median(efficiency),
         _median(processor, 1e3, digits=0),
         _median(growth, 1e-6, digits=0),
