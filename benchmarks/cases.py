@@ -180,8 +180,8 @@ def check_common_arguments(parser: argparse.ArgumentParser, args: argparse.Names
 
 def command_line() -> str:
     """Returns the command that started this program, without the machine's own paths."""
-    program, *rest = sys.orig_argv
-    return " ".join([pathlib.PurePath(program).name, *rest])
+    program, *rest = (pathlib.PurePath(word) for word in sys.orig_argv)
+    return " ".join([program.name, *(word.name if word.is_absolute() else str(word) for word in rest)])
 
 
 def machine_fields() -> dict[str, Any]:

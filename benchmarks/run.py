@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import shutil
 import signal
 import statistics
 import sys
@@ -86,6 +87,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if not args.measures:
         own = f"narrow, with {suites.SCALING_RANKS} ranks, of {' '.join(suites.SCALING_CONTENDERS)}"
         parser.error(f"nothing to measure: scaling is of {own}, the other kinds are of small and wide")
+    if shutil.which(args.torch_python) is None:
+        parser.error(f"argument --torch-python: must be a program. Received: {args.torch_python}")
+    if args.torch_preload is not None and not pathlib.Path(args.torch_preload).is_file():  # it would be ignored
+        parser.error(f"argument --torch-preload: must be a file. Received: {args.torch_preload}")
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"argument --out: must be a folder. Received: {args.out}")
     return args
