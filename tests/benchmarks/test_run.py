@@ -225,3 +225,40 @@ def test_check_fails_for_what_was_asked_for_and_is_missing(tmp_path):
     assert run.report(args, found) == 1
     asked = [x for x in promises.promises(figures.Figures([])) if x.is_asked_of(args.measures)]
     assert cases.exit_code([promise.target for promise in asked], failures=0, check=True) == 1
+
+
+# Figures of a case
+
+
+def test_the_slowest_rank_counts():
+    measure = arguments(pathlib.Path("unused")).measures[0]
+    ready = [{"parameters": 100, "build_seconds": x, "first_step_seconds": 2 * x, "warmup_loss": 1.0} for x in (1.0, 3.0)]
+    answers = [{"step_seconds": seconds, "cpu_seconds": 0.25, "loss": 0.5} for seconds in ([1.0, 9.0, 1.0], [2.0, 2.0, 2.0])]
+    found = run.step_fields(measure, ready, answers)
+    assert found["step_seconds"] == 2.0
+    assert found["tokens_per_second"] == 16 * 128 / 2.0
+    assert found["step_seconds_per_parameter"] == 0.02
+    assert found["cpu_seconds_per_step"] == 0.5
+    assert found["build_and_trace_seconds"] == 9.0
+
+
+def test_the_rank_that_grows_most_counts():
+    (measure,) = parse_args("--kinds memory --models small --ranks 4 --contenders zero3".split()).measures
+    answers = [
+        {
+            "parameters": 1000,
+            "imported_rss_bytes": imported,
+            "peak_rss_bytes": peak,
+            "phase_peak_rss_bytes": {"build": imported + 1, "steps": peak},
+            "has_high_water_mark": True,
+            "warmup_loss": 1.0,
+            "loss": 0.5,
+        }
+        for imported, peak in [(50_000, 54_000), (40_000, 46_000), (60_000, 60_500), (1, 2)]
+    ]
+    found = run.memory_fields(measure, answers)
+    assert found["growth_bytes_by_rank"] == [4000, 6000, 500, 1]
+    assert found["growth_bytes"] == 6000
+    assert found["floor_bytes"] == 16 / 4 * 1000
+    assert found["growth_over_floor"] == 1.5
+    assert found["phase_growth_bytes"] == {"build": 1, "steps": 6000}
