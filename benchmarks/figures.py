@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from benchmarks import peers, throughput
 from benchmarks.cases import MIRRORED, MW_MIRRORED, SINGLE, SINGLES
-from benchmarks.suites import SIZES
+from benchmarks.suites import SIZES, named
 
 Record = dict[str, Any]
 # Keras's own Adam takes an embedding's gradient as sparse rows: not quite the same update.
@@ -97,7 +97,7 @@ def loss_error(record: Record, records: Iterable[Record]) -> str | None:
     losses = record["warmup_losses"]
     if all(abs(loss - expected) <= tolerance * abs(expected) for loss in losses):  # a comparison that NaN fails
         return None
-    name = f"{reference['contender']} x{reference['ranks']}"
+    name = named(reference["contender"], reference["ranks"])
     return f"the loss, {losses}, is not that of {name}, {expected}, to {tolerance:g}: not the same work"
 
 

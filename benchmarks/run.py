@@ -176,7 +176,7 @@ def run_all(args: argparse.Namespace, found: Results, reasons: dict[str, str]) -
         for measure, key in todo:
             bar.set_description(f"round {measure.round_index + 1} of {args.rounds}, {measure.label}")
             missing = reasons.get(suites.package_of(measure.contender) or "")
-            record = {"benchmark": "suite", "case": measure.case.label, **key}
+            record = {"benchmark": "suite", "case": measure.label, **key}
             record |= _attempt(args, measure) if missing is None else {"missing": missing}
             if (error := figures.loss_error(record, [*found.all(), record])) is not None:
                 record["error"] = error

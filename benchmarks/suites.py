@@ -119,15 +119,19 @@ class Measure:
 
     @property
     def label(self) -> str:
-        name = self.contender if self.contender in SINGLES else f"{self.contender} x{self.ranks}"
         layers = f" of {self.layers}" if self.kind == SCALING else ""
-        return f"{self.kind} {self.model}{layers} {name}"
+        return f"{self.kind} {self.model}{layers} {named(self.contender, self.ranks)}"
 
     @property
     def examples_per_step(self) -> int:
         """Tokens of a gpt's step, examples of an mlp's."""
         case = self.case
         return case.global_batch_size * (case.sequence_length if case.model == "gpt" else 1)
+
+
+def named(contender: str, ranks: int) -> str:
+    """Returns how tables call a contender."""
+    return contender if contender in SINGLES else f"{contender} x{ranks}"
 
 
 def package_of(contender: str) -> str | None:

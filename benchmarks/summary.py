@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import cases
-from benchmarks.cases import DDP, FSDP2, MW_MIRRORED, SINGLE, SINGLES, TORCH_DATA, TORCH_SINGLE
+from benchmarks.cases import DDP, FSDP2, MW_MIRRORED, SINGLE, TORCH_DATA, TORCH_SINGLE
 from benchmarks.figures import Figures, Spread
-from benchmarks.suites import CONTENDERS, MEMORY, NARROW, SCALING, SCALING_CONTENDERS, SCALING_LAYERS, SIZES, SPEED
+from benchmarks.suites import CONTENDERS, MEMORY, NARROW, SCALING, SCALING_CONTENDERS, SCALING_LAYERS, SIZES, SPEED, named
 
 # What PyTorch and DeepSpeed have for a stage.
 PEER = {SINGLE: TORCH_SINGLE, MW_MIRRORED: DDP, "zero0": DDP, "zero1": "ds1", "zero2": "ds2", "zero3": FSDP2}
@@ -46,7 +46,7 @@ def _data_row(figures: Figures, model: str, ranks: int, contender: str) -> list[
     growth = figures.spread("growth_bytes", MEMORY, model, contender, ranks)
     over = figures.spread("growth_over_floor", MEMORY, model, contender, ranks)
     return [
-        contender if contender in SINGLES else f"{contender} x{ranks}",
+        named(contender, ranks),
         _median(speed, digits=0 if SIZES[model]["model"] == "gpt" else 1),
         len(figures.speeds(model, contender, ranks)) or None,
         *_with_range(figures.ratio(model, ranks, contender, MW_MIRRORED)),
@@ -99,7 +99,7 @@ def _notes(figures: Figures) -> Iterator[str]:
         by_reason: dict[str, list[str]] = {}
         for record in figures.records:
             if field in record:
-                by_reason.setdefault(record[field], []).append(f"{record['kind']} {record['model']} {record['case']}")
+                by_reason.setdefault(record[field], []).append(record["case"])
         for reason, names in by_reason.items():
             listed = ", ".join(dict.fromkeys(names))
             yield f"{word}: {listed}: {reason}"

@@ -19,7 +19,7 @@ def measure_of(kind: str, model: str, contender: str, ranks: int, round_index: i
 
 def record_of(measure: Measure, **figures: Any) -> dict[str, Any]:
     """Returns a record; one of a measurement that went well unless `figures` has an "error" or a "missing"."""
-    record = {"case": measure.case.label, **results.key_of(measure, {}), **figures}
+    record = {"case": measure.label, **results.key_of(measure, {}), **figures}
     return record if {"error", "missing"} & set(figures) else {"warmup_losses": [LOSS], **record}
 
 

@@ -213,7 +213,7 @@ def test_check_is_of_what_was_asked_for(speed_of_zero3, check, code, tmp_path, m
     found = Results(tmp_path / run.FILE, {})
     for measure, key in keyed(args):
         value = speed_of_zero3 if measure.contender == "zero3" else 1.0
-        found.append({**key, "case": measure.case.label, "tokens_per_second": value, "warmup_losses": [1.0]})
+        found.append({**key, "case": measure.label, "tokens_per_second": value, "warmup_losses": [1.0]})
     assert run.report(args, found) == code
     assert "small, zero3 x2: speed over fsdp2's" in capsys.readouterr().out
     assert (tmp_path / "table.txt").exists()
