@@ -63,8 +63,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     fresh_help = "measure all again; the records of DIR are kept as results.old.jsonl"
     parser.add_argument("--fresh", action="store_true", help=fresh_help)
     peers.add_torch_arguments(parser)
-    timeout_help = "longest wait for an answer (default: 300)"
-    parser.add_argument("--timeout-seconds", type=cases.positive_float, default=300, help=timeout_help)
+    timeout_help = "longest wait for an answer (default: 600)"
+    parser.add_argument("--timeout-seconds", type=cases.positive_float, default=600, help=timeout_help)
     check_help = "exit with 1 when a target of the cases asked for is missed or not measured"
     parser.add_argument("--check", action="store_true", help=check_help)
     args = parser.parse_args(argv)
