@@ -1,6 +1,6 @@
 # make train   trains the example GPT, sharded, in a fresh .venv:  make train ARGS="--devices 4 --zero-stage 2"
 # make test    lint and the tests;  make test-exhaustive: with every case of their grids
-# make bench   memory and throughput beside MirroredStrategy
+# make bench   the benchmarks beside TensorFlow, PyTorch and DeepSpeed:  make bench ARGS="--suite full --torch-python PYTHON"
 #
 # Needs Python 3.11 or later and make; another interpreter: make test PYTHON=python3.12
 
@@ -22,8 +22,7 @@ test-exhaustive:
 	$(MAKE) test ARGS='-m "" $(ARGS)'
 
 bench: $(VENV)/.installed-examples
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check

@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 ROOT = pathlib.Path(__file__).parent
 README = ROOT / "README.md"
 
-EXAMPLES = ["matplotlib"]
+EXAMPLES = ["matplotlib", "tqdm"]
 TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "tensorboard"]
 
 setup(

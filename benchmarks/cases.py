@@ -15,10 +15,17 @@ from typing import Any
 SINGLE, MIRRORED, MW_MIRRORED = "single", "mirrored", "mw-mirrored"
 TFDIST, TORCH = "tfdist", "torch"  # of benchmarks.tensor_parallel and benchmarks.pipeline
 ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
+# Data parallelism in PyTorch, of benchmarks.run.
+TORCH_SINGLE, DDP, ZERO_REDUNDANCY, FSDP2 = "torch-single", "ddp", "zero-redundancy", "fsdp2"
+DEEPSPEED_STAGES = {f"ds{stage}": stage for stage in (1, 2, 3)}
+TORCH_DATA = (TORCH_SINGLE, DDP, ZERO_REDUNDANCY, FSDP2, *DEEPSPEED_STAGES)
+SINGLES = (SINGLE, TORCH_SINGLE)
+STAGES = {**ZERO_STAGES, ZERO_REDUNDANCY: 1, FSDP2: 3, **DEEPSPEED_STAGES}  # what a rank holds; others hold what stage 0 does
 CONTENDERS = (SINGLE, MIRRORED, *ZERO_STAGES)
 WORKER_CONTENDERS = (SINGLE, MW_MIRRORED, *ZERO_STAGES)  # with --workers
 MODELS = ("mlp", "gpt")
 LOOPS = ("function", "fit")
+SHARED_LOOP = "shared"  # as "function", from the weights and with the batch and the AdamW that are the same in every framework
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +37,14 @@ class Case:
             (`tf.distribute.MultiWorkerMirroredStrategy`) or "zero0" to "zero3" (`tfdist.ShardedStrategy`, or
             `tfdist.MultiWorkerShardedStrategy`). Where all devices are tensor or pipeline ranks: "tfdist" (`tfdist.parallelize`,
             `tfdist.PipelineModel`) or "torch" (PyTorch's `parallelize_module`, `torch.distributed.pipelining`, a process a rank).
+            Of `benchmarks.run`, in PyTorch: "torch-single" (one process), "ddp", "zero-redundancy", "fsdp2", "ds1" to "ds3".
         model: "mlp", a stack of square Dense layers, or "gpt", a decoder.
         devices: CPU devices; a "single" contender uses the first and makes no others.
         layers: Dense layers, or decoder blocks.
         width: units of a Dense layer, or the embedding's size.
         global_batch_size: examples of one step, over all devices.
-        loop: "function" (a `tf.function` around `strategy.run`) or "fit" (`model.fit`).
+        loop: "function" (a `tf.function` around `strategy.run`), "fit" (`model.fit`) or "shared" (as "function", from the
+            weights and with the batch and the optimizer that are the same in every framework).
         multi_worker: whether each device belongs to a worker process of its own, of one TF_CONFIG job; else all are
             logical CPUs of one process.
         bucket_bytes, prefetch: passed to tfdist's strategy; None: its own defaults.
@@ -64,11 +73,21 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        return 1 if self.contender == SINGLE else self.devices
+        return 1 if self.contender in SINGLES else self.devices
+
+    @property
+    def is_torch(self) -> bool:
+        return self.contender == TORCH or self.contender in TORCH_DATA
 
     @property
     def num_processes(self) -> int:
-        return self.num_ranks if self.multi_worker or self.contender == TORCH else 1
+        return self.num_ranks if self.multi_worker or self.is_torch else 1
+
+    @property
+    def floor_bytes_per_parameter(self) -> float:
+        """Bytes of parameter, gradient and two Adam slots, float32, that a rank holds: its stage's formula."""
+        whole, cut = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}[STAGES.get(self.contender, 0)]
+        return whole + cut / self.num_ranks
 
     @property
     def stages_per_rank(self) -> int:
@@ -86,7 +105,7 @@ class Case:
     def label(self) -> str:
         if self.schedule is not None:
             return f"{self.contender} {self.schedule} x{self.devices} m{self.num_microbatches}"
-        return self.contender if self.contender == SINGLE else f"{self.contender} x{self.devices}"
+        return self.contender if self.contender in SINGLES else f"{self.contender} x{self.devices}"
 
 
 # Arguments
@@ -161,8 +180,8 @@ def check_common_arguments(parser: argparse.ArgumentParser, args: argparse.Names
 
 def command_line() -> str:
     """Returns the command that started this program, without the machine's own paths."""
-    program, *rest = sys.orig_argv
-    return " ".join([pathlib.PurePath(program).name, *rest])
+    program, *rest = (pathlib.PurePath(word) for word in sys.orig_argv)
+    return " ".join([program.name, *(word.name if word.is_absolute() else str(word) for word in rest)])
 
 
 def machine_fields() -> dict[str, Any]:

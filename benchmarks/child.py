@@ -1,6 +1,6 @@
 """What runs in each process of a job: builds one contender, trains it, measures.
 
-    python -m benchmarks.child memory|throughput|tensor|pipeline|pipeline_memory
+    python -m benchmarks.child memory|throughput|steps|tensor|pipeline|pipeline_memory
 
 The first line on stdin is the case. What TensorFlow and Keras print goes to stderr; stdout carries answers only.
 """
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -22,9 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from benchmarks import measuring
 from benchmarks.cases import ZERO_STAGES, Case
+from benchmarks.measuring import Answer, Requests
 from benchmarks.pipeline_training import PipelineLoop
-from benchmarks.resident import PeakResident, give_back, growths, resident_bytes
+from benchmarks.resident import give_back, growths, resident_bytes
 from benchmarks.tensor_training import TensorLoop
 from benchmarks.training import FitLoop, FunctionLoop, build_loop, build_strategy
 
@@ -64,7 +64,7 @@ def tensor_bytes(reset_peak: bool = False) -> dict[str, int] | None:
         return None
 
 
-def measure_memory(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+def measure_memory(case: Case, answer: Answer, requests: Requests) -> None:
     """Answers once, to `{"steps": n, "warmup": bool}`: the process's memory at rest and at the peak of each phase."""
     strategy = build_strategy(case)
     give_back()
@@ -79,33 +79,23 @@ def measure_memory(case: Case, answer: Callable[[dict[str, Any]], None], request
         give_back()
     baseline = resident_bytes()
     tensors_before = tensor_bytes(reset_peak=True)
-    with PeakResident() as build:
-        loop = build_loop(case, strategy)
-    with PeakResident() as first:
-        loop.run(1)
-    gc.collect()
-    with PeakResident() as later:
-        _, loss = loop.run(max(1, request["steps"] - 1))
+    loop, phases = measuring.train_in_phases(lambda: build_loop(case, strategy), request["steps"])
     give_back()
     tensors = tensor_bytes()
-    phases = {"build": build, "first_step": first, "steps": later}
     answer(
         {
             "imported_rss_bytes": imported,
             "baseline_rss_bytes": baseline,
-            "peak_rss_bytes": max(peak.bytes for peak in phases.values()),
-            "phase_peak_rss_bytes": {name: peak.bytes for name, peak in phases.items()},
+            **phases.fields(),
             "at_rest_rss_bytes": resident_bytes(),
             "tensor_peak_bytes": None if tensors is None else tensors["peak"] - tensors_before["current"],
             "tensor_at_rest_bytes": None if tensors is None else tensors["current"] - tensors_before["current"],
-            "has_high_water_mark": later.has_high_water_mark,
-            "loss": loss,
             **describe(case, loop),
         }
     )
 
 
-def measure_throughput(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+def measure_throughput(case: Case, answer: Answer, requests: Requests) -> None:
     """Traces and warms up, says so, then answers every `{"steps": n}` with the seconds of n steps."""
     loop = build_loop(case, build_strategy(case))
     _, loss = loop.run(3)
@@ -115,7 +105,13 @@ def measure_throughput(case: Case, answer: Callable[[dict[str, Any]], None], req
         answer({"seconds": seconds, "loss": loss})
 
 
-def measure_tensor(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+def measure_steps(case: Case, answer: Answer, requests: Requests) -> None:
+    """As `measure_throughput`, with the seconds of building, of the first step and of each step."""
+    strategy = build_strategy(case)
+    measuring.measure_steps(lambda: build_loop(case, strategy), lambda loop: describe(case, loop), answer, requests)
+
+
+def measure_tensor(case: Case, answer: Answer, requests: Requests) -> None:
     """As `measure_throughput`, of a model whose layers all ranks share."""
     loop = TensorLoop(case)
     _, loss = loop.run(3)
@@ -127,7 +123,7 @@ def measure_tensor(case: Case, answer: Callable[[dict[str, Any]], None], request
         answer({"seconds": seconds, "loss": loss})
 
 
-def measure_pipeline(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+def measure_pipeline(case: Case, answer: Answer, requests: Requests) -> None:
     """As `measure_throughput`, of a pipeline; with the bytes of tensors that the steps add to those at rest, where counted."""
     loop = PipelineLoop(case)
     _, loss = loop.run(3)
@@ -139,7 +135,7 @@ def measure_pipeline(case: Case, answer: Callable[[dict[str, Any]], None], reque
         answer({"seconds": seconds, "loss": loss, "tensor_bytes": peak})
 
 
-def measure_pipeline_memory(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+def measure_pipeline_memory(case: Case, answer: Answer, requests: Requests) -> None:
     """Traces and warms up, says so, then answers every `{"steps": n}` with what each of n steps adds to the resident memory."""
     give_back()
     imported = resident_bytes()
@@ -154,6 +150,7 @@ def measure_pipeline_memory(case: Case, answer: Callable[[dict[str, Any]], None]
 _MEASUREMENTS = {
     "memory": measure_memory,
     "throughput": measure_throughput,
+    "steps": measure_steps,
     "tensor": measure_tensor,
     "pipeline": measure_pipeline,
     "pipeline_memory": measure_pipeline_memory,

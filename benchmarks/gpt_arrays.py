@@ -1,4 +1,4 @@
-"""Initial weights, the batch and the optimizer of the gpt, the same in every framework. NumPy only."""
+"""Initial weights, the batch and the optimizer of the gpt and the mlp, the same in every framework. NumPy only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ def initial_weight(path: str, shape: tuple[int, ...]) -> np.ndarray:
     kind = path.rpartition("/")[2]
     if kind in ("gamma", "beta", "bias"):
         return np.full(shape, float(kind == "gamma"), np.float32)
-    return np.random.default_rng(zlib.crc32(path.encode())).standard_normal(shape, np.float32) * np.float32(0.02)
+    # In a stack of Dense layers with ReLU between them signals keep their size.
+    scale = (2 / shape[0]) ** 0.5 if path.startswith("dense_") else 0.02
+    return np.random.default_rng(zlib.crc32(path.encode())).standard_normal(shape, np.float32) * np.float32(scale)
+
+
+def make_batch(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Returns inputs and targets of the global batch: always the same."""
+    if case.model == "gpt":
+        return tuple(tokens.astype(np.int32) for tokens in token_batch(case))
+    return tuple(np.random.default_rng(1).standard_normal((2, case.global_batch_size, case.width), np.float32))
 
 
 def token_batch(case: Case) -> tuple[np.ndarray, np.ndarray]:

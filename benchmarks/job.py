@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
-from benchmarks.cases import TORCH, Case
+from benchmarks.cases import Case
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _STDERR_TAIL = 2000  # characters of a failed process's stderr to show
@@ -81,10 +81,11 @@ class Job:
         self._lines: queue.Queue[tuple[int, str | None]] = queue.Queue()  # (process, line), None after the last
         self._processes: list[_Process] = []
         try:
-            for index, own in enumerate(_torch_ranks(case) if case.contender == TORCH else _tf_configs(case)):
+            for index, own in enumerate(_torch_ranks(case) if case.is_torch else _tf_configs(case)):
                 self._processes.append(_Process([*program, measurement], index, {**environment, **own}, self._lines))
             self.ready = self.ask(dataclasses.asdict(case))
         except BaseException:
+            self._kill()
             self.close()
             raise
 
@@ -108,8 +109,7 @@ class Job:
 
     def _fail(self, index: int, what: str) -> NoReturn:
         """Ends the job, of which process `index` is the first to fail."""
-        for process in self._processes:
-            process.end(0)
+        self._kill()
         name = f"{self._case.label}, worker {index}" if len(self._processes) > 1 else self._case.label
         raise JobError(f"{name}: {what}", self._processes[index].stderr_tail())
 
@@ -124,8 +124,14 @@ class Job:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is not None:  # in the middle of a step, where no process would see the end of its input
+            self._kill()
         self.close()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.end(0)
 
 
 class _Process:
@@ -195,7 +201,7 @@ def _torch_ranks(case: Case) -> list[dict[str, str]]:
     """Returns the variables that tell each process of `case` its rank, as `torchrun` sets them."""
     (port,) = _free_ports(1)
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.num_processes)}
-    return [{**shared, "RANK": str(rank)} for rank in range(case.num_processes)]
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(case.num_processes)]
 
 
 # As `tfdist.launch` has them, but importing tfdist would import TensorFlow here.

@@ -34,11 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser, *, layers: int, rounds: int, 
     """Adds the sizes of the gpt, the turns, and where PyTorch is; numbers are defaults."""
     add_size_arguments(parser, layers=layers)
     _add_sizes(parser, {"rounds": rounds, "steps": steps})
-    parser.add_argument("--torch-python", metavar="PYTHON", default=sys.executable, help="a Python with torch; default: this one")
-    parser.add_argument("--torch-preload", metavar="FILE", help="LD_PRELOAD of PyTorch's processes")
+    add_torch_arguments(parser)
     parser.add_argument("--no-torch", action="store_true", help="tfdist alone")
     parser.add_argument("--timeout-seconds", type=cases.positive_float, default=300, help="longest wait for an answer")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="append the JSON lines to FILE as well")
+
+
+def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds where PyTorch is."""
+    parser.add_argument("--torch-python", metavar="PYTHON", default=sys.executable, help="a Python with torch; default: this one")
+    parser.add_argument("--torch-preload", metavar="FILE", help="LD_PRELOAD of PyTorch's processes")
 
 
 def _add_sizes(parser: argparse.ArgumentParser, defaults: dict[str, int]) -> None:
@@ -52,7 +57,7 @@ def contenders(args: argparse.Namespace) -> list[str]:
     """Returns who is measured: PyTorch only where it is wanted and there."""
     if args.no_torch:
         return [TFDIST]
-    if subprocess.run([args.torch_python, "-c", "import torch"], capture_output=True).returncode:
+    if version_in(args.torch_python, "torch") is None:
         cases.progress(f"{pathlib.PurePath(args.torch_python).name} cannot import torch: tfdist alone")
         return [TFDIST]
     return [TFDIST, TORCH]
@@ -76,15 +81,33 @@ def make_case(args: argparse.Namespace, contender: str, devices: int, **fields: 
 
 def start(measurement: str, case: Case, args: argparse.Namespace, environment: dict[str, str] | None = None) -> Job:
     """Starts the processes of a case, with `environment` added to theirs."""
-    environment = dict(environment or {})
-    program = [sys.executable, "-m", "benchmarks.child"]
-    if case.contender == TORCH:
-        program = [args.torch_python, "-m", "benchmarks.torch_child"]
-        # Threads that wait sleep: there are more of them than cores, and other contenders are to be left alone.
-        threads = max(1, (os.cpu_count() or 1) // case.devices)
-        environment |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        environment |= {"LD_PRELOAD": args.torch_preload} if args.torch_preload else {}
+    environment = {**(environment or {}), **peer_environment(case, args.torch_preload)}
+    program = [args.torch_python, "-m", "benchmarks.torch_child"] if case.is_torch else [sys.executable, "-m", "benchmarks.child"]
     return Job(measurement, case, environment=environment, timeout_seconds=args.timeout_seconds, program=program)
+
+
+def peer_environment(case: Case, preload: str | None) -> dict[str, str]:
+    """Returns the variables that PyTorch's processes get: each has its part of the cores, and `preload` is its LD_PRELOAD.
+
+    Threads that wait sleep: there are more of them than cores, and other contenders are to be left alone. Nothing for others.
+    """
+    if not case.is_torch:
+        return {}
+    threads = max(1, (os.cpu_count() or 1) // case.devices)
+    environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+    return {**environment, "LD_PRELOAD": preload} if preload else environment
+
+
+def version_in(python: str, package: str) -> str | None:
+    """Returns the version of a package that a Python can import; None: it cannot, or there is no such Python."""
+    program = f"import {package}; print({package}.__version__)"
+    try:
+        found = subprocess.run(
+            [python, "-c", program], capture_output=True, text=True, env={**os.environ, "DS_ACCELERATOR": "cpu"}
+        )
+    except OSError:
+        return None
+    return None if found.returncode else found.stdout.split()[-1]
 
 
 @dataclasses.dataclass

@@ -1,28 +1,68 @@
-"""One rank of the gpt under PyTorch: what `benchmarks.child` is to tfdist.
+"""One rank of the gpt or the mlp under PyTorch: what `benchmarks.child` is to tfdist.
 
-    python -m benchmarks.torch_child tensor|pipeline|pipeline_memory
+    python -m benchmarks.torch_child steps|memory|tensor|pipeline|pipeline_memory
 
 It needs no TensorFlow, and runs in any environment that has PyTorch and NumPy. The first line on stdin is the case.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+import traceback
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.cases import Case
+from benchmarks import measuring
+from benchmarks.cases import DEEPSPEED_STAGES, Case
+from benchmarks.measuring import Answer, Requests
 from benchmarks.resident import give_back, growths, resident_bytes
+from benchmarks.torch_data import DataLoop
 from benchmarks.torch_pipeline import PipelineLoop
 from benchmarks.torch_tensor import TensorLoop
 
 
-def measure_tensor(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+def data_loop(case: Case) -> type[DataLoop]:
+    """Returns the loop of a data parallel contender, importing what only DeepSpeed needs."""
+    if case.contender in DEEPSPEED_STAGES:
+        return importlib.import_module("benchmarks.torch_deepspeed").DeepSpeedLoop
+    return DataLoop
+
+
+def describe(loop: DataLoop) -> dict[str, Any]:
+    return {"parameters": loop.parameters, "torch": torch.__version__}
+
+
+def measure_steps(case: Case, answer: Answer, requests: Requests) -> None:
+    loop_class = data_loop(case)
+    measuring.measure_steps(lambda: loop_class(case), describe, answer, requests)
+
+
+def measure_memory(case: Case, answer: Answer, requests: Requests) -> None:
+    """Answers once, to `{"steps": n}`, as `benchmarks.child` does."""
+    loop_class = data_loop(case)
+    give_back()
+    imported = resident_bytes()
+    answer({})
+    loop, phases = measuring.train_in_phases(lambda: loop_class(case), next(requests)["steps"])
+    give_back()
+    answer(
+        {
+            "imported_rss_bytes": imported,
+            "baseline_rss_bytes": imported,
+            **phases.fields(),
+            "at_rest_rss_bytes": resident_bytes(),
+            **describe(loop),
+        }
+    )
+
+
+def measure_tensor(case: Case, answer: Answer, requests: Requests) -> None:
     loop = TensorLoop(case)
     _, loss = loop.run(3)
     parameters = sum(parameter.numel() for parameter in loop.model.parameters())  # a DTensor's count is that of the whole
@@ -30,14 +70,14 @@ def measure_tensor(case: Case, answer: Callable[[dict[str, Any]], None], request
     _answer_times(loop, answer, requests)
 
 
-def measure_pipeline(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+def measure_pipeline(case: Case, answer: Answer, requests: Requests) -> None:
     loop = PipelineLoop(case)
     _, loss = loop.run(3)
     answer({"warmup_loss": loss, "torch": torch.__version__})
     _answer_times(loop, answer, requests)
 
 
-def measure_pipeline_memory(case: Case, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]) -> None:
+def measure_pipeline_memory(case: Case, answer: Answer, requests: Requests) -> None:
     give_back()
     imported = resident_bytes()
     loop = PipelineLoop(case)
@@ -48,15 +88,19 @@ def measure_pipeline_memory(case: Case, answer: Callable[[dict[str, Any]], None]
         answer({"rest_bytes": resident_bytes() - imported, "step_bytes": found})
 
 
-def _answer_times(
-    loop: TensorLoop | PipelineLoop, answer: Callable[[dict[str, Any]], None], requests: Iterator[dict[str, Any]]
-) -> None:
+def _answer_times(loop: TensorLoop | PipelineLoop, answer: Answer, requests: Requests) -> None:
     for request in requests:
         seconds, loss = loop.run(request["steps"])
         answer({"seconds": seconds, "loss": loss})
 
 
-_MEASUREMENTS = {"tensor": measure_tensor, "pipeline": measure_pipeline, "pipeline_memory": measure_pipeline_memory}
+_MEASUREMENTS = {
+    "steps": measure_steps,
+    "memory": measure_memory,
+    "tensor": measure_tensor,
+    "pipeline": measure_pipeline,
+    "pipeline_memory": measure_pipeline_memory,
+}
 
 
 def main() -> None:
@@ -69,11 +113,18 @@ def main() -> None:
 
     requests = (json.loads(line) for line in sys.stdin)
     case = Case(**next(requests))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.devices))
-    torch.set_num_interop_threads(1)
-    dist.init_process_group("gloo")
-    _MEASUREMENTS[sys.argv[1]](case, answer, requests)
-    dist.destroy_process_group()
+    try:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.devices))
+        torch.set_num_interop_threads(1)
+        dist.init_process_group("gloo")
+        _MEASUREMENTS[sys.argv[1]](case, answer, requests)
+        for _ in requests:  # stay until the parent ends the input: the other ranks may not be done
+            pass
+        dist.destroy_process_group()
+    except Exception as error:  # noqa: BLE001 (the parent reports it)
+        traceback.print_exc()
+        with contextlib.suppress(BrokenPipeError):  # the parent is gone
+            answer({"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":

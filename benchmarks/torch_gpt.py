@@ -28,8 +28,22 @@ class Attention(nn.Module):
         return self.attention_output(attended.transpose(1, 2).flatten(-2))
 
 
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, NORM_EPSILON)
+        self.attention = Attention(width, width // heads)
+        self.mlp_norm = nn.LayerNorm(width, NORM_EPSILON)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp_out(nn.functional.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
 class GPT(nn.Module):
-    """The decoder of `benchmarks.training`, its parts under the same names.
+    """The decoder of `benchmarks.training`, its parts under the same names but that a block is a module here.
 
     Args:
         case: its sizes.
@@ -45,11 +59,7 @@ class GPT(nn.Module):
             self.token_embedding = nn.Embedding(case.vocabulary, width)
             self.position_embedding = nn.Parameter(torch.empty(case.sequence_length, width))
         for i in self.blocks:
-            self.add_module(f"block_{i}_attention_norm", nn.LayerNorm(width, NORM_EPSILON))
-            self.add_module(f"block_{i}_attention", Attention(width, width // case.heads))
-            self.add_module(f"block_{i}_mlp_norm", nn.LayerNorm(width, NORM_EPSILON))
-            self.add_module(f"block_{i}_mlp_in", nn.Linear(width, 4 * width))
-            self.add_module(f"block_{i}_mlp_out", nn.Linear(4 * width, width))
+            self.add_module(f"block_{i}", Block(width, case.heads))
         if self.is_last:
             self.final_norm = nn.LayerNorm(width, NORM_EPSILON)
             self.logits = nn.Linear(width, case.vocabulary)
@@ -58,11 +68,7 @@ class GPT(nn.Module):
         if self.is_first:
             x = self.token_embedding(x) + self.position_embedding
         for i in self.blocks:
-            norm, attention, mlp_norm, mlp_in, mlp_out = (
-                getattr(self, f"block_{i}_{name}") for name in ("attention_norm", "attention", "mlp_norm", "mlp_in", "mlp_out")
-            )
-            x = x + attention(norm(x))
-            x = x + mlp_out(nn.functional.gelu(mlp_in(mlp_norm(x))))
+            x = self.get_submodule(f"block_{i}")(x)
         return self.logits(self.final_norm(x)) if self.is_last else x
 
 
@@ -73,6 +79,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def keras_array(name: str, shape: torch.Size, case: Case) -> torch.Tensor:
     """Returns the initial value of a parameter: of the Keras weight that it is, in PyTorch's layout."""
     module, _, kind = name.rpartition(".")
+    module = module.replace(".", "_", 1) if module.startswith("block_") else module
     if name == "position_embedding":
         return torch.from_numpy(initial_weight("position_embedding/vectors", tuple(shape)))
     if module == "token_embedding":

@@ -21,9 +21,9 @@ def build(case: Case) -> GPT:
     if case.devices > 1:
         plan: dict[str, Any] = {"token_embedding": RowwiseParallel(input_layouts=Replicate())}
         for i in range(case.layers):
-            plan |= {f"block_{i}_attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
-            plan |= {f"block_{i}_attention.attention_output": RowwiseParallel()}
-            plan |= {f"block_{i}_mlp_in": ColwiseParallel(), f"block_{i}_mlp_out": RowwiseParallel()}
+            plan |= {f"block_{i}.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+            plan |= {f"block_{i}.attention.attention_output": RowwiseParallel()}
+            plan |= {f"block_{i}.mlp_in": ColwiseParallel(), f"block_{i}.mlp_out": RowwiseParallel()}
         plan["logits"] = ColwiseParallel(output_layouts=Replicate())
         parallelize_module(model, init_device_mesh("cpu", (case.devices,)), plan)
     assign_initial_weights(model, case)

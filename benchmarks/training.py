@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from benchmarks.cases import MIRRORED, MW_MIRRORED, SINGLE, ZERO_STAGES, Case
+from benchmarks.cases import MIRRORED, MW_MIRRORED, SHARED_LOOP, SINGLE, ZERO_STAGES, Case
+from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, WEIGHT_DECAY, initial_weight, make_batch
 from tfdist.mesh import share_cores
 
 _SEED = 1
@@ -75,7 +76,8 @@ def build_model(case: Case) -> keras.Model:
 
 
 def _build_mlp(case: Case) -> keras.Model:
-    layers = [keras.layers.Dense(case.width, activation="relu", name=f"dense_{i}") for i in range(case.layers)]
+    activations = ["relu"] * (case.layers - 1) + [None]
+    layers = [keras.layers.Dense(case.width, activation, name=f"dense_{i}") for i, activation in enumerate(activations)]
     return keras.Sequential([keras.Input((case.width,)), *layers])
 
 
@@ -121,7 +123,8 @@ class FunctionLoop:
         keras.utils.set_random_seed(_SEED)
         with strategy.scope():
             self.model = model = build_model(case)
-            optimizer = keras.optimizers.Adam(1e-4)
+            self._set_weights()
+            optimizer = self._build_optimizer()
             optimizer.build(model.trainable_variables)
         loss_of = build_loss(case)
 
@@ -139,11 +142,44 @@ class FunctionLoop:
             return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
 
         self._step = step
-        self._batch = [_place(array, case, strategy) for array in build_batch(case)]
+        self._batch = [_place(array, case, strategy) for array in self._build_batch(case)]
+
+    def _set_weights(self) -> None:
+        """Leaves the weights as Keras draws them."""
+
+    def _build_optimizer(self) -> keras.optimizers.Optimizer:
+        return keras.optimizers.Adam(1e-4)
+
+    def _build_batch(self, case: Case) -> tuple[np.ndarray, np.ndarray]:
+        return build_batch(case)
 
     def run(self, steps: int) -> tuple[float, float]:
         """Runs `steps` steps; returns seconds and the last loss."""
         return run_steps(self._step, self._batch, steps)
+
+    def time_steps(self, steps: int) -> tuple[list[float], float]:
+        """Runs `steps` steps; returns the seconds of each and the last loss. A call returns when all devices are done."""
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            loss = self._step(*self._batch)
+            seconds.append(time.perf_counter() - start)
+        return seconds, float(loss)
+
+
+class SharedLoop(FunctionLoop):
+    """A `FunctionLoop` from the weights, and with the batch and the AdamW, that are the same in every framework."""
+
+    def _set_weights(self) -> None:
+        for variable in self.model.variables:
+            path = variable.path.removeprefix(f"{self.model.name}/")  # a Sequential's own name stands before its layers'
+            variable.assign(initial_weight(path, variable.shape))
+
+    def _build_optimizer(self) -> keras.optimizers.Optimizer:
+        return keras.optimizers.AdamW(LEARNING_RATE, epsilon=EPSILON, weight_decay=WEIGHT_DECAY)
+
+    def _build_batch(self, case: Case) -> tuple[np.ndarray, np.ndarray]:
+        return make_batch(case)
 
 
 def run_steps(step: Callable[..., tf.Tensor], batch: Sequence[Any], steps: int) -> tuple[float, float]:
@@ -217,4 +253,4 @@ class _BatchClock(keras.callbacks.Callback):
 
 
 def build_loop(case: Case, strategy: tf.distribute.Strategy) -> FunctionLoop | FitLoop:
-    return {"function": FunctionLoop, "fit": FitLoop}[case.loop](case, strategy)
+    return {"function": FunctionLoop, "fit": FitLoop, SHARED_LOOP: SharedLoop}[case.loop](case, strategy)

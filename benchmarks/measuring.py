@@ -1,0 +1,86 @@
+"""What the processes of a job measure in the same way in every framework: seconds of steps, and resident memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from benchmarks.resident import PeakResident
+
+Fields = dict[str, Any]
+Answer = Callable[[Fields], None]
+Requests = Iterator[Fields]
+
+
+WARMUP_STEPS = 3  # after which the losses of all contenders must agree
+
+
+class Loop(Protocol):
+    """A model that can be trained, in any framework."""
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Runs `steps` steps; returns seconds and the last loss, of the global batch."""
+
+    def time_steps(self, steps: int) -> tuple[list[float], float]:
+        """As `run`, with the seconds of each step."""
+
+
+def measure_steps(build: Callable[[], Loop], describe: Callable[[Loop], Fields], answer: Answer, requests: Requests) -> None:
+    """Builds and warms up, says how long that took, then answers every `{"steps": n}` with the seconds of each of n steps.
+
+    Three steps warm up; the first traces. Before those that are timed another one lets the ranks meet.
+    """
+    start = time.perf_counter()
+    loop = build()
+    build_seconds = time.perf_counter() - start
+    first_step_seconds, _ = loop.run(1)
+    _, loss = loop.run(WARMUP_STEPS - 1)
+    answer(
+        {"warmup_loss": loss, "build_seconds": build_seconds, "first_step_seconds": first_step_seconds, **describe(loop)}
+    )
+    for request in requests:
+        loop.run(1)
+        cpu = time.process_time()
+        seconds, loss = loop.time_steps(request["steps"])
+        answer({"step_seconds": seconds, "cpu_seconds": (time.process_time() - cpu) / request["steps"], "loss": loss})
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """The resident memory of a process while it builds and trains.
+
+    Attributes:
+        peaks: by phase: "build", "first_step", "steps".
+        warmup_loss: after the third step.
+        loss: after the last.
+    """
+
+    peaks: dict[str, PeakResident]
+    warmup_loss: float
+    loss: float
+
+    def fields(self) -> Fields:
+        """Returns what an answer says of it."""
+        return {
+            "peak_rss_bytes": max(peak.bytes for peak in self.peaks.values()),
+            "phase_peak_rss_bytes": {name: peak.bytes for name, peak in self.peaks.items()},
+            "has_high_water_mark": all(peak.has_high_water_mark for peak in self.peaks.values()),
+            "warmup_loss": self.warmup_loss,
+            "loss": self.loss,
+        }
+
+
+def train_in_phases(build: Callable[[], Loop], steps: int) -> tuple[Loop, Phases]:
+    """Builds, and runs `steps` steps, at least three; returns the loop, and what was resident."""
+    with PeakResident() as built:
+        loop = build()
+    with PeakResident() as first:
+        loop.run(1)
+    gc.collect()
+    with PeakResident() as later:
+        _, warmup_loss = loop.run(WARMUP_STEPS - 1)
+        loss = loop.run(steps - WARMUP_STEPS)[1] if steps > WARMUP_STEPS else warmup_loss
+    return loop, Phases({"build": built, "first_step": first, "steps": later}, warmup_loss, loss)
