@@ -9,6 +9,8 @@ import tensorflow as tf
 import test_models
 from training import strategy_for
 
+from tfdist.sharding import unshard
+
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
 LAYERS = len(WIDTHS) - 1
 SIZES = [size for n, m in zip(WIDTHS, WIDTHS[1:], strict=False) for size in (n * m, m)]
@@ -203,6 +205,16 @@ def test_small_layers_are_gathered_together(group_bytes, groups):
     again = [[layer for layer in group if layer > 0] for group in reversed(groups[:-1])]
     backward = [sum(shard(GROUPS[layer][0], 2) for layer in layers) for layers in again if layers]
     assert found == {"CollectiveGatherV2": forward + backward, "CollectiveAllToAllV2": [2 * size for size in reversed(forward)]}
+
+
+def test_large_variables_travel_alone(monkeypatch):
+    """Here each kernel but the last; biases, and a kernel that is small, are packed."""
+    monkeypatch.setattr(unshard, "LARGE_BYTES", 4 * GROUPS[1][0])
+    found = collectives_of(traced_step(strategy_for(2, 3, group_bytes=4 * sum(GROUPS[1] + GROUPS[2])))[0])
+    (kernel_0, bias_0), (kernel_1, bias_1), (kernel_2, bias_2) = GROUPS
+    first, second = [[kernel_0], [bias_0]], [[kernel_1], [bias_1, kernel_2, bias_2]]
+    assert found["CollectiveGatherV2"] == [packed(message, 2) for message in first + second]
+    assert found["CollectiveAllToAllV2"] == [2 * packed(message, 2) for message in reversed(first + second)]
 
 
 def test_layers_of_other_dtypes_are_gathered_apart():

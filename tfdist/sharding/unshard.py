@@ -37,6 +37,9 @@ _VIEWS = frozenset(
     "Unpack".split()
 )
 
+# A variable from this size on, full and in bytes, travels alone: packed with its bias it would be copied three times.
+LARGE_BYTES = 4 * 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
@@ -180,11 +183,11 @@ class UnshardSchedule:
         gate: Sequence[tf.Operation],
         label: str,
     ) -> dict[int, tf.Tensor]:
-        """Gathers `variables` in one message per dtype, not before `gate` has run."""
+        """Gathers `variables`, in as few messages as `_messages` says, not before `gate` has run."""
         program = self._program
         ranks = program.group_ranks("data")
         outputs = {}
-        for members in _by_dtype(variables, key=lambda v: _travelling_dtype(v, compute_dtype)):
+        for members in _messages(variables, variables, lambda v: _travelling_dtype(v, compute_dtype)):
             layouts = [v.layout for v in members]
             dtype = _travelling_dtype(members[0], compute_dtype)
             with tf.control_dependencies(gate), tf.name_scope(_scope_name(label)):
@@ -301,7 +304,7 @@ class UnshardSchedule:
                 tape.reconnect(reader.operation, reader.tensor, _copy_of(reader.tensor, copies))
 
     def _reduce_scatter(self, pending: Sequence[PendingGradient], previous: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Reduces a unit's gradients in one message per dtype; packed only when the `previous` messages have left.
+        """Reduces a unit's gradients, in as few messages as `_messages` says; packed only when the `previous` ones have left.
 
         Packing earlier would hold a second copy of the gradients while they wait for their turn.
         """
@@ -309,7 +312,7 @@ class UnshardSchedule:
         ranks = program.group_ranks("data")
         label = f"reduce_scatter/{pending[0].unit.group.name}"
         sent = []
-        for members in _by_dtype(pending, key=lambda p: (p.full.dtype, p.stub.dtype)):
+        for members in _messages(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
             layouts = [p.variable.layout for p in members]
             with tf.name_scope(_scope_name(label)):
                 with tf.control_dependencies(previous):
@@ -362,11 +365,13 @@ def _travelling_dtype(variable: Any, compute_dtype: tf.DType | None) -> tf.DType
     return compute_dtype if compute_dtype is not None and variable.is_autocast else variable.dtype
 
 
-def _by_dtype(items: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    groups: dict[Any, list[Any]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())
+def _messages(items: Sequence[Any], variables: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Returns `items`, one for each of `variables`, by message: those that agree in `key` together, but large variables alone."""
+    messages: dict[Any, list[Any]] = {}
+    for item, variable in zip(items, variables, strict=True):
+        is_large = variable.layout.local_elements * variable.dtype.size >= LARGE_BYTES
+        messages.setdefault((key(item), id(variable) if is_large else None), []).append(item)
+    return list(messages.values())
 
 
 def _scope_name(label: str) -> str:
