@@ -139,6 +139,28 @@ def test_step_inside_a_loop_is_refused(zero_stage):
         run()
 
 
+def test_gradient_in_a_nested_function_is_refused_at_stage_3():
+    """As a loop that was written for one device often has it; at stage 2 it trains."""
+
+    def train(zero_stage):
+        strategy = strategy_for(2, zero_stage)
+        with strategy.scope():
+            model = mlp()
+
+        @tf.function
+        def gradients(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x))
+            return tape.gradient(loss, model.trainable_variables)
+
+        x = tf.zeros([4, *model.input_shape[1:]])
+        tf.function(lambda: strategy.run(lambda: sum(map(tf.norm, gradients(x)))))()
+
+    train(2)
+    with pytest.raises(NotImplementedError, match="a nested `tf.function` of .*`@tf.function` on the outermost"):
+        train(3)
+
+
 def test_wrong_shape_assigned():
     with strategy_for(2, 3).scope():
         variable = tf.Variable(np.zeros((3, 5), "float32"))

@@ -207,9 +207,10 @@ class UnshardSchedule:
         if full.graph is not self._program.graph:
             raise NotImplementedError(
                 errors.message(
-                    f"The gradient of sharded parameter {variable.name!r} is taken inside a loop or a branch of the function "
-                    "given to `strategy.run`; with `zero_stage=3` it must be taken outside.",
-                    fix="Move the loop outside `strategy.run` (one `strategy.run` per step), or use `zero_stage=2`.",
+                    f"The gradient of sharded parameter {variable.name!r} is taken inside a loop, a branch or a nested "
+                    "`tf.function` of the function given to `strategy.run`; with `zero_stage=3` it must be taken outside.",
+                    fix="Put the loop around `strategy.run` (one `strategy.run` per step), and `@tf.function` on the outermost "
+                    "function only; or use `zero_stage=2`.",
                 )
             )
         with tape.stop_recording():
