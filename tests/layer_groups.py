@@ -1,15 +1,19 @@
 """Stage 3 as the tests want it: each layer gathered alone.
 
 Models of tests are so small that with the default `group_bytes` all their layers would be gathered at once, and kept: nothing
-would be gathered ahead, freed and gathered again. Tests of the default itself pass `group_bytes`.
+would be gathered ahead, freed and gathered again. Tests of groups pass a `group_bytes` that is not the default.
 """
 
 from __future__ import annotations
 
-import tfdist
+from tfdist.sharding import DEFAULT_GROUP_BYTES, ParameterGroups
 
 
 def gather_each_layer_alone() -> None:
-    """Changes the default of this process's strategies."""
-    for strategy in (tfdist.ShardedStrategy, tfdist.MultiWorkerShardedStrategy):
-        strategy.__init__.__kwdefaults__["group_bytes"] = 0
+    """Makes this process's strategies take the default `group_bytes` for 0; their signatures stay as they are."""
+    original = ParameterGroups.__init__
+
+    def init(self: ParameterGroups, group_bytes: int) -> None:
+        original(self, 0 if group_bytes == DEFAULT_GROUP_BYTES else group_bytes)
+
+    ParameterGroups.__init__ = init

@@ -104,5 +104,5 @@ def test_large_messages_are_cut(num_ranks, chunk_bytes):
 
 def test_only_messages_between_processes_are_cut():
     devices = ["/job:worker/task:0/device:CPU:0", "/job:worker/task:1/device:CPU:0"]
-    assert choose_transport(devices, is_multi_worker=True).chunk_bytes == 4 * 2**20
+    assert choose_transport(devices, is_multi_worker=True).chunk_bytes == 8 * 2**20
     assert choose_transport(devices) is RING and RING.chunk_bytes is None

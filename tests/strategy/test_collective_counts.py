@@ -195,7 +195,7 @@ def test_stage_3_holds_at_most_prefetch_plus_1_layers(prefetch):
         (0, [[0], [1], [2]]),
         (4 * sum(GROUPS[1] + GROUPS[2]), [[0], [1, 2]]),  # as large as two layers, and exactly full
         (4 * sum(GROUPS[0] + GROUPS[1]), [[0, 1], [2]]),
-        (2**21, [[0, 1, 2]]),
+        (2**20, [[0, 1, 2]]),
     ],
 )
 def test_small_layers_are_gathered_together(group_bytes, groups):
@@ -220,7 +220,7 @@ def test_large_variables_travel_alone(monkeypatch):
 def test_layers_of_other_dtypes_are_gathered_apart():
     """A group is gathered once for each dtype that its layers compute in: they are all of one."""
     layers = [keras.layers.Dense(19, dtype=dtype) for dtype in ("float32", "float32", "mixed_float16", "float32")]
-    plan = traced_step(strategy_for(2, 3, group_bytes=2**21), lambda: keras.Sequential([keras.Input((19,)), *layers]))[1]
+    plan = traced_step(strategy_for(2, 3, group_bytes=2**20), lambda: keras.Sequential([keras.Input((19,)), *layers]))[1]
     gathers = [record for record in plan.records[0] if record.op == "all_gather" and "backward" not in record.label]
     sizes = [(record.dtype, math.prod(record.shape)) for record in gathers]
     layer = packed([19 * 19, 19], 2)

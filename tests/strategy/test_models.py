@@ -9,8 +9,6 @@ import tensorflow as tf
 from keras import layers
 from training import CLASSES, Trained, assert_same, fit, one_device, strategy_for
 
-from tfdist.sharding import DEFAULT_GROUP_BYTES
-
 RNG = np.random.default_rng(11)
 SEQUENCES = RNG.normal(size=(72, 7, 15)).astype("float32")
 TOKENS = RNG.integers(0, 50, size=(72, 9))
@@ -150,7 +148,7 @@ def test_architecture(name, zero_stage, devices):
         ({"prefetch": 0}, "control_flow"),
         *(({"prefetch": 3}, name) for name in ("stacked_cells", "used_three_times")),
         # All layers at once, as by default in models this small; and two or three.
-        *(({"group_bytes": DEFAULT_GROUP_BYTES}, name) for name in ("control_flow", "partly_used", "lazily_built", "frozen")),
+        *(({"group_bytes": 2**20}, name) for name in ("control_flow", "partly_used", "lazily_built", "frozen")),
         *(({"group_bytes": 2000}, name) for name in ("attention", "stacked_cells", "used_three_times", "regularized")),
         *(({"reshard_after_forward": False}, name) for name in ("control_flow", "attention", "used_three_times")),
     ],

@@ -36,8 +36,9 @@ _GRACE_SECONDS = 12.0
 _LINGER_SECONDS = 6.0
 # So long it waits at the end of its program for workers that have something left to do on their own.
 _LAST_SECONDS = 3600.0
-# A collective that waits for a worker whose program has ended is given this long: the end may have come just after it.
-_ENDED_SECONDS = 4.0
+# A program that waits for a worker whose own program has ended is given this long: the end may have come just after it, and a
+# busy machine can take seconds for the rest.
+_ENDED_SECONDS = 10.0
 # A key that was written before now is read within this long, on a busy machine too.
 _READ_SECONDS = 1.0
 
