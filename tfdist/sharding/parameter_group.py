@@ -82,6 +82,7 @@ class ParameterGroups:
 
     def _made_after(self, layer: Any) -> list[Any]:
         layers = [known for known in (reference() for reference in self._layers) if known is not None]
+        self._layers = [weakref.ref(known) for known in layers]  # those that are gone are forgotten
         places = [place for place, known in enumerate(layers) if known is layer]
         return layers[places[0] + 1 :] if places else []
 
