@@ -33,6 +33,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--payload-mib", type=int, default=64, help="bytes of the whole tensor on a rank (default: 64)")
     parser.add_argument("--messages-mib", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64], help="default: 1 2 4 8 16 64")
     parser.add_argument("--rounds", type=int, default=8, help="turns of every case (default: 8)")
+    parser.add_argument("--ring", action="store_true")
     parser.add_argument("--uncut", action="store_true", help="send each message as it is")
     return parser.parse_args()
 
@@ -55,7 +56,7 @@ def mover(strategy: tf.distribute.Strategy, op: str, payload: int, message: int)
 
 def main() -> None:
     args = parse_args()
-    strategy = tfdist.MultiWorkerShardedStrategy()
+    strategy = tfdist.MultiWorkerShardedStrategy(communication_options=tf.distribute.experimental.CommunicationOptions(implementation=tf.distribute.experimental.CommunicationImplementation.RING) if args.ring else None)
     if args.uncut:
         communicator = strategy.extended.communicator
         communicator.transport = dataclasses.replace(communicator.transport, chunk_bytes=None)

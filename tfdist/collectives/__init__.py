@@ -8,6 +8,7 @@ from tfdist.collectives.agreement import PlanAgreement
 from tfdist.collectives.buckets import assign_buckets
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
 from tfdist.collectives.eager import EagerProgram, Meeting
+from tfdist.collectives.host_groups import abort_exchanges, connect_exchanges
 from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes
 from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
@@ -28,6 +29,7 @@ __all__ = [
     "PlanAgreement",
     "RankProgram",
     "Transport",
+    "abort_exchanges",
     "activations",
     "all_gather",
     "all_reduce",
@@ -35,6 +37,7 @@ __all__ = [
     "assign_buckets",
     "broadcast",
     "choose_transport",
+    "connect_exchanges",
     "cross_replica_of",
     "current_program",
     "find_kernel_orders",

@@ -13,6 +13,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable
 from tfdist import errors
 from tfdist.collectives.instance_keys import KEYS_PER_COLLECTIVE, InstanceKeys
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
+from tfdist.collectives.shared_memory import Exchange
 from tfdist.collectives.transport import Transport
 from tfdist.mesh import MESH_AXES, DeviceMesh
 
@@ -40,6 +41,7 @@ class Communicator:
         local_ranks: the ranks of this process; None: all.
 
     Attributes:
+        exchanges: the groups of ranks on one machine that meet in memory (see `shared_memory`).
         kernel_orders: per group, the order in which the kernels number its members (see `wire`).
         programs: what was traced, by number; only kept where other workers take part.
     """
@@ -51,6 +53,7 @@ class Communicator:
         self.transport = transport
         self.local_ranks = tuple(range(mesh.world_size) if local_ranks is None else local_ranks)
         self.kernel_orders: dict[tuple[int, ...], list[int]] = {}
+        self.exchanges: dict[tuple[int, ...], Exchange] = {}
         self.programs: list[CollectivePlan] = []
         self.instance_keys = InstanceKeys()
         self._first_key = next(self._next_key_range)

@@ -33,12 +33,14 @@ class Transport:
         has_reduce_scatter: whether ReduceScatterV2 exists there; else a reduce-scatter is an all-to-all and a sum.
         timeout_seconds: after this long without a peer a collective fails instead of hanging; 0 waits for ever.
         chunk_bytes: a rank sends a peer at most about so much at once; larger messages are cut. None: as large as they come.
+        shares_memory: whether groups whose members are processes of one machine meet in memory (see `shared_memory`) instead.
     """
 
     hint: str
     has_reduce_scatter: bool
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     chunk_bytes: int | None = None
+    shares_memory: bool = False
 
     def reduction_dtype(self, dtype: tf.DType) -> tf.DType:
         """Returns the dtype in which a reduction of `dtype` travels."""
@@ -55,11 +57,12 @@ RING = Transport("ring", has_reduce_scatter=False)
 # Between two processes gRPC carries pieces of some MiB more than twice as fast as tens of MiB; between four, as fast or somewhat
 # faster (benchmarks/transport.py, docs/benchmarks.md).
 RING_BETWEEN_WORKERS = Transport("ring", has_reduce_scatter=False, chunk_bytes=8 * 2**20)
+MEMORY_BETWEEN_WORKERS = dataclasses.replace(RING_BETWEEN_WORKERS, shares_memory=True)
 NCCL = Transport("nccl", has_reduce_scatter=True)
 
 
 def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_multi_worker: bool = False) -> Transport:
-    """Returns `NCCL` when every device is a whole physical GPU, else `RING` or `RING_BETWEEN_WORKERS`.
+    """Returns `NCCL` when every device is a whole physical GPU, else `RING`, `RING_BETWEEN_WORKERS` or `MEMORY_BETWEEN_WORKERS`.
 
     Args:
         devices: the devices of the job.
@@ -81,4 +84,6 @@ def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_mu
         )
     if is_nccl and implementation != "RING":
         return NCCL
-    return RING_BETWEEN_WORKERS if is_multi_worker else RING
+    if not is_multi_worker:
+        return RING
+    return RING_BETWEEN_WORKERS if implementation == "RING" else MEMORY_BETWEEN_WORKERS

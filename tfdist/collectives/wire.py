@@ -64,6 +64,10 @@ def all_reduce(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduc
     if is_trivial(x, ranks):
         return tf.identity(x)
     dtype = x.dtype
+    exchange = program.communicator.exchanges.get(ranks)
+    if exchange is not None:
+        move = functools.partial(exchange.all_reduce, reduce_op=reduce_op, dtype=_summed_in(dtype).as_numpy_dtype)
+        return _through_memory(program, move, x, ranks, "all_reduce", label, x.shape, dtype)
     wide = program.transport.reduction_dtype(dtype)
     pieces = _pieces(program, x, x.shape.num_elements(), len(ranks))
     with tf.device(program.device):
@@ -90,6 +94,10 @@ def all_gather(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
     """Concatenates `x` of all `ranks` along axis 0, in group order. Equal shapes on all ranks."""
     if is_trivial(x, ranks):
         return tf.concat([x] * len(ranks), 0)
+    exchange = program.communicator.exchanges.get(ranks)
+    if exchange is not None:
+        rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
+        return _through_memory(program, exchange.all_gather, x, ranks, "all_gather", label, [rows, *x.shape[1:]], x.dtype)
     pieces = _pieces(program, x, x.shape.num_elements())
     with tf.device(program.device):
         if len(pieces) > 1:
@@ -117,6 +125,9 @@ def all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
     """Sends `x[i]` to the i-th of `ranks` and returns what each sent here, stacked: (N, ...) to (N, ...)."""
     if is_trivial(x, ranks):
         return tf.identity(x)
+    exchange = program.communicator.exchanges.get(ranks)
+    if exchange is not None:
+        return _through_memory(program, exchange.all_to_all, x, ranks, "all_to_all", label, x.shape, x.dtype)
     if len(ranks) > _ALL_TO_ALL_RANKS:
         gathered = all_gather(program, x, ranks, label)
         return tf.reshape(gathered, [len(ranks), *x.shape])[:, ranks.index(program.rank)]
@@ -137,11 +148,16 @@ def reduce_scatter(
     dtype = dtype or x.dtype
     if is_trivial(x, ranks):
         return tf.cast(x[0], dtype)
+    exchange = program.communicator.exchanges.get(ranks)
+    if exchange is not None:
+        wide = _summed_in(x.dtype)
+        move = functools.partial(exchange.reduce_scatter, dtype=wide.as_numpy_dtype)
+        return tf.cast(_through_memory(program, move, x, ranks, "reduce_scatter", label, x.shape[1:], wide), dtype)
     transport = program.transport
     with tf.device(program.device):
         if not transport.has_reduce_scatter:
             # Summed wider than it travelled: a half-precision wire does not mean a half-precision sum.
-            wide = tf.float32 if x.dtype in (tf.bfloat16, tf.float16) else x.dtype
+            wide = _summed_in(x.dtype)
             if len(ranks) > _ALL_TO_ALL_RANKS:
                 reduced = all_reduce(program, tf.cast(x, wide), ranks, "sum", label)[ranks.index(program.rank)]
                 return tf.cast(reduced, dtype)
@@ -263,6 +279,31 @@ def _all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], op: 
     return tf.raw_ops.CollectiveAllToAllV2(
         input=x, ordering_token=[program.token()], is_stateless=False, **program.begin(op, x, ranks, label)
     )
+
+
+def _through_memory(
+    program: RankProgram,
+    move: Callable[..., Any],
+    x: tf.Tensor,
+    ranks: tuple[int, ...],
+    op: str,
+    label: str,
+    shape: Any,
+    dtype: tf.DType,
+) -> tf.Tensor:
+    """Runs `move(array, key)`, a method of the group's `Exchange`, on the chain; returns its result, of `shape` and `dtype`."""
+    with tf.device(program.device):
+        key = program.begin(op, x, ranks, label)["instance_key"]
+        turn = tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)
+        # Without state, or TensorFlow would order it among all Python calls; that it reads its turn keeps it from being folded.
+        moved = tf.numpy_function(lambda array, key, _: move(array, int(key)), [x, key, turn], dtype, stateful=False)
+        _extend_chain(program, moved)
+        return tf.ensure_shape(moved, shape)
+
+
+def _summed_in(dtype: tf.DType) -> tf.DType:
+    """Returns in which dtype a sum of what travelled as `dtype` is taken."""
+    return tf.float32 if dtype in (tf.bfloat16, tf.float16) else dtype
 
 
 def _pieces(program: RankProgram, x: tf.Tensor, elements: int | None, hops: int = 1) -> list[int]:

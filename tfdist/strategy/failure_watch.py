@@ -26,7 +26,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import CollectivePlan, Communicator
+from tfdist.collectives import CollectivePlan, Communicator, abort_exchanges
 from tfdist.mesh import Cluster, Coordination, coordination
 
 _POLL_SECONDS = 1.0
@@ -121,6 +121,7 @@ class FailureWatch:
         self._learn(failure)
         if self._is_ending:
             return
+        abort_exchanges(self._message(failure))
         coordination.abort_collectives(self._message(failure))
         time.sleep(_GRACE_SECONDS)
         if not self._is_ending:

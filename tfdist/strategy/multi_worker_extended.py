@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_utils, mirrored_strategy, values
 
 from tfdist import errors
-from tfdist.collectives import CollectivePlan, PlanAgreement, find_kernel_orders
+from tfdist.collectives import CollectivePlan, PlanAgreement, connect_exchanges, find_kernel_orders
 from tfdist.data import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.mesh import Cluster, Coordination, coordination
 from tfdist.sharding import Layout, ShardingConfig
@@ -55,6 +55,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         each = len(self._communicator.local_ranks)
         self._agreement = PlanAgreement(words, self._communicator.instance_keys, timeout_seconds, each)
         find_kernel_orders(self._communicator)
+        connect_exchanges(self._communicator, words, timeout_seconds)
 
     # Devices
 

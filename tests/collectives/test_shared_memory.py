@@ -1,0 +1,122 @@
+"""Collectives through shared memory, between threads that stand for processes."""
+
+import mmap
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tfdist.collectives.shared_memory import Exchange, PeerLost, aligned_empty, file_bytes
+
+SLOT_BYTES = 256  # so that small arrays take several turns
+
+
+def group(size, slot_bytes=SLOT_BYTES):
+    memory = mmap.mmap(-1, file_bytes(size, slot_bytes))
+    peers = [{} for _ in range(size)]
+    for one in range(size):
+        for other in range(one):
+            peers[one][other], peers[other][one] = socket.socketpair()
+    return [Exchange(memory, place, peers[place], slot_bytes) for place in range(size)]
+
+
+def together(members, call):
+    """Returns what `call(exchange, place)` returns at every member."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        futures = [pool.submit(call, member, place) for place, member in enumerate(members)]
+        return [future.result(20) for future in futures]
+
+
+def values(size, shape, dtype):
+    """Small whole numbers, of which all sums are exact."""
+    rng = np.random.default_rng(3)
+    return [rng.integers(-4, 5, shape).astype(dtype) for _ in range(size)]
+
+
+DTYPES = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int32", "int64"]
+SHAPES = [(1,), (5,), (7, 3), (64, 3), (301,)]  # of 301 float64 a slot holds a ninth
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+def test_every_collective(size, dtype):
+    members = group(size)
+    for number, shape in enumerate(SHAPES):
+        mine = values(size, shape, dtype)
+        rows = [np.stack(values(size, shape, dtype)) + place for place in range(size)]
+        rows = [row.astype(dtype) for row in rows]
+
+        def call(exchange, place, mine=mine, rows=rows, number=number):
+            return [
+                exchange.all_gather(mine[place], number),
+                exchange.all_to_all(rows[place], number),
+                exchange.reduce_scatter(rows[place], number, np.float32 if np.dtype(dtype).itemsize == 2 else None),
+                *(exchange.all_reduce(mine[place], number, op) for op in ("sum", "max", "min")),
+            ]
+
+        for place, found in enumerate(together(members, call)):
+            total = np.sum([row[place].astype("float64") for row in rows], axis=0)
+            expected = [
+                np.concatenate(mine),
+                np.stack([row[place] for row in rows]),
+                total,
+                np.sum([one.astype("float64") for one in mine], axis=0),
+                np.max(mine, axis=0),
+                np.min(mine, axis=0),
+            ]
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(one.astype("float64"), other.astype("float64"))
+            assert [one.dtype for one in found] == [np.dtype(dtype)] * 2 + [found[2].dtype] + [np.dtype(dtype)] * 3
+
+
+def test_all_members_hold_equal_bits_of_a_sum():
+    """Also of what is summed in parts by several members, and of what all of them sum."""
+    members = group(3, slot_bytes=2**18)
+    for length in (1000, 50_001):
+        mine = [np.random.default_rng(place).normal(size=length).astype("float32") for place in range(3)]
+        found = together(members, lambda exchange, place, mine=mine: exchange.all_reduce(mine[place], 1))
+        np.testing.assert_array_equal(found[0], (mine[0] + mine[1]) + mine[2])
+        for other in found[1:]:
+            np.testing.assert_array_equal(found[0], other)
+
+
+def test_half_precision_is_summed_wider():
+    """2,048 is where float16 stops counting ones."""
+    members = group(4)
+    mine = [np.array([2048.0 if place == 0 else 1.0], "float16") for place in range(4)]
+    call = lambda exchange, place: exchange.all_reduce(mine[place], 1, dtype=np.float32)  # noqa: E731
+    assert [one.item() for one in together(members, call)] == [2052.0] * 4  # 2051, rounded once
+
+
+def test_a_member_that_has_ended_is_noticed():
+    first, second = group(2)
+    second.abort("the program is over")
+    with pytest.raises(PeerLost, match="Member 1|Another member"):
+        first.all_gather(np.zeros(3), 1)
+    with pytest.raises(PeerLost, match="the program is over"):
+        second.all_gather(np.zeros(3), 1)
+
+
+def test_who_waits_can_be_told_to_give_up():
+    first, _ = group(2)
+    timer = threading.Timer(0.3, first.abort, ["worker 7 has died"])
+    timer.start()
+    with pytest.raises(PeerLost, match="worker 7 has died"):
+        first.all_reduce(np.zeros(3), 1)
+
+
+def test_members_at_different_collectives_are_told():
+    def call(exchange, place):
+        with pytest.raises(PeerLost, match="different collectives"):
+            exchange.all_gather(np.zeros(3), place)
+
+    together(group(2), call)
+
+
+def test_results_begin_where_tensorflow_takes_them_over():
+    for shape in [(1,), (3, 5), ()]:
+        array = aligned_empty(shape, "float32")
+        assert array.shape == shape and array.ctypes.data % 64 == 0

@@ -1,0 +1,126 @@
+"""Finds the groups whose members are processes of one machine, and connects each group's `Exchange`.
+
+Whether two workers share a machine is not asked of their addresses: whoever can open the file that a group's first member has made
+in memory, and reads there what that member has written, shares it.
+
+    first member                         other members
+    makes a directory in memory,
+    the group's file and its socket
+    ── "its path, a secret" ──────────▶  open the file, read the secret, make their sockets in the directory
+    ◀───────── "I have it", or why not ── (everybody hears everybody)
+    all of a group have it: each connects to those before it, and is connected to those after it
+    all are done: the directory is removed; the file lives as long as it is mapped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import pathlib
+import secrets
+import shutil
+import socket
+import tempfile
+from typing import Any
+
+from tfdist.collectives.program import Communicator
+from tfdist.collectives.shared_memory import Exchange, file_bytes
+from tfdist.mesh import MESH_AXES, Coordination
+
+_MEMORY = "/dev/shm"
+_SECRET_BYTES = 16
+_open: list[Exchange] = []
+
+
+def abort_exchanges(reason: str) -> None:
+    """Makes every exchange of this process that runs, or will run, fail with `reason`."""
+    for exchange in _open:
+        exchange.abort(reason)
+
+
+def connect_exchanges(communicator: Communicator, words: Coordination, timeout_seconds: float) -> None:
+    """Connects the groups of `communicator` that share a machine. All workers call it at once.
+
+    Args:
+        communicator: its `exchanges` are set.
+        words: the workers' store.
+        timeout_seconds: how long to wait for the others.
+    """
+    here = communicator.local_ranks[0]
+    axes = [mesh_axis for mesh_axis in MESH_AXES if communicator.mesh.size(mesh_axis) > 1]
+    groups = dict.fromkeys(communicator.mesh.group_ranks(mesh_axis, here) for mesh_axis in axes)
+    wanted = communicator.transport.shares_memory and len(communicator.local_ranks) == 1
+    with contextlib.ExitStack() as stack:
+        offered = {str(ranks): _offer(ranks, stack) for ranks in groups if wanted and ranks[0] == here}
+        answers = [json.loads(answer) for answer in words.exchange("memory", json.dumps([wanted, offered]), timeout_seconds)]
+        if not all(answer[0] for answer in answers):
+            return
+        joined = {ranks: _join(ranks, here, answers[ranks[0]][1].get(str(ranks)), stack) for ranks in groups}
+        mine = json.dumps([str(ranks) for ranks, place in joined.items() if place is not None])
+        answers = [json.loads(answer) for answer in words.exchange("memory/joined", mine, timeout_seconds)]
+        for ranks, place in joined.items():
+            if all(str(ranks) in answers[rank] for rank in ranks):
+                peers = place.connect(len(ranks), timeout_seconds)
+                communicator.exchanges[ranks] = Exchange(place.memory, place.index, peers)
+                _open.append(communicator.exchanges[ranks])
+        words.exchange("memory/connected", "", timeout_seconds)
+
+
+class _Place:
+    """One member's file and socket while its group is being connected."""
+
+    def __init__(self, memory: mmap.mmap, index: int, directory: pathlib.Path, stack: contextlib.ExitStack):
+        self.memory = memory
+        self.index = index
+        self._directory = directory
+        self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self._listener.bind(str(directory / str(index)))
+        self._listener.listen()
+
+    def connect(self, size: int, timeout_seconds: float) -> dict[int, socket.socket]:
+        """Returns a connection to each of the `size` members but this one."""
+        peers = {}
+        for other in range(self.index):
+            peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peers[other].settimeout(timeout_seconds)
+            peers[other].connect(str(self._directory / str(other)))
+            peers[other].sendall(self.index.to_bytes(4, "little"))
+        self._listener.settimeout(timeout_seconds)
+        while len(peers) < size - 1:
+            connection = self._listener.accept()[0]
+            connection.settimeout(timeout_seconds)
+            peers[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")] = connection
+        for peer in peers.values():
+            peer.settimeout(None)
+        return peers
+
+
+def _offer(ranks: tuple[int, ...], stack: contextlib.ExitStack) -> Any:
+    """Makes the directory and the file of a group; returns how the others find them, or None where that is not possible."""
+    try:
+        directory = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-", dir=_MEMORY))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        secret = secrets.token_bytes(_SECRET_BYTES)
+        (directory / "secret").write_bytes(secret)
+        with (directory / "memory").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, file_bytes(len(ranks)))  # here, not when it is written, memory may be short
+    except OSError:
+        return None
+    return [str(directory), secret.hex()]
+
+
+def _join(ranks: tuple[int, ...], here: int, offered: Any, stack: contextlib.ExitStack) -> _Place | None:
+    """Opens what a group's first member has made; None where this process does not see it."""
+    if offered is None:
+        return None
+    directory = pathlib.Path(offered[0])
+    try:
+        if (directory / "secret").read_bytes().hex() != offered[1]:
+            return None
+        with (directory / "memory").open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        return _Place(memory, ranks.index(here), directory, stack)
+    except OSError:
+        return None
