@@ -75,7 +75,7 @@ class Exchange:
 
     def all_gather(self, x: np.ndarray, key: int) -> np.ndarray:
         """Returns the members' arrays, of one shape, concatenated along axis 0. `key` is the same for all members."""
-        x = np.ascontiguousarray(x)
+        x = np.asarray(x, order="C")
         found = aligned_empty((self.size * x.shape[0], *x.shape[1:]), x.dtype)
         mine, all_bytes = _bytes_of(x), _bytes_of(found).reshape(self.size, -1)
         for start in range(0, mine.size, self._slot_bytes):
@@ -88,7 +88,7 @@ class Exchange:
 
     def all_to_all(self, x: np.ndarray, key: int) -> np.ndarray:
         """Sends `x[i]` to member i, and returns what each has sent here: (N, ...) to (N, ...)."""
-        x = np.ascontiguousarray(x)
+        x = np.asarray(x, order="C")
         found = aligned_empty(x.shape, x.dtype)
         mine, received = _bytes_of(x).reshape(self.size, -1), _bytes_of(found).reshape(self.size, -1)
         step = self._slot_bytes // self.size
@@ -103,7 +103,7 @@ class Exchange:
 
     def reduce_scatter(self, x: np.ndarray, key: int, dtype: Any = None) -> np.ndarray:
         """Returns the sum of the members' `x[place]`, taken and returned in `dtype` (None: x's): (N, ...) to (...)."""
-        x = np.ascontiguousarray(x)
+        x = np.asarray(x, order="C")
         found = aligned_empty(x.shape[1:], dtype or x.dtype)
         mine, total = x.reshape(self.size, -1), found.reshape(-1)
         step = self._slot_bytes // (self.size * x.dtype.itemsize)
@@ -118,7 +118,7 @@ class Exchange:
 
     def all_reduce(self, x: np.ndarray, key: int, reduce_op: str = "sum", dtype: Any = None) -> np.ndarray:
         """Returns the members' `x`, reduced elementwise ("sum", "max", "min") in `dtype` (None: x's), as x's dtype."""
-        x = np.ascontiguousarray(x)
+        x = np.asarray(x, order="C")
         found = aligned_empty(x.shape, x.dtype)
         mine, total, reduce = x.reshape(-1), found.reshape(-1), _REDUCE[reduce_op]
         step = self._slot_bytes // x.dtype.itemsize
