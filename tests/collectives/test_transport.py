@@ -27,6 +27,18 @@ def test_cpus_take_the_ring(cpus):
     assert strategy_on(2).extended._communicator.transport is RING
 
 
+@pytest.mark.parametrize(
+    ("kind", "implementation", "shares"), [("CPU", "AUTO", True), ("CPU", "RING", False), ("GPU", "AUTO", False)]
+)
+def test_workers_meet_in_memory_on_cpus(monkeypatch, kind, implementation, shares):
+    """GPUs that are not whole ones take the ring, which knows what is on a GPU."""
+    monkeypatch.setattr(transport, "uses_physical_gpus", lambda devices: False)
+    devices = [f"/job:worker/replica:0/task:{index}/device:{kind}:0" for index in range(2)]
+    chosen = choose_transport(devices, implementation, is_multi_worker=True)
+    assert (chosen.hint, chosen.shares_memory) == ("ring", shares)
+    assert chosen.chunk_bytes == transport.RING_BETWEEN_WORKERS.chunk_bytes
+
+
 @pytest.mark.parametrize("physical", [True, False])
 def test_nccl_on_physical_gpus_only(monkeypatch, physical):
     asked = []

@@ -5,7 +5,7 @@ import os
 import pytest
 import tensorflow as tf
 
-from tfdist.mesh import share_cores, threads
+from tfdist.mesh import operations_at_once, share_cores, threads
 
 
 @pytest.fixture
@@ -65,6 +65,13 @@ def test_nothing_is_done_once_tensorflow_runs(tensorflow):
     tensorflow.set(6)  # nor is it remembered as done
     share_cores(4)
     assert tensorflow.get() == 6
+
+
+@pytest.mark.parametrize(("chosen", "environment", "expected"), [(0, "", 8), (3, "5", 3), (0, "5", 5), (0, "0", 8)])
+def test_how_many_operations_run_at_once(tensorflow, monkeypatch, chosen, environment, expected):
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: chosen)
+    monkeypatch.setenv("TF_NUM_INTEROP_THREADS", environment)
+    assert operations_at_once() == expected
 
 
 def test_tensorflow_takes_the_number(cpus):

@@ -1,7 +1,7 @@
 """Finds the groups whose members are processes of one machine, and connects each group's `Exchange`.
 
-Whether two workers share a machine is not asked of their addresses: whoever can open the file that a group's first member has made
-in memory, and reads there what that member has written, shares it.
+Whether two workers share a machine is not asked of their addresses: who can open what a group's first member has made in memory,
+and reads there what that member has written, shares it.
 
     first member                         other members
     makes a directory in memory,
@@ -23,20 +23,21 @@ import secrets
 import shutil
 import socket
 import tempfile
+import weakref
 from typing import Any
 
 from tfdist.collectives.program import Communicator
 from tfdist.collectives.shared_memory import Exchange, file_bytes
-from tfdist.mesh import MESH_AXES, Coordination
+from tfdist.mesh import MESH_AXES, Coordination, operations_at_once
 
 _MEMORY = "/dev/shm"
 _SECRET_BYTES = 16
-_open: list[Exchange] = []
+_open: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
 def abort_exchanges(reason: str) -> None:
     """Makes every exchange of this process that runs, or will run, fail with `reason`."""
-    for exchange in _open:
+    for exchange in list(_open):
         exchange.abort(reason)
 
 
@@ -51,7 +52,8 @@ def connect_exchanges(communicator: Communicator, words: Coordination, timeout_s
     here = communicator.local_ranks[0]
     axes = [mesh_axis for mesh_axis in MESH_AXES if communicator.mesh.size(mesh_axis) > 1]
     groups = dict.fromkeys(communicator.mesh.group_ranks(mesh_axis, here) for mesh_axis in axes)
-    wanted = communicator.transport.shares_memory and len(communicator.local_ranks) == 1
+    # A collective that waits holds one of the threads that run operations.
+    wanted = communicator.transport.shares_memory and len(communicator.local_ranks) == 1 and operations_at_once() > 1
     with contextlib.ExitStack() as stack:
         offered = {str(ranks): _offer(ranks, stack) for ranks in groups if wanted and ranks[0] == here}
         answers = [json.loads(answer) for answer in words.exchange("memory", json.dumps([wanted, offered]), timeout_seconds)]
@@ -64,7 +66,7 @@ def connect_exchanges(communicator: Communicator, words: Coordination, timeout_s
             if all(str(ranks) in answers[rank] for rank in ranks):
                 peers = place.connect(len(ranks), timeout_seconds)
                 communicator.exchanges[ranks] = Exchange(place.memory, place.index, peers)
-                _open.append(communicator.exchanges[ranks])
+                _open.add(communicator.exchanges[ranks])
         words.exchange("memory/connected", "", timeout_seconds)
 
 
@@ -100,7 +102,7 @@ class _Place:
 def _offer(ranks: tuple[int, ...], stack: contextlib.ExitStack) -> Any:
     """Makes the directory and the file of a group; returns how the others find them, or None where that is not possible."""
     try:
-        directory = pathlib.Path(tempfile.mkdtemp(prefix="tfdist-", dir=_MEMORY))
+        directory = pathlib.Path(tempfile.mkdtemp(prefix=f"tfdist-{os.getpid()}-", dir=_MEMORY))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         secret = secrets.token_bytes(_SECRET_BYTES)
         (directory / "secret").write_bytes(secret)

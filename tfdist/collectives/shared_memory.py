@@ -14,6 +14,7 @@ What is larger than a slot takes several turns. Sums are taken in group order, s
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import socket
 import struct
@@ -22,8 +23,11 @@ from typing import Any
 
 import numpy as np
 
-SLOT_BYTES = 4 * 2**20
 SLOTS = 2
+_SLOT_BYTES = 2 * 2**20
+# Of a large group the slots are smaller: some systems give shared memory 64 MiB in all.
+_FILE_BYTES = 32 * 2**20
+_LEAST_SLOT_BYTES = 64 * 2**10
 # Up to so many bytes every member adds up everything; beyond, each adds up its part, and the sums are gathered.
 _DIRECT_BYTES = 64 * 2**10
 # TensorFlow takes arrays that begin at a multiple of this as they are, and copies others.
@@ -35,9 +39,15 @@ class PeerLost(RuntimeError):
     """Another member has ended, or this one was told to give up."""
 
 
-def file_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
+def slot_bytes(size: int) -> int:
+    """Returns the size of a slot of a group of `size` members, a multiple of 64."""
+    fitting = _FILE_BYTES // (size * SLOTS) // _ALIGNMENT * _ALIGNMENT
+    return max(_LEAST_SLOT_BYTES, min(_SLOT_BYTES, fitting))
+
+
+def file_bytes(size: int) -> int:
     """Returns the size of the file of a group of `size` members."""
-    return size * SLOTS * slot_bytes
+    return size * SLOTS * slot_bytes(size)
 
 
 class Exchange:
@@ -46,20 +56,19 @@ class Exchange:
     Its methods are called by all members in the same order, one at a time.
 
     Args:
-        memory: the file, mapped; `file_bytes` long.
+        memory: the file, mapped: of each member its slots.
         place: this member's index in the group.
         peers: connected sockets to all others, by their places.
-        slot_bytes: the size of a slot, a multiple of 64.
     """
 
-    def __init__(self, memory: mmap.mmap, place: int, peers: Mapping[int, socket.socket], slot_bytes: int = SLOT_BYTES):
+    def __init__(self, memory: mmap.mmap, place: int, peers: Mapping[int, socket.socket]):
         self.size = len(peers) + 1
         self.place = place
         # Others first that come next: not all members read the same region at once.
         self._others = [(place + step) % self.size for step in range(1, self.size)]
         self._peers = dict(peers)
-        self._slot_bytes = slot_bytes
-        self._regions = np.frombuffer(memory, np.uint8).reshape(self.size, SLOTS, slot_bytes)
+        self._regions = np.frombuffer(memory, np.uint8).reshape(self.size, SLOTS, -1)
+        self._slot_bytes = self._regions.shape[-1]
         self._turns = 0
         self._word = bytearray(_WORD.size)
         self._reason: str | None = None
@@ -68,10 +77,8 @@ class Exchange:
         """Lets whoever waits, in another thread, and all later calls raise `PeerLost`."""
         self._reason = reason
         for peer in self._peers.values():
-            try:
+            with contextlib.suppress(OSError):  # its other end has gone
                 peer.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # its other end has gone
 
     def all_gather(self, x: np.ndarray, key: int) -> np.ndarray:
         """Returns the members' arrays, of one shape, concatenated along axis 0. `key` is the same for all members."""
@@ -138,7 +145,17 @@ class Exchange:
                 total[start + bounds[other] : start + bounds[other + 1]] = _typed(slots[other], x.dtype, 0, count)
         return found
 
-    def _reduce_part(self, slots, part, begin, end, total, reduce, dtype) -> None:
+    def _reduce_part(
+        self,
+        slots: np.ndarray,
+        part: np.ndarray,
+        begin: int,
+        end: int,
+        total: np.ndarray,
+        reduce: Callable[..., Any],
+        dtype: Any,
+    ) -> None:
+        """Writes elements [begin, end) of the reduction of what all members wrote, this one `part`, to `total`."""
         parts = [_typed(slots[member], part.dtype, begin, end - begin) for member in range(self.size)]
         parts[self.place] = part[begin:end]
         if dtype is None or dtype == part.dtype:
@@ -159,14 +176,18 @@ class Exchange:
             for other in self._others:
                 self._peers[other].sendall(word)
             for other in self._others:
-                if self._peers[other].recv_into(self._word, _WORD.size, socket.MSG_WAITALL) != _WORD.size:
-                    raise PeerLost(self._reason or f"Member {other} of a group has ended while this process was waiting for it.")
-                if self._word != word:
-                    theirs = _WORD.unpack(self._word)
-                    raise PeerLost(f"Members of a group are at different collectives: {(key, self._turns)} here, {theirs} at member {other}.")
+                self._hear(other, word)
         except OSError as error:
-            raise PeerLost(self._reason or f"Another member of a group has ended: {error}.") from error
+            raise PeerLost(self._reason or f"another member of the group has ended: {error}") from error
         return slots
+
+    def _hear(self, other: int, word: bytes) -> None:
+        """Waits until member `other` is at the same turn."""
+        if self._peers[other].recv_into(self._word, _WORD.size, socket.MSG_WAITALL) != _WORD.size:
+            raise PeerLost(self._reason or f"member {other} of the group has ended")
+        if self._word != word:
+            here, there = _WORD.unpack(word), _WORD.unpack(self._word)
+            raise PeerLost(f"members of the group are at different collectives: {here} here, {there} at member {other}")
 
 
 _WORD = struct.Struct("<qq")  # key, turn

@@ -86,4 +86,5 @@ def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_mu
         return NCCL
     if not is_multi_worker:
         return RING
-    return RING_BETWEEN_WORKERS if implementation == "RING" else MEMORY_BETWEEN_WORKERS
+    on_cpus = all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
+    return MEMORY_BETWEEN_WORKERS if on_cpus and implementation != "RING" else RING_BETWEEN_WORKERS

@@ -6,7 +6,7 @@ from tfdist.mesh.coordination import Coordination
 from tfdist.mesh.device_mesh import MESH_AXES, Coordinate, DeviceMesh, current_mesh
 from tfdist.mesh.devices import default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus, worker_devices
 from tfdist.mesh.rendezvous import wait_for_workers
-from tfdist.mesh.threads import share_cores
+from tfdist.mesh.threads import operations_at_once, share_cores
 
 __all__ = [
     "MESH_AXES",
@@ -18,8 +18,10 @@ __all__ = [
     "coordination",
     "current_mesh",
     "default_devices",
+    "operations_at_once",
     "read_cluster",
     "resolve_devices",
+    "operations_at_once",
     "share_cores",
     "use_logical_cpus",
     "uses_physical_gpus",

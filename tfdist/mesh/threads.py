@@ -12,7 +12,9 @@ import os
 
 import tensorflow as tf
 
-_ENVIRONMENT = "TF_NUM_INTRAOP_THREADS"  # read by TensorFlow
+# Read by TensorFlow.
+_ENVIRONMENT = "TF_NUM_INTRAOP_THREADS"
+_OPERATIONS_ENVIRONMENT = "TF_NUM_INTEROP_THREADS"
 _set_here: int | None = None
 
 
@@ -30,6 +32,12 @@ def share_cores(ranks: int) -> None:
     with contextlib.suppress(RuntimeError):  # initialised
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         _set_here = threads
+
+
+def operations_at_once() -> int:
+    """Returns how many threads TensorFlow has, or will have, to run the operations of a step side by side."""
+    chosen = tf.config.threading.get_inter_op_parallelism_threads() or int(os.environ.get(_OPERATIONS_ENVIRONMENT, "0") or 0)
+    return chosen if chosen > 0 else cores()
 
 
 def cores() -> int:

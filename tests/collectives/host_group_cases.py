@@ -1,0 +1,108 @@
+"""What the workers of `test_host_groups` run: every collective, by way of the memory they share and by the ring."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+from tfdist.collectives import all_gather, all_reduce, all_to_all, host_groups, reduce_scatter
+from tfdist.mesh import threads
+
+WORKERS = 3
+# The last needs several turns of a slot, in every collective, and divides by nothing.
+SHAPES = ([1], [6, 5], [3 * 700_001])
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
+
+
+def strategy_of(implementation: str) -> Any:
+    implementation = tf.distribute.experimental.CommunicationImplementation(implementation)
+    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
+    return tfdist.MultiWorkerShardedStrategy(communication_options=options)
+
+
+def run_everything() -> dict[str, Any]:
+    """Returns the ways that groups take, and per way a digest of what every collective returns."""
+    found: dict[str, Any] = {}
+    for implementation in ("AUTO", "RING"):
+        with mock.patch.object(host_groups.tempfile, "mkdtemp", side_effect=host_groups.tempfile.mkdtemp) as made:
+            strategy = strategy_of(implementation)
+        found[f"{implementation} groups"] = sorted(strategy.extended.communicator.exchanges)
+        found[f"{implementation} directories"] = [call.kwargs["dir"] for call in made.call_args_list]
+        found[implementation] = collectives_of(strategy)
+    found["left behind"] = [str(path) for path in pathlib.Path("/dev/shm").glob(f"tfdist-{os.getpid()}-*")]
+    found["other groups"] = groups_where_memory_cannot_be_shared()
+    return found
+
+
+def collectives_of(strategy: Any) -> dict[str, np.ndarray]:
+    rank = strategy.cluster.worker_index
+    found = {}
+    for dtype in DTYPES:
+        for shape in SHAPES if dtype in ("float32", "bfloat16") else SHAPES[:2]:
+            values = np.random.default_rng(rank).integers(-5, 6, shape)
+            step = tf.function(lambda x, run=strategy.run: run(every_collective, args=(x,)), autograph=False)
+            for name, result in step(tf.constant(values, dtype)).items():
+                found[f"{name} {dtype}{shape}"] = digest(tf.cast(result, tf.float64).numpy())
+    found["lengths"] = tf.function(lambda: strategy.run(lambda: all_gather(tf.range(rank), uneven=True)))().numpy()
+    found["of a loop"] = of_a_loop(strategy)
+    return found
+
+
+def every_collective(x: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Sums weigh elements, so that an element in a wrong place is seen; gradients where there are some."""
+    found = {op: all_reduce(x, reduce_op=op) for op in ("sum", "max", "min")}
+    found["gather"] = all_gather(x)
+    found["scatter"] = reduce_scatter(x)
+    if x.shape[0] % WORKERS == 0:
+        found["exchange"] = all_to_all(x)
+    if x.dtype.is_floating:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            gathered = tf.reshape(all_gather(x), [-1])
+            loss = tf.reduce_sum(gathered * tf.cast(tf.range(tf.size(gathered)) % 7, x.dtype))
+        found["gradient"] = tape.gradient(loss, x)
+    return found
+
+
+def digest(values: np.ndarray) -> np.ndarray:
+    """All of few values; of many, sums that tell where each stands."""
+    flat = values.reshape(-1)
+    if flat.size < 100:
+        return values
+    return np.array([flat.size, flat.sum(), flat @ (np.arange(flat.size) % 1009), flat[-1]])
+
+
+def of_a_loop(strategy: Any) -> np.ndarray:
+    """Steps in a loop of the graph, each of which needs the one before."""
+
+    @tf.function
+    def steps() -> tf.Tensor:
+        x = tf.ones([5]) * (strategy.cluster.worker_index + 1)
+        for _ in tf.range(4):
+            x = strategy.run(lambda x: all_reduce(x, reduce_op="mean") + 1.0, args=(x,))
+        return x
+
+    return steps().numpy()
+
+
+def groups_where_memory_cannot_be_shared() -> dict[str, list]:
+    """One worker of three has no such memory, or too little; all run one operation at a time."""
+    found = {}
+    last = int(tfdist.MultiWorkerShardedStrategy().cluster.worker_index) == WORKERS - 1
+    with mock.patch.object(host_groups, "_MEMORY", "/nowhere"):
+        found["no memory"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+    with mock.patch.object(os, "posix_fallocate", side_effect=OSError("No space left on device")):
+        found["no space"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+    with mock.patch.object(host_groups.mmap, "mmap", side_effect=OSError("not seen here") if last else host_groups.mmap.mmap):
+        found["another machine"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+    with mock.patch.object(threads, "cores", lambda: 1):
+        found["one thread"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+    with mock.patch.object(threads, "cores", lambda: 1 if last else 8):
+        found["one thread of one worker"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+    return found

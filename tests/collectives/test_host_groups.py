@@ -1,0 +1,51 @@
+"""Workers on one machine meet in memory, and compute there what the ring computes."""
+
+import numpy as np
+import pytest
+
+from tests import workers
+from tests.collectives.host_group_cases import WORKERS
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each worker has found."""
+    target = "tests.collectives.host_group_cases:run_everything"
+    with workers.job(tmp_path_factory.mktemp("workers"), WORKERS, target) as job:
+        return job.results(200)
+
+
+pytestmark = pytest.mark.timeout(240)
+ALL = tuple(range(WORKERS))
+
+
+def test_workers_of_one_machine_share_memory_unless_told_not_to(found):
+    for worker in found:
+        assert (worker["AUTO groups"], worker["RING groups"]) == ([ALL], [])
+
+
+def test_both_ways_agree(found):
+    """All values are small whole numbers, of which every sum is exact."""
+    for worker in found:
+        assert len(worker["AUTO"]) > 70 and list(worker["AUTO"]) == list(worker["RING"])
+        for name, value in worker["AUTO"].items():
+            np.testing.assert_array_equal(value, worker["RING"][name], err_msg=name)
+
+
+def test_the_order_of_lengths_and_of_a_loop(found):
+    for worker in found:
+        assert worker["AUTO"]["lengths"].tolist() == [0, 0, 1]
+        assert worker["AUTO"]["of a loop"].tolist() == [6.0] * 5
+
+
+def test_nothing_is_left_in_memory(found):
+    """The file lives on without a name."""
+    for rank, worker in enumerate(found):
+        assert worker["AUTO directories"] == (["/dev/shm"] if rank == 0 else []) and worker["RING directories"] == []
+        assert worker["left behind"] == []
+
+
+@pytest.mark.parametrize("case", ["no memory", "no space", "another machine", "one thread", "one thread of one worker"])
+def test_where_memory_cannot_be_shared_no_worker_uses_it(found, case):
+    for worker in found:
+        assert worker["other groups"][case] == []
