@@ -21,7 +21,6 @@ __all__ = [
     "operations_at_once",
     "read_cluster",
     "resolve_devices",
-    "operations_at_once",
     "share_cores",
     "use_logical_cpus",
     "uses_physical_gpus",
