@@ -20,10 +20,10 @@ SHAPES = ([1], [6, 5], [3 * 700_001])
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 
 
-def strategy_of(implementation: str) -> Any:
+def strategy_of(implementation: str, **settings: Any) -> Any:
     implementation = tf.distribute.experimental.CommunicationImplementation(implementation)
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
-    return tfdist.MultiWorkerShardedStrategy(communication_options=options)
+    return tfdist.MultiWorkerShardedStrategy(communication_options=options, **settings)
 
 
 def run_everything() -> dict[str, Any]:
@@ -92,8 +92,8 @@ def of_a_loop(strategy: Any) -> np.ndarray:
 
 
 def groups_where_memory_cannot_be_shared() -> dict[str, list]:
-    """One worker of three has no such memory, or too little; all run one operation at a time."""
-    found = {}
+    """No worker has such memory, or enough; one is elsewhere; they run one operation at a time; or they form a pipeline."""
+    found = {"a pipeline": sorted(strategy_of("AUTO", pipeline_parallel_size=WORKERS).extended.communicator.exchanges)}
     last = int(tfdist.MultiWorkerShardedStrategy().cluster.worker_index) == WORKERS - 1
     with mock.patch.object(host_groups, "_MEMORY", "/nowhere"):
         found["no memory"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)

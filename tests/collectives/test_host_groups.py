@@ -45,7 +45,10 @@ def test_nothing_is_left_in_memory(found):
         assert worker["left behind"] == []
 
 
-@pytest.mark.parametrize("case", ["no memory", "no space", "another machine", "one thread", "one thread of one worker"])
+CASES = ["no memory", "no space", "another machine", "one thread", "one thread of one worker", "a pipeline"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_where_memory_cannot_be_shared_no_worker_uses_it(found, case):
     for worker in found:
         assert worker["other groups"][case] == []

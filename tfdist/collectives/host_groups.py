@@ -52,8 +52,7 @@ def connect_exchanges(communicator: Communicator, words: Coordination, timeout_s
     here = communicator.local_ranks[0]
     axes = [mesh_axis for mesh_axis in MESH_AXES if communicator.mesh.size(mesh_axis) > 1]
     groups = dict.fromkeys(communicator.mesh.group_ranks(mesh_axis, here) for mesh_axis in axes)
-    # A collective that waits holds one of the threads that run operations.
-    wanted = communicator.transport.shares_memory and len(communicator.local_ranks) == 1 and operations_at_once() > 1
+    wanted = communicator.transport.shares_memory and _may_wait(communicator)
     with contextlib.ExitStack() as stack:
         offered = {str(ranks): _offer(ranks, stack) for ranks in groups if wanted and ranks[0] == here}
         answers = [json.loads(answer) for answer in words.exchange("memory", json.dumps([wanted, offered]), timeout_seconds)]
@@ -68,6 +67,16 @@ def connect_exchanges(communicator: Communicator, words: Coordination, timeout_s
                 communicator.exchanges[ranks] = Exchange(place.memory, place.index, peers)
                 _open.add(communicator.exchanges[ranks])
         words.exchange("memory/connected", "", timeout_seconds)
+
+
+def _may_wait(communicator: Communicator) -> bool:
+    """Whether a collective may hold a thread that runs operations, and what this thread has put off, until all members come.
+
+    All collectives of a rank stand on one chain, so nobody waits for what is held. But ranks of one process may wait for each
+    other, and stages of a pipeline for messages that are not on the chain; and there must be another thread.
+    """
+    is_alone = len(communicator.local_ranks) == 1 and communicator.mesh.pipeline_parallel_size == 1
+    return is_alone and operations_at_once() > 1
 
 
 class _Place:
