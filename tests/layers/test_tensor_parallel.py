@@ -34,16 +34,18 @@ def mesh(tensor, data, **settings):
     return strategy_on(tensor * data, tensor_parallel_size=tensor, **settings)
 
 
-# (model, tensor size, data size, stage): every model on the mesh of both axes, every stage, both tensor sizes.
+# (model, tensor size, data size, stage): every stage and both tensor sizes; every model on the mesh of both axes, here or in
+# `tests.layers.tensor_worker_cases`.
 GRID = [
-    ("dense", 2, 2, 1),
+    ("dense", 2, 2, 0),
+    exhaustive("dense", 2, 2, 1),
     exhaustive("dense", 4, 1, 0),
-    ("transformer", 2, 2, 0),
+    exhaustive("transformer", 2, 2, 0),
     exhaustive("transformer", 2, 2, 1),
     exhaustive("transformer", 2, 2, 2),
     exhaustive("transformer", 2, 2, 3),
     ("transformer", 4, 1, 1),
-    ("sequence parallel", 2, 2, 3),
+    exhaustive("sequence parallel", 2, 2, 3),
     exhaustive("sequence parallel", 4, 1, 0),
     ("grouped queries, gated", 2, 2, 2),
     exhaustive("grouped queries, gated", 4, 1, 3),

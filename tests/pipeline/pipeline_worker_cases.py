@@ -17,7 +17,7 @@ CASES: dict[int, dict[str, tuple[tuple[str, int], bool, dict[str, Any], dict[str
     1: {
         "cut between stages": (
             ("sequence parallel", 4),
-            True,
+            False,
             {**MESH, "zero_stage": 2},
             {"num_microbatches": 2, "schedule": "zero_bubble"},
         ),
