@@ -22,7 +22,7 @@ def _cases():
         for stage in (0, 1 + place % 2, 3):
             loop = "fit" if (place // 2 + stage) % 2 or case.scales_loss else "custom_loop"
             row = name, stage, 2 + (place + stage) % 3, loop
-            yield row if stage == 3 or (stage == 0) == (place % 3 == 0) else exhaustive(*row)
+            yield row if stage == 3 or (stage == 0) == (place // 3 % 3 == 0) else exhaustive(*row)
 
 
 @functools.cache
