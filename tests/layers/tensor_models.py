@@ -35,6 +35,18 @@ def dense() -> keras.Model:
     )
 
 
+def pair() -> keras.Model:
+    """One layer of each kind, where only their weights are the point."""
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,)),
+            layers.ColumnParallelDense(20, "tanh", gather_output=False, kernel_regularizer="l2", name="up"),
+            layers.RowParallelDense(7, input_is_parallel=True, kernel_constraint=keras.constraints.MaxNorm(0.9), name="down"),
+            keras.layers.Dense(CLASSES, name="last"),
+        ]
+    )
+
+
 def transformer(blocks: int = 1, **options: Any) -> keras.Model:
     """Embedding, blocks, and logits that stay cut."""
     is_cut = options.get("sequence_parallel", False)
@@ -66,6 +78,7 @@ class Tied(keras.Model):
 
 MODELS = {
     "dense": dense,
+    "pair": pair,
     "transformer": lambda: transformer(mask_zero=True),
     "sequence parallel": lambda: transformer(blocks=2, sequence_parallel=True, mask_zero=True),
     "grouped queries, gated": lambda: transformer(
@@ -80,7 +93,7 @@ MODELS = {
 
 def data(name: str) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(11)
-    if name == "dense":
+    if name in ("dense", "pair"):
         return rng.normal(size=(ROWS, LENGTH)), rng.integers(0, CLASSES, ROWS)
     tokens = rng.integers(0, VOCABULARY, (ROWS, LENGTH))
     labels = rng.integers(0, VOCABULARY, (ROWS, LENGTH))
@@ -89,7 +102,7 @@ def data(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def loss_of(name: str) -> keras.losses.Loss:
-    if name == "dense":
+    if name in ("dense", "pair"):
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return layers.VocabParallelCrossentropy(from_logits=True, ignore_class=3, label_smoothing=0.1)
 

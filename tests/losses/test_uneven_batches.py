@@ -118,7 +118,7 @@ def test_reductions(reduction, weighted):
     x, y = vectors(37)
     weights = example_weights(37) if weighted else None
     loss = functools.partial(crossentropy, reduction)
-    compare(3, 2, small, x, y, loss, optimizer=momentum, sample_weight=weights, metrics=["accuracy"])
+    compare(2, 2, small, x, y, loss, optimizer=momentum, sample_weight=weights, metrics=["accuracy"])
 
 
 def test_class_weight():
@@ -163,7 +163,7 @@ def test_masks_and_weights(reduction):
     words, labels = sentences(37)
     weights = example_weights(37)[:, None] * np.linspace(0.5, 1.5, LENGTH, dtype="float32")
     settings = {"sample_weight": weights, "optimizer": momentum, "metrics": ["accuracy"]}
-    compare(3, 2, tagger, words, labels, functools.partial(crossentropy, reduction), **settings)
+    compare(2, 2, tagger, words, labels, functools.partial(crossentropy, reduction), **settings)
 
 
 def two_heads():
@@ -218,7 +218,7 @@ def test_losses_that_layers_add():
         return keras.Sequential([keras.Input((FEATURES,)), hidden, Endpoint(), keras.layers.Dense(CLASSES)])
 
     x, y = vectors(33)
-    compare(3, 2, build, x, y, crossentropy, metrics=["accuracy"], rtol=1e-7)  # 0.1 and the like are float32
+    compare(2, 2, build, x, y, crossentropy, metrics=["accuracy"], rtol=1e-7)  # 0.1 and the like are float32
 
 
 def images():
@@ -238,13 +238,13 @@ def test_images():
     x = np.random.default_rng(1).normal(size=(33, 6, 5, 2)).astype("float32")
     y = vectors(33)[1]
     settings = {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "metrics": ["accuracy"]}
-    compare(3, 2, images, x, y, lambda: "sparse_categorical_crossentropy", **settings)
+    compare(2, 2, images, x, y, lambda: "sparse_categorical_crossentropy", **settings)
 
 
 def test_several_steps_per_execution():
     """The loop stands around `strategy.run`."""
     x, y = vectors(37)
-    compare(3, 2, small, x, y, crossentropy, metrics=["accuracy"], steps_per_execution=2)
+    compare(2, 2, small, x, y, crossentropy, metrics=["accuracy"], steps_per_execution=2)
 
 
 def test_scalar_losses_are_weighted_by_rows():
@@ -254,7 +254,7 @@ def test_scalar_losses_are_weighted_by_rows():
     def loss():
         return lambda truth, predicted: tf.reduce_mean((predicted - truth) ** 2)
 
-    compare(3, 0, small, x, np.eye(CLASSES)[y], loss, metrics=["mae"])
+    compare(2, 0, small, x, np.eye(CLASSES)[y], loss, metrics=["mae"])
 
 
 class BatchLogs(keras.callbacks.Callback):

@@ -37,6 +37,12 @@ def constrained() -> keras.Model:
     )
 
 
+def biased() -> keras.Model:
+    """`training.small` with a bias."""
+    head = keras.layers.Dense(training.CLASSES, name="head")
+    return keras.Sequential([keras.Input((training.FEATURES,)), training.ScaleAndShift(name="scale"), head])
+
+
 def by_name() -> keras.optimizers.Optimizer:
     """Biases by another optimizer, clipped for itself."""
     rules = {".*bias": optimizers.SGD(0.1)}
@@ -97,7 +103,7 @@ CASES = {
         ),
         scales_loss=True,
     ),
-    "several optimizers": Case(by_name, training.mlp),
+    "several optimizers": Case(by_name, biased),
     "adafactor": Case(lambda: optimizers.Adafactor(0.01), training.mlp),
     "lamb": Case(lambda: optimizers.Lamb(0.01, weight_decay=0.01, clipnorm=LIMIT), constrained),
     "muon": Case(lambda: optimizers.Muon(0.01, gradient_accumulation_steps=2), training.mlp),

@@ -35,6 +35,11 @@ def chain() -> keras.Model:
     )
 
 
+def plain() -> keras.Model:
+    """Three layers of odd sizes, where only their weights are the point."""
+    return keras.Sequential([keras.Input((7,)), layers.Dense(9, "tanh"), layers.Dense(5, "tanh"), layers.Dense(CLASSES)])
+
+
 def branches() -> keras.Model:
     """Two inputs and two outputs; a connection that skips stages, an input of a late stage, and operations without weights."""
     a, b = keras.Input((7,), name="a"), keras.Input((4,), name="b")
@@ -81,11 +86,13 @@ def tied() -> keras.Model:
 
 def tensor_parallel(sequence_parallel: bool = False) -> keras.Model:
     """Layers that are cut over the tensor axis; with `sequence_parallel` activations between blocks, and so stages, are, too."""
-    first = {"sequence_parallel": True, "gather_output": False} if sequence_parallel else {}
     second = {"sequence_parallel": True, "input_is_parallel": True} if sequence_parallel else {}
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = tfdist.layers.VocabParallelEmbedding(VOCABULARY, 8, mask_zero=True)(tokens)
-    x = tfdist.layers.ParallelTransformerBlock(2, 12, dropout=0.0, **first, name="first")(x)
+    if sequence_parallel:
+        x = tfdist.layers.ParallelTransformerBlock(2, 12, sequence_parallel=True, gather_output=False, name="first")(x)
+    else:
+        x = tfdist.layers.ParallelMLP(12, name="first")(x)
     x = tfdist.layers.ParallelTransformerBlock(2, 12, **second, name="second")(x)
     return keras.Model(tokens, tfdist.layers.ColumnParallelDense(VOCABULARY + 1, gather_output=False)(x))
 
@@ -100,6 +107,8 @@ def data(name: str) -> tuple[Any, Any, Any]:
     classes = rng.integers(0, CLASSES, ROWS)
     if name == "chain":
         return rng.normal(size=(ROWS, 7)), classes, rng.random(ROWS)
+    if name == "plain":
+        return rng.normal(size=(ROWS, 7)), classes, None
     if name == "branches":
         x = {"a": rng.normal(size=(ROWS, 7)), "b": rng.normal(size=(ROWS, 4))}
         return x, {"classes": classes, "value": rng.normal(size=(ROWS, 1))}, None
@@ -110,6 +119,7 @@ def data(name: str) -> tuple[Any, Any, Any]:
 
 MODELS = {
     "chain": chain,
+    "plain": plain,
     "branches": branches,
     "masked": masked,
     "tied": tied,
@@ -143,21 +153,32 @@ def train(
     strategy: Any, name: str, optimizer: Callable[[], Any] = momentum, infers: bool = True, **settings: Any
 ) -> dict[str, Any]:
     """Trains at least 6 steps with `fit`; if it `infers`, evaluates and predicts, also batches that do not divide."""
+    model, found = fitted(strategy, name, optimizer, **settings)
+    return {**found, **inferred(model, name)} if infers else found
+
+
+def fitted(
+    strategy: Any, name: str, optimizer: Callable[[], Any] = momentum, **settings: Any
+) -> tuple[keras.Model, dict[str, Any]]:
+    """Trains at least 6 steps with `fit`."""
     model = compiled(strategy, name, optimizer, **settings)
     batch_size = 12 if settings.get("num_microbatches") == 3 else BATCH
     x, y, sample_weight = data(name)
     losses: list[float] = []
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
-    fitted = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [record]}
-    history = model.fit(x, y, sample_weight=sample_weight, **fitted).history
+    arguments = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [record]}
+    history = model.fit(x, y, sample_weight=sample_weight, **arguments).history
     assert len(losses) == 2 * ROWS // batch_size and max(losses) > min(losses), "nothing was learnt: an empty comparison"
-    found = {"losses": losses, "history": {key: [float(v) for v in history[key]] for key in sorted(history)}, **state(model)}
-    if not infers:
-        return found
-    found["evaluate"] = model.evaluate(x, y, sample_weight=sample_weight, batch_size=9, verbose=0, return_dict=True)
+    logged = {key: [float(value) for value in history[key]] for key in sorted(history)}
+    return model, {"losses": losses, "history": logged, **state(model)}
+
+
+def inferred(model: keras.Model, name: str) -> dict[str, Any]:
+    """Evaluates and predicts, also batches that do not divide."""
+    x, y, sample_weight = data(name)
+    evaluated = model.evaluate(x, y, sample_weight=sample_weight, batch_size=9, verbose=0, return_dict=True)
     few = tf.nest.map_structure(lambda array: array[:11], x)
-    found["predict"] = model.predict(few, batch_size=4, verbose=0)
-    return found
+    return {"evaluate": evaluated, "predict": model.predict(few, batch_size=4, verbose=0)}
 
 
 def custom_loop(strategy: Any, name: str, **settings: Any) -> dict[str, Any]:

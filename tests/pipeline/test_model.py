@@ -104,7 +104,7 @@ def test_messages():
 
 
 def test_files_are_those_of_the_model_inside(tmp_path):
-    expected = train(one_device(), "tied", num_microbatches=2)
+    expected = train(one_device(), "tied", infers=False, num_microbatches=2)
     model = compiled(pipe(2), "tied", num_microbatches=2)
     x, y, _ = data("tied")
     model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
@@ -166,8 +166,8 @@ def test_stages_by_groups_names_places_and_a_schedule_of_ones_own():
 
 def test_a_schedule_of_ones_own_trains():
     text = "0F0 0F1 0F2 0F3 .   .   .   0B1 0B0 0B3 0B2\n.   1F0 1F1 1F2 1F3 1B1 1I0 1B3 1W0 1B2 .  "
-    found = train(pipe(2), "branches", num_microbatches=4, schedule=text)
-    assert_same_tree(found, train(one_device(), "branches", num_microbatches=4))
+    found = train(pipe(2), "plain", num_microbatches=4, schedule=text)
+    assert_same_tree(found, train(one_device(), "plain", num_microbatches=4))
 
 
 def test_sequences_of_any_length():
