@@ -9,7 +9,7 @@ from training import one_device
 
 import tfdist
 from tests.parity.comparison import assert_same_tree
-from tests.pipeline.pipeline_models import CLASSES, chain, compiled, data, tied, train
+from tests.pipeline.pipeline_models import CLASSES, chain, compiled, crossentropy, data, tied, train
 from tfdist.pipeline import Schedule1F1B, Stage
 
 layers = keras.layers
@@ -272,6 +272,18 @@ def test_eager_steps():
         model.compile("sgd", "mse", run_eagerly=True)
     with pytest.raises(NotImplementedError, match="traced step"):
         model.fit(np.ones((4, 5)), np.ones((4, 5)), batch_size=4, verbose=0)
+
+
+def test_eager_steps_on_one_device():
+    """With a mask that a layer makes: it is computed once more for the stages behind."""
+
+    def losses(**settings):
+        model = compiled(one_device(), "masked", num_microbatches=4)
+        model.compile("sgd", crossentropy(), **settings)
+        x, y, _ = data("masked")
+        return model.fit(x[:16], y[:16], batch_size=16, epochs=2, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(losses(run_eagerly=True), losses(), rtol=1e-6)
 
 
 def test_calling_it_for_training_on_a_rank():

@@ -47,7 +47,8 @@ class Masks:
             return found
 
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in model_inputs]
-        graph = tf.function(masks, autograph=False).get_concrete_function(*specs).graph
+        self._traced = tf.function(masks, autograph=False).get_concrete_function(*specs)
+        graph = self._traced.graph
         self._inputs = graph.inputs[: len(specs)]
         self._masks = dict(zip(places, graph.outputs, strict=True))
         captured = {inside.op for _, inside in graph.captures}
@@ -63,7 +64,13 @@ class Masks:
 
     def put(self, stage: int, tensors: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor]) -> None:
         """Gives `tensors`, which left `stage`, their masks, those of a microbatch of `inputs`."""
-        known = {inside.op: [x] for inside, x in zip(self._inputs, inputs, strict=True)}
-        for place, tensor in enumerate(tensors):
-            if (stage, place) in self._masks and get_keras_mask(tensor) is None:
-                set_keras_mask(tensor, tape.copy(self._masks[stage, place], known))
+        places = [place for place, x in enumerate(tensors) if (stage, place) in self._masks and get_keras_mask(x) is None]
+        if not places:
+            return
+        if tf.executing_eagerly():
+            found = dict(zip(self._masks, self._traced(*inputs), strict=True))
+        else:
+            known = {inside.op: [x] for inside, x in zip(self._inputs, inputs, strict=True)}
+            found = {(stage, place): tape.copy(self._masks[stage, place], known) for place in places}
+        for place in places:
+            set_keras_mask(tensors[place], found[stage, place])
