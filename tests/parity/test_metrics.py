@@ -5,6 +5,7 @@ import functools
 import keras
 import numpy as np
 import pytest
+from grids import exhaustive
 from training import FEATURES, one_device, strategy_for, vectors
 
 from tests.parity.comparison import BatchLogs, assert_same_tree, state
@@ -83,7 +84,7 @@ def on_one_device():
     return train(one_device())
 
 
-@pytest.mark.parametrize(("zero_stage", "devices"), [(0, 3), (3, 2)])
+@pytest.mark.parametrize(("zero_stage", "devices"), [(3, 3), exhaustive(0, 2)])
 def test_metrics_of_every_kind(zero_stage, devices):
     expected = on_one_device()
     assert expected["after each batch"][0]["auc"] != expected["after each batch"][1]["auc"]
