@@ -51,9 +51,9 @@ def test_every_collective(size, dtype):
 
         def call(exchange, place, mine=mine, rows=rows, number=number):
             return [
-                exchange.all_gather(mine[place], number),
+                *exchange.all_gather(mine[place], key=number),
                 exchange.all_to_all(rows[place], number),
-                exchange.reduce_scatter(rows[place], number, np.float32 if np.dtype(dtype).itemsize == 2 else None),
+                *exchange.reduce_scatter(rows[place], key=number, dtype=np.float32 if np.dtype(dtype).itemsize == 2 else None),
                 *(exchange.all_reduce(mine[place], number, op) for op in ("sum", "max", "min")),
             ]
 
@@ -70,6 +70,24 @@ def test_every_collective(size, dtype):
             for one, other in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(one.astype("float64"), other.astype("float64"))
             assert [one.dtype for one in found] == [np.dtype(dtype)] * 2 + [found[2].dtype] + [np.dtype(dtype)] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_parts_in_one_collective(size):
+    """A turn may end within a part, and hold several."""
+    lengths = (5, 1, 90, 64, 2)
+    members = group(size)
+    shards = [[np.arange(length, dtype="float32") + 1000 * place for length in lengths] for place in range(size)]
+    rows = [[np.stack([shard * (row + 1) for row in range(size)]) for shard in mine] for mine in shards]
+
+    def call(exchange, place):
+        return exchange.all_gather(*shards[place], key=1), exchange.reduce_scatter(*rows[place], key=2)
+
+    for place, (gathered, reduced) in enumerate(together(members, call)):
+        for number in range(len(lengths)):
+            np.testing.assert_array_equal(gathered[number], np.concatenate([mine[number] for mine in shards]))
+            np.testing.assert_array_equal(reduced[number], sum(mine[number] for mine in shards) * (place + 1))
+    assert members[0]._turns == -(-4 * sum(lengths) // SLOT_BYTES) + -(-sum(lengths) // (SLOT_BYTES // (4 * size)))
 
 
 def test_all_members_hold_equal_bits_of_a_sum():
@@ -95,9 +113,9 @@ def test_a_member_that_has_ended_is_noticed():
     first, second = group(2)
     second.abort("the program is over")
     with pytest.raises(PeerLost, match="member.* has ended"):
-        first.all_gather(np.zeros(3), 1)
+        first.all_gather(np.zeros(3), key=1)
     with pytest.raises(PeerLost, match="the program is over"):
-        second.all_gather(np.zeros(3), 1)
+        second.all_gather(np.zeros(3), key=1)
 
 
 def test_who_waits_can_be_told_to_give_up():
@@ -111,7 +129,7 @@ def test_who_waits_can_be_told_to_give_up():
 def test_members_at_different_collectives_are_told():
     def call(exchange, place):
         with pytest.raises(PeerLost, match="different collectives"):
-            exchange.all_gather(np.zeros(3), place)
+            exchange.all_gather(np.zeros(3), key=place)
 
     together(group(2), call)
 

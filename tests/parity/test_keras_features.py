@@ -279,7 +279,7 @@ def on_one_device(name, folder):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("name", "zero_stage", "devices"), _cases())
+@pytest.mark.parametrize(("name", "zero_stage", "devices"), list(_cases()))
 def test_parity(name, zero_stage, devices, tmp_path, tmp_path_factory):
     expected = on_one_device(name, tmp_path_factory.getbasetemp())
     assert_same_tree(CASES[name](strategy_for(devices, zero_stage), tmp_path), expected, name)

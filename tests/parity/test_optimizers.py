@@ -41,7 +41,7 @@ def numbers(trained):
     return trained
 
 
-@pytest.mark.parametrize(("name", "zero_stage", "devices", "loop"), _cases())
+@pytest.mark.parametrize(("name", "zero_stage", "devices", "loop"), list(_cases()))
 def test_parity(name, zero_stage, devices, loop):
     trained = table.train(name, loop, training.strategy_for(devices, zero_stage))
     training.assert_same(trained, on_one_device(name, loop))

@@ -1,4 +1,4 @@
-"""Packing: inverse pairs, and the same shards as `Layout.shard`."""
+"""How variables travel: inverse pairs, and the same shards as `Layout.shard`."""
 
 import itertools
 import math
@@ -25,25 +25,23 @@ def group(number, n):
 
 
 @pytest.mark.parametrize(("number", "n"), GRID)
-def test_unpack_inverts_pack_full(number, n):
+def test_fulls_are_the_inverse_of_rows(number, n):
     fulls, layouts = group(number, n)
-    packed = packing.pack_full([tf.constant(full) for full in fulls], layouts)
-    assert packed.shape == [n, sum(layout.shard_elements for layout in layouts)]
-    for full, back in zip(fulls, packing.unpack_full(packed, layouts), strict=True):
-        np.testing.assert_array_equal(back, full)
+    rows = packing.rows_of([tf.constant(full) for full in fulls], layouts)
+    assert [tuple(row.shape) for row in rows] == [(n, layout.shard_elements) for layout in layouts]
+    for flattens in (False, True):
+        found = [tf.reshape(row, [-1]) for row in rows] if flattens else rows
+        for full, back in zip(fulls, packing.fulls_of(found, layouts), strict=True):
+            np.testing.assert_array_equal(back, full)
 
 
 @pytest.mark.parametrize(("number", "n"), GRID)
 def test_rows_are_what_the_ranks_store(number, n):
-    """Row i is rank i's shards, one after the other: a reduce-scatter of the rows cuts between ranks."""
+    """A reduce-scatter of the rows cuts between ranks."""
     fulls, layouts = group(number, n)
-    packed = packing.pack_full([tf.constant(full) for full in fulls], layouts)
-    for rank in range(n):
-        stored = [layout.shard(full, Coordinate(rank)) for full, layout in zip(fulls, layouts, strict=True)]
-        np.testing.assert_array_equal(packed[rank], np.concatenate(stored))
-        np.testing.assert_array_equal(packing.pack_shards([tf.constant(one) for one in stored]), packed[rank])
-        for shard, back in zip(stored, packing.split_shards(packed[rank], layouts), strict=True):
-            np.testing.assert_array_equal(back, shard)
+    rows = packing.rows_of([tf.constant(full) for full in fulls], layouts)
+    for rank, (full, layout, row) in itertools.product(range(n), zip(fulls, layouts, rows, strict=True)):
+        np.testing.assert_array_equal(row[rank], layout.shard(full, Coordinate(rank)))
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -64,11 +62,11 @@ def test_local_tensors_of_a_cut_tensor_axis():
     full = np.arange(20.0).reshape(5, 4)
     for tensor in range(2):
         part = full[layout.tensor_slices(Coordinate(0, 0, tensor))]
-        packed = packing.pack_full([tf.constant(part)], [layout])
+        (rows,) = packing.rows_of([tf.constant(part)], [layout])
         for data in range(3):
-            np.testing.assert_array_equal(packed[data], layout.shard(full, Coordinate(data, 0, tensor)))
-            np.testing.assert_array_equal(packing.cut_shard(tf.constant(part), layout, data), packed[data])
-        np.testing.assert_array_equal(packing.unpack_full(packed, [layout])[0], part)
+            np.testing.assert_array_equal(rows[data], layout.shard(full, Coordinate(data, 0, tensor)))
+            np.testing.assert_array_equal(packing.cut_shard(tf.constant(part), layout, data), rows[data])
+        np.testing.assert_array_equal(packing.fulls_of([rows], [layout])[0], part)
 
 
 def test_shapes_stay_static_in_a_graph():
@@ -76,13 +74,12 @@ def test_shapes_stay_static_in_a_graph():
 
     @tf.function(autograph=False)
     def shapes(*fulls):
-        packed = packing.pack_full(fulls, layouts)
-        back = packing.unpack_full(packed, layouts)
-        cut = [packing.cut_shard(full, layout, 3) for full, layout in zip(fulls, layouts, strict=True)]
-        shards = packing.split_shards(packing.pack_shards(cut), layouts)
+        rows = packing.rows_of(fulls, layouts)
+        back = packing.fulls_of(rows, layouts)
+        shards = [packing.cut_shard(full, layout, 3) for full, layout in zip(fulls, layouts, strict=True)]
         assert [tuple(tensor.shape) for tensor in back] == [layout.local_shape for layout in layouts]
         assert [tuple(tensor.shape) for tensor in shards] == [layout.component_shape for layout in layouts]
-        return packed
+        return rows
 
     shapes.get_concrete_function(*[tf.TensorSpec(layout.shape) for layout in layouts])
 
@@ -90,4 +87,4 @@ def test_shapes_stay_static_in_a_graph():
 def test_groups_must_match():
     fulls, layouts = group(len(GROUPS) - 2, 2)
     with pytest.raises(ValueError, match="zip"):
-        packing.pack_full(fulls[:-1], layouts)
+        packing.rows_of(fulls[:-1], layouts)

@@ -298,9 +298,9 @@ def test_weights_read_in_loops_are_gathered_once_outside():
 def test_reshaped_and_transposed_weights_are_gathered_again():
     """Normalisation and attention reshape their weights before use: what backward holds is a view, and no forward copy.
 
-    A block is 7 groups (two normalisations, query, key, value, output, dense). Of 15 groups with the head, the first needs no
+    The block is 7 groups (two normalisations, query, key, value, output, dense). Of 8 groups with the head, the first needs no
     gradient of its input and the last is kept.
     """
     graph, plan = traced_step(strategy_for(2, 3), test_models.MODELS["attention"])
-    assert plan.counts() == {"all_gather": 15 + 13, "reduce_scatter": 15}
+    assert plan.counts() == {"all_gather": 8 + 6, "reduce_scatter": 8}
     assert _collectives_in_functions(graph) == []

@@ -15,10 +15,11 @@ What is larger than a slot takes several turns. Sums are taken in group order, s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import mmap
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,17 +81,21 @@ class Exchange:
             with contextlib.suppress(OSError):  # its other end has gone
                 peer.shutdown(socket.SHUT_RDWR)
 
-    def all_gather(self, x: np.ndarray, key: int) -> np.ndarray:
-        """Returns the members' arrays, of one shape, concatenated along axis 0. `key` is the same for all members."""
-        x = np.asarray(x, order="C")
-        found = aligned_empty((self.size * x.shape[0], *x.shape[1:]), x.dtype)
-        mine, all_bytes = _bytes_of(x), _bytes_of(found).reshape(self.size, -1)
-        for start in range(0, mine.size, self._slot_bytes):
-            part = mine[start : start + self._slot_bytes]
-            slots = self._turn(key, part)
+    def all_gather(self, *parts: np.ndarray, key: int) -> list[np.ndarray]:
+        """Returns, for each of `parts`, the members' arrays, of one shape, concatenated along axis 0, in one collective.
+
+        `key` is the same for all members, here and below. The parts are of one dtype.
+        """
+        parts = [np.asarray(x, order="C") for x in parts]
+        found = [aligned_empty((self.size * x.shape[0], *x.shape[1:]), x.dtype) for x in parts]
+        mine, gathered = [_bytes_of(x) for x in parts], [_bytes_of(x).reshape(self.size, -1) for x in found]
+        for turn in _turns([x.size for x in mine], self._slot_bytes):
+            slots = self._turn(key, [(span.offset, mine[span.part][span.here]) for span in turn])
             for other in self._others:
-                all_bytes[other, start : start + part.size] = slots[other, : part.size]
-        all_bytes[self.place] = mine
+                for span in turn:
+                    gathered[span.part][other, span.here] = slots[other, span.there]
+        for x, row in zip(gathered, mine, strict=True):
+            x[self.place] = row
         return found
 
     def all_to_all(self, x: np.ndarray, key: int) -> np.ndarray:
@@ -98,30 +103,42 @@ class Exchange:
         x = np.asarray(x, order="C")
         found = aligned_empty(x.shape, x.dtype)
         mine, received = _bytes_of(x).reshape(self.size, -1), _bytes_of(found).reshape(self.size, -1)
-        step = self._slot_bytes // self.size
-        for start in range(0, mine.shape[1], step):
-            part = mine[:, start : start + step]
-            slots = self._turn(key, part)
-            width = part.shape[1]
+        for turn in _turns([mine.shape[1]], self._slot_bytes // self.size):
+            width = turn[-1].end
+            slots = self._turn(key, self._rows(turn, [mine], 1, width))
             for other in self._others:
-                received[other, start : start + width] = slots[other, self.place * width : (self.place + 1) * width]
+                for span in turn:
+                    received[other, span.here] = slots[other, self.place * width + span.offset :][: span.size]
         received[self.place] = mine[self.place]
         return found
 
-    def reduce_scatter(self, x: np.ndarray, key: int, dtype: Any = None) -> np.ndarray:
-        """Returns the sum of the members' `x[place]`, taken and returned in `dtype` (None: x's): (N, ...) to (...)."""
-        x = np.asarray(x, order="C")
-        found = aligned_empty(x.shape[1:], dtype or x.dtype)
-        mine, total = x.reshape(self.size, -1), found.reshape(-1)
-        step = self._slot_bytes // (self.size * x.dtype.itemsize)
-        for start in range(0, total.size, step):
-            part = mine[:, start : start + step]
-            slots = self._turn(key, part)
-            width = part.shape[1]
-            parts = [_typed(slots[member], x.dtype, self.place * width, width) for member in range(self.size)]
-            parts[self.place] = part[self.place]
-            _reduce_into(total[start : start + width], parts, np.add)
+    def reduce_scatter(self, *parts: np.ndarray, key: int, dtype: Any = None) -> list[np.ndarray]:
+        """Returns, for each of `parts`, the sum of the members' `part[place]`, in one collective: (N, ...) to (...).
+
+        The parts are of one dtype; sums are taken and returned in `dtype` (None: theirs).
+        """
+        parts = [np.asarray(x, order="C") for x in parts]
+        found = [aligned_empty(x.shape[1:], dtype or x.dtype) for x in parts]
+        mine, totals = [x.reshape(self.size, -1) for x in parts], [x.reshape(-1) for x in found]
+        one = parts[0].dtype
+        for turn in _turns([x.size for x in totals], self._slot_bytes // (self.size * one.itemsize)):
+            width = turn[-1].end
+            slots = self._turn(key, self._rows(turn, mine, one.itemsize, width))
+            for span in turn:
+                summands = [_typed(slot, one, self.place * width + span.offset, span.size) for slot in slots]
+                summands[self.place] = mine[span.part][self.place, span.here]
+                _reduce_into(totals[span.part][span.here], summands, np.add)
         return found
+
+    def _rows(
+        self, turn: Sequence[_Span], parts: Sequence[np.ndarray], itemsize: int, width: int
+    ) -> list[tuple[int, np.ndarray]]:
+        """Returns where in the slot the others' rows of `parts` go: `width` elements for each member."""
+        return [
+            ((other * width + span.offset) * itemsize, parts[span.part][other, span.here])
+            for other in self._others
+            for span in turn
+        ]
 
     def all_reduce(self, x: np.ndarray, key: int, reduce_op: str = "sum", dtype: Any = None) -> np.ndarray:
         """Returns the members' `x`, reduced elementwise ("sum", "max", "min") in `dtype` (None: x's), as x's dtype."""
@@ -131,7 +148,7 @@ class Exchange:
         step = self._slot_bytes // x.dtype.itemsize
         for start in range(0, mine.size, step):
             part = mine[start : start + step]
-            slots = self._turn(key, part)
+            slots = self._turn(key, [(0, part)])
             if part.nbytes <= _DIRECT_BYTES:
                 self._reduce_part(slots, part, 0, part.size, total[start : start + part.size], reduce, dtype)
                 continue
@@ -139,7 +156,7 @@ class Exchange:
             bounds = [min(member * width, part.size) for member in range(self.size + 1)]
             here = slice(start + bounds[self.place], start + bounds[self.place + 1])
             self._reduce_part(slots, part, bounds[self.place], bounds[self.place + 1], total[here], reduce, dtype)
-            slots = self._turn(key, total[here])
+            slots = self._turn(key, [(0, total[here])])
             for other in self._others:
                 count = bounds[other + 1] - bounds[other]
                 total[start + bounds[other] : start + bounds[other + 1]] = _typed(slots[other], x.dtype, 0, count)
@@ -165,12 +182,12 @@ class Exchange:
             _reduce_into(wide, parts, reduce)
             total[...] = wide
 
-    def _turn(self, key: int, mine: np.ndarray) -> np.ndarray:
-        """Writes `mine` to this member's slot, and returns everybody's slots (N, bytes) once they are written."""
+    def _turn(self, key: int, mine: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+        """Writes vectors of `mine` at offsets of this member's slot; returns all slots (N, bytes) when everybody has written."""
         slots = self._regions[:, self._turns % SLOTS]
         self._turns += 1
-        if mine.size:
-            slots[self.place, : mine.nbytes].view(mine.dtype).reshape(mine.shape)[...] = mine
+        for offset, vector in mine:
+            slots[self.place, offset : offset + vector.nbytes].view(vector.dtype)[...] = vector
         word = _WORD.pack(key, self._turns)
         try:
             for other in self._others:
@@ -191,6 +208,44 @@ class Exchange:
 
 
 _WORD = struct.Struct("<qq")  # key, turn
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """Elements [start, start + size) of one of several vectors, and where they stand in a turn."""
+
+    part: int
+    start: int
+    size: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+    @property
+    def here(self) -> slice:
+        return slice(self.start, self.start + self.size)
+
+    @property
+    def there(self) -> slice:
+        return slice(self.offset, self.end)
+
+
+def _turns(sizes: Sequence[int], most: int) -> Iterator[list[_Span]]:
+    """Cuts vectors of `sizes`, one behind the other, in turns of `most` elements."""
+    turn: list[_Span] = []
+    for part, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            offset = turn[-1].end if turn else 0
+            turn.append(_Span(part, start, min(size - start, most - offset), offset))
+            start += turn[-1].size
+            if turn[-1].end == most:
+                yield turn
+                turn = []
+    if turn:
+        yield turn
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ elements never reach the kernels (an empty tensor crashes several of them): they
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -67,7 +67,7 @@ def all_reduce(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduc
     exchange = program.communicator.exchanges.get(ranks)
     if exchange is not None:
         move = functools.partial(exchange.all_reduce, reduce_op=reduce_op, dtype=_summed_in(dtype).as_numpy_dtype)
-        return _through_memory(program, move, x, ranks, "all_reduce", label, x.shape, dtype)
+        return _through_memory(program, move, [x], x, ranks, "all_reduce", label, [x.shape], dtype)[0]
     wide = program.transport.reduction_dtype(dtype)
     pieces = _pieces(program, x, x.shape.num_elements(), len(ranks))
     with tf.device(program.device):
@@ -97,7 +97,8 @@ def all_gather(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
     exchange = program.communicator.exchanges.get(ranks)
     if exchange is not None:
         rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
-        return _through_memory(program, exchange.all_gather, x, ranks, "all_gather", label, [rows, *x.shape[1:]], x.dtype)
+        shapes = [[rows, *x.shape[1:]]]
+        return _through_memory(program, exchange.all_gather, [x], x, ranks, "all_gather", label, shapes, x.dtype)[0]
     pieces = _pieces(program, x, x.shape.num_elements())
     with tf.device(program.device):
         if len(pieces) > 1:
@@ -127,7 +128,7 @@ def all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
         return tf.identity(x)
     exchange = program.communicator.exchanges.get(ranks)
     if exchange is not None:
-        return _through_memory(program, exchange.all_to_all, x, ranks, "all_to_all", label, x.shape, x.dtype)
+        return _through_memory(program, exchange.all_to_all, [x], x, ranks, "all_to_all", label, [x.shape], x.dtype)[0]
     if len(ranks) > _ALL_TO_ALL_RANKS:
         gathered = all_gather(program, x, ranks, label)
         return tf.reshape(gathered, [len(ranks), *x.shape])[:, ranks.index(program.rank)]
@@ -150,9 +151,7 @@ def reduce_scatter(
         return tf.cast(x[0], dtype)
     exchange = program.communicator.exchanges.get(ranks)
     if exchange is not None:
-        wide = _summed_in(x.dtype)
-        move = functools.partial(exchange.reduce_scatter, dtype=wide.as_numpy_dtype)
-        return tf.cast(_through_memory(program, move, x, ranks, "reduce_scatter", label, x.shape[1:], wide), dtype)
+        return _reduce_scatter_in_memory(program, [x], x, ranks, label, dtype)[0]
     transport = program.transport
     with tf.device(program.device):
         if not transport.has_reduce_scatter:
@@ -180,6 +179,42 @@ def reduce_scatter(
             **program.begin("reduce_scatter", carried, ranks, label),
         )
         return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), dtype)
+
+
+def all_gather_parts(
+    program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str
+) -> list[tf.Tensor]:
+    """All-gathers vectors of one dtype in one message; returns of each the (N, L) of all `ranks`, flattened or not."""
+    lengths = [part.shape[0] for part in parts]
+    packed = tf.TensorSpec([sum(lengths)], parts[0].dtype)
+    if _meets_in_memory(program, packed, ranks):
+        move, shapes = program.communicator.exchanges[ranks].all_gather, [[len(ranks) * length] for length in lengths]
+        return _through_memory(program, move, parts, packed, ranks, "all_gather", label, shapes, packed.dtype)
+    if len(parts) == 1:
+        return [all_gather(program, parts[0], ranks, label)]
+    with tf.device(program.device):
+        gathered = all_gather(program, tf.concat(parts, program.constant(0)), ranks, label)
+        rows = tf.reshape(gathered, program.constant([len(ranks), sum(lengths)]))
+        return tf.split(rows, program.constant(lengths), program.constant(1), num=len(lengths))
+
+
+def reduce_scatter_parts(
+    program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str, *, dtype: tf.DType
+) -> list[tf.Tensor]:
+    """`reduce_scatter` of several (N, L) of one dtype in one message; returns of each this rank's (L,), as `dtype`."""
+    lengths = [part.shape[1] for part in parts]
+    packed = tf.TensorSpec([len(ranks), sum(lengths)], parts[0].dtype)
+    if _meets_in_memory(program, packed, ranks):
+        return _reduce_scatter_in_memory(program, parts, packed, ranks, label, dtype)
+    if len(parts) == 1:
+        return [reduce_scatter(program, parts[0], ranks, label, dtype=dtype)]
+    with tf.device(program.device):
+        reduced = reduce_scatter(program, tf.concat(parts, program.constant(1)), ranks, label, dtype=dtype)
+        return tf.split(reduced, program.constant(lengths), program.constant(0), num=len(lengths))
+
+
+def _meets_in_memory(program: RankProgram, x: tf.TensorSpec, ranks: tuple[int, ...]) -> bool:
+    return ranks in program.communicator.exchanges and not program.is_eager and not is_trivial(x, ranks)
 
 
 def broadcast(
@@ -281,24 +316,47 @@ def _all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], op: 
     )
 
 
+def _reduce_scatter_in_memory(
+    program: RankProgram,
+    parts: Sequence[tf.Tensor],
+    packed: tf.Tensor | tf.TensorSpec,
+    ranks: tuple[int, ...],
+    label: str,
+    dtype: tf.DType,
+) -> list[tf.Tensor]:
+    wide = _summed_in(packed.dtype)
+    move = functools.partial(program.communicator.exchanges[ranks].reduce_scatter, dtype=wide.as_numpy_dtype)
+    shapes = [part.shape[1:] for part in parts]
+    moved = _through_memory(program, move, parts, packed, ranks, "reduce_scatter", label, shapes, wide)
+    return [tf.cast(part, dtype) for part in moved]
+
+
 def _through_memory(
     program: RankProgram,
     move: Callable[..., Any],
-    x: tf.Tensor,
+    parts: Sequence[tf.Tensor],
+    packed: tf.Tensor | tf.TensorSpec,
     ranks: tuple[int, ...],
     op: str,
     label: str,
-    shape: Any,
+    shapes: Sequence[Any],
     dtype: tf.DType,
-) -> tf.Tensor:
-    """Runs `move(array, key)`, a method of the group's `Exchange`, on the chain; returns its result, of `shape` and `dtype`."""
+) -> list[tf.Tensor]:
+    """Runs `move(*arrays, key=...)`, a method of the group's `Exchange`, on the chain.
+
+    Returns its results, of `shapes` and `dtype`. In the plan it stands as a collective of `packed`.
+    """
     with tf.device(program.device):
-        key = program.begin(op, x, ranks, label)["instance_key"]
+        key = program.begin(op, packed, ranks, label)["instance_key"]
         turn = tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)
+
+        def run(key: Any, _: Any, *arrays: Any) -> Any:
+            return move(*arrays, key=int(key))
+
         # Without state, or TensorFlow would order it among all Python calls; that it reads its turn keeps it from being folded.
-        moved = tf.numpy_function(lambda array, key, _: move(array, int(key)), [x, key, turn], dtype, stateful=False)
-        _extend_chain(program, moved)
-        return tf.ensure_shape(moved, shape)
+        moved = tf.numpy_function(run, [key, turn, *parts], [dtype] * len(shapes), stateful=False)
+        _extend_chain(program, moved[0])
+        return [tf.ensure_shape(one, shape) for one, shape in zip(moved, shapes, strict=True)]
 
 
 def _summed_in(dtype: tf.DType) -> tf.DType:

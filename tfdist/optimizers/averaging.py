@@ -54,9 +54,9 @@ def _overwrite(
     shards = [tf.convert_to_tensor(local_part(average, program)) for _, average in gathered]
     for number, bucket in enumerate(buckets_of(shards, config.bucket_bytes)):
         layouts = [gathered[place][1].layout for place in bucket]
-        packed = packing.pack_shards([shards[place] for place in bucket])
-        full = wire.all_gather(program, packed, program.group_ranks("data"), f"all_gather/average_{number}")
-        for place, value in zip(bucket, packing.unpack_full(full, layouts), strict=True):
+        members, label = [shards[place] for place in bucket], f"all_gather/average_{number}"
+        parts = wire.all_gather_parts(program, members, program.group_ranks("data"), label)
+        for place, value in zip(bucket, packing.fulls_of(parts, layouts), strict=True):
             local_part(gathered[place][0], program).assign(value, read_value=False)
 
 

@@ -42,9 +42,8 @@ def constrain(variables: Sequence[Any], config: ShardingConfig, program: RankPro
     shards = [tf.convert_to_tensor(local_part(value, program)) for value, _ in gathered]
     for number, bucket in enumerate(buckets_of(shards, config.bucket_bytes)):
         layouts = [gathered[place][0].layout for place in bucket]
-        packed = packing.pack_shards([shards[place] for place in bucket])
-        full = wire.all_gather(program, packed, ranks, f"all_gather/constraint_{number}")
-        for place, whole in zip(bucket, packing.unpack_full(full, layouts), strict=True):
+        parts = wire.all_gather_parts(program, [shards[place] for place in bucket], ranks, f"all_gather/constraint_{number}")
+        for place, whole in zip(bucket, packing.fulls_of(parts, layouts), strict=True):
             value, constraint = gathered[place]
             whole = _constrained(whole, value, constraint, program)
             shard = packing.cut_shard(whole, value.layout, ranks.index(program.rank))

@@ -86,10 +86,9 @@ class _OwnedBucket:
         places = [place for place, sharded in enumerate(is_shard) if sharded]
         if not places:
             return list(tensors)
-        constant = self._program.constant
-        packed = packing.pack_shards([tensors[place] for place in places], constant)
-        gathered = wire.all_gather(self._program, packed, self._ranks, f"all_gather/owned_{self._number}")
-        fulls = iter(packing.unpack_full(gathered, [layouts[place] for place in places], constant))
+        shards, label = [tensors[place] for place in places], f"all_gather/owned_{self._number}"
+        gathered = wire.all_gather_parts(self._program, shards, self._ranks, label)
+        fulls = iter(packing.fulls_of(gathered, [layouts[place] for place in places], self._program.constant))
         return [next(fulls) if sharded else tensor for tensor, sharded in zip(tensors, is_shard, strict=True)]
 
     def _stepped(self, place: int, weight: tf.Tensor, grad: tf.Tensor, learning_rate: tf.Tensor) -> tf.Tensor:

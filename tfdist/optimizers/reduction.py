@@ -114,9 +114,8 @@ def _reduce(
         members = [grads[place] for place in bucket]
         if is_sharded:
             layouts = [config.slot_layout(layout_of(variables[place], config)) for place in bucket]
-            packed = _reduce_scatter(members, layouts, f"reduce_scatter/bucket_{number}", config, program)
-            parts = packing.split_shards(packed, layouts, program.constant)
-            sent.append(packed)
+            parts = _reduce_scatter(members, layouts, f"reduce_scatter/bucket_{number}", config, program)
+            sent.append(parts[0])
         else:
             parts = _all_reduce(members, f"all_reduce/bucket_{number}", config, program)
         for place, part in zip(bucket, parts, strict=True):
@@ -146,11 +145,11 @@ def _all_reduce(
 
 def _reduce_scatter(
     grads: Sequence[tf.Tensor], layouts: Sequence[Any], label: str, config: ShardingConfig, program: RankProgram
-) -> tf.Tensor:
-    """Returns this rank's shards of the sums, packed."""
-    packed = packing.pack_full(grads, layouts, program.constant)
-    wide = tf.cast(packed, config.travel_dtype(packed.dtype))
-    return wire.reduce_scatter(program, wide, program.group_ranks("data"), label, dtype=packed.dtype)
+) -> list[tf.Tensor]:
+    """Returns this rank's shards of the sums."""
+    dtype = grads[0].dtype
+    rows = [tf.cast(row, config.travel_dtype(dtype)) for row in packing.rows_of(grads, layouts, program.constant)]
+    return wire.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)
 
 
 def _hold_back(

@@ -200,9 +200,8 @@ class _Update:
         ]
         for number, bucket in enumerate(buckets_of(whole, self._config.bucket_bytes)):
             shards = [self._updated_shard(reduced[place], layouts[place], ranks.index(program.rank)) for place in bucket]
-            packed = packing.pack_shards(shards, constant)
-            gathered = wire.all_gather(program, packed, ranks, f"all_gather/bucket_{number}")
-            fulls = packing.unpack_full(gathered, [layouts[place] for place in bucket], constant)
+            gathered = wire.all_gather_parts(program, shards, ranks, f"all_gather/bucket_{number}")
+            fulls = packing.fulls_of(gathered, [layouts[place] for place in bucket], constant)
             for place, full in zip(bucket, fulls, strict=True):
                 local_part(reduced[place].variable, program).assign(full, read_value=False)
 

@@ -32,8 +32,8 @@ def reduced_shard(
     whole = variable.layout.local_shape
     is_whole = grad.shape.is_fully_defined() and grad.shape == whole
     if is_whole and (grad.shape != part or not program.attachment(UnshardSchedule).has_gradient(variable)):
-        packed = packing.pack_full([grad], [variable.layout])
-        travelling = tf.cast(packed, config.travel_dtype(packed.dtype))
+        (rows,) = packing.rows_of([grad], [variable.layout])
+        travelling = tf.cast(rows, config.travel_dtype(rows.dtype))
         label = f"reduce_scatter/{variable.name}"
         return wire.reduce_scatter(program, travelling, program.group_ranks("data"), label, dtype=variable.dtype)
     if not grad.shape.is_compatible_with(part):

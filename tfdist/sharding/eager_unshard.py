@@ -23,7 +23,7 @@ def read(
     shard = variable.component(program.rank).value()  # on the tapes that watch the variable
     with tape.stop_recording():
         gathered = wire.all_gather(program, tf.cast(shard, dtype), program.group_ranks("data"), f"unshard/{variable.name}")
-        (full,) = packing.unpack_full(gathered, [variable.layout])
+        (full,) = packing.fulls_of([gathered], [variable.layout])
     gradient = functools.partial(_reduced, variable, program, config, on_gradient)
     tape.record_gradient("Unshard", [full], [shard], gradient)
     return full
@@ -40,8 +40,8 @@ def _reduced(
     on_gradient()
     full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
     with tape.stop_recording():
-        packed = packing.pack_full([full], [variable.layout])
-        travelling = tf.cast(packed, config.travel_dtype(packed.dtype))
+        (rows,) = packing.rows_of([full], [variable.layout])
+        travelling = tf.cast(rows, config.travel_dtype(rows.dtype))
         label = f"reduce_scatter/{variable.name}"
         shard = wire.reduce_scatter(program, travelling, program.group_ranks("data"), label, dtype=variable.dtype)
     tape.record_gradient("ReduceScatter", [shard], [full], functools.partial(_second_order, variable, full.dtype))
@@ -50,4 +50,4 @@ def _reduced(
 
 def _second_order(variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
     gathered = ops.all_gather(tf.cast(upstream, dtype), "data", label=f"unshard/{variable.name}/second_order")
-    return packing.unpack_full(gathered, [variable.layout])
+    return packing.fulls_of([gathered], [variable.layout])

@@ -1,10 +1,12 @@
-"""Packing variables for transport: many shards in one message, rank-major so that a reduce-scatter cuts between ranks.
+"""How variables travel: of each a row for every rank, so that a reduce-scatter cuts between ranks.
 
     variables a (L=2 per shard), b (L=1), N = 2 ranks
 
         full gradients        a0 a0 | a1 a1      b0 | b1
-        packed rows           rank 0:  a0 a0 b0
-                              rank 1:  a1 a1 b1          (N, L_a + L_b)
+        rows                  rank 0:  a0 a0     b0
+                              rank 1:  a1 a1     b1          (N, L_a) and (N, L_b)
+
+Several of them travel in one message (`collectives.wire`), side by side.
 """
 
 from __future__ import annotations
@@ -25,44 +27,26 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def pack_shards(shards: Sequence[tf.Tensor], constant: Constant = _as_it_is) -> tf.Tensor:
-    """Joins flat shards, each (L_v,), in one (sum L_v,); `split_shards` inverts it."""
-    return tf.concat(shards, constant(0)) if len(shards) > 1 else shards[0]
-
-
-def split_shards(packed: tf.Tensor, layouts: Sequence[Layout], constant: Constant = _as_it_is) -> list[tf.Tensor]:
-    """Cuts (sum L_v,) in the variables' flat shards (L_v,); the inverse of `pack_shards`."""
-    if len(layouts) == 1:
-        return [packed]
-    lengths = [layout.shard_elements for layout in layouts]
-    return tf.split(packed, constant(lengths), constant(0), num=len(lengths))
-
-
-def pack_full(fulls: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Constant = _as_it_is) -> tf.Tensor:
-    """Joins full local tensors in (N, sum L_v), row i being what rank i stores; `unpack_full` inverts it."""
+def rows_of(fulls: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Constant = _as_it_is) -> list[tf.Tensor]:
+    """Returns of each full local tensor (N, L_v), row i being what rank i stores; `fulls_of` inverts it."""
     rows = []
     for full, layout in zip(fulls, layouts, strict=True):
         if layout.padding:
             full = tf.pad(tf.reshape(full, constant([-1])), [[0, layout.padding]])
         rows.append(tf.reshape(full, constant([layout.mesh.data_parallel_size, layout.shard_elements])))
-    return tf.concat(rows, constant(1)) if len(rows) > 1 else rows[0]
+    return rows
 
 
-def unpack_full(packed: tf.Tensor, layouts: Sequence[Layout], constant: Constant = _as_it_is) -> list[tf.Tensor]:
-    """Returns the full local tensors from all ranks' packed shards, (N, sum L_v) flattened; the inverse of `pack_full`.
+def fulls_of(rows: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Constant = _as_it_is) -> list[tf.Tensor]:
+    """Returns the full local tensors from (N, L_v) each, flattened or not; the inverse of `rows_of`.
 
     Each is made by an operation of its own.
     """
-    columns = [packed]
-    if len(layouts) > 1:
-        lengths = [layout.shard_elements for layout in layouts]
-        rows = tf.reshape(packed, constant([layouts[0].mesh.data_parallel_size, sum(lengths)]))
-        columns = tf.split(rows, constant(lengths), constant(1), num=len(lengths))
     fulls = []
-    for column, layout in zip(columns, layouts, strict=True):
+    for row, layout in zip(rows, layouts, strict=True):
         if layout.padding:
-            column = tf.reshape(column, constant([-1]))[: layout.local_elements]
-        fulls.append(tf.reshape(column, constant(list(layout.local_shape))))
+            row = tf.reshape(row, constant([-1]))[: layout.local_elements]
+        fulls.append(tf.reshape(row, constant(list(layout.local_shape))))
     return fulls
 
 

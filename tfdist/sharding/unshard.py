@@ -191,9 +191,8 @@ class UnshardSchedule:
             layouts = [v.layout for v in members]
             dtype = _travelling_dtype(members[0], compute_dtype)
             with tf.control_dependencies(gate), tf.name_scope(_scope_name(label)):
-                packed = packing.pack_shards([tf.cast(shards[id(v)], dtype) for v in members], program.constant)
-                gathered = wire.all_gather(program, packed, ranks, label)
-                fulls = packing.unpack_full(gathered, layouts, program.constant)
+                gathered = wire.all_gather_parts(program, [tf.cast(shards[id(v)], dtype) for v in members], ranks, label)
+                fulls = packing.fulls_of(gathered, layouts, program.constant)
                 outputs.update({id(variable): full for variable, full in zip(members, fulls, strict=True)})
         return outputs
 
@@ -222,7 +221,7 @@ class UnshardSchedule:
 
     def _second_order(self, variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
         gathered = ops.all_gather(tf.cast(upstream, dtype), "data", label=f"unshard/{variable.group.name}/second_order")
-        return packing.unpack_full(gathered, [variable.layout])
+        return packing.fulls_of([gathered], [variable.layout])
 
     def flush(self, gradients: Sequence[Any] = ()) -> None:
         """Emits what backward has asked for so far.
@@ -316,14 +315,14 @@ class UnshardSchedule:
         for members in _messages(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
             layouts = [p.variable.layout for p in members]
             with tf.name_scope(_scope_name(label)):
+                travel_dtype = self._config.travel_dtype(members[0].full.dtype)
                 with tf.control_dependencies(previous):
-                    packed = packing.pack_full([p.full for p in members], layouts, program.constant)
-                packed = tf.cast(packed, self._config.travel_dtype(packed.dtype))
-                reduced = wire.reduce_scatter(program, packed, ranks, label, dtype=members[0].stub.dtype)
-                shards = packing.split_shards(reduced, layouts, program.constant)
+                    rows = packing.rows_of([p.full for p in members], layouts, program.constant)
+                    rows = [tf.cast(row, travel_dtype) for row in rows]
+                    shards = wire.reduce_scatter_parts(program, rows, ranks, label, dtype=members[0].stub.dtype)
                 for p, shard in zip(members, shards, strict=True):
                     tape.reconnect(p.stub.op, p.stub.op.inputs[0], shard)
-            sent.append(reduced)
+            sent.append(shards[0])
         return sent
 
     # Order and place of emission

@@ -198,7 +198,7 @@ class ShardedVariable(values.DistributedVariable):
             if layout.data_owner is not None:
                 part = wire.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
             elif layout.is_data_sharded:
-                (part,) = packing.unpack_full(wire.all_gather(program, part, ranks, "assemble"), [layout])
+                (part,) = packing.fulls_of([wire.all_gather(program, part, ranks, "assemble")], [layout])
             part = tensor_cut.gather_cuts(program, part, layout, "assemble")
         if owners is None:
             return part
