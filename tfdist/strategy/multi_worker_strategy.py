@@ -55,7 +55,8 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
     Args:
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver`; None reads TF_CONFIG.
         communication_options: `tf.distribute.experimental.CommunicationOptions`: `bytes_per_pack` replaces `bucket_bytes`,
-            `implementation` chooses ring or NCCL, `timeout_seconds` replaces `step_timeout_seconds`; None chooses all.
+            `implementation` RING keeps workers of one machine from sharing memory and GPUs from NCCL, NCCL asks for it,
+            `timeout_seconds` replaces `step_timeout_seconds`; None chooses all.
         zero_stage, bucket_bytes, group_bytes, prefetch, reshard_after_forward, reduce_dtype, tensor_parallel_size,
             pipeline_parallel_size, check_drift_every: as of `ShardedStrategy`.
         rendezvous_timeout_seconds: how long to wait for the other workers to start.
