@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -97,8 +98,13 @@ def groups_where_memory_cannot_be_shared() -> dict[str, list]:
     last = int(tfdist.MultiWorkerShardedStrategy().cluster.worker_index) == WORKERS - 1
     with mock.patch.object(host_groups, "_MEMORY", "/nowhere"):
         found["no memory"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
-    with mock.patch.object(os, "posix_fallocate", side_effect=OSError("No space left on device")):
+    with (
+        mock.patch.object(os, "posix_fallocate", side_effect=OSError("No space left on device")),
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
         found["no space"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+    found["warnings"] = [str(one.message) for one in warned if "share memory" in str(one.message)]
     with mock.patch.object(host_groups.mmap, "mmap", side_effect=OSError("not seen here") if last else host_groups.mmap.mmap):
         found["another machine"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
     with mock.patch.object(threads, "cores", lambda: 1):

@@ -45,6 +45,13 @@ def test_nothing_is_left_in_memory(found):
         assert worker["left behind"] == []
 
 
+def test_memory_without_room_is_said_by_who_has_found_it(found):
+    for rank, worker in enumerate(found):
+        texts = worker["other groups"]["warnings"]
+        assert len(texts) == (rank == 0)
+        assert all("No space left on device" in text and "12,582,912 bytes" in text for text in texts)
+
+
 CASES = ["no memory", "no space", "another machine", "one thread", "one thread of one worker", "a pipeline"]
 
 

@@ -23,9 +23,11 @@ import secrets
 import shutil
 import socket
 import tempfile
+import warnings
 import weakref
 from typing import Any
 
+from tfdist import errors
 from tfdist.collectives.program import Communicator
 from tfdist.collectives.shared_memory import Exchange, file_bytes
 from tfdist.mesh import MESH_AXES, Coordination, operations_at_once
@@ -117,7 +119,16 @@ def _offer(ranks: tuple[int, ...], stack: contextlib.ExitStack) -> Any:
         (directory / "secret").write_bytes(secret)
         with (directory / "memory").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, file_bytes(len(ranks)))  # here, not when it is written, memory may be short
-    except OSError:
+    except OSError as error:
+        if os.path.isdir(_MEMORY):
+            warnings.warn(
+                errors.message(
+                    f"Workers on this machine cannot share memory ({error}): they talk over gRPC, several times slower.",
+                    fix=f"Give {_MEMORY} room for {file_bytes(len(ranks)):,} bytes (in a container, `--shm-size`), or ask for "
+                    "gRPC with `CommunicationImplementation.RING`.",
+                ),
+                stacklevel=2,
+            )
         return None
     return [str(directory), secret.hex()]
 

@@ -1,6 +1,7 @@
 """The one place that chooses how bytes travel.
 
-Ring on CPUs and on virtual GPUs, NCCL on physical GPUs. Facts behind each choice (TensorFlow 2.21):
+Memory that CPU workers of one machine share, where they can; else the ring on CPUs and on virtual GPUs, NCCL on physical GPUs.
+Facts behind each choice (TensorFlow 2.21):
 
 * Only the hint "nccl" on a GPU group selects NCCL; "auto" means the ring, on GPUs too.
 * ReduceScatterV2 has no CPU kernel: there a reduce-scatter is an all-to-all and a local sum, which moves the same bytes.
