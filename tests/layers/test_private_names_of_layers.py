@@ -3,6 +3,7 @@
 import inspect
 
 import keras
+from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.trainers.trainer import Trainer
 
 from tfdist.override import _INSTALLED
@@ -28,6 +29,12 @@ def test_a_variable_is_made_from_its_initializer_at_once_or_later():
         assert later._initializer is initializer
     assert later._value is not None
     assert calls == [(2, 3), (4,)]
+
+
+def test_gelu_is_the_backends():
+    assert original(keras_nn.gelu).__module__ == "keras.src.backend.tensorflow.nn"
+    assert list(inspect.signature(original(keras_nn.gelu)).parameters) == ["x", "approximate"]
+    assert "backend.nn.gelu(" in inspect.getsource(keras.ops.gelu)
 
 
 def test_losses_and_metrics_are_given_predictions_so():

@@ -1,0 +1,64 @@
+"""GELU that keeps its input for the backward pass, and nothing else.
+
+TensorFlow's is several operations, each of which keeps what its own derivative needs: three tensors of the hidden layer's size,
+of the tanh approximation more, where one is enough. In a Transformer's block the hidden layer is the largest (its share:
+docs/performance.md). What they give to the derivative is computed early, too, of all layers at once, since it does not wait for
+the gradient from above. Here
+
+    gelu'(x) = Phi(x) + x phi(x)
+
+is computed from x when that gradient is there, as TensorFlow has it for `tf.nn.silu`. Values are TensorFlow's own, bit by bit.
+
+The name is private to Keras: tests/layers/test_private_names_of_layers.py fails when it changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
+
+from tfdist.losses.sharing import rank_program
+from tfdist.override import override
+
+
+@override("gelu", keras_nn)
+def _gelu(original: Callable[..., Any], x: Any, approximate: bool = True) -> Any:
+    x = keras.ops.convert_to_tensor(x)
+    if rank_program() is None or not (isinstance(x, tf.Tensor) and x.dtype.is_floating):
+        return original(x, approximate)
+    derivative = _derivative_of_approximation if approximate else _derivative
+
+    @tf.custom_gradient
+    def gelu(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            with tf.control_dependencies([upstream]):
+                return upstream * derivative(x)
+
+        return original(x, approximate), gradient
+
+    return gelu(x)
+
+
+# As TensorFlow has them, rounded to float32 whatever the dtype: the gradient is that of the values.
+_ROOT_OF_HALF = float(np.float32(math.sqrt(1 / 2)))
+_CUBIC = float(np.float32(0.044715))
+
+
+def _derivative(x: tf.Tensor) -> tf.Tensor:
+    """Of x erfc(-u) / 2, u = x / sqrt 2."""
+    density = tf.exp(tf.square(x) * -(_ROOT_OF_HALF**2)) * (x * (_ROOT_OF_HALF / math.sqrt(math.pi)))
+    return 0.5 * tf.math.erfc(x * -_ROOT_OF_HALF) + density
+
+
+def _derivative_of_approximation(x: tf.Tensor) -> tf.Tensor:
+    """Of x (1 + tanh u) / 2, u = c (x + a x^3)."""
+    a, c = _CUBIC, math.sqrt(2 / math.pi)
+    squares = tf.square(x)
+    tanh = tf.tanh(c * x * (1 + a * squares))
+    return 0.5 * (1 + tanh) + 0.5 * c * x * (1 - tf.square(tanh)) * (1 + 3 * a * squares)
