@@ -123,8 +123,10 @@ class SharedUpdates:
 
 def update_shard(optimizer: Any, shard: tf.Variable | ParameterShard, grad: tf.Tensor, learning_rate: tf.Tensor) -> None:
     """Weight decay and the Keras optimizer's own update, on whatever part of a parameter this rank steps."""
-    optimizer._apply_weight_decay([shard])
-    optimizer.update_step(grad, shard, learning_rate)
+    # Not before the gradient is there: the decay alone, as large as the parameter, would lie in memory from the step's begin.
+    with tf.control_dependencies([grad]):
+        optimizer._apply_weight_decay([shard])
+        optimizer.update_step(grad, shard, learning_rate)
 
 
 def _sharded_slots(optimizer: Any, parameter: Any) -> list[ShardedVariable]:

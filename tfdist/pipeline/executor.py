@@ -109,6 +109,7 @@ class Executor:
         self._recomputed: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
         self._held_back: dict[tuple[int, int], _Gradients] = {}
         self._last: list[tf.Operation] = []
+        self._last_but_one: list[tf.Operation] = []
         self.gradients = GradientSum()
 
     def run(self) -> None:
@@ -122,6 +123,7 @@ class Executor:
         for action in self._schedule.actions(self.pipe_rank):
             if not self._training and (action.phase is not Phase.FORWARD or action.microbatch >= self._count):
                 continue
+            before = self._last
             try:
                 with tf.name_scope(f"PP/{action}"):
                     run_phase[action.phase](action)
@@ -129,6 +131,7 @@ class Executor:
             except Exception as error:
                 error.add_note(f"In the pipeline's action {action} on rank {self.pipe_rank}:\n{self._schedule.render(action)}")
                 raise
+            self._last_but_one = before
 
     # Actions
 
@@ -266,10 +269,13 @@ class Executor:
         at = self._schedule.rank_of(source)
         if at == self.pipe_rank:
             return self._here.pop((phase, source, number))
-        return [
-            edges.receive(self._program, spec, self._rows_of(number), self._ranks[at], f"pipe/{source}{phase}{number}/{place}")
-            for place, spec in enumerate(specs)
-        ]
+        # While the action before this one runs, not earlier: what is waited for has its memory already.
+        rows, label = self._rows_of(number), f"pipe/{source}{phase}{number}"
+        with tf.control_dependencies(self._last_but_one):
+            return [
+                edges.receive(self._program, spec, rows, self._ranks[at], f"{label}/{place}")
+                for place, spec in enumerate(specs)
+            ]
 
     # Order
 

@@ -9,7 +9,10 @@ import tensorflow as tf
 
 
 class GradientSum:
-    """A running sum per variable. Rows of an embedding stay rows: those of all microbatches, one after the other."""
+    """A running sum per variable.
+
+    Rows of an embedding stay rows, those of all microbatches one after the other, while they are fewer than the table's.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[int, Any] = {}
@@ -31,8 +34,15 @@ class GradientSum:
 
 
 def _sum(one: Any, other: Any) -> Any:
-    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices) and _are_few([one, other]):
         return tf.IndexedSlices(
             tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0), one.dense_shape
         )
     return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+
+
+def _are_few(slices: Sequence[tf.IndexedSlices]) -> bool:
+    """Whether they have fewer rows than their table, as far as is known."""
+    table = tf.get_static_value(slices[0].dense_shape)
+    rows = [one.values.shape[0] for one in slices]
+    return table is None or None in rows or sum(rows) < table[0]
