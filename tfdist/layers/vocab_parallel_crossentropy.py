@@ -9,6 +9,7 @@ two numbers a position are all that moves, and nothing backward.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import activations
 from tfdist.layers import cut_tensors, regions
+from tfdist.losses.crossentropy import exponential_sums
 
 
 @cut_tensors.takes_cut_predictions
@@ -101,16 +103,17 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         """Returns the loss of each position, labels (batch, ...), logits (batch, ..., classes), whole or cut."""
         local = logits.shape[-1]
         classes, start = (local, 0) if cut is None else (cut.size, regions.tensor_rank() * local)
-        shift = tf.stop_gradient(self._maximum(logits, classes, start, cut))
-        shifted = logits - shift[..., tf.newaxis]
-        counts = start + tf.range(local) < classes  # False in the padding of a vocabulary
-        exponentials = tf.where(counts, tf.exp(shifted), tf.zeros_like(shifted))
-        is_here = (labels >= start) & (labels < min(start + local, classes))
+        counted = max(0, min(local, classes - start))
+        if counted < local:  # the padding of a vocabulary
+            logits = tf.where(tf.range(local) < counted, logits, tf.constant(-math.inf, logits.dtype))
+        shift = tf.stop_gradient(self._maximum(logits, cut))
+        is_here = (labels >= start) & (labels < start + counted)
         places = tf.where(is_here, labels - start, tf.zeros_like(labels))
-        of_label = tf.gather(shifted, places, batch_dims=labels.shape.rank)
-        sums = [tf.reduce_sum(exponentials, -1), tf.where(is_here, of_label, tf.zeros_like(of_label))]
+        flat = (tf.reshape(logits, [-1, local]), tf.reshape(shift, [-1]), tf.reshape(places, [-1]))
+        sum_here, of_label = (tf.reshape(x, tf.shape(labels)) for x in exponential_sums(*flat))
+        sums = [sum_here, tf.where(is_here, of_label, tf.zeros_like(of_label))]
         if self.label_smoothing:
-            sums.append(tf.reduce_sum(tf.where(counts, shifted, tf.zeros_like(shifted)), -1))
+            sums.append(tf.reduce_sum(logits[..., :counted], -1) - counted * shift)
         packed = tf.stack(sums, -1)  # (batch, ..., 2 or 3)
         if cut is not None:
             packed = regions.reduce_from(packed, f"{self.name}/sums")
@@ -123,10 +126,8 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         is_known = (labels >= 0) & (labels < classes)
         return tf.where(is_known, losses, tf.constant(float("nan"), losses.dtype))
 
-    def _maximum(self, logits: tf.Tensor, classes: int, start: int, cut: cut_tensors.Cut | None) -> tf.Tensor:
-        local = logits.shape[-1]
-        counts = start + tf.range(local) < classes
-        highest = tf.reduce_max(tf.where(counts, logits, tf.constant(logits.dtype.min, logits.dtype)), -1)
+    def _maximum(self, logits: tf.Tensor, cut: cut_tensors.Cut | None) -> tf.Tensor:
+        highest = tf.reduce_max(logits, -1)
         if cut is None:
             return highest
         program = regions.tensor_program()
