@@ -7,6 +7,7 @@ import functools
 
 import keras
 import pytest
+from grids import exhaustive
 from training import BATCH, loss_function, one_device, small, strategy_for, vectors
 
 from tests.parity.comparison import BatchLogs, assert_same_tree, state
@@ -45,7 +46,7 @@ def on_one_device(steps_per_execution):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("zero_stage", "devices", "steps"), [(0, 2, 2), (1, 3, 2), (2, 2, 3), (3, 2, 2), (3, 3, 7)]
+    ("zero_stage", "devices", "steps"), [(0, 2, 2), (1, 3, 2), (2, 2, 3), exhaustive(3, 2, 2), (3, 3, 7)]
 )
 def test_parity(zero_stage, devices, steps):
     expected = on_one_device(steps)
