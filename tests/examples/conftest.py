@@ -37,7 +37,7 @@ def prepared(tmp_path_factory):
     return data
 
 
-ON_RANDOM_TEXT = """
+IN_A_FORK = """
 import sys
 
 sys.path.insert(0, {examples!r})  # a fork's path is that of its parent
@@ -47,22 +47,28 @@ import numpy as np
 import train_gpt
 import {name}
 
-text = np.random.default_rng(0).choice(np.frombuffer(b"tensor ", np.uint8), 2000)
-train_gpt.load_tokens = lambda dataset, data_dir: (text[:1500], text[1500:])
+if {on_random_text}:
+    text = np.random.default_rng(0).choice(np.frombuffer(b"tensor ", np.uint8), 2000)
+    train_gpt.load_tokens = lambda dataset, data_dir: (text[:1500], text[1500:])
 {name}.main({argv!r})
 """
 
 
 @pytest.fixture
-def run_on_random_text(tmp_path):
-    """Runs an example with flags, on random text, in a process of its own: it splits the CPU its own way. Returns its output."""
+def run_example(tmp_path):
+    """Runs an example with flags in a process of its own: it splits the CPU its own way. Returns its output."""
 
-    def run(name, flags):
-        argv = [*flags.split(), "--out", str(tmp_path)]
-        program = tmp_path / "program.py"
-        program.write_text(ON_RANDOM_TEXT.format(name=name, examples=str(ROOT / "examples"), argv=argv), "utf-8")
+    def run(name, *flags, on_random_text=False):
+        program = tmp_path / f"{name}_program.py"
+        argv = [*flags, "--out", str(tmp_path)]
+        filled = {"name": name, "on_random_text": on_random_text, "examples": str(ROOT / "examples"), "argv": argv}
+        program.write_text(IN_A_FORK.format(**filled), "utf-8")
         files = {"output": tmp_path / "output.txt", "errors": tmp_path / "errors.txt"}
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "COLUMNS": "200",
+        }
         process = forks.start(runpy.run_path, str(program), None, "__main__", environment=environment, folder=tmp_path, **files)
         try:
             code = process.wait(120)
@@ -73,6 +79,32 @@ def run_on_random_text(tmp_path):
         return output
 
     return run
+
+
+@pytest.fixture
+def run_on_random_text(run_example):
+    """The same on random text."""
+    return lambda name, flags: run_example(name, *flags.split(), on_random_text=True)
+
+
+@pytest.fixture
+def records(monkeypatch):
+    """Returns a function of the folder of a prepared data set: each split's [source, text]s."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    importlib.import_module("stdlib_text")
+    datasets = importlib.import_module("tensorflow_datasets")
+
+    def read(folder):
+        builder = datasets.builder("stdlib_text", data_dir=folder)
+        return {
+            split: [
+                [record["source"].decode(), record["text"].decode()]
+                for record in builder.as_dataset(split=split).as_numpy_iterator()
+            ]
+            for split in builder.info.splits
+        }
+
+    return read
 
 
 @pytest.fixture
