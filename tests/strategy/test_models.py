@@ -90,10 +90,10 @@ def attention():
 
 
 def kinds_of_weights():
-    """Weights read in a function, partly unused, regularized and constrained, and frozen."""
+    """Weights partly unused, regularized and constrained, and frozen."""
     regularized = layers.Dense(16, kernel_regularizer="l2", kernel_constraint=keras.constraints.MaxNorm(0.5))
     frozen = layers.Dense(17, activation="relu", trainable=False)
-    return stack(NestedFunction(), NestedFunction(), PartlyUsed(), regularized, frozen, layers.Dense(9))
+    return stack(PartlyUsed(), regularized, frozen, layers.Dense(9))
 
 
 def embedding():
@@ -109,6 +109,7 @@ MODELS = {
     "convolutions": lambda: stack(
         layers.Reshape((7, 15, 1)), layers.Conv2D(5, 3, activation="relu"), layers.DepthwiseConv2D(3)
     ),
+    "nested_function": lambda: stack(NestedFunction(), NestedFunction()),
     "lazily_built": LazilyBuilt,
     "used_three_times": used_three_times,
     "attention": attention,
