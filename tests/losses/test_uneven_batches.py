@@ -222,6 +222,7 @@ def test_images():
     compare(2, 2, images, x, y, lambda: "sparse_categorical_crossentropy", optimizer=optimizer, **settings)
 
 
+@pytest.mark.exhaustive  # also in tests/parity/test_steps_per_execution.py
 def test_several_steps_per_execution():
     """The loop stands around `strategy.run`."""
     x, y = vectors(37)
