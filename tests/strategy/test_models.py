@@ -130,7 +130,8 @@ def on_one_device(name):
 
 # Stage 2 reads its parameters as TensorFlow's own strategy does: those that it steps, or does not, in unusual ways are enough.
 CASES = [(name, 3, 3) for name in MODELS]
-CASES += [(name, 2, 2) for name in ("control_flow", "lazily_built", "used_three_times", "kinds_of_weights")]
+CASES += [(name, 2, 2) for name in ("control_flow", "kinds_of_weights")]
+CASES += [exhaustive(name, 2, 2) for name in ("lazily_built", "used_three_times")]
 
 
 @pytest.mark.as_traced
