@@ -1,5 +1,6 @@
 """The callbacks that write files, by two workers that train; and what another process makes of the files."""
 
+import functools
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import two_workers
+from grids import exhaustive
 from saved_models import X, Y, sequential
 
 from tfdist.checkpoint import keras_callbacks
@@ -84,37 +86,40 @@ def assert_same(ours, theirs):
 # ModelCheckpoint
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"filepath": "{epoch:02d}/model.keras"},
-        {"filepath": "new/directory/{epoch}-{loss:.4f}.weights.h5", "save_weights_only": True},
-        {"filepath": "e{epoch}b{batch}.weights.h5", "save_weights_only": True, "save_freq": 3},
-        {"filepath": "best.keras", "save_best_only": True, "monitor": "loss"},
-        {"filepath": "model.h5"},
-    ],
-    ids=lambda arguments: arguments["filepath"],
-)
-def test_model_checkpoint(arguments, tmp_path, monkeypatch):
+CHECKPOINTS = [
+    {"filepath": "epochs/{epoch:02d}/model.keras"},
+    {"filepath": "new/directory/{epoch}-{loss:.4f}.weights.h5", "save_weights_only": True},
+    {"filepath": "batches/e{epoch}b{batch}.weights.h5", "save_weights_only": True, "save_freq": 3},
+    {"filepath": "best/best.keras", "save_best_only": True, "monitor": "loss"},
+    {"filepath": "old/model.h5"},
+]
+
+
+def test_model_checkpoint(tmp_path, monkeypatch):
     def callbacks(directory):
-        return [keras.callbacks.ModelCheckpoint(**{**arguments, "filepath": str(directory / arguments["filepath"])})]
+        paths = [str(directory / arguments["filepath"]) for arguments in CHECKPOINTS]
+        return [
+            keras.callbacks.ModelCheckpoint(**{**arguments, "filepath": path})
+            for path, arguments in zip(paths, CHECKPOINTS, strict=True)
+        ]
 
     ours, plain = tmp_path / "ours", tmp_path / "plain"
-    ours.mkdir(), plain.mkdir()
     chief, reader, _ = train_together(monkeypatch, lambda worker: callbacks(ours))
     assert_only_the_chief_wrote(chief, reader)
     single = compiled()
     fit(single, callbacks(plain))
     files = sorted(path.relative_to(plain) for path in plain.rglob("*"))
-    assert files
+    assert {str(path.parts[0]) for path in files} == {arguments["filepath"].split("/")[0] for arguments in CHECKPOINTS}
     assert sorted(path.relative_to(ours) for path in ours.rglob("*")) == files
-    last = max((path for path in ours.rglob("*.*")), key=os.path.getmtime)
-    if last.name.endswith(".weights.h5"):
-        single.load_weights(last)
-    else:
-        single = keras.saving.load_model(last)
-    if "b{batch}" not in arguments["filepath"]:
-        assert_same(single.get_weights(), [np.asarray(v.value) for v in chief.model.weights])
+    for arguments in CHECKPOINTS:
+        directory = ours / arguments["filepath"].split("/")[0]
+        last = max((path for path in directory.rglob("*.*")), key=os.path.getmtime)
+        if last.name.endswith(".weights.h5"):
+            single.load_weights(last)
+        else:
+            single = keras.saving.load_model(last)
+        if "b{batch}" not in arguments["filepath"]:
+            assert_same(single.get_weights(), [np.asarray(v.value) for v in chief.model.weights])
 
 
 def test_the_chief_decides_what_is_best(tmp_path, monkeypatch):
@@ -141,15 +146,13 @@ def test_the_chief_decides_what_is_best(tmp_path, monkeypatch):
 # BackupAndRestore
 
 
-@pytest.mark.parametrize("options", [{}, {"double_checkpoint": True}, {"save_freq": 1}], ids=str)
+@pytest.mark.parametrize("options", [exhaustive({}), {"double_checkpoint": True}, {"save_freq": 1}], ids=str)
 def test_a_run_that_is_cut_goes_on_where_it_was(options, tmp_path, monkeypatch):
     directory = tmp_path / "new" / "backup"
 
     def backup():
         return keras.callbacks.BackupAndRestore(str(directory), **options)
 
-    uncut = compiled()
-    fit(uncut, [])
     chief, reader, _ = train_together(monkeypatch, lambda worker: [backup(), Interrupt(2)], interrupted=True)
     assert_only_the_chief_wrote(chief, reader)
     names = {"latest.weights.h5", "training_metadata.json"}
@@ -172,8 +175,15 @@ def test_a_run_that_is_cut_goes_on_where_it_was(options, tmp_path, monkeypatch):
     for worker in (chief, reader):
         assert len(worker.history["loss"]) == 4 - epoch
         if epoch == 2:
-            assert_same(weights(worker.model), weights(uncut))
+            assert_same(weights(worker.model), weights_of_an_uncut_run())
     assert not directory.exists()
+
+
+@functools.cache
+def weights_of_an_uncut_run():
+    model = compiled()
+    fit(model, [])
+    return weights(model)
 
 
 def interrupted_backup(monkeypatch, directory, epoch=2, **options):
@@ -272,18 +282,20 @@ def test_killed_while_the_weights_are_written(tmp_path, monkeypatch):
         assert_same(restored, before)
 
 
-@pytest.mark.parametrize("has_epoch", [True, False])
-def test_an_unreadable_backup_gives_way_to_the_previous_one(has_epoch, tmp_path, monkeypatch):
-    previous = interrupted_backup(monkeypatch, tmp_path, epoch=1)
-    interrupted_backup(monkeypatch, tmp_path, epoch=2, double_checkpoint=True)
-    (tmp_path / "latest.weights.h5").write_bytes(b"\x89HDF no")
-    if not has_epoch:
-        (tmp_path / "training_metadata.json.bkp").unlink()
-        with h5py.File(tmp_path / "latest.weights.h5.bkp", "r+") as file:
-            del file.attrs["tfdist_training_state"]
-    for epoch, restored in begin(monkeypatch, tmp_path, double_checkpoint=True):
-        assert epoch == (1 if has_epoch else 0), "the epoch of the unreadable backup is not the previous one's"
-        assert_same(restored, previous)
+def test_an_unreadable_backup_gives_way_to_the_previous_one(tmp_path, monkeypatch):
+    previous = interrupted_backup(monkeypatch, tmp_path / "made", epoch=1)
+    interrupted_backup(monkeypatch, tmp_path / "made", epoch=2, double_checkpoint=True)
+    for has_epoch in (True, False):
+        directory = tmp_path / str(has_epoch)
+        shutil.copytree(tmp_path / "made", directory)
+        (directory / "latest.weights.h5").write_bytes(b"\x89HDF no")
+        if not has_epoch:
+            (directory / "training_metadata.json.bkp").unlink()
+            with h5py.File(directory / "latest.weights.h5.bkp", "r+") as file:
+                del file.attrs["tfdist_training_state"]
+        for epoch, restored in begin(monkeypatch, directory, double_checkpoint=True):
+            assert epoch == (1 if has_epoch else 0), "the epoch of the unreadable backup is not the previous one's"
+            assert_same(restored, previous)
 
 
 def test_an_unreadable_backup_without_a_previous_one_is_an_error_for_all(tmp_path, monkeypatch):
@@ -299,22 +311,25 @@ def test_an_unreadable_backup_without_a_previous_one_is_an_error_for_all(tmp_pat
     two_workers.succeed(monkeypatch, program)
 
 
-@pytest.mark.parametrize("has_backup", ["chief", "reader"])
-def test_a_directory_that_is_not_shared_is_refused(has_backup, tmp_path, monkeypatch):
+def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
     interrupted_backup(monkeypatch, tmp_path / "chief")
     (tmp_path / "reader").mkdir()
-    if has_backup == "reader":
-        shutil.move(tmp_path / "chief" / "latest.weights.h5", tmp_path / "reader")
 
     def program(worker):
         with worker.strategy.scope():
             model = compiled()
         fit(model, [keras.callbacks.BackupAndRestore(str(tmp_path / worker.role))])
 
-    chief, reader, _ = two_workers.run(monkeypatch, program)
-    assert isinstance(reader.error, RuntimeError)
-    assert "`backup_dir` must be on a file system that all workers share" in str(reader.error)
-    assert "Received: backup_dir='" in str(reader.error)
+    def assert_is_refused():
+        with monkeypatch.context() as patch:
+            _, reader, _ = two_workers.run(patch, program)
+        assert isinstance(reader.error, RuntimeError)
+        assert "`backup_dir` must be on a file system that all workers share" in str(reader.error)
+        assert "Received: backup_dir='" in str(reader.error)
+
+    assert_is_refused()
+    shutil.move(tmp_path / "chief" / "latest.weights.h5", tmp_path / "reader")
+    assert_is_refused()
 
 
 def test_a_backup_that_is_kept(tmp_path, monkeypatch):
@@ -333,16 +348,16 @@ def test_a_backup_that_is_kept(tmp_path, monkeypatch):
 # Others
 
 
-@pytest.mark.parametrize("append", [False, True])
-def test_csv_logger(append, tmp_path, monkeypatch):
-    path = tmp_path / "log.csv"
+def test_csv_logger(tmp_path, monkeypatch):
+    def callbacks(worker):
+        return [keras.callbacks.CSVLogger(str(tmp_path / f"{append}.csv"), append=append) for append in (False, True)]
+
     for _ in range(2):
-        chief, reader, _ = train_together(
-            monkeypatch, lambda worker: [keras.callbacks.CSVLogger(str(path), append=append)], epochs=2
-        )
+        chief, reader, _ = train_together(monkeypatch, callbacks, epochs=2)
         assert_only_the_chief_wrote(chief, reader)
-    lines = path.read_text().splitlines()
-    assert [line.split(",")[0] for line in lines] == (["epoch", "0", "1", "0", "1"] if append else ["epoch", "0", "1"])
+    for append, epochs in ((False, ["0", "1"]), (True, ["0", "1", "0", "1"])):
+        lines = (tmp_path / f"{append}.csv").read_text().splitlines()
+        assert [line.split(",")[0] for line in lines] == ["epoch", *epochs]
 
 
 def test_orbax_is_refused(cpus):

@@ -42,12 +42,12 @@ def losses(output):
 
 
 @pytest.mark.timeout(450)
-def test_train_gpt_ends_with_the_loss_of_one_device(tmp_path):
-    program = str(ROOT / "examples" / "train_gpt.py")
-    several = launched(2, program, *SMALL, "--out", "several", folder=tmp_path)
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "alone" / "data").symlink_to(tmp_path / "several" / "data")
-    alone = run(program, *SMALL, "--devices", "1", "--zero-stage", "0", "--out", "alone", folder=tmp_path)
+def test_train_gpt_ends_with_the_loss_of_one_device(prepared, records, run_example, tmp_path):
+    """Its workers prepare the data set, which is the same each time."""
+    several = launched(2, str(ROOT / "examples" / "train_gpt.py"), *SMALL, "--out", "several", folder=tmp_path)
+    assert records(tmp_path / "several" / "data") == records(prepared)
+    (tmp_path / "data").symlink_to(prepared)
+    alone = run_example("train_gpt", *SMALL, "--devices", "1", "--zero-stage", "0")
     assert "of 2 workers, ZeRO stage 3" in several
     assert "worker 1 CPU:0" in several, "the memory report lists all devices"
     assert len(losses(several)) == len(losses(alone)) == 3  # before training, and after each epoch

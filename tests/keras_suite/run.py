@@ -55,6 +55,9 @@ def cases(suite: unittest.TestSuite) -> list[unittest.TestCase]:
     return [case for part in suite for case in (cases(part) if isinstance(part, unittest.TestSuite) else [part])]
 
 
-if __name__ == "__main__":
-    stages = [int(stage) for stage in sys.argv[1:]] or [0, 1, 2, 3]
+def main(stages: Sequence[int]) -> None:
     print(json.dumps({stage: outcomes(stage) for stage in stages}))
+
+
+if __name__ == "__main__":
+    main([int(stage) for stage in sys.argv[1:]] or range(4))

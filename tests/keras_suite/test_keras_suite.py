@@ -1,15 +1,12 @@
 """Keras's own distribution tests pass with `ShardedStrategy` in the place of `MirroredStrategy`, at every stage."""
 
-import functools
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests import forks
+from tests.keras_suite import run
 
 # Cases that cannot apply, and why, by stage.
 NOT_MIRRORED = "a parameter of stage 3 is no MirroredVariable: each device holds a part"
@@ -32,21 +29,24 @@ CANNOT_APPLY = {
 }
 
 
-@functools.cache
-def outcomes():
-    """All stages in one process: starting TensorFlow costs more than the cases."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.keras_suite.run"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return {int(stage): found for stage, found in json.loads(process.stdout.splitlines()[-1]).items()}
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """By the stage; all in one process: starting TensorFlow costs more than the cases."""
+    folder = tmp_path_factory.mktemp("keras_suite")
+    files = {"output": folder / "output.txt", "errors": folder / "errors.txt"}
+    process = forks.start(run.main, list(range(4)), environment=dict(os.environ), folder=folder, **files)
+    try:
+        code = process.wait(280)
+    finally:
+        process.kill()
+    assert code == 0, files["errors"].read_text("utf-8")[-3000:]
+    return {int(stage): found for stage, found in json.loads(files["output"].read_text("utf-8").splitlines()[-1]).items()}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("zero_stage", range(4))
-def test_cases_pass(zero_stage):
-    found = outcomes()[zero_stage]
+def test_cases_pass(zero_stage, outcomes):
+    found = outcomes[zero_stage]
     assert len(found) >= 17, "Keras has fewer distribution tests than it had"
     for name, outcome in found.items():
         if (zero_stage, name) in CANNOT_APPLY:
@@ -57,7 +57,6 @@ def test_cases_pass(zero_stage):
 
 
 @pytest.mark.timeout(300)
-def test_the_list_of_exceptions_names_existing_cases():
-    found = outcomes()
+def test_the_list_of_exceptions_names_existing_cases(outcomes):
     for zero_stage, name in CANNOT_APPLY:
-        assert name in found[zero_stage]
+        assert name in outcomes[zero_stage]

@@ -47,14 +47,15 @@ def pair() -> keras.Model:
     )
 
 
-def transformer(blocks: int = 1, **options: Any) -> keras.Model:
-    """Embedding, blocks, and logits that stay cut."""
-    is_cut = options.get("sequence_parallel", False)
+GROUPED_QUERIES = {"key_dim": 4, "num_key_value_heads": 4, "normalization": "rms"}
+
+
+def transformer(*blocks: dict[str, Any], mask_zero: bool = True) -> keras.Model:
+    """Embedding, a block of each of the options, and logits that stay cut."""
     tokens = keras.Input((LENGTH,), dtype="int32")
-    x = layers.VocabParallelEmbedding(VOCABULARY, WIDTH, mask_zero=options.pop("mask_zero", False), name="tokens")(tokens)
-    for i in range(blocks):
-        ends = {"input_is_parallel": i > 0, "gather_output": i == blocks - 1} if is_cut else {}
-        x = layers.ParallelTransformerBlock(4, 16, **options, **ends, name=f"block_{i}")(x)
+    x = layers.VocabParallelEmbedding(VOCABULARY, WIDTH, mask_zero=mask_zero, name="tokens")(tokens)
+    for i, options in enumerate(blocks):
+        x = layers.ParallelTransformerBlock(4, 16, **options, name=f"block_{i}")(x)
     x = keras.layers.LayerNormalization(name="norm")(x)
     return keras.Model(tokens, layers.ColumnParallelDense(CLASSES, gather_output=False, name="logits")(x))
 
@@ -76,18 +77,26 @@ class Tied(keras.Model):
         return self.table(self.mlp(self.table(tokens)), reverse=True)
 
 
+def tied() -> keras.Model:
+    model = Tied()
+    model.build((None, LENGTH))
+    return model
+
+
 MODELS = {
     "dense": dense,
     "pair": pair,
-    "transformer": lambda: transformer(mask_zero=True),
-    "sequence parallel": lambda: transformer(blocks=2, sequence_parallel=True, mask_zero=True),
-    "grouped queries, gated": lambda: transformer(
-        key_dim=4, num_key_value_heads=4, gated=True, activation="silu", normalization="rms", use_bias=False
+    "transformer": lambda: transformer({}),
+    "sequence parallel": lambda: transformer(
+        {"sequence_parallel": True, "gather_output": False}, {"sequence_parallel": True, "input_is_parallel": True}
     ),
     "sequence parallel, grouped queries": lambda: transformer(
-        sequence_parallel=True, key_dim=4, num_key_value_heads=4, normalization="rms"
+        {"sequence_parallel": True, **GROUPED_QUERIES}, mask_zero=False
     ),
-    "tied": Tied,
+    "grouped queries, gated": lambda: transformer(
+        {"gated": True, "activation": "silu", "use_bias": False, **GROUPED_QUERIES}, mask_zero=False
+    ),
+    "tied": tied,
 }
 
 
@@ -114,8 +123,6 @@ def train(strategy: Any, name: str, optimizer: Any = None, infers: bool = False)
     keras.utils.set_random_seed(5)
     with strategy.scope():
         model = MODELS[name]()
-        if not model.built:
-            model.build((None, LENGTH))
         optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9)
         model.compile(optimizer, loss_of(name), metrics=["sparse_categorical_accuracy"] if infers else None)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)

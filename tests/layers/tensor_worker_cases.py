@@ -9,14 +9,12 @@ import keras
 import tfdist
 from tests.layers.tensor_models import train
 
-# A model and a stage of every worker's strategy.
-CASES = (("transformer", 0), ("dense", 1), ("dense", 2), ("sequence parallel", 3))
 
-
-def train_all() -> dict[tuple[str, int], dict[str, Any]]:
+def train_all(cases: list[tuple[str, int]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Trains each model with its stage."""
     keras.config.set_floatx("float64")
     found = {}
-    for name, stage in CASES:
+    for name, stage in cases:
         strategy = tfdist.MultiWorkerShardedStrategy(tensor_parallel_size=2, zero_stage=stage)
         found[name, stage] = train(strategy, name, infers=stage == 0)
     return found

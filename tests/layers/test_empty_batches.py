@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from grids import exhaustive
 from keras.src.backend.tensorflow import nn
 from ranks import local, per_rank, trace
 from training import CLASSES, assert_same, collect, loss_function, one_device, strategy_for
@@ -52,8 +53,8 @@ def sequences():
     )
 
 
-def train(strategy, build):
-    """`fit`, `evaluate` and `predict`; all that they return stands in the losses."""
+def train(strategy, build, infers):
+    """`fit` and, if it `infers`, `evaluate` and `predict`; all that they return stands in the losses."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     with strategy.scope():
@@ -63,13 +64,18 @@ def train(strategy, build):
     y = np.arange(ROWS) % CLASSES
     arguments = {"batch_size": BATCH, "verbose": 0}
     history = model.fit(x, y, epochs=3, shuffle=False, **arguments).history
-    numbers = [*history["loss"], *history["accuracy"], *model.evaluate(x, y, **arguments)]
-    return collect(model, model.optimizer, [*numbers, *model.predict(x, **arguments).ravel()], strategy)
+    numbers = [*history["loss"], *history["accuracy"]]
+    if infers:
+        numbers += [*model.evaluate(x, y, **arguments), *model.predict(x, **arguments).ravel()]
+    return collect(model, model.optimizer, numbers, strategy)
 
 
-@pytest.mark.parametrize(("build", "devices", "zero_stage"), [(images, 2, 3), (sequences, 2, 0)])
-def test_it_is_one_device(build, devices, zero_stage):
-    actual, expected = train(strategy_for(devices, zero_stage), build), train(one_device(), build)
+@pytest.mark.parametrize(
+    ("build", "devices", "zero_stage", "infers"),
+    [(images, 2, 3, False), exhaustive(images, 2, 3, True), (sequences, 2, 0, True)],
+)
+def test_it_is_one_device(build, devices, zero_stage, infers):
+    actual, expected = train(strategy_for(devices, zero_stage), build, infers), train(one_device(), build, infers)
     # The predictions cross zero: absolutely.
     (ours, mine), (theirs, whole) = ((one.losses[:8], one.losses[8:]) for one in (actual, expected))
     np.testing.assert_allclose(mine, whole, atol=2e-5)

@@ -1,11 +1,13 @@
 """BatchNormalization of a batch that ranks share: synchronized it is that of one device, and no rank without rows spoils it."""
 
+import functools
 import inspect
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from grids import exhaustive
 from ranks import local, per_rank, trace
 from training import CLASSES, FEATURES, assert_same, collect, custom_loop, loss_function, one_device, strategy_for, vectors
 
@@ -66,7 +68,7 @@ def train(strategy, build, data, epochs=6, optimizer=adam, **compile_arguments):
     return collect(model, model.optimizer, history["loss"], strategy)
 
 
-@pytest.mark.parametrize(("devices", "zero_stage", "size"), [(4, 2, 33), (3, 3, 37)])
+@pytest.mark.parametrize(("devices", "zero_stage", "size"), [(4, 2, 33), exhaustive(3, 3, 37)])
 def test_synchronized_is_one_device(devices, zero_stage, size):
     expected = train(one_device(), normalised(), vectors(size))
     assert_same(train(strategy_for(devices, zero_stage), normalised(), vectors(size)), expected)
@@ -146,12 +148,14 @@ def assert_equal_on_ranks(model):
 
 
 @pytest.mark.parametrize(("devices", "zero_stage", "settings"), [(2, 3, {"steps_per_execution": 2}), (4, 0, {})])
-def test_moving_statistics_of_ranks_are_averaged(devices, zero_stage, settings):
-    """Of uneven parts and of none: the moving mean is one device's, the moving variance the mean of the ranks' variances."""
+def test_moving_statistics_of_ranks_are_averaged(devices, zero_stage, settings, tmp_path):
+    """Of uneven parts and of none: the moving mean is one device's, the moving variance the mean of the ranks' variances.
+
+    What is saved is what every rank has.
+    """
     x, y = vectors(33)
-    build = normalised(synchronized=False)
-    ours = train(strategy_for(devices, zero_stage), build, (x, y), epochs=1, **settings)
-    theirs = train(one_device(), build, (x, y), epochs=1)
+    ours = train(strategy_for(devices, zero_stage), normalised(synchronized=False), (x, y), epochs=1, **settings)
+    theirs = unsynchronized_on_one_device()
     assert_equal_on_ranks(ours.model)
     found, expected = ours.model.layers[0], theirs.model.layers[0]
     np.testing.assert_allclose(found.moving_mean, expected.moving_mean, rtol=1e-5, atol=1e-6)
@@ -164,14 +168,19 @@ def test_moving_statistics_of_ranks_are_averaged(devices, zero_stage, settings):
     assert np.abs(found.moving_variance - expected.moving_variance).max() > 1e-3
     assert np.isfinite(ours.losses).all()
     assert all(np.isfinite(value).all() for value in (*ours.weights.values(), *ours.slots.values()))
+    assert_saved_is_what_every_rank_has(ours.model, tmp_path / "w.weights.h5")
 
 
-def test_what_is_saved_is_what_every_rank_has(tmp_path):
-    trained = train(strategy_for(3, 2), normalised(synchronized=False), vectors(37), epochs=1)
-    trained.model.save_weights(tmp_path / "w.weights.h5")
+@functools.cache
+def unsynchronized_on_one_device():
+    return train(one_device(), normalised(synchronized=False), vectors(33), epochs=1)
+
+
+def assert_saved_is_what_every_rank_has(model, path):
+    model.save_weights(path)
     plain = normalised(synchronized=False)()
-    plain.load_weights(tmp_path / "w.weights.h5")
-    for variable, parts in zip(plain.non_trainable_variables, components(trained.model).values(), strict=True):
+    plain.load_weights(path)
+    for variable, parts in zip(plain.non_trainable_variables, components(model).values(), strict=True):
         for part in parts:
             np.testing.assert_array_equal(variable, part)
 

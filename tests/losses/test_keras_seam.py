@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from grids import exhaustive
 from training import CLASSES, FEATURES, one_device, small, strategy_for, vectors
 
 from tfdist.losses.keras_seam import keras_loss
@@ -170,8 +171,9 @@ def small_messages(strategy):
 DIVISOR, MASKED, VALUE = ("loss/divisor", (1,)), ("loss/divisor", (3,)), ("loss/value", (1,))
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(
+    ("devices", "zero_stage"), [(2, 0), exhaustive(3, 0), exhaustive(2, 2), (3, 2), (2, 3), exhaustive(3, 3)]
+)
 def test_messages_of_fit_and_evaluate(devices, zero_stage):
     strategy = strategy_for(devices, zero_stage)
     model = compiled(strategy, metrics=["mae"])

@@ -10,14 +10,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from grids import exhaustive
 from keras.src.losses import loss as keras_loss
 from training import CLASSES, FEATURES, assert_same, collect, one_device, small, strategy_for, vectors
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
 BATCH = 16
-GRID = pytest.mark.parametrize(("devices", "zero_stage"), [(2, 0), (3, 2), (4, 3)])
-DIAGONAL = pytest.mark.parametrize(("devices", "zero_stage"), [(3, 3)])
 WORDS, LENGTH = 11, 6
 
 
@@ -41,9 +40,10 @@ def train(
     epochs=2,
     batch_size=BATCH,
     class_weight=None,
+    evaluates=True,
     **compile_arguments,
 ):
-    """Returns what `fit` leaves; its losses are all numbers that `fit` and `evaluate` report."""
+    """Returns what `fit` leaves; its losses are all numbers that `fit` and, if it `evaluates`, `evaluate` report."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     with strategy.scope():
@@ -52,9 +52,11 @@ def train(
         model.compile(optimizer=optimizer, loss=loss(), **compile_arguments)
     arrays = {"batch_size": batch_size, "verbose": 0, "sample_weight": sample_weight}
     history = model.fit(x, y, epochs=epochs, shuffle=False, class_weight=class_weight, **arrays).history
-    evaluated = model.evaluate(x, y, return_dict=True, **arrays)
-    assert {name: len(values) for name, values in history.items()} == dict.fromkeys(evaluated, epochs)
-    reported = [value for name in sorted(history) for value in (*history[name], evaluated[name])]
+    reported = [value for name in sorted(history) for value in history[name]]
+    if evaluates:
+        evaluated = model.evaluate(x, y, return_dict=True, **arrays)
+        assert {name: len(values) for name, values in history.items()} == dict.fromkeys(evaluated, epochs)
+        reported += [evaluated[name] for name in sorted(evaluated)]
     return collect(model, model.optimizer, reported, strategy)
 
 
@@ -67,23 +69,20 @@ def fitted(devices, zero_stage, size, weighted=False):
     return train(strategy, small, x, y, crossentropy, sample_weight=weights, **metrics)
 
 
-@GRID
-def test_last_partial_batch(devices, zero_stage):
-    assert_same(fitted(devices, zero_stage, 33), fitted(1, 0, 33), rtol=1e-10)
+@pytest.mark.parametrize(
+    ("devices", "zero_stage", "size", "weighted"),
+    [(2, 0, 33, False), (3, 2, 37, True), (4, 3, 33, False), exhaustive(3, 2, 33, False), exhaustive(3, 3, 37, True)],
+)
+def test_last_partial_batch(devices, zero_stage, size, weighted):
+    assert_same(fitted(devices, zero_stage, size, weighted), fitted(1, 0, size, weighted), rtol=1e-10)
 
 
-@DIAGONAL
-def test_sample_weight(devices, zero_stage):
-    assert_same(fitted(devices, zero_stage, 37, weighted=True), fitted(1, 0, 37, weighted=True), rtol=1e-10)
-
-
-@pytest.mark.parametrize("size", [37])
-def test_a_mean_of_means_would_fail_here(size, monkeypatch):
+def test_a_mean_of_means_would_fail_here(monkeypatch):
     for name in ("reduce_weighted_values", "scale_loss_for_distribution", "unscale_loss_for_distribution"):
         monkeypatch.setattr(keras_loss, name, getattr(keras_loss, name)._tfdist_override)
-    x, y = vectors(size)
-    theirs = train(strategy_for(4, 2), small, x, y, crossentropy, metrics=["accuracy"])
-    mine = fitted(1, 0, size)
+    x, y = vectors(33)
+    theirs = train(strategy_for(4, 2), small, x, y, crossentropy, evaluates=False)
+    mine = fitted(1, 0, 33)
     kernel = "2 sequential/head/kernel"
     assert np.abs(theirs.weights[kernel] - mine.weights[kernel]).max() > 1e-3
 
@@ -111,12 +110,11 @@ def momentum():
     return keras.optimizers.SGD(0.003, momentum=0.9)
 
 
-@pytest.mark.parametrize("weighted", [True])
 @pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight", None])
-def test_reductions(reduction, weighted):
+def test_reductions(reduction):
     """Without a reduction Keras logs the mean of the examples' losses and trains on their sum."""
     x, y = vectors(37)
-    weights = example_weights(37) if weighted else None
+    weights = example_weights(37)
     loss = functools.partial(crossentropy, reduction)
     compare(2, 2, small, x, y, loss, optimizer=momentum, sample_weight=weights, metrics=["accuracy"])
 
@@ -124,7 +122,7 @@ def test_reductions(reduction, weighted):
 def test_class_weight():
     x, y = vectors(33)
     class_weight = {label: 0.1 + label for label in range(CLASSES)}
-    compare(2, 2, small, x, y, crossentropy, class_weight=class_weight, metrics=["accuracy"])
+    compare(2, 2, small, x, y, crossentropy, class_weight=class_weight, metrics=["accuracy"], epochs=3, evaluates=False)
 
 
 def tagger(*between):
@@ -134,7 +132,7 @@ def tagger(*between):
 
 
 def recurrent_tagger():
-    return tagger(keras.layers.LSTM(6, return_sequences=True))
+    return tagger(keras.layers.SimpleRNN(6, return_sequences=True))
 
 
 def sentences(size):
@@ -147,33 +145,30 @@ def sentences(size):
     return words.astype("int32"), rng.integers(0, CLASSES, size=(size, LENGTH))
 
 
-@DIAGONAL
-def test_masks(devices, zero_stage):
+def test_masks():
     """The first rank of four sees 2 valid words in a batch, the last 21; of the last batch of 33, no rank any."""
     words, labels = sentences(33)
     valid = (words[:BATCH] > 0).reshape(4, -1).sum(1)
     assert valid[0] * 10 < valid[-1]
     assert not words[-1].any()
     settings = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"], "optimizer": momentum}
-    compare(devices, zero_stage, recurrent_tagger, words, labels, crossentropy, **settings)
+    compare(3, 3, recurrent_tagger, words, labels, crossentropy, **settings)
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size"])
-def test_masks_and_weights(reduction):
+def test_masks_and_weights():
     words, labels = sentences(37)
     weights = example_weights(37)[:, None] * np.linspace(0.5, 1.5, LENGTH, dtype="float32")
-    settings = {"sample_weight": weights, "optimizer": momentum, "metrics": ["accuracy"]}
-    compare(2, 2, tagger, words, labels, functools.partial(crossentropy, reduction), **settings)
+    settings = {"sample_weight": weights, "optimizer": momentum, "metrics": ["accuracy"], "epochs": 3, "evaluates": False}
+    compare(2, 2, tagger, words, labels, crossentropy, **settings)
 
 
 def two_heads():
     x = keras.Input((FEATURES,))
-    hidden = keras.layers.Dense(9, activation="tanh")(x)
+    hidden = keras.layers.Dense(9, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1))(x)
     return keras.Model(x, {"label": keras.layers.Dense(CLASSES)(hidden), "value": keras.layers.Dense(3)(hidden)})
 
 
-@DIAGONAL
-def test_two_outputs(devices, zero_stage):
+def test_two_outputs_and_weight_regularisation_that_counts_once():
     x, y = vectors(33)
     targets = {"label": y, "value": x[:, :3] ** 2}
 
@@ -181,22 +176,7 @@ def test_two_outputs(devices, zero_stage):
         return {"label": crossentropy(), "value": "mse"}
 
     settings = {"loss_weights": {"label": 0.7, "value": 1.9}, "metrics": {"label": "accuracy", "value": "mae"}}
-    compare(devices, zero_stage, two_heads, x, targets, losses, **settings)
-
-
-def regularised():
-    return keras.Sequential(
-        [
-            keras.Input((FEATURES,)),
-            keras.layers.Dense(9, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1)),
-            keras.layers.Dense(CLASSES),
-        ]
-    )
-
-
-def test_weight_regularisation_counts_once():
-    x, y = vectors(33)
-    compare(3, 3, regularised, x, y, crossentropy, metrics=["accuracy"])
+    compare(3, 3, two_heads, x, targets, losses, **settings)
 
 
 class Endpoint(keras.layers.Layer):
@@ -237,10 +217,12 @@ def images():
 def test_images():
     x = np.random.default_rng(1).normal(size=(33, 6, 5, 2)).astype("float32")
     y = vectors(33)[1]
-    settings = {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "metrics": ["accuracy"]}
-    compare(2, 2, images, x, y, lambda: "sparse_categorical_crossentropy", **settings)
+    settings = {"metrics": ["accuracy"], "epochs": 3, "evaluates": False}
+    optimizer = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9)
+    compare(2, 2, images, x, y, lambda: "sparse_categorical_crossentropy", optimizer=optimizer, **settings)
 
 
+@pytest.mark.exhaustive  # also in tests/parity/test_steps_per_execution.py
 def test_several_steps_per_execution():
     """The loop stands around `strategy.run`."""
     x, y = vectors(37)
@@ -285,6 +267,7 @@ def batch_logs(strategy):
     return callback.logs
 
 
+@pytest.mark.exhaustive  # with other metrics in tests/parity/test_metrics.py
 def test_logs_of_batches():
     """Every callback sees the metrics of all rows so far; of the last batch two ranks have none."""
     found, expected = batch_logs(strategy_for(3, 2)), batch_logs(one_device())

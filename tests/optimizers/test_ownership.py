@@ -1,11 +1,14 @@
-"""Whole-variable ownership: balanced, reported, and refused for what one rank alone would write."""
+"""Whole-variable ownership: balanced, reported, and refused for what one rank alone would write.
+
+Its state in files: tests/parity/test_optimizers.py.
+"""
 
 import keras
 import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from training import fit, mlp, one_device, strategy_for, vectors
+from training import fit, mlp, strategy_for
 
 import tfdist
 from tfdist.optimizers.ownership import balanced_owners
@@ -66,24 +69,3 @@ class Counting(keras.optimizers.SGD):
 def test_common_state_that_one_rank_would_write_is_refused():
     with pytest.raises(NotImplementedError, match="Counting.update_step.*not a slot"):
         fit(strategy_for(2, 1), mlp, lambda: Counting(0.1))
-
-
-@pytest.mark.parametrize("optimizer", [keras.optimizers.Muon, keras.optimizers.Adafactor])
-def test_the_state_loads_on_one_device_and_back(tmp_path, optimizer):
-    """The optimizer's state in a saved model is whole: a plain model goes on from it, and the reverse."""
-    x, y = vectors()
-
-    def two_layers():
-        return keras.Sequential([layer for layer in mlp().layers if isinstance(layer, keras.layers.Dense)])
-
-    def go_on(path, strategy):
-        with strategy.scope():
-            model = keras.models.load_model(path)
-        model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    for made_by, loaded_by in ((one_device(), strategy_for(3, 3)), (strategy_for(2, 1), one_device())):
-        path = tmp_path / f"{loaded_by.num_replicas_in_sync}.keras"
-        fit(made_by, two_layers, lambda: optimizer(0.01)).model.save(path)
-        for ours, theirs in zip(go_on(path, loaded_by), go_on(path, strategy_for(2, 0)), strict=True):
-            assert abs(ours - theirs).max() < 1e-5

@@ -187,7 +187,7 @@ def several_models(strategy, folder):
     """Two models take turns, and a smaller strategy in the same process."""
     other = strategy_for(2, 1) if strategy is not one_device() else strategy
     with start(strategy):
-        first, second = small(), mlp()
+        first, second = small(), small()
         first.compile(adam(), loss_function())
         second.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss_function())
     with start(other):
@@ -263,7 +263,7 @@ CASES = {
 }
 
 
-LONG = ("lora", "several_models", "kinds_of_inputs")
+LONG = ("callbacks", "lora", "frozen_and_thawed", "several_models", "kinds_of_inputs")
 
 
 def _cases():

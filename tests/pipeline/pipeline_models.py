@@ -52,11 +52,11 @@ def branches() -> keras.Model:
     return keras.Model({"a": a, "b": b}, {"classes": classes, "value": layers.Dense(1, name="value")(x)})
 
 
-def masked() -> keras.Model:
+def masked(recurrent: Callable[..., Any] = layers.SimpleRNN) -> keras.Model:
     """A mask that goes through a recurrent layer and an attention to the loss."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(VOCABULARY, 8, mask_zero=True)(tokens)
-    x = layers.LSTM(8, return_sequences=True)(x)
+    x = recurrent(8, return_sequences=True)(x)
     x = layers.Dense(8, "tanh")(x)
     x = layers.MultiHeadAttention(2, 4)(x, x)
     return keras.Model(tokens, layers.Dense(VOCABULARY)(x))
@@ -84,16 +84,22 @@ def tied() -> keras.Model:
     return keras.Model(tokens, Head(table)(x))
 
 
-def tensor_parallel(sequence_parallel: bool = False) -> keras.Model:
-    """Layers that are cut over the tensor axis; with `sequence_parallel` activations between blocks, and so stages, are, too."""
-    second = {"sequence_parallel": True, "input_is_parallel": True} if sequence_parallel else {}
+def tensor_parallel() -> keras.Model:
+    """Layers that are cut over the tensor axis."""
+    return _between_vocabularies(tfdist.layers.ParallelMLP(12, name="first"), tfdist.layers.ParallelMLP(12, name="second"))
+
+
+def sequence_parallel() -> keras.Model:
+    """Activations between blocks, and so stages, are cut, too."""
+    block = functools.partial(tfdist.layers.ParallelTransformerBlock, 2, 12, sequence_parallel=True)
+    return _between_vocabularies(block(gather_output=False, name="first"), block(input_is_parallel=True, name="second"))
+
+
+def _between_vocabularies(*blocks: keras.layers.Layer) -> keras.Model:
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = tfdist.layers.VocabParallelEmbedding(VOCABULARY, 8, mask_zero=True)(tokens)
-    if sequence_parallel:
-        x = tfdist.layers.ParallelTransformerBlock(2, 12, sequence_parallel=True, gather_output=False, name="first")(x)
-    else:
-        x = tfdist.layers.ParallelMLP(12, name="first")(x)
-    x = tfdist.layers.ParallelTransformerBlock(2, 12, **second, name="second")(x)
+    for block in blocks:
+        x = block(x)
     return keras.Model(tokens, tfdist.layers.ColumnParallelDense(VOCABULARY + 1, gather_output=False)(x))
 
 
@@ -122,9 +128,10 @@ MODELS = {
     "plain": plain,
     "branches": branches,
     "masked": masked,
+    "masked, LSTM": functools.partial(masked, layers.LSTM),
     "tied": tied,
     "tensor parallel": tensor_parallel,
-    "sequence parallel": functools.partial(tensor_parallel, True),
+    "sequence parallel": sequence_parallel,
 }
 LOSSES: dict[str, Callable[[], Any]] = {name: crossentropy for name in MODELS}
 for name in ("tensor parallel", "sequence parallel"):

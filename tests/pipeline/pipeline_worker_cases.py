@@ -33,10 +33,10 @@ CASES: dict[int, dict[str, tuple[tuple[str, int], bool, dict[str, Any], dict[str
     },
     4: {
         "zero bubble": (
-            ("branches", 8),
+            ("branches", 4),
             False,
             {"pipeline_parallel_size": 4, "zero_stage": 0},
-            {"num_microbatches": 4, "schedule": "zero_bubble"},
+            {"num_microbatches": 2, "schedule": "zero_bubble"},
         ),
         "2 x 2 x 2": (("tensor parallel", 4), True, {**MESH, "zero_stage": 1}, {"num_microbatches": 2}),
     },

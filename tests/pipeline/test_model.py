@@ -260,7 +260,7 @@ def test_batches_that_do_not_divide(rows, fitted, words):
 
 def test_a_dataset_with_a_partial_batch():
     """Its size is known at run time only."""
-    model = compiled(pipe(2), "chain", num_microbatches=4)
+    model = compiled(pipe(2), "plain", num_microbatches=4)
     dataset = tf.data.Dataset.from_tensor_slices((np.ones((10, 7)), np.zeros(10))).batch(8)
     with pytest.raises(tf.errors.InvalidArgumentError, match="multiple of num_microbatches x data ranks = 4 rows"):
         model.fit(dataset, verbose=0)

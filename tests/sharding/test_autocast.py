@@ -1,5 +1,7 @@
 """Mixed precision: weights and gradients travel in the compute dtype, masters and slots stay float32."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -82,17 +84,24 @@ def test_sums_are_wider_than_what_travels():
     assert float(shards[0][0]) == 1 + 2.0**-9
 
 
+def trained(strategy, policy):
+    def sgd():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**8)
+
+    return fit(strategy, lambda: build(policy), sgd)
+
+
+@functools.cache
+def trained_on_one_device(policy):
+    return trained(one_device(), policy)
+
+
 @pytest.mark.as_traced
 @pytest.mark.parametrize("policy", HALF)
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_training_follows_one_device(policy, zero_stage):
     """As closely as half precision allows: the ranks' gradients are rounded one by one, one device's is rounded once."""
-
-    def sgd():
-        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**8)
-
-    ours = fit(strategy_for(3, zero_stage), lambda: build(policy), sgd)
-    theirs = fit(one_device(), lambda: build(policy), sgd)
+    ours, theirs = trained(strategy_for(3, zero_stage), policy), trained_on_one_device(policy)
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=0.01)
     for mine, reference in zip(ours.weights.values(), theirs.weights.values(), strict=True):
         np.testing.assert_allclose(mine, reference, rtol=0, atol=0.01 * max(np.abs(reference).max(), 0.1))

@@ -32,7 +32,7 @@ def train(strategy, callbacks=()):
     x, y = training.vectors()
     keras.utils.set_random_seed(11)
     with strategy.scope():
-        model = training.mlp()
+        model = training.small()
         model.compile(keras.optimizers.Adam(0.01), training.loss_function())
     history = model.fit(x, y, batch_size=12, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=list(callbacks))
     return model, dict(zip(history.epoch, history.history["loss"], strict=True))

@@ -1,5 +1,6 @@
 """Failures speak: nobody hangs, and every worker's last words name the worker and what happened."""
 
+import contextlib
 import socket
 import time
 
@@ -113,19 +114,24 @@ def test_a_late_worker_is_waited_for(tmp_path):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("present", [0, 1])
-def test_a_worker_that_never_comes(tmp_path, present):
-    ports = workers.free_ports(2)
-    with workers.job(
-        tmp_path, 2, f"{CASES}:make_strategy", ports=ports, each=[{"rendezvous_timeout_seconds": 4}] * 2, only=[present]
-    ) as job:
+def test_a_worker_that_never_comes(tmp_path):
+    """Whichever of two it is: two jobs that wait at once."""
+    settings = {"each": [{"rendezvous_timeout_seconds": 4}] * 2}
+    ports = [workers.free_ports(2) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            workers.job(tmp_path / str(present), 2, f"{CASES}:make_strategy", ports=ports[present], only=[present], **settings)
+            for present in range(2)
+        ]
         started = time.monotonic()
-        (code,) = job.wait(100)
+        jobs = [stack.enter_context(job) for job in jobs]
+        codes = [job.wait(100) for job in jobs]
         assert time.monotonic() - started < 4 + SECONDS_TO_END
-    assert code == 1
-    output = job.workers[0].output
-    assert "rendezvous_timeout_seconds=4" in output, output[-2000:]
-    assert f"localhost:{ports[1 - present]}" in output
+    assert codes == [[1], [1]]
+    for present, job in enumerate(jobs):
+        output = job.workers[0].output
+        assert "rendezvous_timeout_seconds=4" in output, output[-2000:]
+        assert f"localhost:{ports[present][1 - present]}" in output
 
 
 @pytest.mark.timeout(200)

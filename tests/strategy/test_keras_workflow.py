@@ -29,15 +29,22 @@ def compiled(strategy, build=small):
     return model
 
 
+def inferred(strategy):
+    model = compiled(strategy)
+    return model.evaluate(X, Y, batch_size=BATCH, verbose=0), model.predict(X, batch_size=BATCH, verbose=0)
+
+
+@functools.cache
+def inferred_on_one_device():
+    return inferred(one_device())
+
+
 @STAGES
-def test_evaluate_predict_and_on_batch(zero_stage):
-    ours, plain = compiled(strategy_for(4, zero_stage)), compiled(one_device())
-    np.testing.assert_allclose(
-        ours.evaluate(X, Y, batch_size=BATCH, verbose=0), plain.evaluate(X, Y, batch_size=BATCH, verbose=0), rtol=1e-5
-    )
-    np.testing.assert_allclose(
-        ours.predict(X, batch_size=BATCH, verbose=0), plain.predict(X, batch_size=BATCH, verbose=0), rtol=1e-4, atol=1e-6
-    )
+def test_evaluate_and_predict(zero_stage):
+    evaluated, predicted = inferred(strategy_for(4, zero_stage))
+    expected = inferred_on_one_device()
+    np.testing.assert_allclose(evaluated, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(predicted, expected[1], rtol=1e-4, atol=1e-6)
 
 
 @STAGES
@@ -49,10 +56,15 @@ def test_train_on_batch_learns(zero_stage):
     assert last < first
 
 
+@functools.cache
+def trained_by_three(zero_stage):
+    return fit(strategy_for(3, zero_stage), small, lambda: keras.optimizers.Adam(0.01)).model
+
+
 @STAGES
 def test_weights_and_optimizer_travel_between_stages_and_devices(zero_stage, tmp_path):
     """Saved by 3 ranks, loaded without a strategy and by 2 ranks of stage 3: weights, slots and the next step agree."""
-    trained = fit(strategy_for(3, zero_stage), small, lambda: keras.optimizers.Adam(0.01)).model
+    trained = trained_by_three(zero_stage)
     trained.save_weights(tmp_path / "model.weights.h5")
     trained.save(tmp_path / "model.keras")
     results = []
@@ -85,7 +97,7 @@ def test_get_set_weights_summary_and_numpy(zero_stage, capsys):
 
 @STAGES
 def test_tensorflow_checkpoint_round_trip(zero_stage, tmp_path):
-    trained = fit(strategy_for(3, zero_stage), small, lambda: keras.optimizers.Adam(0.01)).model
+    trained = trained_by_three(zero_stage)
     path = tf.train.Checkpoint(variables=[v.value for v in trained.variables]).save(tmp_path / "checkpoint")
     for strategy in (one_device(), strategy_for(2, 3)):
         model = compiled(strategy)

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from grids import exhaustive
 from keras import layers
 from training import CLASSES, Trained, assert_same, fit, one_device, strategy_for
 
@@ -88,10 +89,11 @@ def attention():
     return keras.Model(inputs, layers.Dense(CLASSES)(layers.GlobalAveragePooling1D()(x)))
 
 
-def with_frozen_layers():
-    model = stack(layers.Dense(16, activation="relu"), layers.Dense(17, activation="relu", name="frozen"), layers.Dense(9))
-    model.get_layer("frozen").trainable = False
-    return model
+def kinds_of_weights():
+    """Weights partly unused, regularized and constrained, and frozen."""
+    regularized = layers.Dense(16, kernel_regularizer="l2", kernel_constraint=keras.constraints.MaxNorm(0.5))
+    frozen = layers.Dense(17, activation="relu", trainable=False)
+    return stack(PartlyUsed(), regularized, frozen, layers.Dense(9))
 
 
 def embedding():
@@ -102,20 +104,16 @@ def embedding():
 
 MODELS = {
     "control_flow": lambda: stack(ControlFlow()),
-    "recurrent": lambda: stack(layers.Bidirectional(layers.LSTM(9, return_sequences=True)), layers.GRU(11)),
+    "recurrent": lambda: stack(layers.Bidirectional(layers.LSTM(9), backward_layer=layers.GRU(9, go_backwards=True))),
     "stacked_cells": lambda: stack(layers.RNN([layers.LSTMCell(9), layers.GRUCell(7)])),
     "convolutions": lambda: stack(
         layers.Reshape((7, 15, 1)), layers.Conv2D(5, 3, activation="relu"), layers.DepthwiseConv2D(3)
     ),
     "nested_function": lambda: stack(NestedFunction(), NestedFunction()),
-    "partly_used": lambda: stack(PartlyUsed(), layers.Dense(9)),
     "lazily_built": LazilyBuilt,
     "used_three_times": used_three_times,
     "attention": attention,
-    "frozen": with_frozen_layers,
-    "regularized": lambda: stack(
-        layers.Dense(16, kernel_regularizer="l2", kernel_constraint=keras.constraints.MaxNorm(0.5)), layers.Dense(9)
-    ),
+    "kinds_of_weights": kinds_of_weights,
 }
 
 
@@ -132,7 +130,8 @@ def on_one_device(name):
 
 # Stage 2 reads its parameters as TensorFlow's own strategy does: those that it steps, or does not, in unusual ways are enough.
 CASES = [(name, 3, 3) for name in MODELS]
-CASES += [(name, 2, 2) for name in ("control_flow", "partly_used", "lazily_built", "used_three_times", "frozen", "regularized")]
+CASES += [(name, 2, 2) for name in ("control_flow", "kinds_of_weights")]
+CASES += [exhaustive(name, 2, 2) for name in ("lazily_built", "used_three_times")]
 
 
 @pytest.mark.as_traced
@@ -145,11 +144,19 @@ def test_architecture(name, zero_stage, devices):
     ("settings", "name"),
     [
         ({"prefetch": 0}, "control_flow"),
-        *(({"prefetch": 3}, name) for name in ("stacked_cells", "used_three_times")),
+        exhaustive({"prefetch": 3}, "stacked_cells"),
+        ({"prefetch": 3}, "used_three_times"),
         # All layers at once, as by default in models this small; and two or three.
-        *(({"group_bytes": 2**20}, name) for name in ("control_flow", "partly_used", "lazily_built", "frozen")),
-        *(({"group_bytes": 2000}, name) for name in ("attention", "stacked_cells", "used_three_times", "regularized")),
-        *(({"reshard_after_forward": False}, name) for name in ("control_flow", "attention", "used_three_times")),
+        exhaustive({"group_bytes": 2**20}, "control_flow"),
+        ({"group_bytes": 2**20}, "lazily_built"),
+        ({"group_bytes": 2**20}, "kinds_of_weights"),
+        ({"group_bytes": 2000}, "attention"),
+        exhaustive({"group_bytes": 2000}, "stacked_cells"),
+        exhaustive({"group_bytes": 2000}, "used_three_times"),
+        ({"group_bytes": 2000}, "kinds_of_weights"),
+        ({"reshard_after_forward": False}, "control_flow"),
+        exhaustive({"reshard_after_forward": False}, "attention"),
+        ({"reshard_after_forward": False}, "used_three_times"),
     ],
     ids=str,
 )

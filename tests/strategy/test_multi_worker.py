@@ -3,17 +3,28 @@
 And against as many devices of one process: the same random numbers.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
+from grids import exhaustive
 
 from tests import training, workers
 from tests.parity import optimizer_cases
 from tests.strategy import worker_cases
 
 CASES = "tests.strategy.worker_cases"
-# workers, devices per worker, whether the first is called chief, stages
-JOBS = [(2, 1, False, [0, 1, 2, 3]), (2, 2, False, [3]), (4, 1, True, [1, 3])]
+FIT, LOOP = "fit", "custom_loop"
+# workers, devices per worker, whether the first is called chief, loops by stage
+JOBS = [
+    (2, 1, False, {0: [FIT], 1: [LOOP], 2: [FIT], 3: [FIT, LOOP]}),
+    exhaustive(2, 1, False, {0: [LOOP], 1: [FIT], 2: [LOOP]}),
+    (2, 2, False, {3: [FIT]}),
+    exhaustive(2, 2, False, {3: [LOOP]}),
+    (4, 1, True, {1: [FIT], 3: [LOOP]}),
+    exhaustive(4, 1, True, {1: [LOOP], 3: [FIT]}),
+]
 
 
 def assert_equal_trees(actual, expected, what, rtol=1e-5):
@@ -38,15 +49,12 @@ def assert_same_as(expected, numbers):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("number", "devices", "chief", "stages"), JOBS)
-def test_training_is_that_of_one_device(tmp_path, number, devices, chief, stages):
+@pytest.mark.parametrize(("number", "devices", "chief", "loops"), JOBS)
+def test_training_is_that_of_one_device(tmp_path, number, devices, chief, loops):
     with workers.job(
-        tmp_path, number, f"{CASES}:train_grid", stages, devices_per_worker=devices, chief=chief
+        tmp_path, number, f"{CASES}:train_grid", loops, devices_per_worker=devices, chief=chief
     ) as job:
-        expected = {
-            name: train(training.one_device(), training.small, worker_cases.adam)
-            for name, train in (("fit", training.fit), ("custom_loop", training.custom_loop))
-        }
+        expected = {name: on_one_device(name) for names in loops.values() for name in names}
         masks = worker_cases.dropout_masks(training.strategy_for(number * devices, 0))
         for worker, found in enumerate(job.results(350)):
             for (_, what), numbers in found.items():
@@ -55,6 +63,11 @@ def test_training_is_that_of_one_device(tmp_path, number, devices, chief, stages
                 else:
                     assert_same_as(expected[what], numbers)
     assert len({mask.tobytes() for mask in masks}) == number * devices
+
+
+@functools.cache
+def on_one_device(loop):
+    return getattr(training, loop)(training.one_device(), training.small, worker_cases.adam)
 
 
 @pytest.mark.as_traced
@@ -76,13 +89,27 @@ def test_whatever_an_optimizer_is_asked_for(tmp_path):
 
 @pytest.mark.as_traced
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("number", "devices", "stages"), [(2, 1, [0, 3]), (2, 2, [2])])
-def test_methods_of_a_model_on_data_that_do_not_divide(tmp_path, number, devices, stages):
-    with workers.job(tmp_path, number, f"{CASES}:ask_models", stages, devices_per_worker=devices) as job:
-        expected = worker_cases.ask_model(training.one_device())
+@pytest.mark.parametrize(
+    ("number", "devices", "methods"),
+    [
+        (2, 2, {0: ["batches"], 2: ["fit"], 3: ["normalise"]}),
+        exhaustive(2, 1, dict.fromkeys((0, 3), list(worker_cases.METHODS))),
+        exhaustive(2, 2, {2: list(worker_cases.METHODS)}),
+    ],
+)
+def test_methods_of_a_model_on_data_that_do_not_divide(tmp_path, number, devices, methods):
+    """By the stage."""
+    with workers.job(tmp_path, number, f"{CASES}:ask_models", methods, devices_per_worker=devices) as job:
+        expected = {
+            (stage, name): asked_on_one_device(name) for stage, names in methods.items() for name in names
+        }
         for found in job.results(350):
-            for stage in stages:
-                assert_equal_trees(found[stage], expected, f"zero_stage {stage}")
+            assert_equal_trees(found, expected, "stage and method")
+
+
+@functools.cache
+def asked_on_one_device(name):
+    return worker_cases.METHODS[name](training.one_device())
 
 
 @pytest.mark.timeout(200)
@@ -110,7 +137,7 @@ def one_device_on(x, y, batches):
 def test_the_order_of_more_than_ten_workers(tmp_path):
     size = 12
     with workers.job(tmp_path, size, f"{CASES}:rank_order") as job:
-        expected = training.custom_loop(training.one_device(), training.small, worker_cases.adam)
+        expected = on_one_device(LOOP)
         results = job.results(450)
     ranks = np.arange(size, dtype="float32")
     for rank, found in enumerate(results):

@@ -32,16 +32,16 @@ def dropout_masks(strategy: Any) -> list[np.ndarray]:
     return [mask.numpy() for mask in strategy.experimental_local_results(step())]
 
 
-def train_grid(zero_stages: list[int]) -> dict[tuple[int, str], Any]:
-    """Trains the same model with every stage, through `fit` and through a custom loop; and draws dropout masks.
+def train_grid(loops: dict[int, list[str]]) -> dict[tuple[int, str], Any]:
+    """Trains the same model with each stage, through its loops of `tests.training`; and draws dropout masks.
 
     At stage 3 `fit` gathers layer by layer, the loop all layers together.
     """
     found = {}
-    for stage in zero_stages:
-        for name, train, group_bytes in (("fit", training.fit, 0), ("custom_loop", training.custom_loop, 2**20)):
-            strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage, group_bytes=group_bytes)
-            found[stage, name] = as_numbers(train(strategy, training.small, adam))
+    for stage, names in loops.items():
+        for name in names:
+            strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage, group_bytes=0 if name == "fit" else 2**20)
+            found[stage, name] = as_numbers(getattr(training, name)(strategy, training.small, adam))
             gc.freeze()  # as after every test: see conftest.py
         found[stage, "masks"] = dropout_masks(strategy)
     return found
@@ -77,42 +77,64 @@ def train_optimizers(zero_stages: list[int]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def ask_model(strategy: Any) -> dict[str, Any]:
-    """Goes through the methods of a compiled model, on data that do not divide; also run on one device, for comparison."""
-    x, y = training.vectors(37)
-    weights = np.linspace(0.1, 2.0, 37).astype("float32")
+def asked(strategy: Any) -> keras.Model:
     keras.utils.set_random_seed(5)
     with strategy.scope():
         model = training.small()
         model.compile(adam(), training.loss_function(), metrics=["accuracy"])
+    return model
+
+
+def fit_in_all_ways(strategy: Any) -> dict[str, Any]:
+    """Batches of 8 and 5, of 9 x 4 and 1: some ranks get fewer rows, or none. Data of known and of unknown length."""
+    x, y = training.vectors(37)
+    weights = np.linspace(0.1, 2.0, 37).astype("float32")
+    model = asked(strategy)
     found: dict[str, Any] = {}
-    # Batches of 8 and 5, then of 16, 16 and 5, then of 9 x 4 and 1: some ranks get fewer rows, or none.
     history = model.fit(x, y, sample_weight=weights, batch_size=8, epochs=2, validation_data=(x, y), shuffle=True, verbose=0)
     found["history"] = history.history
     found["logs of batches"] = []
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: found["logs of batches"].append(dict(logs)))
     found["fit, last batch of 1"] = model.fit(x, y, batch_size=9, callbacks=[record], verbose=0).history
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(37).batch(8).prefetch(2)
+    found["shuffled dataset"] = model.fit(dataset, epochs=2, verbose=0).history
+    found["steps"] = model.fit(dataset.repeat(), steps_per_epoch=3, epochs=2, verbose=0).history
+    found["slots"] = [variable.numpy() for variable in model.optimizer.variables]
+    # Last, because Keras on one device counts one step too many when such data run out.
+    unknown = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(lambda features, labels: True)
+    found["unknown length"] = model.fit(unknown, verbose=0).history
+    return {**found, "weights": model.get_weights()}
+
+
+def ask_batches(strategy: Any) -> dict[str, Any]:
+    """Evaluates batches of 16, 16 and 5, predicts of 9 x 4 and 1; and what is asked for one batch."""
+    x, y = training.vectors(37)
+    model = asked(strategy)
+    found: dict[str, Any] = {}
     found["evaluate"] = model.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
     found["predict"] = model.predict(x, batch_size=9, verbose=0)
     found["train_on_batch"] = model.train_on_batch(x[:8], y[:8], return_dict=True)
     found["test_on_batch"] = model.test_on_batch(x[:8], y[:8], return_dict=True)
     found["predict_on_batch"] = model.predict_on_batch(x[:8])
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(37).batch(8).prefetch(2)
-    found["shuffled dataset"] = model.fit(dataset, epochs=2, verbose=0).history
-    found["steps"] = model.fit(dataset.repeat(), steps_per_epoch=3, epochs=2, verbose=0).history
     found["weights"] = model.get_weights()
     model.set_weights([weight * 0.5 for weight in found["weights"]])
     found["half the weights"] = model.get_weights()
     found["slots"] = [variable.numpy() for variable in model.optimizer.variables]
-    # Last, because Keras on one device counts one step too many when such data run out.
-    unknown = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(lambda features, labels: True)
-    found["unknown length"] = model.fit(unknown, verbose=0).history
-    found["normalised"] = normalise(strategy)
     return found
 
 
-def ask_models(zero_stages: list[int]) -> dict[int, dict[str, Any]]:
-    return {stage: ask_model(tfdist.MultiWorkerShardedStrategy(zero_stage=stage)) for stage in zero_stages}
+METHODS = {"fit": fit_in_all_ways, "batches": ask_batches, "normalise": normalise}
+
+
+def ask_models(methods: dict[int, list[str]]) -> dict[tuple[int, str], dict[str, Any]]:
+    """Goes through methods of a compiled model on data that do not divide, by the stage; one device is asked the same."""
+    found = {}
+    for stage, names in methods.items():
+        strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
+        for name in names:
+            found[stage, name] = METHODS[name](strategy)
+            gc.freeze()  # as after every test: see conftest.py
+    return found
 
 
 def read_own_parts(zero_stage: int) -> dict[str, Any]:
