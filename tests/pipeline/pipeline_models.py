@@ -52,11 +52,11 @@ def branches() -> keras.Model:
     return keras.Model({"a": a, "b": b}, {"classes": classes, "value": layers.Dense(1, name="value")(x)})
 
 
-def masked(recurrent: Callable[..., Any] = layers.SimpleRNN) -> keras.Model:
+def masked() -> keras.Model:
     """A mask that goes through a recurrent layer and an attention to the loss."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(VOCABULARY, 8, mask_zero=True)(tokens)
-    x = recurrent(8, return_sequences=True)(x)
+    x = layers.SimpleRNN(8, return_sequences=True)(x)
     x = layers.Dense(8, "tanh")(x)
     x = layers.MultiHeadAttention(2, 4)(x, x)
     return keras.Model(tokens, layers.Dense(VOCABULARY)(x))
@@ -128,7 +128,6 @@ MODELS = {
     "plain": plain,
     "branches": branches,
     "masked": masked,
-    "masked, LSTM": functools.partial(masked, layers.LSTM),
     "tied": tied,
     "tensor parallel": tensor_parallel,
     "sequence parallel": sequence_parallel,

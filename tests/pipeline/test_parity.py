@@ -95,12 +95,13 @@ def test_data_ranks(name, zero_stage, infers):
 
 
 @pytest.mark.parametrize(
-    ("name", "pipe", "schedule"),
-    [("chain", 2, "zero_bubble"), ("masked, LSTM", 2, "gpipe"), ("branches", 1, "1f1b")],
+    ("name", "pipe", "schedule", "stages"),
+    [("chain", 2, "zero_bubble", None), ("masked", 2, "gpipe", [3]), ("branches", 1, "1f1b", None)],
 )
-def test_recomputing_changes_nothing(name, pipe, schedule):
-    """Neither random numbers nor statistics, which belong to the first forward."""
-    found = train(mesh(pipe, zero_stage=0), name, infers=False, num_microbatches=4, schedule=schedule, recompute=True)
+def test_recomputing_changes_nothing(name, pipe, schedule, stages):
+    """Neither random numbers nor statistics, which belong to the first forward; nor the mask of what arrives at an attention."""
+    settings = {"num_microbatches": 4, "schedule": schedule, "stages": stages}
+    found = train(mesh(pipe, zero_stage=0), name, infers=False, recompute=True, **settings)
     assert_is_one_device(found, name, 4)
 
 

@@ -184,6 +184,8 @@ class ParallelTransformerBlock(keras.layers.Layer):
         self._attention_norm = norm(epsilon=self.epsilon, name="attention_norm", dtype=self.dtype_policy)
         self._mlp_norm = norm(epsilon=self.epsilon, name="mlp_norm", dtype=self.dtype_policy)
         self._dropout = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy) if self.dropout else None
+        for layer in (self._attention_norm, self._mlp_norm):
+            layer.supports_masking = True  # a position's norm has nothing to do with others; Keras's RMSNormalization warns
         for layer in (self._attention_norm, self._mlp_norm, self._mlp):
             layer.build(input_shape)
         self._attention.build(input_shape, input_shape)

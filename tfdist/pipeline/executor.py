@@ -175,6 +175,8 @@ class Executor:
         key = (action.stage_index, action.microbatch)
         if key in self._recomputed:
             arrived, state = self._recomputed.pop(key)
+            # Keras's attention takes the masks off what it is called on.
+            self._masks.put(action.stage_index - 1, arrived, self._inputs_of(action.microbatch))
             with tf.control_dependencies(self._last), keras.StatelessScope(state_mapping=state, collect_losses=True):
                 self._record(self._stages[action.stage_index], action.microbatch, arrived)
 
