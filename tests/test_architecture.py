@@ -58,7 +58,9 @@ PRIVATE = {
     "layers/checkpoint_names.py",
     "layers/cut_tensors.py",
     "layers/empty_batches.py",
+    "layers/feature_norms.py",
     "layers/gelu.py",
+    "layers/matrix_products.py",
     "planner/keras_tracing.py",
 }
 RAW_COLLECTIVES = {"collectives/wire.py"}

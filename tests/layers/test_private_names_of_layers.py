@@ -4,6 +4,8 @@ import inspect
 
 import keras
 from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.backend.tensorflow import numpy as keras_numpy
+from keras.src.ops import nn as keras_ops_nn
 from keras.src.trainers.trainer import Trainer
 
 from tfdist.override import _INSTALLED
@@ -35,6 +37,23 @@ def test_gelu_is_the_backends():
     assert original(keras_nn.gelu).__module__ == "keras.src.backend.tensorflow.nn"
     assert list(inspect.signature(original(keras_nn.gelu)).parameters) == ["x", "approximate"]
     assert "backend.nn.gelu(" in inspect.getsource(keras.ops.gelu)
+
+
+def test_norms_attention_and_einsum_are_looked_up_where_they_are_overridden():
+    def parameters(function):
+        return list(inspect.signature(original(function)).parameters)
+
+    layer = ["x", "gamma", "beta", "axis", "epsilon", "rms_scaling"]
+    assert parameters(keras_ops_nn._layer_normalization) == layer
+    assert "return _layer_normalization(" in inspect.getsource(keras_ops_nn.layer_normalization)
+    assert parameters(keras_ops_nn._rms_normalization) == ["x", "scale", "axis", "epsilon"]
+    assert "return _rms_normalization(" in inspect.getsource(keras_ops_nn.rms_normalization)
+    attention = ["query", "key", "value", "bias", "mask", "is_causal", "scale"]
+    assert parameters(keras_nn._dot_product_attention_xla) == attention
+    assert "return _dot_product_attention_xla(" in inspect.getsource(keras_nn.dot_product_attention)
+    assert float(keras_nn._get_large_negative("float32")) < -1e38
+    assert parameters(keras_numpy.einsum) == ["subscripts", "operands", "kwargs"]
+    assert "backend.numpy.einsum(" in inspect.getsource(keras.ops.einsum)
 
 
 def test_losses_and_metrics_are_given_predictions_so():

@@ -8,10 +8,22 @@ Of the seams nothing is called by hand. Inside `strategy.run` of a tfdist strate
 * `BatchNormalization(synchronized=True)` normalises over the global batch (`normalization`);
 * convolutions and poolings work on ranks whose piece of the batch is empty (`empty_batches`);
 * activations that a tensor-parallel layer leaves cut are whole for those who want them whole (`cut_tensors`);
-* GELU keeps one tensor for the backward pass instead of three (`gelu`).
+* GELU keeps one tensor for the backward pass instead of three (`gelu`), and normalization over features two instead of five
+  (`feature_norms`);
+* attention and projections multiply matrices instead of reordering their axes each time (`matrix_products`).
 """
 
-from tfdist.layers import cut_tensors, empty_batches, gelu, normalization, randomness, regions, statistics
+from tfdist.layers import (
+    cut_tensors,
+    empty_batches,
+    feature_norms,
+    gelu,
+    matrix_products,
+    normalization,
+    randomness,
+    regions,
+    statistics,
+)
 from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
 from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
@@ -34,7 +46,9 @@ __all__ = [
     "VocabParallelReversibleEmbedding",
     "cut_tensors",
     "empty_batches",
+    "feature_norms",
     "gelu",
+    "matrix_products",
     "normalization",
     "randomness",
     "regions",
