@@ -66,12 +66,10 @@ def _einsum(original: Callable[..., Any], subscripts: str, *operands: Any, **kwa
         return original(subscripts, x, kernel)
     size = math.prod(kernel.shape[:contracted])
     product = tf.matmul(tf.reshape(x, [-1, size]), tf.reshape(kernel, [size, -1]))
-    leading = x.shape[:-contracted]
-    if leading.as_list().count(None) > 1:
-        leading = tf.unstack(tf.shape(x)[:-contracted])
-    else:
-        leading = [-1 if length is None else length for length in leading]
-    return tf.reshape(product, [*leading, *kernel.shape[contracted:]])
+    leading = x.shape[:-contracted].as_list()
+    if leading.count(None) > 1:
+        leading = [tf.shape(x)[axis] if length is None else length for axis, length in enumerate(leading)]
+    return tf.reshape(product, [*(-1 if length is None else length for length in leading), *kernel.shape[contracted:]])
 
 
 def contracted_axes(equation: str) -> int:
