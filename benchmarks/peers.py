@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks import cases
 from benchmarks.cases import TFDIST, TORCH, Case
 from benchmarks.job import Job, JobError
+from benchmarks.resident import TUNED
 
 # Relative, after the warm-up.
 LOSS_TOLERANCE = 1e-5
@@ -146,7 +147,7 @@ def take_turns(measurement: str, all_cases: Sequence[Case], args: argparse.Names
         for case, result in results.items():
             cases.progress(f"starting {case.label} ...")
             try:
-                jobs[case] = stack.enter_context(start(measurement, case, args))
+                jobs[case] = stack.enter_context(start(measurement, case, args, TUNED))
                 result.ready = jobs[case].ready
             except JobError as error:
                 result.fail(error)

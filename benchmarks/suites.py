@@ -25,7 +25,7 @@ from benchmarks.cases import (
     ZERO_STAGES,
     Case,
 )
-from benchmarks.resident import ALLOCATORS
+from benchmarks.resident import ALLOCATORS, TUNED
 
 SPEED, MEMORY, SCALING = KINDS = ("speed", "memory", "scaling")
 SMALL, WIDE, NARROW = MODELS = ("small", "wide", "narrow")
@@ -55,9 +55,8 @@ POSSIBLE = {SPEED: CONTENDERS, MEMORY: (*SINGLES, *WORKERS), SCALING: SCALING_CO
 
 MIN_STEPS = 8
 MEMORY_STEPS = 6  # of which all count: the peak is a maximum
-# By kind: variables of every process. Memory that is freed stays mapped, and oneDNN's kernels are on, where speed is measured.
-_TUNED = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33), "TF_ENABLE_ONEDNN_OPTS": "1"}
-ENVIRONMENTS = {SPEED: _TUNED, SCALING: _TUNED, MEMORY: ALLOCATORS["malloc"]}
+# By kind: variables of every process.
+ENVIRONMENTS = {SPEED: TUNED, SCALING: TUNED, MEMORY: ALLOCATORS["malloc"]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ from keras.src.ops import nn as keras_nn
 
 from tfdist.losses.sharing import rank_program
 from tfdist.override import override
+from tfdist.sharding import tape
 
 
 @override("_layer_normalization", keras_nn)
@@ -62,7 +63,7 @@ def _is_ours(x: Any, axis: int | Sequence[int], *parameters: Any) -> bool:
 def _normalized(x: tf.Tensor, gamma: Any, beta: Any, epsilon: float | None, *, subtract_mean: bool) -> tf.Tensor:
     epsilon = keras.config.epsilon() if epsilon is None else epsilon
     dtype = keras.backend.result_type(x.dtype.name, "float32")
-    parameters = [keras.ops.convert_to_tensor(value, dtype) for value in (gamma, beta) if value is not None]
+    parameters = [tf.cast(keras.ops.convert_to_tensor(value), dtype) for value in (gamma, beta) if value is not None]
     is_scaled = gamma is not None
 
     @tf.custom_gradient
@@ -76,16 +77,17 @@ def _normalized(x: tf.Tensor, gamma: Any, beta: Any, epsilon: float | None, *, s
             y = y + parameters[-1]
 
         def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
-            of_normalized = upstream * parameters[0] if is_scaled else upstream
-            of_x = of_normalized - normalized * _mean(of_normalized * normalized)
-            if subtract_mean:
-                of_x -= _mean(of_normalized)
-            gradients = [of_x * inverse]
-            if is_scaled:
-                gradients.append(tf.raw_ops.BiasAddGrad(out_backprop=upstream * normalized))
-            if len(parameters) > is_scaled:
-                gradients.append(tf.raw_ops.BiasAddGrad(out_backprop=upstream))
-            return gradients
+            with tape.backward_scope():  # stage 3 gathers again what is read in it
+                of_normalized = upstream * parameters[0] if is_scaled else upstream
+                of_x = of_normalized - normalized * _mean(of_normalized * normalized)
+                if subtract_mean:
+                    of_x -= _mean(of_normalized)
+                gradients = [of_x * inverse]
+                if is_scaled:
+                    gradients.append(tf.raw_ops.BiasAddGrad(out_backprop=upstream * normalized))
+                if len(parameters) > is_scaled:
+                    gradients.append(tf.raw_ops.BiasAddGrad(out_backprop=upstream))
+                return gradients
 
         return y, gradient
 
