@@ -26,7 +26,7 @@ and slots that a worker keeps, and twice the largest variable.
 
 Each case is measured with two allocators, since a resident set shows what an allocator keeps, not what is in use:
 
-    malloc      TensorFlow's tensors come from the C library, which returns every freed block of 1 MiB and more
+    malloc      TensorFlow's tensors come from the C library, which returns every freed block of 64 KiB and more
                 (`MALLOC_MMAP_THRESHOLD_`, `MALLOC_TRIM_THRESHOLD_`; glibc raises them otherwise). The oneDNN kernels
                 are off, because they bring the other allocator. The targets are read from these figures.
     bfc         TensorFlow's default on x86: an arena that never shrinks. Its resident growth is what a user of the

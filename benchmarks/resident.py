@@ -13,7 +13,7 @@ from typing import Self
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _INTERVAL_SECONDS = 0.002
 
-_THRESHOLDS = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+_THRESHOLDS = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 ALLOCATORS = {  # the environment of a process that is measured
     "malloc": {**_THRESHOLDS, "TF_ENABLE_ONEDNN_OPTS": "0"},
     "bfc": {**_THRESHOLDS, "TF_ENABLE_ONEDNN_OPTS": "1"},
