@@ -93,3 +93,17 @@ def test_what_is_left_to_keras(norm, axis, shape):
         return [operation.type for operation in call.get_concrete_function(tf.constant(x)).graph.get_operations()]
 
     assert in_a_rank(operations) == operations()
+
+
+def test_an_empty_batch_has_gradients_of_zero():
+    def gradients():
+        x, gamma, beta = tf.zeros((0, 4, 7)), tf.ones(7), tf.zeros(7)
+        with tf.GradientTape() as tape:
+            tape.watch([x, gamma, beta])
+            y = layer_norm(x, gamma, beta)
+        return tape.gradient(y, [x, gamma, beta])
+
+    strategy = strategy_on(2)
+    for of_x, *of_parameters in local(strategy, trace(strategy, gradients)()):
+        assert of_x.shape == (0, 4, 7)
+        np.testing.assert_array_equal(of_parameters, np.zeros((2, 7)))
