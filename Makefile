@@ -15,8 +15,9 @@ PIP     = $(BIN)/python -m pip --disable-pip-version-check --quiet
 train: $(VENV)/.installed-examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
+# Three processes for two cores: tests of failures and restarts wait more than they compute.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 test-exhaustive:
 	$(MAKE) test ARGS='-m "" $(ARGS)'
