@@ -8,7 +8,7 @@ Of the seams nothing is called by hand. Inside `strategy.run` of a tfdist strate
 * `BatchNormalization(synchronized=True)` normalises over the global batch (`normalization`);
 * convolutions and poolings work on ranks whose piece of the batch is empty (`empty_batches`);
 * activations that a tensor-parallel layer leaves cut are whole for those who want them whole (`cut_tensors`);
-* GELU keeps one tensor for the backward pass instead of three (`gelu`), and normalization over features two instead of five
+* GELU keeps one tensor for the backward pass instead of three (`gelu`), and normalization over features one instead of two
   (`feature_norms`);
 * attention and projections multiply matrices instead of reordering their axes each time (`matrix_products`).
 """
