@@ -1,7 +1,8 @@
 """Layer and RMS normalization over the last axis in fewer operations, and with fewer tensors kept for the backward pass.
 
 Keras's are made of broadcasts, each of which has a gradient of its own: a layer normalization is 11 operations forward and 21
-backward, and keeps two tensors of the input's size. Here it is 9 and 11, and keeps one. With the input's mean m (0 for RMS) and r = 1 / sqrt(variance + epsilon)
+backward, and keeps two tensors of the input's size. Here it is 9 and 11, and keeps one. With the input's mean m (0 for RMS) and
+r = 1 / sqrt(variance + epsilon)
 
     n = (x - m) r,    y = gamma n + beta
     dx = r (g - mean(g) - n mean(g n)),  g = gamma dy;    dgamma = sum(dy n);    dbeta = sum(dy)
