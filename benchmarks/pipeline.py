@@ -7,7 +7,8 @@ The model is the GPT of `examples/train_gpt.py` in a `tfdist.PipelineModel`, as 
 where the schedule is "interleaved". Every rank is a worker process of a TF_CONFIG job; with `--one-process`, a logical CPU of one
 process. PyTorch's contenders are `ScheduleGPipe`, `Schedule1F1B` and `ScheduleInterleaved1F1B` of `torch.distributed.pipelining`
 with the same stages, a process a rank, over gloo. All start from the same weights and train with AdamW on the same batch, cut in
-the same microbatches; their losses after the warm-up must agree to 1e-5, relative.
+the same microbatches; their losses after the warm-up must agree to 1e-5, relative. While speed is measured freed memory stays
+mapped and TensorFlow's oneDNN is on.
 
 Speed: the cases of one number of ranks and of microbatches are alive together and take turns, round after round, in rotating
 order; the first round is not counted. `x gpipe` is the median, over rounds, of the speed over that of the same framework's GPipe

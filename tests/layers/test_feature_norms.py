@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import local, strategy_on, trace
+from ranks import in_a_rank, local, strategy_on, trace
 
 SHAPE = (3, 5, 7)
 
@@ -61,13 +61,6 @@ def kept(norm, inputs):
     backward = tf.function(lambda upstream: tape.gradient(y, inputs, output_gradients=upstream))
     captured = backward.get_concrete_function(tf.ones(SHAPE)).graph.external_captures
     return len({id(tensor) for tensor in captured if tensor.shape == SHAPE})
-
-
-def in_a_rank(function):
-    """Returns what `function` returns while a rank is traced."""
-    strategy, found = strategy_on(1), []
-    trace(strategy, lambda: found.append(function()) or tf.zeros([]))()
-    return found[0]
 
 
 @NORMS

@@ -4,11 +4,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import local, strategy_on, trace
+from ranks import in_a_rank, local, strategy_on, trace
 
 from tfdist.layers.matrix_products import contracted_axes
 
-RNG = np.random.default_rng(3)
+
+def normal(*shapes):
+    """Returns an array for each shape, the same in every test."""
+    rng = np.random.default_rng(3)
+    return [rng.normal(size=shape) for shape in shapes]
 
 
 def values_and_gradients(function, inputs, upstream):
@@ -40,11 +44,7 @@ def operations_of(function, *specs, on_a_rank):
         graph = call.get_concrete_function(*specs).graph
         return [operation.type for operation in graph.get_operations()]
 
-    if not on_a_rank:
-        return types()
-    found = []
-    trace(strategy_on(1), lambda: found.append(types()) or tf.zeros([]))()
-    return found[0]
+    return in_a_rank(types) if on_a_rank else types()
 
 
 MASK = np.array([[1, 0, 0, 1, 1, 1], [1, 1, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0]], bool)
@@ -57,7 +57,7 @@ MASK = np.array([[1, 0, 0, 1, 1, 1], [1, 1, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0], [1,
         {"is_causal": True},
         {"mask": MASK},  # its third query sees nothing
         {"mask": MASK[None, None] & np.array([True, False])[:, None, None, None], "is_causal": True, "scale": 0.3},
-        {"bias": RNG.normal(size=(1, 4, 5, 6)), "scale": 2.0},
+        {"bias": normal((1, 4, 5, 6))[0], "scale": 2.0},
     ],
     ids=["plain", "causal", "mask", "both", "bias"],
 )
@@ -65,20 +65,20 @@ MASK = np.array([[1, 0, 0, 1, 1, 1], [1, 1, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0], [1,
     ("dtype", "tolerance"), [("float32", 3e-6), ("float64", 1e-12), ("float16", 1e-2), ("bfloat16", 4e-2)]
 )
 def test_attention(settings, dtype, tolerance):
-    queries, keys, values = ((2, length, 4, size) for length, size in [(5, 3), (6, 3), (6, 7)])
-    inputs = [tf.cast(RNG.normal(size=shape), dtype).numpy() for shape in (queries, keys, values)]
+    *inputs, upstream = normal(*((2, length, 4, size) for length, size in [(5, 3), (6, 3), (6, 7), (5, 7)]))
+    inputs = [tf.cast(x, dtype).numpy() for x in inputs]
     if "bias" in settings:
         settings = {**settings, "bias": tf.cast(settings["bias"], dtype).numpy()}
 
     def attend(query, key, value):
         return keras.ops.dot_product_attention(query, key, value, **settings)
 
-    compare(attend, inputs, RNG.normal(size=(2, 5, 4, 7)), tolerance)
+    compare(attend, inputs, upstream, tolerance)
 
 
 def test_attention_of_grouped_queries():
-    inputs = [RNG.normal(size=(2, 5, number, 3)).astype("float32") for number in (4, 2, 2)]
-    compare(keras.ops.dot_product_attention, inputs, RNG.normal(size=(2, 5, 4, 3)), 3e-6)
+    *inputs, upstream = (x.astype("float32") for x in normal(*((2, 5, number, 3) for number in (4, 2, 2, 4))))
+    compare(keras.ops.dot_product_attention, inputs, upstream, 3e-6)
 
 
 def test_attention_moves_each_tensor_once():
@@ -108,7 +108,8 @@ def test_projection(equation, contracted, unknown):
         shapes.append(traced.output_shapes)
         return traced(x, kernel)
 
-    compare(project, [RNG.normal(size=shape).astype("float32") for shape in (first, second)], RNG.normal(size=result), 3e-6)
+    *inputs, upstream = (x.astype("float32") for x in normal(first, second, result))
+    compare(project, inputs, upstream, 3e-6)
     known = [None if axis in unknown else size for axis, size in enumerate(result)]
     assert [shape.as_list() for shape in shapes] == [known] * len(shapes)
     found = operations_of(lambda x, kernel: keras.ops.einsum(equation, x, kernel), *specs, on_a_rank=True)
