@@ -100,3 +100,19 @@ def test_an_empty_batch_has_gradients_of_zero():
     for of_x, *of_parameters in local(strategy, trace(strategy, gradients)()):
         assert of_x.shape == (0, 4, 7)
         np.testing.assert_array_equal(of_parameters, np.zeros((2, 7)))
+
+
+def test_the_input_gradient_that_no_tape_follows_can_be_asked_for():
+    """By `tf.gradients`, beside a tape."""
+
+    def gradients():
+        x, gamma = tf.constant([[1.0, 2.0, 4.0]]), tf.constant([1.0, 2.0, 3.0])
+        with tf.GradientTape() as tape:
+            tape.watch(gamma)
+            y = layer_norm(x, gamma) ** 2
+        return [*tf.gradients(y, x), tape.gradient(y, gamma)]
+
+    expected = [value.numpy() for value in tf.function(gradients)()]
+    for found in local(strategy_on(2), trace(strategy_on(2), gradients)()):
+        for mine, reference in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, reference, rtol=1e-5)

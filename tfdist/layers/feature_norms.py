@@ -24,6 +24,8 @@ import keras
 import tensorflow as tf
 from keras.src.ops import nn as keras_nn
 
+from tfdist.collectives import RankProgram
+from tfdist.layers.input_gradients import input_gradient_scope
 from tfdist.losses.sharing import rank_program
 from tfdist.override import override
 from tfdist.sharding import tape
@@ -39,33 +41,38 @@ def _layer_normalization(
     epsilon: float | None = None,
     rms_scaling: bool = False,
 ) -> Any:
-    if rms_scaling or not _is_ours(x, axis, gamma, beta):
+    program = rank_program()
+    if program is None or rms_scaling or not _is_ours(x, axis, gamma, beta):
         return original(x, gamma=gamma, beta=beta, axis=axis, epsilon=epsilon, rms_scaling=rms_scaling)
-    return _normalized(x, gamma, beta, epsilon, subtract_mean=True)
+    return _normalized(program, x, gamma, beta, epsilon, subtract_mean=True)
 
 
 @override("_rms_normalization", keras_nn)
 def _rms_normalization(
     original: Callable[..., Any], x: Any, scale: Any = None, axis: Any = -1, epsilon: float | None = None
 ) -> Any:
-    if not _is_ours(x, axis, scale):
+    program = rank_program()
+    if program is None or not _is_ours(x, axis, scale):
         return original(x, scale=scale, axis=axis, epsilon=epsilon)
-    return _normalized(x, scale, None, epsilon, subtract_mean=False)
+    return _normalized(program, x, scale, None, epsilon, subtract_mean=False)
 
 
 def _is_ours(x: Any, axis: int | Sequence[int], *parameters: Any) -> bool:
-    if rank_program() is None or not (isinstance(x, tf.Tensor) and x.dtype.is_floating and (x.shape.rank or 0) > 1):
+    if not (isinstance(x, tf.Tensor) and x.dtype.is_floating and (x.shape.rank or 0) > 1):
         return False
     axes, size = [axis] if isinstance(axis, int) else list(axis), x.shape[-1]
     is_last = len(axes) == 1 and axes[0] in (-1, x.shape.rank - 1)
     return is_last and bool(size) and all(value is None or tuple(value.shape) == (size,) for value in parameters)
 
 
-def _normalized(x: tf.Tensor, gamma: Any, beta: Any, epsilon: float | None, *, subtract_mean: bool) -> tf.Tensor:
+def _normalized(
+    program: RankProgram, x: tf.Tensor, gamma: Any, beta: Any, epsilon: float | None, *, subtract_mean: bool
+) -> tf.Tensor:
     epsilon = keras.config.epsilon() if epsilon is None else epsilon
-    dtype = keras.backend.result_type(x.dtype.name, "float32")
+    result, dtype = x.dtype, keras.backend.result_type(x.dtype.name, "float32")
     parameters = [tf.cast(keras.ops.convert_to_tensor(value), dtype) for value in (gamma, beta) if value is not None]
-    is_scaled = gamma is not None
+    is_scaled, x = gamma is not None, tf.cast(x, dtype)
+    input_scope = input_gradient_scope(program, x, parameters)
 
     @tf.custom_gradient
     def normalize(x: tf.Tensor, *parameters: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
@@ -78,12 +85,13 @@ def _normalized(x: tf.Tensor, gamma: Any, beta: Any, epsilon: float | None, *, s
             y = y + parameters[-1]
 
         def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
-            with tape.backward_scope():  # stage 3 gathers again what is read in it
+            with input_scope():  # stage 3 gathers again what is read in it
                 of_normalized = upstream * parameters[0] if is_scaled else upstream
                 of_x = of_normalized - normalized * _mean(of_normalized * normalized)
                 if subtract_mean:
                     of_x -= _mean(of_normalized)
                 gradients = [of_x * inverse]
+            with tape.backward_scope():
                 if is_scaled:
                     gradients.append(tf.raw_ops.BiasAddGrad(out_backprop=upstream * normalized))
                 if len(parameters) > is_scaled:
@@ -92,7 +100,7 @@ def _normalized(x: tf.Tensor, gamma: Any, beta: Any, epsilon: float | None, *, s
 
         return y, gradient
 
-    return tf.cast(normalize(tf.cast(x, dtype), *parameters), x.dtype)
+    return tf.cast(normalize(x, *parameters), result)
 
 
 def _mean(x: tf.Tensor) -> tf.Tensor:

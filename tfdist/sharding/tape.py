@@ -40,7 +40,7 @@ def is_backward(operation: tf.Operation) -> bool:
 
 def backward_scope() -> contextlib.AbstractContextManager:
     """Names operations of a gradient function of our own as a tape names those of TensorFlow's."""
-    return tf.name_scope("gradient_tape")
+    return tf.name_scope("gradient_tape/")  # with the slash: this one, and no second one of another name
 
 
 def in_backward() -> bool:
