@@ -11,6 +11,7 @@ import pytest
 
 import tfdist
 from tests import graph_optimizer, layer_groups
+from tfdist.layers import kernel_gradients
 
 CPUS = tfdist.use_logical_cpus(4)
 layer_groups.gather_each_layer_alone()
@@ -32,6 +33,14 @@ def float64():
     _use_float_type("float64")
     yield
     _use_float_type("float32")
+
+
+@pytest.fixture
+def every_kernel_is_slow(monkeypatch):
+    """Gradients of all kernels are formed as those that oneDNN is slow with, and more than three columns are several blocks."""
+    monkeypatch.setattr(kernel_gradients, "_is_onednn_for_avx2", lambda: True)
+    monkeypatch.setattr(kernel_gradients, "is_slow_shape", lambda *_: True)
+    monkeypatch.setattr(kernel_gradients, "_BLOCK", 3)
 
 
 def _use_float_type(dtype: str) -> None:

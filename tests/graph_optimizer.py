@@ -9,8 +9,11 @@ whole files: collectives, plans and counts, memory, settings of stage 3, documen
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 _VARIABLE = "TFDIST_TESTS_AS_TRACED"  # tells the processes that a test starts
 DEVICES_THAT_KEEP_IT = 2
@@ -26,3 +29,13 @@ def switch_as_the_test_did() -> None:
     """In a worker that a test has started."""
     if os.environ.get(_VARIABLE):
         switch(on=False)
+
+
+def nodes_that_run(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Calls a `tf.function`, and returns the NodeDefs of its graph after the optimizer, without those of functions it calls."""
+    context.enable_run_metadata()
+    context.export_run_metadata()  # what has been called before
+    function(*arguments)
+    graphs = context.export_run_metadata().function_graphs
+    context.disable_run_metadata()
+    return [node for graph in graphs for node in graph.post_optimization_graph.node]

@@ -9,6 +9,7 @@ import tensorflow as tf
 import test_models
 from training import strategy_for
 
+from tfdist.layers import kernel_gradients
 from tfdist.sharding import unshard
 
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
@@ -107,17 +108,27 @@ def test_buckets_of_about_bucket_bytes(zero_stage):
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_stage_2_holds_two_buckets_of_full_gradients(zero_stage):
     """With `zero_stage` 2 a gradient waits until the bucket two before its own is reduced; with 1 nothing waits."""
+    _check_waiting(zero_stage, lambda operation: operation.get_attr("transpose_a"))
+
+
+def test_stage_2_holds_products_whose_results_are_rearranged(every_kernel_is_slow):
+    _check_waiting(2, lambda operation: not operation.get_attr("transpose_b"), products=19 // 3 + 1)
+
+
+def _check_waiting(zero_stage, is_of_kernel, products=1):
+    """Asserts that the products which form a kernel's gradient wait for the reduction of the bucket two before."""
     depth = 6
     graph, _ = traced_step(strategy_for(2, zero_stage, bucket_bytes=4 * (19 * 19 + 19)), lambda: _deep(depth))
     on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
     reductions = [op for op in on_rank_0 if op.type == "CollectiveAllToAllV2"]
-    kernel_gradients = [
-        op for op in on_rank_0 if op.type == "MatMul" and "gradient_tape" in op.name and op.get_attr("transpose_a")
-    ]
-    assert len(reductions) == len(kernel_gradients) == depth
-    for k in range(2, depth):
-        assert _waits_for(kernel_gradients[k], reductions[k - 2]) == (zero_stage == 2)
-        assert not _waits_for(kernel_gradients[k], reductions[k - 1])
+    of_kernels = [op for op in on_rank_0 if op.type == "MatMul" and "gradient_tape" in op.name and is_of_kernel(op)]
+    assert len(reductions) == depth
+    assert len(of_kernels) == depth * products
+    for number, operation in enumerate(of_kernels):
+        k = number // products
+        if k >= 2:
+            assert _waits_for(operation, reductions[k - 2]) == (zero_stage == 2)
+            assert not _waits_for(operation, reductions[k - 1])
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
@@ -284,6 +295,21 @@ def _collectives_in_functions(graph):
     """Returns the collective operations in the bodies of loops, branches and nested functions."""
     functions = graph.as_graph_def().library.function
     return [node.op for function in functions for node in function.node_def if node.op.startswith("Collective")]
+
+
+def test_every_normalisation_is_gathered_again():
+    """Each has a gradient function of our own, which reads its scale, but for the first, whose input is not trained, and the
+    last, which is kept."""
+    norms = [layer for _ in range(4) for layer in (keras.layers.LayerNormalization(), keras.layers.Dense(15))]
+    graph, plan = traced_step(strategy_for(2, 3), lambda: keras.Sequential([keras.Input((15,)), *norms]))
+    assert plan.counts() == {"all_gather": 8 + 6, "reduce_scatter": 8}
+
+
+def test_stage_3_gathers_again_for_gradients_formed_otherwise(every_kernel_is_slow, monkeypatch):
+    found = collectives_of(traced_step(strategy_for(2, 3))[0])
+    monkeypatch.setattr(kernel_gradients, "is_slow_shape", lambda *_: False)
+    assert collectives_of(traced_step(strategy_for(2, 3))[0]) == found
+    assert len(found["CollectiveGatherV2"]) == 2 * LAYERS - 2
 
 
 def test_weights_read_in_loops_are_gathered_once_outside():

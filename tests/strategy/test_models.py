@@ -140,6 +140,11 @@ def test_architecture(name, zero_stage, devices):
     assert_same(train(strategy_for(devices, zero_stage), name), on_one_device(name))
 
 
+@pytest.mark.parametrize("name", ["attention", "recurrent"])
+def test_kernels_whose_gradients_are_formed_otherwise(name, every_kernel_is_slow):
+    assert_same(train(strategy_for(2, 3), name), on_one_device(name))
+
+
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

@@ -3,7 +3,8 @@
 Keras's attention is two `tf.einsum`, each of which, like each of the four in their gradients, moves the heads to the front
 before it multiplies and back behind. Here query, key and value are moved once and kept so. And a layer such as `EinsumDense` that
 contracts the last axes of its input with the first ones of its kernel is one product of two matrices, where Keras multiplies
-example by example, and sums up as many gradients of the kernel.
+example by example, and sums up as many gradients of the kernel. Some kernels' gradients are `kernel_gradients`' affair, those of
+`Dense` as well.
 
 Keras's values to rounding. Equations of any other form are left to Keras. The names are private to Keras:
 tests/layers/test_private_names_of_layers.py fails when they change.
@@ -20,6 +21,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 
+from tfdist.collectives import RankProgram
+from tfdist.layers.kernel_gradients import has_slow_gradient, product
 from tfdist.losses.sharing import rank_program
 from tfdist.override import override
 
@@ -58,18 +61,33 @@ def _heads_swapped(x: tf.Tensor) -> tf.Tensor:
 
 @override("einsum", keras_numpy)
 def _einsum(original: Callable[..., Any], subscripts: str, *operands: Any, **kwargs: Any) -> Any:
-    if rank_program() is None or kwargs or len(operands) != 2:
+    program = rank_program()
+    if program is None or kwargs or len(operands) != 2:
         return original(subscripts, *operands, **kwargs)
     x, kernel = (keras.ops.convert_to_tensor(operand) for operand in operands)
     contracted = contracted_axes(subscripts)
     if not contracted or x.dtype != kernel.dtype or not x.dtype.is_floating or not kernel.shape.is_fully_defined():
         return original(subscripts, x, kernel)
+    return _projection(x, kernel, contracted, program)
+
+
+@override("matmul", keras_numpy)
+def _matmul(original: Callable[..., Any], x1: Any, x2: Any) -> Any:
+    program = rank_program()
+    if program is None or any(isinstance(operand, (tf.SparseTensor, tf.RaggedTensor)) for operand in (x1, x2)):
+        return original(x1, x2)
+    x, kernel = tf.convert_to_tensor(x1), tf.convert_to_tensor(x2)
+    return _projection(x, kernel, 1, program) if has_slow_gradient(x, kernel, program) else original(x, kernel)
+
+
+def _projection(x: tf.Tensor, kernel: tf.Tensor, contracted: int, program: RankProgram) -> tf.Tensor:
+    """Contracts the last axes of `x`, that many, with the first ones of `kernel`, whose shape is static."""
     size = math.prod(kernel.shape[:contracted])
-    product = tf.matmul(tf.reshape(x, [-1, size]), tf.reshape(kernel, [size, -1]))
+    result = product(tf.reshape(x, [-1, size]), tf.reshape(kernel, [size, -1]), program)
     leading = x.shape[:-contracted].as_list()
     if leading.count(None) > 1:
         leading = [tf.shape(x)[axis] if length is None else length for axis, length in enumerate(leading)]
-    return tf.reshape(product, [*(-1 if length is None else length for length in leading), *kernel.shape[contracted:]])
+    return tf.reshape(result, [*(-1 if length is None else length for length in leading), *kernel.shape[contracted:]])
 
 
 def contracted_axes(equation: str) -> int:

@@ -10,7 +10,7 @@ What happens to a gradient follows from the placements of its variable:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +22,7 @@ from tfdist.sharding import Shard, ShardingConfig, UnshardSchedule, packing, tap
 
 # Stage 2: so many buckets of full gradients exist at once.
 _BUCKETS_IN_FLIGHT = 2
+_REARRANGING = ("Reshape", "Transpose", "ConcatV2", "Cast", "Identity")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,5 +170,13 @@ def _hold_back(
     for bucket, reduction, held in zip(buckets, sent, buckets[_BUCKETS_IN_FLIGHT:], strict=False):
         latest = max(latest, *(numbers[grad.op.name] for grad in bucket))
         for grad in held:
-            if numbers[grad.op.name] > latest:
-                tape.run_after(grad.op, reduction.op)
+            for operation in _computed_by(grad.op, latest, numbers):
+                tape.run_after(operation, reduction.op)
+
+
+def _computed_by(operation: tf.Operation, latest: int, numbers: Mapping[str, int]) -> list[tf.Operation]:
+    """Returns `operation`, or those whose results it only rearranges, where they were made after number `latest` as well."""
+    if numbers[operation.name] <= latest:
+        return []
+    sources = [tensor.op for tensor in operation.inputs if tensor.dtype.is_floating] if operation.type in _REARRANGING else []
+    return [found for source in sources for found in _computed_by(source, latest, numbers)] or [operation]
