@@ -29,7 +29,10 @@ def test_it_is_keras_gelu(approximate, dtype, tolerance):
     expected = [tensor.numpy() for tensor in values_and_gradients(x, approximate)]
     strategy = strategy_on(2)
     for found in local(strategy, trace(strategy, lambda: values_and_gradients(x, approximate))()):
-        np.testing.assert_array_equal(found[0], expected[0])
+        if dtype == "float32" and not approximate:
+            np.testing.assert_allclose(found[0], expected[0], rtol=2e-7, atol=1e-6)  # |x| / 2 times some rounding of 1
+        else:
+            np.testing.assert_array_equal(found[0], expected[0])
         for mine, reference in zip(found[1:], expected[1:], strict=True):
             assert mine.dtype == reference.dtype
             np.testing.assert_allclose(mine, reference, rtol=tolerance, atol=tolerance)

@@ -132,6 +132,7 @@ class RankProgram:
 
     Attributes:
         graph: the graph in which `strategy.run` was called; collectives are emitted in it, never inside control flow.
+        is_on_cpu: whether its device is one.
         is_eager: whether it runs outside any `tf.function` (see `EagerProgram`): collectives then run when they are called.
         arguments: what the rank's function is called with, any structure.
     """
@@ -147,6 +148,7 @@ class RankProgram:
         self.rank = rank
         self.local_index = communicator.local_ranks.index(rank)
         self.device = self.mesh.devices[rank]
+        self.is_on_cpu = tf.DeviceSpec.from_string(self.device).device_type == "CPU"
         self.graph = graph
         self.plan = plan
         self.arguments = arguments

@@ -63,7 +63,7 @@ def has_slow_gradient(x: tf.Tensor, kernel: tf.Tensor, program: RankProgram) -> 
         return False
     if kernel.shape.rank != 2 or (x.shape.rank or 0) < 2:
         return False
-    return is_slow_shape(*kernel.shape) and "CPU" in program.device and _is_onednn_for_avx2()
+    return is_slow_shape(*kernel.shape) and program.is_on_cpu and _is_onednn_for_avx2()
 
 
 def is_slow_shape(inputs: int, outputs: int) -> bool:

@@ -166,7 +166,7 @@ def _sparse_categorical_crossentropy(
 
 def _on_a_cpu(program: RankProgram | None) -> bool:
     """On a GPU TensorFlow's kernel is good, and another would not notice a label that is out of range."""
-    return program is not None and tf.DeviceSpec.from_string(program.device).device_type == "CPU"
+    return program is not None and program.is_on_cpu
 
 
 def _are_logits(output: Any, axis: int) -> bool:
