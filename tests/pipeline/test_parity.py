@@ -126,6 +126,7 @@ OPTIMIZERS = {
         use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2, gradient_accumulation_steps=2
     ),
     "whole-tensor": lambda: keras.optimizers.Adafactor(0.05),
+    "decayed": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
 }
 
 
@@ -136,6 +137,7 @@ OPTIMIZERS = {
         ("clipped by global norm", 2, 1),
         ("averaged, accumulated", 2, 0),
         ("whole-tensor", 2, 2),
+        ("decayed", 1, 0),
     ],
 )
 def test_what_an_optimizer_is_asked_for(optimizer, data, zero_stage):

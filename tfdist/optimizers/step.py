@@ -20,6 +20,7 @@ from tfdist.optimizers.averaging import update_averages
 from tfdist.optimizers.clipping import clip
 from tfdist.optimizers.constraining import constrain
 from tfdist.optimizers.drift import check_drift
+from tfdist.optimizers.fused_adam import FusedAdam
 from tfdist.optimizers.owned_step import step_on_owners
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.parameter_shard import parameter_shard
@@ -170,6 +171,7 @@ class _Update:
         self._config = config
         self._program = program
         self._shared = SharedUpdates(optimizer, program.rank, learning_rate)
+        self._fused = FusedAdam(optimizer, program, learning_rate)
 
     def components(self, reduced: Sequence[ReducedGradient]) -> None:
         """Stage 3."""
@@ -184,7 +186,9 @@ class _Update:
         """Stage 0."""
         for gradient in reduced:
             local = local_part(gradient.variable, self._program)
-            if may_share(self._optimizer):
+            if FusedAdam.fits(self._optimizer, local):
+                self._fused.update(gradient.variable, gradient.value, self._decays(local))
+            elif may_share(self._optimizer):
                 update_shard(self._optimizer, local, gradient.value, self._learning_rate)
             else:
                 self._step_on(local, gradient)
