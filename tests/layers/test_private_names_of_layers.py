@@ -39,7 +39,7 @@ def test_gelu_is_the_backends():
     assert "backend.nn.gelu(" in inspect.getsource(keras.ops.gelu)
 
 
-def test_norms_attention_and_einsum_are_looked_up_where_they_are_overridden():
+def test_norms_attention_and_products_are_looked_up_where_they_are_overridden():
     def parameters(function):
         return list(inspect.signature(original(function)).parameters)
 
@@ -54,6 +54,8 @@ def test_norms_attention_and_einsum_are_looked_up_where_they_are_overridden():
     assert float(keras_nn._get_large_negative("float32")) < -1e38
     assert parameters(keras_numpy.einsum) == ["subscripts", "operands", "kwargs"]
     assert "backend.numpy.einsum(" in inspect.getsource(keras.ops.einsum)
+    assert parameters(keras_numpy.matmul) == ["x1", "x2"]
+    assert "backend.numpy.matmul(" in inspect.getsource(keras.ops.matmul)
 
 
 def test_losses_and_metrics_are_given_predictions_so():
