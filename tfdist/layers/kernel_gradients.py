@@ -1,9 +1,9 @@
 """Products with a kernel whose gradient, x^T dy, oneDNN would form at half its speed.
 
 oneDNN multiplies matrices without packing them when one of their sides is short. The rows of x^T dy's operands then lie as far
-apart in memory as their tensors are wide, and with a stride of 4,096 bytes, a usual width, they push each other out of the first
-cache. Transposed first, the wide operand is read along its rows: 13.8 ms become 8.9 for 1,024 positions, 256 inputs and 1,024
-outputs (docs/performance.md). TensorFlow's own kernels would not gain, and oneDNN's for AVX-512 were not measured.
+apart in memory as their tensors are wide, and with a stride of 4,096 bytes, a usual width, they seem to push each other out of
+the first cache. Transposed first, the wide operand is read along its rows: 13.8 ms become 8.9 for 1,024 positions, 256 inputs
+and 1,024 outputs (docs/performance.md). TensorFlow's own kernels would not gain, and oneDNN's for AVX-512 were not measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfdist.collectives import RankProgram
 from tfdist.layers.input_gradients import input_gradient_scope
 from tfdist.sharding import tape
 
-# As oneDNN 3 decides for AVX2: packed where 1 / m + 1 / n is below.
+# oneDNN's `nocopy_checker_avx2`: packed where 1 / m + 1 / n is below.
 _UNPACKED = 0.0038
 _STRIDE = 1024  # float32s, 4,096 bytes
 _NARROW = 64  # below, the transpose costs what it gains
