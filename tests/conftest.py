@@ -1,6 +1,5 @@
 """Four logical CPUs for every test, made before TensorFlow is initialised."""
 
-import gc
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -10,11 +9,13 @@ import keras
 import pytest
 
 import tfdist
-from tests import graph_optimizer, layer_groups
+from tests import garbage, graph_optimizer, layer_groups
 from tfdist.layers import kernel_gradients
 
 CPUS = tfdist.use_logical_cpus(4)
+graph_optimizer.only_for_calls()
 layer_groups.gather_each_layer_alone()
+garbage.collect_seldom()
 
 # The same examples on every run, and no failure because the machine is busy.
 hypothesis.settings.register_profile("tfdist", derandomize=True, database=None, deadline=None)
@@ -69,5 +70,4 @@ def _old_objects_are_left_alone():
     garbage in `clear_session`, so every later test would look through all of them again: half of the suite's time, once.
     """
     yield
-    gc.collect()
-    gc.freeze()
+    garbage.leave_alone_what_is_there()
