@@ -25,15 +25,15 @@ def start(strategy):
     return strategy.scope()
 
 
-def adam():
-    return keras.optimizers.Adam(0.02)
+def momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
 def callbacks(strategy, folder):
     """Callbacks that watch `val_loss` and act on it, and those that write."""
     with start(strategy):
         model = small()
-        model.compile(adam(), loss_function(), metrics=["accuracy"])
+        model.compile(momentum(), loss_function(), metrics=["accuracy"])
     logs = BatchLogs()
     kinds = keras.callbacks
     plateau = kinds.ReduceLROnPlateau(factor=0.5, patience=1, min_delta=10.0)
@@ -64,7 +64,7 @@ def not_a_number(strategy, folder):
     """The last example of the second batch is NaN, on one device of several: all must stop."""
     with start(strategy):
         model = small()
-        model.compile(adam(), loss_function())
+        model.compile(momentum(), loss_function())
     x = X.copy()
     x[2 * BATCH - 1] = np.nan
     logs = BatchLogs()
@@ -97,7 +97,7 @@ def added_losses(strategy, folder):
             kernel_constraint=keras.constraints.MaxNorm(0.7),
         )
         model = keras.Sequential([keras.Input((FEATURES,)), dense, WithLosses(), layers.Dense(CLASSES)])
-        model.compile(adam(), loss_function())
+        model.compile(momentum(), loss_function())
     logs = BatchLogs()
     history = model.fit(X, Y, callbacks=[logs], validation_data=(X[:24], Y[:24]), **EVEN)
     return {"history": history.history, "batches": logs.train, **state(model)}
@@ -128,7 +128,7 @@ def custom_train_step(strategy, folder):
     with start(strategy):
         inputs = keras.Input((FEATURES,))
         model = Distilled(inputs=inputs, outputs=layers.Dense(CLASSES)(ScaleAndShift()(inputs)))
-        model.compile(adam(), loss_function(), metrics=["accuracy"])
+        model.compile(momentum(), loss_function(), metrics=["accuracy"])
     logs = BatchLogs()
     history = model.fit(X, Y, callbacks=[logs], **EVEN)
     return {"gap": history.history["gap"], "accuracy": history.history["accuracy"], **state(model)}
@@ -154,7 +154,7 @@ def lora(strategy, folder):
     with strategy.scope():
         for name in ("embedding", "hidden"):
             model.get_layer(name).enable_lora(3)
-        model.compile(adam(), loss_function())
+        model.compile(momentum(), loss_function())
     found["after"] = model.fit(tokens, Y, epochs=2, **EVEN).history["loss"]
     trainable = [variable.path for variable in model.trainable_variables]
     assert sum("lora" in path for path in trainable) == 4 and "sequential/hidden/kernel" not in trainable
@@ -175,7 +175,7 @@ def frozen_and_thawed(strategy, folder):
         with strategy.scope():
             for layer in model.layers:
                 layer.trainable = layer.name not in frozen
-            model.compile(adam(), loss_function())
+            model.compile(momentum(), loss_function())
         before = model.get_layer("hidden").get_weights()
         found.append({"loss": model.fit(X, Y, **EVEN).history["loss"], **state(model)})
         changed = not np.array_equal(before[0], model.get_layer("hidden").get_weights()[0])
@@ -188,11 +188,11 @@ def several_models(strategy, folder):
     other = strategy_for(2, 1) if strategy is not one_device() else strategy
     with start(strategy):
         first, second = small(), small()
-        first.compile(adam(), loss_function())
+        first.compile(momentum(), loss_function())
         second.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss_function())
     with start(other):
         third = small()
-        third.compile(adam(), loss_function())
+        third.compile(momentum(), loss_function())
     found = []
     for rows in (slice(0, 24), slice(24, 48)):
         for model in (first, third, second):

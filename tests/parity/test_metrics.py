@@ -59,9 +59,8 @@ def train(strategy, asks_batches=True, **settings):
     with strategy.scope():
         model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1, activation="sigmoid")])
         weighted = [keras.metrics.BinaryAccuracy(name="weighted"), keras.metrics.AUC(name="weighted_auc", num_thresholds=20)]
-        model.compile(
-            keras.optimizers.Adam(0.05), "binary_crossentropy", metrics=metrics(), weighted_metrics=weighted, **settings
-        )
+        optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
+        model.compile(optimizer, "binary_crossentropy", metrics=metrics(), weighted_metrics=weighted, **settings)
     logs = BatchLogs()
     arguments = {"sample_weight": WEIGHTS, "batch_size": 12, "verbose": 0}
     history = model.fit(X, LABELS, shuffle=False, validation_data=(X, LABELS, WEIGHTS), callbacks=[logs], **arguments)

@@ -22,7 +22,7 @@ def train(strategy, steps_per_execution, infers=True, **settings):
     with strategy.scope():
         model = small()
         model.compile(
-            keras.optimizers.Adam(0.01),
+            keras.optimizers.SGD(0.1, momentum=0.9),
             loss_function(),
             metrics=["accuracy"],
             steps_per_execution=steps_per_execution,
