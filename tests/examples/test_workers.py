@@ -2,38 +2,30 @@
 
 import os
 import re
-import signal
-import threading
 
 import pytest
 
-from tests import workers
+from tests import launched, workers
 from tests.examples.program import EXAMPLES, SMALL_LIBRARY
 from tests.workers import ROOT
-from tfdist.launch.cli import main
 
 SMALL = ["--epochs", "2", "--steps-per-epoch", "3", "--width", "16", "--layers", "1", "--heads", "2", "--seq-len", "16"]
 SMALL += ["--batch-size", "8"]
 
 
 @pytest.fixture
-def launched(tmp_path, monkeypatch, capsys):
+def launch(tmp_path, monkeypatch, capsys):
     """Runs a script in as many workers, which begin as a user's do, under a launcher in this process; returns their output."""
 
-    def launch(number, *script):
-        limit = threading.Timer(200, os.kill, [os.getpid(), signal.SIGTERM])  # the launcher ends its workers
-        limit.start()
-        try:
-            code = main(["run", "--workers", str(number), "--cpu", *script])
-        finally:
-            limit.cancel()
+    def run(number, *script):
+        code = launched.run(["--workers", str(number), "--cpu", *script], seconds=200)
         captured = capsys.readouterr()
         assert code == 0, captured.out[-4000:] + captured.err[-4000:]
         return captured.out
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SMALL_LIBRARY), str(ROOT)]))
-    return launch
+    return run
 
 
 def losses(output):
@@ -41,9 +33,9 @@ def losses(output):
 
 
 @pytest.mark.timeout(450)
-def test_train_gpt_ends_with_the_loss_of_one_device(prepared, records, launched, run_example, tmp_path):
+def test_train_gpt_ends_with_the_loss_of_one_device(prepared, records, launch, run_example, tmp_path):
     """Its workers prepare the data set, which is the same each time."""
-    several = launched(2, os.path.join(EXAMPLES, "train_gpt.py"), *SMALL, "--out", "several")
+    several = launch(2, os.path.join(EXAMPLES, "train_gpt.py"), *SMALL, "--out", "several")
     assert records(tmp_path / "several" / "data") == records(prepared)
     (tmp_path / "data").symlink_to(prepared)
     alone = run_example("train_gpt", *SMALL, "--devices", "1", "--zero-stage", "0")
