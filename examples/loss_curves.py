@@ -89,6 +89,7 @@ def train(way, model, optimizer, loss, tokens, args):
 def train_one_device(model, tokens, args):
     """Trains a model that was built without a strategy."""
     optimizer = SummedAdamW.from_config(build_optimizer(args).get_config())
+    optimizer.build(model.trainable_variables)  # or the first step, which would make slots, would be traced twice
     return train(ONE_DEVICE, model, optimizer, train_gpt.build_loss(), tokens, args)
 
 

@@ -88,6 +88,8 @@ def fit(
     with strategy.scope():
         model = build()
         model.compile(optimizer=optimizer(), loss=loss_function(), **compile_arguments)
+    if strategy is one_device() and model.built and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)  # or the step, which would make slots, would be traced twice
     losses: list[float] = []
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=True)
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(logs["loss"]))

@@ -88,7 +88,8 @@ def compiled(build):
     """Returns the model compiled, with the variables of optimizer and metrics, and no variable at its initial value."""
     keras.utils.set_random_seed(7)
     model = build()
-    model.compile(optimizer=keras.optimizers.Adam(0.01), loss=keras.losses.MeanSquaredError(), metrics=["mae"])
+    loss = keras.losses.MeanSquaredError()
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss=loss, metrics=["mae"], run_eagerly=True)  # one step: no trace
     model.fit(X, Y, batch_size=12, verbose=0)
     generator = np.random.default_rng(3)
     for variable in model.weights:

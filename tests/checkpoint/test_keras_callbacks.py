@@ -186,7 +186,7 @@ def weights_of_an_uncut_run():
     return weights(model)
 
 
-def interrupted_backup(monkeypatch, directory, epoch=2, **options):
+def interrupted_backup(monkeypatch, directory, epoch, **options):
     """Leaves a backup of the beginning of `epoch`; returns the weights it has."""
     chief, *_ = train_together(
         monkeypatch,
@@ -194,6 +194,23 @@ def interrupted_backup(monkeypatch, directory, epoch=2, **options):
         interrupted=True,
     )
     return weights(chief.model)
+
+
+@pytest.fixture(scope="module")
+def backup(tmp_path_factory):
+    """Returns a function that puts a backup of the beginning of an epoch into a directory, and returns the weights it has."""
+    made = {}
+
+    def put(directory, epoch=2):
+        if epoch not in made:
+            own = tmp_path_factory.mktemp("backup") / str(epoch)
+            with pytest.MonkeyPatch.context() as patch:
+                made[epoch] = own, interrupted_backup(patch, own, epoch)
+        own, weights = made[epoch]
+        shutil.copytree(own, directory, dirs_exist_ok=True)
+        return weights
+
+    return put
 
 
 class Begun(keras.callbacks.Callback):
@@ -215,8 +232,8 @@ def begin(monkeypatch, directory, **options):
     return [(callback.epoch, callback.weights) for callback in begun.values()]
 
 
-def test_keras_without_tfdist_reads_the_backup_and_the_reverse(tmp_path, monkeypatch):
-    before = interrupted_backup(monkeypatch, tmp_path)
+def test_keras_without_tfdist_reads_the_backup_and_the_reverse(tmp_path, monkeypatch, backup):
+    before = backup(tmp_path)
     begun = Begun()
     with pytest.raises(Interrupted):
         fit(compiled(), [keras.callbacks.BackupAndRestore(str(tmp_path)), begun])
@@ -258,9 +275,9 @@ def test_killed_between_the_weights_and_the_epoch(tmp_path, monkeypatch):
         assert_same(restored, weights(chief.model))
 
 
-def test_killed_while_the_weights_are_written(tmp_path, monkeypatch):
+def test_killed_while_the_weights_are_written(tmp_path, monkeypatch, backup):
     """The backup before is whole, with its epoch."""
-    before = interrupted_backup(monkeypatch, tmp_path, epoch=1)
+    before = backup(tmp_path, epoch=1)
     create = h5py.AttributeManager.create
 
     def dying(self, name, *args, **kwargs):
@@ -282,8 +299,8 @@ def test_killed_while_the_weights_are_written(tmp_path, monkeypatch):
         assert_same(restored, before)
 
 
-def test_an_unreadable_backup_gives_way_to_the_previous_one(tmp_path, monkeypatch):
-    previous = interrupted_backup(monkeypatch, tmp_path / "made", epoch=1)
+def test_an_unreadable_backup_gives_way_to_the_previous_one(tmp_path, monkeypatch, backup):
+    previous = backup(tmp_path / "made", epoch=1)
     interrupted_backup(monkeypatch, tmp_path / "made", epoch=2, double_checkpoint=True)
     for has_epoch in (True, False):
         directory = tmp_path / str(has_epoch)
@@ -298,8 +315,8 @@ def test_an_unreadable_backup_gives_way_to_the_previous_one(tmp_path, monkeypatc
             assert_same(restored, previous)
 
 
-def test_an_unreadable_backup_without_a_previous_one_is_an_error_for_all(tmp_path, monkeypatch):
-    interrupted_backup(monkeypatch, tmp_path)
+def test_an_unreadable_backup_without_a_previous_one_is_an_error_for_all(tmp_path, monkeypatch, backup):
+    backup(tmp_path)
     (tmp_path / "latest.weights.h5").write_bytes(b"\x89HDF no")
 
     def program(worker):
@@ -311,8 +328,8 @@ def test_an_unreadable_backup_without_a_previous_one_is_an_error_for_all(tmp_pat
     two_workers.succeed(monkeypatch, program)
 
 
-def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
-    interrupted_backup(monkeypatch, tmp_path / "chief")
+def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch, backup):
+    backup(tmp_path / "chief")
     (tmp_path / "reader").mkdir()
 
     def program(worker):

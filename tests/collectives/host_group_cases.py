@@ -12,12 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.collectives import all_gather, all_reduce, all_to_all, host_groups, reduce_scatter
+from tfdist.collectives import all_gather, all_reduce, all_to_all, host_groups, reduce_scatter, shared_memory
 from tfdist.mesh import threads
 
 WORKERS = 3
+SLOT_BYTES = 64 * 2**10
 # The last needs several turns of a slot, in every collective, and divides by nothing.
-SHAPES = ([1], [6, 5], [3 * 700_001])
+SHAPES = ([1], [6, 5], [3 * 50_001])
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 
 
@@ -31,7 +32,10 @@ def run_everything() -> dict[str, Any]:
     """Returns the ways that groups take, and per way a digest of what every collective returns."""
     found: dict[str, Any] = {}
     for implementation in ("AUTO", "RING"):
-        with mock.patch.object(host_groups.tempfile, "mkdtemp", side_effect=host_groups.tempfile.mkdtemp) as made:
+        with (
+            mock.patch.object(shared_memory, "_SLOT_BYTES", SLOT_BYTES),
+            mock.patch.object(host_groups.tempfile, "mkdtemp", side_effect=host_groups.tempfile.mkdtemp) as made,
+        ):
             strategy = strategy_of(implementation)
         found[f"{implementation} groups"] = sorted(strategy.extended.communicator.exchanges)
         found[f"{implementation} directories"] = [call.kwargs["dir"] for call in made.call_args_list]

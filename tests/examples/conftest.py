@@ -1,26 +1,13 @@
-"""The examples' data set, prepared once for all tests since that takes longer than training on it, and runs without it."""
+"""The examples' data set, of a small library, prepared once for all tests; and runs without it."""
 
 import fcntl
 import importlib
 import os
-import runpy
 
 import pytest
 
 from tests import forks
-from tests.workers import ROOT
-
-PREPARE = """
-import sys
-
-sys.path.insert(0, {examples!r})  # a fork's path is that of its parent
-
-import stdlib_text
-import tensorflow_datasets as tfds
-
-tfds.disable_progress_bar()
-tfds.builder("stdlib_text", data_dir={data!r}).download_and_prepare()
-"""
+from tests.examples import program
 
 
 @pytest.fixture(scope="session")
@@ -33,16 +20,14 @@ def prepared(tmp_path_factory):
     with open(folder / "stdlib_text.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         if not data.exists():
-            program = folder / "prepare.py"
-            program.write_text(PREPARE.format(examples=str(ROOT / "examples"), data=str(data)), "utf-8")
-            _run_in_fork(program, folder, dict(os.environ), seconds=240)
+            _run_in_fork(folder, dict(os.environ), 240, program.prepare, str(data))
     return data
 
 
-def _run_in_fork(program, folder, environment, seconds):
-    """Runs a program; returns its output."""
+def _run_in_fork(folder, environment, seconds, function, *arguments):
+    """Calls a function; returns what it prints."""
     files = {"output": folder / "output.txt", "errors": folder / "errors.txt"}
-    process = forks.start(runpy.run_path, str(program), None, "__main__", environment=environment, folder=folder, **files)
+    process = forks.start(function, *arguments, environment=environment, folder=folder, **files)
     try:
         code = process.wait(seconds)
     finally:
@@ -52,38 +37,13 @@ def _run_in_fork(program, folder, environment, seconds):
     return output
 
 
-IN_A_FORK = """
-import sys
-
-sys.path.insert(0, {examples!r})  # a fork's path is that of its parent
-
-import numpy as np
-
-import train_gpt
-import {name}
-
-if {on_random_text}:
-    text = np.random.default_rng(0).choice(np.frombuffer(b"tensor ", np.uint8), 2000)
-    train_gpt.load_tokens = lambda dataset, data_dir: (text[:1500], text[1500:])
-{name}.main({argv!r})
-"""
-
-
 @pytest.fixture
 def run_example(tmp_path):
     """Runs an example with flags in a process of its own: it splits the CPU its own way. Returns its output."""
 
     def run(name, *flags, on_random_text=False):
-        program = tmp_path / f"{name}_program.py"
         argv = [*flags, "--out", str(tmp_path)]
-        filled = {"name": name, "on_random_text": on_random_text, "examples": str(ROOT / "examples"), "argv": argv}
-        program.write_text(IN_A_FORK.format(**filled), "utf-8")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "COLUMNS": "200",
-        }
-        return _run_in_fork(program, tmp_path, environment, seconds=120)
+        return _run_in_fork(tmp_path, {**os.environ, "COLUMNS": "200"}, 120, program.run, name, argv, on_random_text)
 
     return run
 
@@ -95,10 +55,15 @@ def run_on_random_text(run_example):
 
 
 @pytest.fixture
-def records(monkeypatch):
+def stdlib_text(monkeypatch):
+    """The example's module of the data set."""
+    monkeypatch.syspath_prepend(program.EXAMPLES)
+    return importlib.import_module("stdlib_text")
+
+
+@pytest.fixture
+def records(stdlib_text):
     """Returns a function of the folder of a prepared data set: each split's [source, text]s."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    importlib.import_module("stdlib_text")
     datasets = importlib.import_module("tensorflow_datasets")
 
     def read(folder):
@@ -124,5 +89,5 @@ def refused_flags(monkeypatch, capsys):
         assert stop.value.code == 2
         return capsys.readouterr().err
 
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(program.EXAMPLES)
     return refuse

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import sysconfig
 
 import numpy as np
 import pytest
@@ -89,18 +90,28 @@ def test_text_too_short_for_a_batch_is_refused(train_gpt):
         train_gpt.make_datasets(np.zeros(20, np.uint8), np.zeros(200, np.uint8), seq_len=7, batch_size=4, seed=0)
 
 
-def test_splits_of_the_data_set_are_disjoint(prepared, records):
-    """It is the same each time it is prepared: see tests/examples/test_workers.py."""
-    first = records(prepared)
-    assert set(first) == {"train", "validation"}
-    assert all(text.strip() and source for records in first.values() for source, text in records)
-
-    train, validation = ({text for _, text in first[name]} for name in ("train", "validation"))
-    assert len(train) == len(first["train"]) and len(validation) == len(first["validation"])
+def test_splits_of_the_library_are_disjoint(stdlib_text):
+    """Of the whole library; the data set of the other tests is of a small one."""
+    texts = {True: [], False: []}
+    for source, text in stdlib_text.collect():
+        assert text.strip() and source
+        texts[stdlib_text.is_validation(text)].append(text)
+    train, validation = set(texts[False]), set(texts[True])
+    assert len(train) == len(texts[False]) and len(validation) == len(texts[True])
     assert not train & validation
     assert 0.02 < len(validation) / len(train) < 0.1  # one in twenty
     paragraphs = [{p for text in split for p in text.split("\n\n") if len(p) > 200} for split in (train, validation)]
     assert paragraphs[1] and not paragraphs[0] & paragraphs[1]
+
+
+def test_the_data_set_has_all_texts_in_their_split(prepared, records, stdlib_text):
+    """It is the same each time it is prepared: see tests/examples/test_workers.py."""
+    found = records(prepared)
+    small_library = pathlib.Path(sysconfig.get_paths()["stdlib"]) / "email"
+    expected = {"train": [], "validation": []}
+    for source, text in stdlib_text.collect(small_library):
+        expected["validation" if stdlib_text.is_validation(text) else "train"].append([source, text])
+    assert {split: sorted(texts) for split, texts in found.items()} == {split: sorted(texts) for split, texts in expected.items()}
 
 
 CHECK_SMALL_LIBRARY = """

@@ -2,39 +2,30 @@
 
 import os
 import re
-import signal
-import subprocess
-import sys
 
 import pytest
 
+from tests import launched, workers
+from tests.examples.program import EXAMPLES, SMALL_LIBRARY
 from tests.workers import ROOT
 
 SMALL = ["--epochs", "2", "--steps-per-epoch", "3", "--width", "16", "--layers", "1", "--heads", "2", "--seq-len", "16"]
 SMALL += ["--batch-size", "8"]
 
 
-def run(*command, folder):
-    """Runs a program; ends it, and by its signal what it has started, when it takes too long."""
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # the launcher ends its workers
-        output, _ = process.communicate(timeout=30)
-    assert process.returncode == 0, output[-4000:]
-    return output
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capsys):
+    """Runs a script in as many workers, which begin as a user's do, under a launcher in this process; returns their output."""
 
+    def run(number, *script):
+        code = launched.run(["--workers", str(number), "--cpu", *script], seconds=200)
+        captured = capsys.readouterr()
+        assert code == 0, captured.out[-4000:] + captured.err[-4000:]
+        return captured.out
 
-def launched(workers, *program, folder):
-    return run("-m", "tfdist", "run", "--workers", str(workers), "--cpu", *program, folder=folder)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SMALL_LIBRARY), str(ROOT)]))
+    return run
 
 
 def losses(output):
@@ -42,9 +33,9 @@ def losses(output):
 
 
 @pytest.mark.timeout(450)
-def test_train_gpt_ends_with_the_loss_of_one_device(prepared, records, run_example, tmp_path):
+def test_train_gpt_ends_with_the_loss_of_one_device(prepared, records, launch, run_example, tmp_path):
     """Its workers prepare the data set, which is the same each time."""
-    several = launched(2, str(ROOT / "examples" / "train_gpt.py"), *SMALL, "--out", "several", folder=tmp_path)
+    several = launch(2, os.path.join(EXAMPLES, "train_gpt.py"), *SMALL, "--out", "several")
     assert records(tmp_path / "several" / "data") == records(prepared)
     (tmp_path / "data").symlink_to(prepared)
     alone = run_example("train_gpt", *SMALL, "--devices", "1", "--zero-stage", "0")
@@ -58,10 +49,10 @@ def test_train_gpt_ends_with_the_loss_of_one_device(prepared, records, run_examp
 
 @pytest.mark.timeout(250)
 def test_each_worker_reads_its_own_part(prepared, tmp_path):
-    (tmp_path / "out" / "split_input").mkdir(parents=True)
-    (tmp_path / "out" / "split_input" / "data").symlink_to(prepared)
-    program = str(ROOT / "examples" / "split_input.py")
-    output = launched(2, program, "--documents", "9", "--width", "16", "--batch-size", "16", folder=tmp_path)
-    for worker in range(2):
-        assert f"worker {worker} of 2 reads" in output
-    assert re.search(r"loss \d+\.\d+ after \d+ steps", output)
+    (tmp_path / "data").symlink_to(prepared)
+    flags = ["--documents", "9", "--width", "16", "--batch-size", "16", "--out", str(tmp_path)]
+    with workers.job(tmp_path, 2, "tests.examples.program:run", "split_input", flags) as job:
+        job.results(200)
+    for index, worker in enumerate(job.workers):
+        assert f"worker {index} of 2 reads" in worker.output
+    assert re.search(r"loss \d+\.\d+ after \d+ steps", job.workers[0].output)

@@ -14,6 +14,7 @@ import time
 import pytest
 
 import tfdist
+from tests import forks
 from tfdist.launch import job, output, restarts
 from tfdist.launch.cli import main
 
@@ -126,6 +127,22 @@ def start(script):
         yield launch
 
 
+@pytest.fixture
+def start_in_fork(script, tmp_path):
+    """The same for a launcher in which TensorFlow is imported; `out.txt` and `err.txt` get its output."""
+    with contextlib.ExitStack() as stack:
+
+        def launch(source, *options, function=main):
+            files = {"output": tmp_path / "out.txt", "errors": tmp_path / "err.txt"}
+            argv = ["run", *options, str(script(source))]
+            process = forks.start(function, argv, environment=dict(os.environ), folder=tmp_path, **files)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        yield launch
+
+
 def wait_for(condition, seconds=30.0):
     """Returns what `condition` returns once it is true."""
     deadline = time.monotonic() + seconds
@@ -143,11 +160,11 @@ def is_running(pid):
 
 @pytest.fixture
 def pids(tmp_path):
-    """Returns the process ids of `n` workers once all have started; they are ended with the test, should they be left."""
+    """Returns the process ids of `n` workers once all have noted them under a name; ends, with the test, those that are left."""
     found = []
 
-    def wait(n, attempt=0):
-        paths = [tmp_path / f"pid_{rank}_{attempt}" for rank in range(n)]
+    def wait(n, name="pid"):
+        paths = [tmp_path / f"{name}_{rank}_0" for rank in range(n)]
         wait_for(lambda: all(path.exists() for path in paths))
         found.extend(int(path.read_text()) for path in paths)
         return found[-n:]

@@ -1,11 +1,10 @@
 """The command line, and the launcher as a process of its own."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 
+import tfdist
 from tfdist.launch.cli import main
 
 pytestmark = pytest.mark.timeout(120)
@@ -103,12 +102,12 @@ def test_ctrl_c(start, pids, gone, tmp_path):
     gone(pids(2))
 
 
-@pytest.mark.parametrize("kind", ["real", "light"])
-def test_workers_die_with_the_launcher(start, pids, gone, kind):
-    launcher = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)" + WAITING, "--workers", "2", launcher=kind)
-    started = pids(2)
-    for _ in range(2):
-        assert launcher.stdout.readline().endswith("] waiting\n")
+@pytest.mark.parametrize("kind", ["imported", "light"])
+def test_workers_die_with_the_launcher(start, start_in_fork, pids, gone, kind):
+    """With and without TensorFlow imported in the launcher."""
+    source = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note(f'ready_{rank}_0', os.getpid()); wait_for_signal()"
+    launcher = {"imported": start_in_fork, "light": start}[kind](source, "--workers", "2")
+    started = pids(2, name="ready")
     launcher.kill()
     launcher.wait()
     gone(started)
@@ -143,15 +142,13 @@ def test_the_reader_of_the_output_goes(start, pids, gone):
     gone(pids(2))
 
 
-def test_tensorflow_is_not_initialised(script):
+def launch_and_split_cpu(argv):
+    assert main(argv) == 0
+    tfdist.use_logical_cpus(3)
+
+
+def test_tensorflow_is_not_initialised(start_in_fork, tmp_path):
     """Else this process would hold the GPUs that its workers are to use."""
-    code = """if True:
-        import sys, tfdist, tensorflow as tf
-        from tfdist.launch.cli import main
-        assert main(sys.argv[1:]) == 0
-        cpu = tf.config.list_physical_devices("CPU")[0]
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
-    """
-    command = [sys.executable, "-c", code, "run", "--workers", "1", str(script("print('here')"))]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert (ended.returncode, ended.stdout) == (0, "[worker 0] here\n"), ended.stderr
+    launcher = start_in_fork("print('here')", "--workers", "1", function=launch_and_split_cpu)
+    assert launcher.wait(100) == 0, (tmp_path / "err.txt").read_text()
+    assert (tmp_path / "out.txt").read_text() == "[worker 0] here\n"

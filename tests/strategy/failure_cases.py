@@ -94,7 +94,7 @@ def different_programs(case: str, worker_index: int) -> None:
     strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=3)
     x, y = training.vectors()
     width = 11 if odd and case == "width" else 9
-    layers = 3 if odd and case == "layers" else 2
+    layers = 2 if odd and case == "layers" else 1
     optimizer = keras.optimizers.SGD(0.1) if odd and case == "optimizer" else keras.optimizers.Adam(0.1)
     if odd and case == "setting of the optimizer":
         optimizer.epsilon = 1e-3

@@ -34,6 +34,7 @@ def train(strategy, callbacks=()):
     with strategy.scope():
         model = training.small()
         model.compile(keras.optimizers.Adam(0.01), training.loss_function())
+        model.optimizer.build(model.trainable_variables)
     history = model.fit(x, y, batch_size=12, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=list(callbacks))
     return model, dict(zip(history.epoch, history.history["loss"], strict=True))
 

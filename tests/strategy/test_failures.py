@@ -5,6 +5,7 @@ import socket
 import time
 
 import pytest
+from grids import exhaustive
 
 from tests import workers
 
@@ -21,16 +22,16 @@ def last_lines(worker, number=4):
 @pytest.mark.parametrize(
     ("act", "victim", "code", "words"),
     [
-        ("die", 2, -9, "died, or cannot be reached any more"),
+        exhaustive("die", 2, -9, "died, or cannot be reached any more"),
         ("die", 0, -9, "died, or cannot be reached any more"),
         ("terminate", 1, -15, "died, or cannot be reached any more"),
-        ("raise", 1, 1, "raised ValueError: the data of this worker are spoilt"),
+        ("raise", 2, 1, "raised ValueError: the data of this worker are spoilt"),
         ("leave", 1, 0, "ended its program while"),
     ],
 )
 def test_one_worker_ends_all_in_time_and_is_named(tmp_path, act, victim, code, words):
     each = [{"act": act if index == victim else ""} for index in range(3)]
-    programs = [] if code < 0 else [victim]  # how Python ends it is what is tested
+    programs = [victim] if act == "leave" else []  # how Python ends it is what is tested
     with workers.job(tmp_path, 3, f"{CASES}:fit_and", each=each, programs=programs) as job:
         job.workers[victim].wait_for("acting", 120)
         acted = time.monotonic()

@@ -1,40 +1,25 @@
 """A worker is killed, the launcher starts the job again, and it ends as if nothing had happened."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from tests import training
+from tests import launched, training
 from tests.strategy import restart_program
 from tests.workers import ROOT
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_worker_changes_nothing(tmp_path):
+def test_a_killed_worker_changes_nothing(tmp_path, monkeypatch, capsys):
     program = ROOT / "tests" / "strategy" / "restart_program.py"
-    launcher = [sys.executable, "-m", "tfdist", "run", "--workers", "2", "--max-restarts", "2", "--cpu"]
-    with open(tmp_path / "output.txt", "wb") as output:
-        process = subprocess.Popen(
-            [*launcher, str(program), str(tmp_path), "1"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"},
-            cwd=tmp_path,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        model, losses = restart_program.train(training.one_device())
-        code = process.wait(250)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)  # the launcher ends its workers
-            process.wait(30)
-    text = (tmp_path / "output.txt").read_text(errors="replace")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    options = ["--workers", "2", "--max-restarts", "2", "--cpu"]
+    code = launched.run([*options, str(program), str(tmp_path), "1"], seconds=250)
+    text = "".join(capsys.readouterr())
     assert code == 0, text[-5000:]
+    model, losses = restart_program.train(training.one_device())
     assert "restarting, attempt 2 of 3" in text
     found = {int(epoch): loss for epoch, loss in json.loads((tmp_path / "losses.json").read_text()).items()}
     # The second attempt went on from the last backup: whole epochs before the one in which the worker was killed.
