@@ -28,7 +28,6 @@ def dense() -> keras.Model:
             keras.Input((LENGTH,)),
             layers.ColumnParallelDense(20, "tanh", gather_output=False, kernel_regularizer="l2", name="up"),
             layers.RowParallelDense(7, input_is_parallel=True, kernel_constraint=keras.constraints.MaxNorm(0.9), name="down"),
-            keras.layers.Dense(12, "tanh", name="middle"),
             layers.ColumnParallelDense(8, "softmax", kernel_regularizer=frobenius, name="gathered"),
             layers.RowParallelDense(CLASSES, name="scattered"),
         ]
@@ -42,7 +41,7 @@ def pair() -> keras.Model:
             keras.Input((LENGTH,)),
             layers.ColumnParallelDense(20, "tanh", gather_output=False, kernel_regularizer="l2", name="up"),
             layers.RowParallelDense(7, input_is_parallel=True, kernel_constraint=keras.constraints.MaxNorm(0.9), name="down"),
-            keras.layers.Dense(CLASSES, name="last"),
+            keras.layers.Dense(CLASSES, use_bias=False, name="last"),
         ]
     )
 

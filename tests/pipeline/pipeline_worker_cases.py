@@ -26,7 +26,7 @@ CASES: dict[int, dict[str, tuple[tuple[str, int], bool, dict[str, Any], dict[str
         "1f1b": (("chain", 4), False, {"pipeline_parallel_size": 2, "zero_stage": 0}, {"num_microbatches": 4}),
         "interleaved": (
             ("tied", 4),
-            True,
+            False,
             {"pipeline_parallel_size": 2, "zero_stage": 0},
             {"num_microbatches": 4, "schedule": "interleaved", "stages_per_rank": 2},
         ),
