@@ -50,5 +50,5 @@ def train_all(number: int) -> dict[str, dict[str, Any]]:
         strategy = tfdist.MultiWorkerShardedStrategy(**settings)
         found[case] = train(strategy, name, infers=infers, **pipeline)
     if number == 2:
-        found["custom loop"] = custom_loop(strategy, name, **pipeline)
+        found["custom loop"] = custom_loop(strategy, name, num_microbatches=2)
     return found

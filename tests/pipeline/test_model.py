@@ -164,12 +164,14 @@ def test_stages_by_groups_names_places_and_a_schedule_of_ones_own():
     assert weights_per_rank(stacked(), schedule=text) == [6, 6]
 
 
+@pytest.mark.as_traced
 def test_a_schedule_of_ones_own_trains():
     text = "0F0 0F1 0F2 0F3 .   .   .   0B1 0B0 0B3 0B2\n.   1F0 1F1 1F2 1F3 1B1 1I0 1B3 1W0 1B2 .  "
     found = train(pipe(2), "plain", infers=False, num_microbatches=4, schedule=text)
     assert_same_tree(found, train(one_device(), "plain", infers=False))
 
 
+@pytest.mark.as_traced
 def test_sequences_of_any_length():
     """Sizes that are known at run time only, with a mask, whose loss is called on zeros first."""
 
@@ -274,6 +276,7 @@ def test_eager_steps():
         model.fit(np.ones((4, 5)), np.ones((4, 5)), batch_size=4, verbose=0)
 
 
+@pytest.mark.as_traced
 def test_eager_steps_on_one_device():
     """With a mask that a layer makes: it is computed once more for the stages behind."""
 
