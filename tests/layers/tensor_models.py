@@ -14,7 +14,8 @@ from tests.parity.comparison import state
 layers = tfdist.layers
 VOCABULARY, LENGTH, WIDTH, CLASSES = 13, 8, 12, 20
 ROWS, BATCH = 34, 6  # the last batch has 4 rows: sizes that are known at run time only
-WHOLE_BATCHES = ("pair", "grouped queries, gated")  # what is fed batches of one size, known when a step is traced
+# What is fed batches of one size, known when a step is traced.
+WHOLE_BATCHES = ("pair", "grouped queries, gated", "sequence parallel, grouped queries")
 
 
 def frobenius(kernel: Any) -> Any:

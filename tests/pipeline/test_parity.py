@@ -97,7 +97,7 @@ GRID_OF_DATA_RANKS = [
 
 @pytest.mark.parametrize(("name", "zero_stage", "infers"), GRID_OF_DATA_RANKS)
 def test_data_ranks(name, zero_stage, infers):
-    """A rank of two feeds half of a batch in microbatches that are as large as those of one device in twice as many."""
+    """Each of two data ranks feeds half of a batch, in microbatches of its own."""
     found = train(mesh(2, 2, zero_stage=zero_stage), name, infers=infers, num_microbatches=2)
     assert_is_one_device(found, name, 4)
 
