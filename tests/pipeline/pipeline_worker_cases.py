@@ -11,8 +11,8 @@ from tests.pipeline.pipeline_models import custom_loop, train
 
 MESH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}  # and 2 data ranks
 
-# By the number of workers: a name, (the model, as many microbatches of the same size on one device), whether it infers, the strategy's settings, and the
-# pipeline's settings.
+# By the number of workers: a name, (the model, on one device as many microbatches of the same size), whether it infers, the
+# strategy's settings, and the pipeline's settings.
 CASES: dict[int, dict[str, tuple[tuple[str, int], bool, dict[str, Any], dict[str, Any]]]] = {
     1: {
         "cut between stages": (
