@@ -156,7 +156,7 @@ def noisy():
 def test_training_twice_is_bitwise_equal(devices, zero_stage, settings):
     """Also with several steps per execution, a loop around `strategy.run`."""
     one, other = (
-        fit(strategy_for(devices, zero_stage), noisy, lambda: keras.optimizers.Adam(0.01), **compiled)
+        fit(strategy_for(devices, zero_stage), noisy, lambda: keras.optimizers.SGD(0.1, momentum=0.9), **compiled)
         for compiled in ({}, settings)
     )
     if not settings:

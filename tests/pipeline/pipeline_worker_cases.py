@@ -11,8 +11,8 @@ from tests.pipeline.pipeline_models import custom_loop, train
 
 MESH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}  # and 2 data ranks
 
-# By the number of workers: a name, (the model, microbatches of one device), whether it infers, the strategy's settings, and the
-# pipeline's settings.
+# By the number of workers: a name, (the model, on one device as many microbatches of the same size), whether it infers, the
+# strategy's settings, and the pipeline's settings.
 CASES: dict[int, dict[str, tuple[tuple[str, int], bool, dict[str, Any], dict[str, Any]]]] = {
     1: {
         "cut between stages": (
@@ -26,7 +26,7 @@ CASES: dict[int, dict[str, tuple[tuple[str, int], bool, dict[str, Any], dict[str
         "1f1b": (("chain", 4), False, {"pipeline_parallel_size": 2, "zero_stage": 0}, {"num_microbatches": 4}),
         "interleaved": (
             ("tied", 4),
-            True,
+            False,
             {"pipeline_parallel_size": 2, "zero_stage": 0},
             {"num_microbatches": 4, "schedule": "interleaved", "stages_per_rank": 2},
         ),
@@ -50,5 +50,5 @@ def train_all(number: int) -> dict[str, dict[str, Any]]:
         strategy = tfdist.MultiWorkerShardedStrategy(**settings)
         found[case] = train(strategy, name, infers=infers, **pipeline)
     if number == 2:
-        found["custom loop"] = custom_loop(strategy, name, **pipeline)
+        found["custom loop"] = custom_loop(strategy, name, num_microbatches=2)
     return found

@@ -9,7 +9,7 @@ from training import one_device
 
 import tfdist
 from tests.parity.comparison import assert_same_tree
-from tests.pipeline.pipeline_models import CLASSES, chain, compiled, crossentropy, data, tied, train
+from tests.pipeline.pipeline_models import BATCH, CLASSES, chain, compiled, crossentropy, data, tied, train
 from tfdist.pipeline import Schedule1F1B, Stage
 
 layers = keras.layers
@@ -88,7 +88,7 @@ def test_loading_before_wrapping_keeps_the_values():
 def test_messages():
     """One message forward and one back per boundary and microbatch; gradients are reduced once; the loss is one number."""
     strategy = pipe(4, pipeline_parallel_size=2)
-    model = compiled(strategy, "branches", num_microbatches=4)
+    model = compiled(strategy, "branches", num_microbatches=2)
     x, y, _ = data("branches")
     model.fit(x, y, batch_size=16, verbose=0)
     plan = strategy.last_plan
@@ -104,10 +104,10 @@ def test_messages():
 
 
 def test_files_are_those_of_the_model_inside(tmp_path):
-    expected = train(one_device(), "tied", infers=False, num_microbatches=2)
+    expected = train(one_device(), "tied", infers=False)
     model = compiled(pipe(2), "tied", num_microbatches=2)
     x, y, _ = data("tied")
-    model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     assert_same_tree(model.get_weights(), expected["weights"])
     model.save_weights(tmp_path / "it.weights.h5")
     plain = compiled(one_device(), "tied")
@@ -164,12 +164,14 @@ def test_stages_by_groups_names_places_and_a_schedule_of_ones_own():
     assert weights_per_rank(stacked(), schedule=text) == [6, 6]
 
 
+@pytest.mark.as_traced
 def test_a_schedule_of_ones_own_trains():
     text = "0F0 0F1 0F2 0F3 .   .   .   0B1 0B0 0B3 0B2\n.   1F0 1F1 1F2 1F3 1B1 1I0 1B3 1W0 1B2 .  "
-    found = train(pipe(2), "plain", num_microbatches=4, schedule=text)
-    assert_same_tree(found, train(one_device(), "plain", num_microbatches=4))
+    found = train(pipe(2), "plain", infers=False, num_microbatches=4, schedule=text)
+    assert_same_tree(found, train(one_device(), "plain", infers=False))
 
 
+@pytest.mark.as_traced
 def test_sequences_of_any_length():
     """Sizes that are known at run time only, with a mask, whose loss is called on zeros first."""
 
@@ -274,11 +276,12 @@ def test_eager_steps():
         model.fit(np.ones((4, 5)), np.ones((4, 5)), batch_size=4, verbose=0)
 
 
+@pytest.mark.as_traced
 def test_eager_steps_on_one_device():
     """With a mask that a layer makes: it is computed once more for the stages behind."""
 
     def losses(**settings):
-        model = compiled(one_device(), "masked", num_microbatches=4)
+        model = compiled(one_device(), "masked", num_microbatches=2)
         model.compile("sgd", crossentropy(), **settings)
         x, y, _ = data("masked")
         return model.fit(x[:16], y[:16], batch_size=16, epochs=2, verbose=0).history["loss"]
