@@ -21,19 +21,24 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, edges
 from tfdist.pipeline.actions import Action, Phase
 from tfdist.pipeline.clock import NoClock
-from tfdist.pipeline.gradients import GradientSum
+from tfdist.pipeline.gradients import GradientSum, added
 from tfdist.pipeline.masks import Masks
 from tfdist.pipeline.schedule import Schedule
 from tfdist.pipeline.stage import StageLayer
+from tfdist.pipeline.stage_functions import StageCall, StageFunctions
 from tfdist.sharding import tape
 from tfdist.sharding.cut_activations import Cut, cut_of_output, set_cut
 
 
 @dataclasses.dataclass(eq=False)
 class _Forward:
-    """What backward needs of a forward that has been computed."""
+    """What backward needs of a forward that has been computed.
+
+    With a `call` the tape begins behind it, with what left.
+    """
 
     tape: tf.GradientTape
+    call: StageCall | None
     arrived: list[tf.Tensor]
     targets: list[tf.Tensor]
     left: list[tf.Tensor]
@@ -47,6 +52,7 @@ class _Gradients:
     back: list[tf.Tensor]
     of_weights: list[Any]
     made: list[tf.Operation]  # what has to wait for its turn
+    in_turn: list[tf.Operation]  # those that TensorFlow orders
 
 
 class Executor:
@@ -103,6 +109,8 @@ class Executor:
         self._recompute = recompute
         self._clock = clock
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
+        is_alone = program is None or program.mesh.tensor_parallel_size == 1
+        self._functions = StageFunctions(weights, training) if is_alone else None
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
         self._here: dict[tuple[str, int, int], list[tf.Tensor]] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
@@ -153,21 +161,34 @@ class Executor:
             self._send("F", stage.index, stage.index + 1, number, left)
         self._done([*left, *losses])
 
+    def _call(self, stage: StageLayer, number: int, arrived: list[tf.Tensor], *, has_backward: bool) -> StageCall | None:
+        """Computes `stage` by its functions; None if it has none."""
+        if self._functions is None:
+            return None
+        return self._functions.call(stage, arrived, list(self._inputs_of(number)), has_backward=has_backward)
+
+    def _traced(self, stage: StageLayer, number: int, arrived: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Computes `stage` by operations of its own."""
+        return stage(arrived, list(self._inputs_of(number)), training=self._training)
+
     def _computed(self, stage: StageLayer, number: int, arrived: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns what leaves `stage`, and its losses."""
-        left = stage(arrived, list(self._inputs_of(number)), training=self._training)
+        call = self._call(stage, number, arrived, has_backward=False)
+        left = self._traced(stage, number, arrived) if call is None else call.left
         return left, self._losses_of(stage.index, number, left)
 
-    def _record(self, stage: StageLayer, number: int, arrived: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Computes `stage` and keeps what its backward needs."""
+    def _record(
+        self, stage: StageLayer, number: int, arrived: list[tf.Tensor], *, is_past: bool = False
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Computes `stage` and keeps what its backward needs. If it `is_past`, its layers' state is that of another time."""
         began = tape.operations_so_far()
+        call = None if is_past else self._call(stage, number, arrived, has_backward=True)
         with tf.GradientTape() as recorder:
-            recorder.watch([x for x in arrived if x.dtype.is_floating])
-            left, losses = self._computed(stage, number, arrived)
+            recorder.watch(_floats(arrived if call is None else call.left))
+            left = self._traced(stage, number, arrived) if call is None else call.left
+            losses = self._losses_of(stage.index, number, left)
             starts = [self._scale(loss) for loss in losses]
-        is_last = stage.index == len(self._stages) - 1
-        targets = [] if is_last else [x for x in left if x.dtype.is_floating]
-        self._forwards[stage.index, number] = _Forward(recorder, arrived, starts, targets, began)
+        self._forwards[stage.index, number] = _Forward(recorder, call, arrived, starts, left, began)
         return left, losses
 
     def _compute_again(self, action: Action) -> None:
@@ -178,7 +199,7 @@ class Executor:
             # Keras's attention takes the masks off what it is called on.
             self._masks.put(action.stage_index - 1, arrived, self._inputs_of(action.microbatch))
             with tf.control_dependencies(self._last), keras.StatelessScope(state_mapping=state, collect_losses=True):
-                self._record(self._stages[action.stage_index], action.microbatch, arrived)
+                self._record(self._stages[action.stage_index], action.microbatch, arrived, is_past=bool(state))
 
     def _backward(self, action: Action) -> None:
         self._compute_again(action)
@@ -192,8 +213,7 @@ class Executor:
         self._compute_again(action)
         gradients = self._take_gradients(action)
         # What has a turn takes it: later actions of this rank have theirs after it.
-        in_turn = [operation for operation in gradients.made if tape.has_a_turn(operation)]
-        needed = tape.ancestors([*gradients.back, *in_turn], gradients.made)
+        needed = tape.ancestors([*gradients.back, *gradients.in_turn], gradients.made)
         tape.run_all_after([operation for operation in gradients.made if operation in needed], self._last)
         gradients.made = [operation for operation in gradients.made if operation not in needed]
         self._held_back[action.stage_index, action.microbatch] = gradients
@@ -213,20 +233,23 @@ class Executor:
         upstream = self._upstream(stage, forward, number)
         self._last = self._clock.start(action, self._last, upstream)
         before = tape.operations_so_far()
-        sources = [x for x in forward.arrived if x.dtype.is_floating]
         weights = self._weights[stage.index]
-        targets = [*forward.left, *forward.targets]
-        starts = [*upstream, *map(tf.ones_like, forward.targets)]
-        found = [None] * len([*sources, *weights])
-        if targets:
-            found = forward.tape.gradient(targets, [*sources, *weights], output_gradients=starts)
-        back = [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(sources, found, strict=False)]
+        if forward.call is None:
+            back, of_weights = _gradients_of_tape(forward, upstream, _floats(forward.arrived), weights)
+        else:
+            left = _floats(forward.left)
+            of_left, of_losses = _gradients_of_tape(forward, [], left, weights)
+            back = forward.call.gradients_of_input(upstream or _with_zeros(of_left, left))
+            of_weights = list(map(added, forward.call.gradients_of_weights(), of_losses))
+        back = _with_zeros(back, _floats(forward.arrived))
         # The gradient of a loop changes the loop's forward, and some of what it adds comes before that.
         made = tape.operations_since(before)
         before_forward = tape.ancestors(tape.operations_since(forward.began)[: -len(made) or None], made)
         if stage.index > 0:
             self._send("B", stage.index, stage.index - 1, number, back)
-        return _Gradients(back, found[len(sources) :], [operation for operation in made if operation not in before_forward])
+        made = [operation for operation in made if operation not in before_forward]
+        in_turn = [operation for operation in made if tape.has_a_turn(operation)] if forward.call is None else []
+        return _Gradients(back, of_weights, made, in_turn)
 
     def _add_up(self, action: Action, gradients: _Gradients) -> list[tf.Tensor]:
         return self.gradients.add(self._weights[action.stage_index], gradients.of_weights)
@@ -256,7 +279,7 @@ class Executor:
     def _upstream(self, stage: StageLayer, forward: _Forward, number: int) -> list[tf.Tensor]:
         if stage.index == len(self._stages) - 1:
             return []
-        specs = [tf.TensorSpec(x.shape, x.dtype) for x in forward.left]
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in _floats(forward.left)]
         return self._receive("B", stage.index + 1, number, specs)
 
     def _send(self, phase: str, source: int, destination: int, number: int, tensors: Sequence[tf.Tensor]) -> None:
@@ -286,3 +309,23 @@ class Executor:
         if not tf.executing_eagerly():
             made = [x for x in made if x is not None]
             self._last = [tf.group(*made)] if made else self._last
+
+
+def _gradients_of_tape(
+    forward: _Forward, upstream: Sequence[tf.Tensor], sources: Sequence[tf.Tensor], weights: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns the gradients of `sources` and of `weights`: of what left, if it has an `upstream`, and of the losses."""
+    targets = [*(_floats(forward.left) if upstream else ()), *forward.targets]
+    starts = [*upstream, *map(tf.ones_like, forward.targets)]
+    if not targets:
+        return [None] * len(sources), [None] * len(weights)
+    found = forward.tape.gradient(targets, [*sources, *weights], output_gradients=starts)
+    return found[: len(sources)], found[len(sources) :]
+
+
+def _with_zeros(gradients: Sequence[Any], of: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(of, gradients, strict=True)]
+
+
+def _floats(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [x for x in tensors if x.dtype.is_floating]

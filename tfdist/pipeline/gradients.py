@@ -23,7 +23,7 @@ class GradientSum:
         for variable, gradient in zip(variables, gradients, strict=True):
             if gradient is None:
                 continue
-            total = _sum(self._sums[id(variable)], gradient) if id(variable) in self._sums else gradient
+            total = added(self._sums.get(id(variable)), gradient)
             self._sums[id(variable)] = total
             made.append(total.values if isinstance(total, tf.IndexedSlices) else total)
         return made
@@ -33,7 +33,10 @@ class GradientSum:
         return self._sums.get(id(variable))
 
 
-def _sum(one: Any, other: Any) -> Any:
+def added(one: Any, other: Any) -> Any:
+    """Returns the sum of two gradients of one variable, each a tensor, rows of a table, or None."""
+    if one is None or other is None:
+        return other if one is None else one
     if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices) and _are_few([one, other]):
         return tf.IndexedSlices(
             tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0), one.dense_shape

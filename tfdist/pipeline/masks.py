@@ -33,6 +33,10 @@ class Masks:
     """
 
     def __init__(self, stages: Sequence[StageLayer], model_inputs: Sequence[Any]):
+        self._masks: dict[tuple[int, int], tf.Tensor] = {}
+        # Else the whole model is traced, to see what has one.
+        if not any(_may_make_masks(layer) for stage in stages for layer in stage._flatten_layers()):
+            return
         places: list[tuple[int, int]] = []
 
         def masks(*inputs: tf.Tensor) -> list[tf.Tensor]:
@@ -74,3 +78,23 @@ class Masks:
             found = {(stage, place): tape.copy(self._masks[stage, place], known) for place in places}
         for place in places:
             set_keras_mask(tensors[place], found[stage, place])
+
+
+# Those of layers that only combine or pass on the masks of what they are called on.
+_PASS_ON = {
+    layer.compute_mask
+    for layer in (
+        StageLayer,
+        keras.layers.Layer,
+        keras.layers.Add,  # and all that merge
+        keras.layers.Concatenate,
+        keras.layers.GlobalAveragePooling1D,
+        keras.layers.Attention,
+        keras.layers.RNN,
+        keras.layers.Bidirectional,
+    )
+}
+
+
+def _may_make_masks(layer: keras.layers.Layer) -> bool:
+    return type(layer).compute_mask not in _PASS_ON and getattr(layer, "mask_zero", True)

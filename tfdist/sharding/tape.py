@@ -17,6 +17,8 @@ from tensorflow.python.ops import control_flow_ops, while_v2
 
 LOOPS = ("While", "StatelessWhile")
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+_CALLS_FUNCTIONS: dict[str, bool] = {}  # by type, which says it
+_WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 
 stop_recording = record.stop_recording
 
@@ -93,6 +95,19 @@ def copy(tensor: tf.Tensor, known: dict[tf.Operation, Sequence[tf.Tensor]]) -> t
     return known[tensor.op][tensor.value_index]
 
 
+def copy_all(operations: Sequence[tf.Operation], known: dict[str, tf.Tensor]) -> None:
+    """Makes operations of another graph a second time in the graph that is being built.
+
+    Args:
+        operations: in the order in which they were made.
+        known: what tensors of their graph are here, by name; what is copied is added.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    for operation in operations:
+        made = _again(operation, [known[source.name] for source in operation.inputs], graph)
+        known.update(zip((output.name for output in operation.outputs), made.outputs, strict=True))
+
+
 def _again(operation: tf.Operation, inputs: Sequence[tf.Tensor], graph: tf.Graph) -> tf.Operation:
     attributes = {name: value for name, value in operation.node_def.attr.items() if not name.startswith("_")}
     return graph._create_op_internal(  # noqa: SLF001
@@ -158,6 +173,42 @@ def run_all_after(operations: Sequence[tf.Operation], others: Sequence[tf.Operat
 def has_a_turn(operation: tf.Operation) -> bool:
     """Whether TensorFlow orders `operation` after those made before it: it writes a variable, or is a collective on a chain."""
     return operation.type not in _READS and any(tensor.dtype == tf.resource for tensor in operation.inputs)
+
+
+def can_be_called_again(function: tf.Graph) -> bool:
+    """Whether calls of a traced function do each what its operations would, traced each time where the call stands.
+
+    It then reads variables, and writes none but integers (states of random numbers); nothing else in it has a side effect, and
+    what it takes from outside is the same everywhere.
+    """
+    return all(map(_does_the_same_again, function.get_operations())) and all(
+        outside.dtype == tf.resource or outside.op.type in ("Placeholder", "Const") for outside, _ in function.captures
+    )
+
+
+def _does_the_same_again(operation: tf.Operation) -> bool:
+    if writes(operation):
+        return operation.get_attr("dtype").is_integer
+    if _calls_functions(operation):  # loops and branches, too: one would have to look through what they call
+        return False
+    return operation.type in _READS or not auto_control_deps.op_is_stateful(operation)
+
+
+def _calls_functions(operation: tf.Operation) -> bool:
+    if operation.type not in _CALLS_FUNCTIONS:
+        kinds = {attribute.type for attribute in operation.op_def.attr}
+        _CALLS_FUNCTIONS[operation.type] = bool(kinds & {"func", "list(func)"})
+    return _CALLS_FUNCTIONS[operation.type]
+
+
+def writes(operation: tf.Operation) -> bool:
+    """Whether `operation` writes a variable."""
+    return operation.type in _WRITES
+
+
+def is_source(operation: tf.Operation) -> bool:
+    """Whether `operation` is a constant, or the whole value of a variable."""
+    return operation.type in ("Const", "ReadVariableOp")
 
 
 def leave_unordered(operations: Sequence[tf.Operation]) -> None:

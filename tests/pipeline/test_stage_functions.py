@@ -1,0 +1,163 @@
+"""One set of functions per stage: how many operations a step has, that numbers stay, and which stages have none."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from ranks import strategy_on, trace
+
+import tfdist
+from tests.parity.comparison import assert_same_tree
+from tests.pipeline import pipeline_models
+from tfdist.pipeline import masks, stage_functions
+from tfdist.sharding import tape
+
+layers = keras.layers
+
+
+def step_of(parts, num_microbatches=4, schedule="1f1b", ranks=2, **settings):
+    """Returns the graph of a step, and the model."""
+    strategy = strategy_on(ranks, pipeline_parallel_size=ranks, zero_stage=0)
+    with strategy.scope():
+        module = keras.Sequential([keras.Input((5,)), *parts])
+        model = tfdist.PipelineModel(module, num_microbatches=num_microbatches, schedule=schedule, **settings)
+        model.compile("sgd", "mse")
+        model.optimizer.build(model.trainable_variables)
+    x = tf.zeros([16, 5])
+    return trace(strategy, lambda: model.compute_gradients(x, x)[0]).get_concrete_function().graph, model
+
+
+def dense_layers(count=4):
+    return [layers.Dense(5, "tanh", name=f"dense_{index}") for index in range(count)]
+
+
+def products(graph):
+    """Returns how many products of matrices the step's graph has, and how many its functions have."""
+    called = [node.op for function in graph.as_graph_def().library.function for node in function.node_def]
+    return sum(operation.type == "MatMul" for operation in graph.get_operations()), called.count("MatMul")
+
+
+@pytest.mark.parametrize(("schedule", "settings"), [("1f1b", {}), ("zero_bubble", {}), ("1f1b", {"recompute": True})])
+def test_a_stage_is_traced_once_whatever_the_microbatches(schedule, settings):
+    """Four layers: forward, back for the weights and, but for the first, for the input; forward again to compute again."""
+    for count in (2, 4):
+        graph, _ = step_of(dense_layers(), count, schedule, **settings)
+        assert products(graph) == (0, 4 + 4 + 3 + (4 if settings else 0))
+
+
+def test_a_microbatch_costs_as_many_operations_whatever_the_layers():
+    """But for one addition for each weight's gradient."""
+
+    def of_two_more_microbatches(depth):
+        few, many = (len(step_of(dense_layers(depth), count)[0].get_operations()) for count in (2, 4))
+        return many - few
+
+    assert of_two_more_microbatches(8) - of_two_more_microbatches(4) == 2 * 4 * 2
+
+
+class Counting(layers.Layer):
+    """Counts its calls, in a variable that is floating."""
+
+    def build(self, shape):
+        self.count = self.add_weight(name="count", shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.count.assign_add(1.0)
+        return x
+
+
+class Looping(layers.Layer):
+    def call(self, x):
+        return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, tf.tanh(x)), [0, x])[1]
+
+
+class Printing(layers.Layer):
+    def call(self, x):
+        tf.print(tf.reduce_sum(x), output_stream="file:///dev/null")
+        return x
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [layers.ActivityRegularization(0.1), layers.BatchNormalization(), Counting(), Looping(), Printing()],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_stages_that_are_no_functions(layer):
+    """They stand in the step once per microbatch; the other stage has its functions."""
+    graph, _ = step_of([layers.Dense(5), layer, layers.Dense(5)], stages=[2], num_microbatches=4)
+    assert products(graph) == (4 * 2, 1 + 2)
+
+
+def test_random_numbers_are_no_obstacle():
+    graph, _ = step_of([layers.Dense(5), layers.Dropout(0.5), layers.Dense(5)], stages=[2])
+    assert products(graph) == (0, 5)
+
+
+@pytest.mark.parametrize("name", ["dropout", "branches", "masked", "tied"])
+@pytest.mark.parametrize(("pipe", "schedule"), [(2, "zero_bubble"), (1, "1f1b")])
+@pytest.mark.usefixtures("float64")
+@pytest.mark.as_traced
+def test_functions_change_no_number(name, pipe, schedule, monkeypatch):
+    """Neither losses, weights, slots nor the states of random numbers; of dropout, not a bit of what is drawn."""
+
+    def dropout():
+        parts = [layers.Dense(9, "tanh"), layers.Dropout(0.3), layers.Dense(9, "tanh"), layers.Dropout(0.3), layers.Dense(3)]
+        return keras.Sequential([keras.Input((7,)), *parts])
+
+    monkeypatch.setitem(pipeline_models.MODELS, "dropout", dropout)
+    monkeypatch.setitem(pipeline_models.LOSSES, "dropout", pipeline_models.crossentropy)
+    rng = np.random.default_rng(4)
+    if name == "dropout":
+        monkeypatch.setattr(pipeline_models, "data", lambda _: (rows, classes, None))
+        rows, classes = rng.normal(size=(pipeline_models.ROWS, 7)), rng.integers(0, 3, pipeline_models.ROWS)
+    results, calls, original = [], [], stage_functions.StageFunctions.call
+
+    def counted(self, *arguments, **settings):
+        calls.append(original(self, *arguments, **settings))
+        return calls[-1]
+
+    for call in (counted, lambda self, *_, **__: None):
+        monkeypatch.setattr(stage_functions.StageFunctions, "call", call)
+        strategy = strategy_on(pipe, pipeline_parallel_size=pipe, zero_stage=0)
+        results.append(pipeline_models.train(strategy, name, num_microbatches=4, schedule=schedule, infers=name == "branches"))
+    assert any(call is not None for call in calls)
+    assert_same_tree(*results, name)
+
+
+def test_the_gradient_of_the_input_waits_for_none_of_the_weights():
+    """Another rank waits for it."""
+    graph, _ = step_of(dense_layers(), 2)
+    operations = graph.get_operations()
+    of_input, of_weights = (op for op in operations if "PP/1B0/" in op.name and op.type.endswith("PartitionedCall"))
+    assert of_weights not in tape.ancestors([of_input], operations)
+    assert of_input in tape.ancestors([of_weights], operations)
+
+
+def test_a_layer_that_fails_is_named_with_its_action():
+    class Failing(layers.Layer):
+        def call(self, x, training=None):
+            if training:
+                raise ArithmeticError("this layer never works")
+            return x
+
+    with pytest.raises(ArithmeticError, match="never works") as caught:
+        step_of([layers.Dense(5), Failing(), layers.Dense(5)], stages=[2])
+    assert any("0F0" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(("makes", "calls"), [(False, 0), (True, 1)])
+def test_masks_are_looked_for_where_a_layer_may_make_one(makes, calls, monkeypatch):
+    """That traces the whole model."""
+    traced, original = [], tf.function
+
+    def function(body, **settings):
+        traced.append(body)
+        return original(body, **settings)
+
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(11, 8, mask_zero=makes)(tokens)
+    x = layers.Add()([x, layers.MultiHeadAttention(2, 4)(x, x)])
+    model = tfdist.PipelineModel(keras.Model(tokens, layers.Dense(3)(x)), num_microbatches=2)
+    monkeypatch.setattr(masks.tf, "function", function)
+    assert isinstance(model._stages.masks, masks.Masks)
+    assert len(traced) == calls

@@ -1,0 +1,255 @@
+"""One set of traced functions per stage, which every microbatch calls: a step's graph has a stage's operations once.
+
+    traced per microbatch     m x (operations of the forward and of the backward)
+    here                      1 x those, and 3 m calls
+
+    forward      arrived, inputs            -> left, saved
+    of_input     d left, saved              -> d arrived, passed on
+    of_weights   d left, saved, passed on   -> d weights
+
+They stay functions when the step runs (`_noinline`): there is one set of kernels, whatever m is (docs/performance.md). The
+backward is two functions, so that what arrived has its gradient, which another rank waits for, before the weights have theirs.
+Weights are read anew in each function, not saved.
+
+Not every stage is a function of what arrives. Traced anew for each microbatch, as if this file were not there, is a stage
+
+* that gives `add_loss` something: its weight is the microbatch's,
+* that writes statistics, or does anything else that counts how often it is traced; a loop may,
+* that another device computes a part of (a tensor axis): each of its messages has a name of its own,
+* that is computed again from a state that has moved on (`recompute=True` with dropout).
+
+What a layer draws (dropout) is no obstacle: the generator's state is read and moved on in every call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.pipeline.masks import get_keras_mask, set_keras_mask
+from tfdist.pipeline.stage import StageLayer
+from tfdist.sharding import tape
+
+
+class StageFunctions:
+    """The functions of one rank's stages, in one trace of a step.
+
+    Args:
+        weights: per stage, the variables whose gradients are wanted.
+        training: what the layers are called with; whether there is a backward.
+    """
+
+    def __init__(self, weights: Sequence[Sequence[Any]], training: bool):
+        self._weights = weights
+        self._training = training
+        self._traced: dict[tuple, _Functions | None] = {}
+
+    def call(
+        self, stage: StageLayer, arrived: Sequence[tf.Tensor], inputs: Sequence[Any], *, has_backward: bool
+    ) -> StageCall | None:
+        """Computes `stage` for one microbatch; None if it is no function of what arrives.
+
+        Args:
+            stage: the stage.
+            arrived: what the stage before has sent, with its masks.
+            inputs: the model's inputs, flat.
+            has_backward: whether the gradients of this call will be asked for.
+        """
+        if tf.executing_eagerly() or not all(isinstance(x, tf.Tensor) for x in (*arrived, *inputs)):
+            return None
+        masks = [get_keras_mask(x) for x in arrived]
+        given = [*arrived, *inputs, *masks]
+        key = (stage.index, *(None if x is None else tf.TensorSpec(x.shape, x.dtype) for x in given))
+        if key not in self._traced:
+            self._traced[key] = self._functions_of(stage, arrived, inputs, masks)
+        functions = self._traced[key]
+        return None if functions is None else StageCall(functions, [x for x in given if x is not None], has_backward)
+
+    def _functions_of(
+        self, stage: StageLayer, arrived: Sequence[Any], inputs: Sequence[Any], masks: Sequence[Any]
+    ) -> _Functions | None:
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in (*arrived, *inputs, *masks) if x is not None]
+        found: list[_Trace] = []
+
+        def compute(*flat: tf.Tensor) -> None:
+            arriving, given = list(flat[: len(arrived)]), list(flat[len(arrived) : len(arrived) + len(inputs)])
+            given_masks = iter(flat[len(arrived) + len(inputs) :])
+            for x, mask in zip(arriving, masks, strict=True):
+                if mask is not None:
+                    set_keras_mask(x, next(given_masks))
+            found.append(self._trace(stage, list(flat), arriving, given))
+
+        try:
+            graph = tf.function(compute, autograph=False).get_concrete_function(*specs).graph
+        except Exception:  # whatever it is: where the stage is traced in its place it does not happen, or is told
+            return None
+        if not tape.can_be_called_again(graph) or stage.added_losses():
+            return None
+        return _Functions(graph, found[0])
+
+    def _trace(self, stage: StageLayer, given: list[Any], arriving: list[Any], inputs: list[Any]) -> _Trace:
+        with tf.GradientTape() as recorder:
+            recorder.watch(_floats(arriving))
+            left = stage(arriving, inputs, training=self._training)
+        count = tape.operations_so_far()
+        upstream, back, of_weights = [], [], []
+        if self._training:
+            upstream = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in _floats(left)]
+            sources = _floats(arriving)
+            gradients = recorder.gradient(_floats(left), [*sources, *self._weights[stage.index]], output_gradients=upstream)
+            back, of_weights = gradients[: len(sources)], gradients[len(sources) :]
+        return _Trace(given, left, [get_keras_mask(x) for x in left], upstream, back, of_weights, count)
+
+
+class StageCall:
+    """A stage computed for one microbatch.
+
+    Attributes:
+        left: what leaves it, with its masks.
+    """
+
+    def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], has_backward: bool):
+        self._functions = functions
+        self._known = dict(zip(functions.names_of_given, given, strict=True))
+        self.left = functions.forward(self._known, has_backward)
+
+    def gradients_of_input(self, upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+        """Returns the gradients of those that arrived and are floating, from those of what left."""
+        self._known.update(zip(self._functions.names_of_upstream, upstream, strict=True))
+        return self._functions.of_input(self._known)
+
+    def gradients_of_weights(self) -> list[Any]:
+        """Returns the gradients of the weights; after `gradients_of_input`."""
+        return self._functions.of_weights(self._known)
+
+
+@dataclasses.dataclass(eq=False)
+class _Trace:
+    """What the trace of a stage has found: tensors of its graph."""
+
+    given: list[tf.Tensor]
+    left: list[tf.Tensor]
+    masks: list[tf.Tensor | None]
+    upstream: list[tf.Tensor]
+    back: list[tf.Tensor | None]
+    of_weights: list[Any]
+    forward_count: int  # operations before the first of the backward
+
+
+class _Functions:
+    """The functions of one stage, made of its trace.
+
+    Each takes, and adds what it makes, to a dictionary of a microbatch's tensors by their names in the trace.
+    """
+
+    def __init__(self, graph: tf.Graph, trace: _Trace):
+        self._trace = trace
+        self.names_of_given = [x.name for x in trace.given]
+        self.names_of_upstream = [x.name for x in trace.upstream]
+        operations = graph.get_operations()
+        forward, backward = operations[: trace.forward_count], operations[trace.forward_count :]
+        results = [*trace.left, *(mask for mask in trace.masks if mask is not None)]
+        back = [x for x in trace.back if x is not None]
+        of_weights = [x for x in tf.nest.flatten(trace.of_weights, expand_composites=True) if x is not None]
+        for_input = tape.ancestors(back, backward, by_control=False)
+        for_weights = tape.ancestors(of_weights, backward, by_control=False) - for_input
+
+        part = _Parts(graph, [*trace.given, *trace.upstream])
+        self._of_input = part.function(for_input, back)
+        self._of_weights = part.function(for_weights, of_weights)
+        passed_on = [x for x in self._of_weights.needs if x.op in for_input]
+        self._of_input = part.function(for_input, [*back, *passed_on])
+        saved = [x for x in (*self._of_input.needs, *self._of_weights.needs) if x.op not in for_input]
+        saved = [x for x in saved if x.name not in {*self.names_of_given, *self.names_of_upstream}]
+        writes = [operation for operation in forward if tape.writes(operation)]
+        self._forward = {
+            has_backward: part.function(tape.ancestors([*tensors, *writes], forward, by_control=False), tensors)
+            for has_backward, tensors in ((False, results), (True, [*results, *saved]))
+        }
+
+    def forward(self, known: dict[str, tf.Tensor], has_backward: bool) -> list[tf.Tensor]:
+        self._forward[has_backward].call(known)
+        left = [known[x.name] for x in self._trace.left]
+        for x, mask in zip(left, self._trace.masks, strict=True):
+            if mask is not None:
+                set_keras_mask(x, known[mask.name])
+        return left
+
+    def of_input(self, known: dict[str, tf.Tensor]) -> list[tf.Tensor | None]:
+        self._of_input.call(known)
+        return [None if x is None else known[x.name] for x in self._trace.back]
+
+    def of_weights(self, known: dict[str, tf.Tensor]) -> list[Any]:
+        self._of_weights.call(known)
+        return tf.nest.map_structure(
+            lambda x: None if x is None else known[x.name], self._trace.of_weights, expand_composites=True
+        )
+
+
+class _Parts:
+    """Makes functions of parts of a graph.
+
+    Args:
+        graph: the graph.
+        given: tensors of it that stand for what is given.
+    """
+
+    def __init__(self, graph: tf.Graph, given: Iterable[tf.Tensor]):
+        self._graph = graph
+        self._given = {x.op for x in given}
+        self._captured = {inside.name: outside for outside, inside in graph.captures}
+
+    def function(self, operations: Iterable[tf.Operation], results: Sequence[tf.Tensor]) -> _Part:
+        """Returns the function that computes `results` by `operations` and, besides, reads of variables and constants."""
+        own = set(operations) - self._given
+        needs: dict[str, tf.Tensor] = {}
+        waiting = [x for operation in own for x in operation.inputs] + list(results)
+        while waiting:
+            x = waiting.pop()
+            if x.op in own or x.name in self._captured:
+                continue
+            if tape.is_source(x.op):
+                own.add(x.op)
+                waiting.extend(x.op.inputs)
+            else:
+                needs[x.name] = x
+        own = {operation for operation in own if not any(x.name in self._captured for x in operation.outputs)}
+        ordered = [operation for operation in self._graph.get_operations() if operation in own]
+        return _Part(ordered, list(needs.values()), list({x.name: x for x in results}.values()), self._captured)
+
+
+class _Part:
+    """A function of a part of a graph.
+
+    Attributes:
+        needs: tensors of the graph that it takes.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[tf.Operation],
+        needs: list[tf.Tensor],
+        results: list[tf.Tensor],
+        captured: dict[str, tf.Tensor],
+    ):
+        self.needs = needs
+        self._results = results
+
+        def compute(*given: tf.Tensor) -> list[tf.Tensor]:
+            known = {**captured, **dict(zip((x.name for x in needs), given, strict=True))}
+            tape.copy_all(operations, known)
+            return [known[x.name] for x in results]
+
+        self._function: Callable[..., Any] = tf.function(compute, autograph=False, experimental_attributes={"_noinline": True})
+
+    def call(self, known: dict[str, tf.Tensor]) -> None:
+        """Takes what it needs from `known`, and adds its results."""
+        made = self._function(*(known[x.name] for x in self.needs)) if self._results else []
+        known.update(zip((x.name for x in self._results), made, strict=True))
+
+
+def _floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    return [x for x in tensors if x.dtype.is_floating]
