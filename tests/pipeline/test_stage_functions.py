@@ -124,6 +124,26 @@ def test_functions_change_no_number(name, pipe, schedule, monkeypatch):
     assert_same_tree(*results, name)
 
 
+@pytest.mark.parametrize(("rows", "is_dense"), [(100, False), (20, True)])
+def test_rows_of_a_table_are_summed_when_they_are_as_many_as_the_tables(rows, is_dense):
+    """Of four microbatches with 8 each: the table's size is known outside the function."""
+    strategy = strategy_on(2, pipeline_parallel_size=2, zero_stage=0)
+    with strategy.scope():
+        module = keras.Sequential([keras.Input((2,), dtype="int32"), layers.Embedding(rows, 5), layers.Dense(5)])
+        model = tfdist.PipelineModel(module, num_microbatches=4)
+        model.compile("sgd", "mse")
+        model.optimizer.build(model.trainable_variables)
+    found = []
+
+    def step():
+        found.append(model.compute_gradients(tf.zeros([16, 2], tf.int32), tf.zeros([16, 2, 5]))[1])
+
+    trace(strategy, step).get_concrete_function()
+    (gradient, table), *_ = found[0]
+    assert table.shape == (rows, 5)
+    assert isinstance(gradient, tf.Tensor) == is_dense
+
+
 def test_the_gradient_of_the_input_waits_for_none_of_the_weights():
     """Another rank waits for it."""
     graph, _ = step_of(dense_layers(), 2)

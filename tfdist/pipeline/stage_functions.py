@@ -158,7 +158,6 @@ class _Functions:
         for_weights = tape.ancestors(of_weights, backward, by_control=False) - for_input
 
         part = _Parts(graph, [*trace.given, *trace.upstream])
-        self._of_input = part.function(for_input, back)
         self._of_weights = part.function(for_weights, of_weights)
         passed_on = [x for x in self._of_weights.needs if x.op in for_input]
         self._of_input = part.function(for_input, [*back, *passed_on])
@@ -184,9 +183,13 @@ class _Functions:
 
     def of_weights(self, known: dict[str, tf.Tensor]) -> list[Any]:
         self._of_weights.call(known)
-        return tf.nest.map_structure(
-            lambda x: None if x is None else known[x.name], self._trace.of_weights, expand_composites=True
-        )
+
+        def outside(x: tf.Tensor | None) -> tf.Tensor | None:
+            # The shape of a table, whose gradient is rows: a result of a function would not be known when the step is traced.
+            value = tf.get_static_value(x) if x is not None and x.dtype.is_integer else None
+            return x if x is None else known[x.name] if value is None else tf.constant(value)
+
+        return tf.nest.map_structure(outside, self._trace.of_weights, expand_composites=True)
 
 
 class _Parts:
@@ -198,7 +201,7 @@ class _Parts:
     """
 
     def __init__(self, graph: tf.Graph, given: Iterable[tf.Tensor]):
-        self._graph = graph
+        self._place = {operation: place for place, operation in enumerate(graph.get_operations())}
         self._given = {x.op for x in given}
         self._captured = {inside.name: outside for outside, inside in graph.captures}
 
@@ -216,9 +219,13 @@ class _Parts:
                 waiting.extend(x.op.inputs)
             else:
                 needs[x.name] = x
-        own = {operation for operation in own if not any(x.name in self._captured for x in operation.outputs)}
-        ordered = [operation for operation in self._graph.get_operations() if operation in own]
-        return _Part(ordered, list(needs.values()), list({x.name: x for x in results}.values()), self._captured)
+        operations = [one for one in own if not any(x.name in self._captured for x in one.outputs)]
+        return _Part(
+            sorted(operations, key=self._place.__getitem__),
+            sorted(needs.values(), key=lambda x: (self._place[x.op], x.value_index)),
+            list({x.name: x for x in results}.values()),
+            self._captured,
+        )
 
 
 class _Part:
