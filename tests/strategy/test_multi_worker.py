@@ -70,25 +70,15 @@ def on_one_device(loop):
     return getattr(training, loop)(training.one_device(), training.small, worker_cases.adam)
 
 
-# Rows of the table whose parts other rows, or the one that overflows, ask for, too. As they are: tests/parity/test_optimizers.py.
-ASKED_FOR_ELSEWHERE = ["average", "accumulation and averages", "dynamic loss scale and accumulation"]
-
-
 @pytest.mark.as_traced
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    ("names", "overflows"),
-    [
-        ([name for name in optimizer_cases.CASES if name not in ASKED_FOR_ELSEWHERE], True),
-        exhaustive(ASKED_FOR_ELSEWHERE, False),
-    ],
-)
-def test_whatever_an_optimizer_is_asked_for(tmp_path, names, overflows):
-    with workers.job(tmp_path, 2, f"{CASES}:train_optimizers", names, [1, 3], overflows) as job:
+def test_whatever_an_optimizer_is_asked_for(tmp_path):
+    with workers.job(tmp_path, 2, f"{CASES}:train_optimizers", [1, 3]) as job:
         expected = {
-            name: optimizer_cases.train(name, optimizer_cases.loop_of(name), training.one_device()) for name in names
+            name: optimizer_cases.train(name, optimizer_cases.loop_of(name), training.one_device())
+            for name in optimizer_cases.CASES
         }
-        for stage in (1, 3) if overflows else ():
+        for stage in (1, 3):
             overflowing = optimizer_cases.train_overflowing(training.one_device(), accumulates=stage == 1)
             expected[f"overflow {stage}"] = overflowing
         for found in job.results(450):
