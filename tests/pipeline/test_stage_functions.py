@@ -9,6 +9,7 @@ from ranks import strategy_on, trace
 import tfdist
 from tests.parity.comparison import assert_same_tree
 from tests.pipeline import pipeline_models
+from tfdist.collectives import edges
 from tfdist.pipeline import masks, stage_functions
 from tfdist.sharding import tape
 
@@ -93,11 +94,19 @@ def test_random_numbers_are_no_obstacle():
     assert products(graph) == (0, 5)
 
 
-@pytest.mark.parametrize("name", ["dropout", "branches", "masked", "tied"])
-@pytest.mark.parametrize(("pipe", "schedule"), [(2, "zero_bubble"), (1, "1f1b")])
+@pytest.mark.parametrize(
+    ("name", "pipe", "settings"),
+    [
+        ("dropout", 2, {"schedule": "zero_bubble"}),
+        ("dropout", 2, {"recompute": True}),
+        ("branches", 2, {"schedule": "zero_bubble"}),
+        ("masked", 2, {"schedule": "gpipe", "recompute": True}),
+        ("tied", 1, {}),
+    ],
+)
 @pytest.mark.usefixtures("float64")
 @pytest.mark.as_traced
-def test_functions_change_no_number(name, pipe, schedule, monkeypatch):
+def test_functions_change_no_number(name, pipe, settings, monkeypatch):
     """Neither losses, weights, slots nor the states of random numbers; of dropout, not a bit of what is drawn."""
 
     def dropout():
@@ -119,9 +128,30 @@ def test_functions_change_no_number(name, pipe, schedule, monkeypatch):
     for call in (counted, lambda self, *_, **__: None):
         monkeypatch.setattr(stage_functions.StageFunctions, "call", call)
         strategy = strategy_on(pipe, pipeline_parallel_size=pipe, zero_stage=0)
-        results.append(pipeline_models.train(strategy, name, num_microbatches=4, schedule=schedule, infers=name == "branches"))
+        results.append(pipeline_models.train(strategy, name, num_microbatches=4, infers=name == "branches", **settings))
     assert any(call is not None for call in calls)
     assert_same_tree(*results, name)
+
+
+def test_shapes_that_a_layer_has_set_are_known_outside(monkeypatch):
+    """What passes between workers must be of known size."""
+
+    class Vague(layers.Layer):
+        def call(self, x):
+            y = tf.reshape(x, tf.stack([tf.shape(x)[0], tf.size(x) // tf.shape(x)[0]]))
+            y.set_shape(x.shape)
+            return y
+
+    sent, original = {}, edges.send
+
+    def send(program, x, destination, label):
+        sent[label] = x.shape
+        original(program, x, destination, label)
+
+    monkeypatch.setattr(edges, "send", send)
+    graph, _ = step_of([layers.Dense(5), Vague(), layers.Dense(5)], stages=[2])
+    assert products(graph)[0] == 0
+    assert sent["pipe/0F0/0"].as_list() == [4, 5]
 
 
 @pytest.mark.parametrize(("rows", "is_dense"), [(100, False), (20, True)])

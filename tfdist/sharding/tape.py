@@ -105,7 +105,9 @@ def copy_all(operations: Sequence[tf.Operation], known: dict[str, tf.Tensor]) ->
     graph = tf.compat.v1.get_default_graph()
     for operation in operations:
         made = _again(operation, [known[source.name] for source in operation.inputs], graph)
-        known.update(zip((output.name for output in operation.outputs), made.outputs, strict=True))
+        for output, new in zip(operation.outputs, made.outputs, strict=True):
+            new.set_shape(output.shape)  # which may know more than the operation says
+            known[output.name] = new
 
 
 def _again(operation: tf.Operation, inputs: Sequence[tf.Tensor], graph: tf.Graph) -> tf.Operation:
