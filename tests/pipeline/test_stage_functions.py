@@ -178,9 +178,20 @@ def test_the_gradient_of_the_input_waits_for_none_of_the_weights():
     """Another rank waits for it."""
     graph, _ = step_of(dense_layers(), 2)
     operations = graph.get_operations()
-    of_input, of_weights = (op for op in operations if "PP/1B0/" in op.name and op.type.endswith("PartitionedCall"))
-    assert of_weights not in tape.ancestors([of_input], operations)
-    assert of_input in tape.ancestors([of_weights], operations)
+    of_input, *of_weights = (op for op in operations if "PP/1B0/" in op.name and op.type.endswith("PartitionedCall"))
+    assert len(of_weights) == 4
+    assert not tape.ancestors([of_input], operations).intersection(of_weights)
+    assert any(of_input in tape.ancestors([operation], operations) for operation in of_weights)
+
+
+def test_the_last_layers_weights_have_their_gradients_first():
+    """On the first stage, which sends nothing back: what the others are formed of is freed layer by layer."""
+    graph, _ = step_of(dense_layers(), 2)
+    operations = graph.get_operations()
+    calls = [op for op in operations if "PP/0B0/" in op.name and op.type.endswith("PartitionedCall")]
+    assert len(calls) == 4
+    assert calls[0] in tape.ancestors([calls[-1]], operations)
+    assert calls[-1] not in tape.ancestors([calls[0]], operations)
 
 
 def test_a_layer_that_fails_is_named_with_its_action():

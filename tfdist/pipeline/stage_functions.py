@@ -1,15 +1,15 @@
 """One set of traced functions per stage, which every microbatch calls: a step's graph has a stage's operations once.
 
     traced per microbatch     m x (operations of the forward and of the backward)
-    here                      1 x those, and 3 m calls
+    here                      1 x those, and up to 6 m calls
 
     forward      arrived, inputs            -> left, saved
     of_input     d left, saved              -> d arrived, passed on
-    of_weights   d left, saved, passed on   -> d weights
+    of_weights   d left, saved, passed on   -> d weights, those of the last layers first
 
 They stay functions when the step runs (`_noinline`): there is one set of kernels, whatever m is (docs/performance.md). The
-backward is two functions, so that what arrived has its gradient, which another rank waits for, before the weights have theirs.
-Weights are read anew in each function, not saved.
+backward is several, so that what arrived has its gradient, which another rank waits for, before the weights have theirs; and
+because a function holds what it takes until it has returned. Weights are read anew in each function, not saved.
 
 Not every stage is a function of what arrives. Traced anew for each microbatch, as if this file were not there, is a stage
 
@@ -24,6 +24,7 @@ What a layer draws (dropout) is no obstacle: the generator's state is read and m
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ import tensorflow as tf
 from tfdist.pipeline.masks import get_keras_mask, set_keras_mask
 from tfdist.pipeline.stage import StageLayer
 from tfdist.sharding import tape
+
+# What the gradients of a stage's weights are cut in. With 1 the first rank's peak of a step under 1F1B is a tenth higher.
+_FUNCTIONS_FOR_WEIGHTS = 4
 
 
 class StageFunctions:
@@ -152,17 +156,21 @@ class _Functions:
         operations = graph.get_operations()
         forward, backward = operations[: trace.forward_count], operations[trace.forward_count :]
         results = [*trace.left, *(mask for mask in trace.masks if mask is not None)]
-        back = [x for x in trace.back if x is not None]
-        of_weights = [x for x in tf.nest.flatten(trace.of_weights, expand_composites=True) if x is not None]
-        for_input = tape.ancestors(back, backward, by_control=False)
-        for_weights = tape.ancestors(of_weights, backward, by_control=False) - for_input
-
         part = _Parts(graph, [*trace.given, *trace.upstream])
-        self._of_weights = part.function(for_weights, of_weights)
-        passed_on = [x for x in self._of_weights.needs if x.op in for_input]
-        self._of_input = part.function(for_input, [*back, *passed_on])
-        saved = [x for x in (*self._of_input.needs, *self._of_weights.needs) if x.op not in for_input]
-        saved = [x for x in saved if x.name not in {*self.names_of_given, *self.names_of_upstream}]
+        of_weights = [gradient for gradient in reversed(trace.of_weights) if gradient is not None]
+        wanted = [[x for x in trace.back if x is not None], *map(_flat, _cut(of_weights, _FUNCTIONS_FOR_WEIGHTS))]
+        done: set[tf.Operation] = set()
+        made = []
+        for tensors in wanted:
+            made.append(tape.ancestors(tensors, backward, by_control=False) - done)
+            done |= made[-1]
+        needs = [part.function(*pair).needs for pair in zip(made, wanted, strict=True)]
+        passed_on = [[x for x in itertools.chain(*needs[place:]) if x.op in own] for place, own in enumerate(made)]
+        self._of_input, *self._of_weights = (
+            part.function(own, [*tensors, *others]) for own, tensors, others in zip(made, wanted, passed_on, strict=True)
+        )
+        known = {*self.names_of_given, *self.names_of_upstream}
+        saved = [x for x in itertools.chain(*needs) if x.op not in done and x.name not in known]
         writes = [operation for operation in forward if tape.writes(operation)]
         self._forward = {
             has_backward: part.function(tape.ancestors([*tensors, *writes], forward, by_control=False), tensors)
@@ -182,7 +190,8 @@ class _Functions:
         return [None if x is None else known[x.name] for x in self._trace.back]
 
     def of_weights(self, known: dict[str, tf.Tensor]) -> list[Any]:
-        self._of_weights.call(known)
+        for part in self._of_weights:
+            part.call(known)
 
         def outside(x: tf.Tensor | None) -> tf.Tensor | None:
             # The shape of a table, whose gradient is rows: a result of a function would not be known when the step is traced.
@@ -256,6 +265,16 @@ class _Part:
         """Takes what it needs from `known`, and adds its results."""
         made = self._function(*(known[x.name] for x in self.needs)) if self._results else []
         known.update(zip((x.name for x in self._results), made, strict=True))
+
+
+def _flat(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    return tf.nest.flatten(gradients, expand_composites=True)
+
+
+def _cut(gradients: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Returns at most `count` parts, one after the other, of about as many each."""
+    bounds = [len(gradients) * place // count for place in range(count + 1)]
+    return [gradients[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
 
 
 def _floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
