@@ -228,9 +228,9 @@ class _Parts:
                 waiting.extend(x.op.inputs)
             else:
                 needs[x.name] = x
-        operations = [one for one in own if not any(x.name in self._captured for x in one.outputs)]
+        copied = [operation for operation in own if not any(x.name in self._captured for x in operation.outputs)]
         return _Part(
-            sorted(operations, key=self._place.__getitem__),
+            sorted(copied, key=self._place.__getitem__),
             sorted(needs.values(), key=lambda x: (self._place[x.op], x.value_index)),
             list({x.name: x for x in results}.values()),
             self._captured,

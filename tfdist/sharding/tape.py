@@ -209,8 +209,8 @@ def writes(operation: tf.Operation) -> bool:
 
 
 def is_source(operation: tf.Operation) -> bool:
-    """Whether `operation` is a constant, or the whole value of a variable."""
-    return operation.type in ("Const", "ReadVariableOp")
+    """Whether `operation` is a constant, or the value of a floating variable: integers may have moved on when read again."""
+    return operation.type == "Const" or operation.type == "ReadVariableOp" and operation.get_attr("dtype").is_floating
 
 
 def leave_unordered(operations: Sequence[tf.Operation]) -> None:
