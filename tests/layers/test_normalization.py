@@ -86,9 +86,9 @@ def synchronized_on_one_device():
     return train(one_device(), normalised(), vectors(33))
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_synchronized_is_one_device(zero_stage):
-    assert_same(train(strategy_for(3, zero_stage), normalised(), vectors(33)), synchronized_on_one_device())
+@pytest.mark.parametrize(("devices", "zero_stage"), [(4, 2), (3, 3)])
+def test_synchronized_is_one_device(devices, zero_stage):
+    assert_same(train(strategy_for(devices, zero_stage), normalised(), vectors(33)), synchronized_on_one_device())
 
 
 def test_synchronized_in_a_loop_of_ones_own():

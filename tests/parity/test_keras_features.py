@@ -188,7 +188,7 @@ def several_models(strategy, folder):
     other = strategy_for(2, 1) if strategy is not one_device() else strategy
     with start(strategy):
         first, second = small(), small()
-        first.compile(momentum(), loss_function())
+        first.compile(keras.optimizers.Adam(0.02), loss_function())
         second.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss_function())
     with start(other):
         third = small()

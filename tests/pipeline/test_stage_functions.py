@@ -89,6 +89,32 @@ def test_stages_that_are_no_functions(layer):
     assert products(graph) == (4 * 2, 1 + 2)
 
 
+class LossOfItsOwn(layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.losses.MeanSquaredError()(tf.zeros_like(x), x))
+        return x
+
+
+@pytest.mark.parametrize("layer", [lambda: layers.BatchNormalization(synchronized=True), LossOfItsOwn])
+def test_a_stage_that_sends_messages_leaves_none_in_the_plan_that_are_not_sent(layer, monkeypatch):
+    """Between two data ranks: the trial that finds them is dropped."""
+    found = []
+    for call in (stage_functions.StageFunctions.call, lambda *_, **__: None):
+        monkeypatch.setattr(stage_functions.StageFunctions, "call", call)
+        keras.utils.set_random_seed(3)
+        strategy = strategy_on(4, pipeline_parallel_size=2, zero_stage=0)
+        with strategy.scope():
+            module = keras.Sequential([keras.Input((5,)), layers.Dense(5), layer(), layers.Dense(5)])
+            model = tfdist.PipelineModel(module, num_microbatches=2, stages=[2])
+            model.compile("sgd", "mse")
+            model.optimizer.build(model.trainable_variables)
+        x = tf.constant(np.random.default_rng(1).normal(size=(16, 5)), tf.float32)
+        losses = trace(strategy, lambda model=model, x=x: model.compute_gradients(x, x)[0])()
+        found.append([*map(float, strategy.experimental_local_results(losses)), strategy.last_plan.counts()])
+    assert found[0][-1] == found[1][-1]
+    np.testing.assert_allclose(found[0][:-1], found[1][:-1], rtol=1e-5)
+
+
 def test_random_numbers_are_no_obstacle():
     graph, _ = step_of([layers.Dense(5), layers.Dropout(0.5), layers.Dense(5)], stages=[2])
     assert products(graph) == (0, 5)

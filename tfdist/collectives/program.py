@@ -123,6 +123,10 @@ class Communicator:
         return found
 
 
+class CollectiveOnTrialError(Exception):
+    """A collective stands in what is traced on trial: see `RankProgram.on_trial`."""
+
+
 class RankProgram:
     """One rank's part of one trace of `strategy.run`.
 
@@ -155,6 +159,7 @@ class RankProgram:
         self.before_collective: list[Callable[[], None]] = []
         self.at_close: list[Callable[[Any], None]] = []
         self._is_marked = False
+        self._is_on_trial = False
         self._branches: list[tf.Graph] = []
         self._attachments: dict[type, Any] = {}
         self._constants: dict[Any, tf.Tensor] = {}
@@ -173,6 +178,8 @@ class RankProgram:
         self, op: str, x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...], label: str, source: int | None = None
     ) -> dict[str, Any]:
         """Registers one collective and returns the attributes that every collective op takes."""
+        if self._is_on_trial:
+            raise CollectiveOnTrialError(f"{op} {label!r} on trial")
         for callback in self.before_collective:
             callback()
         record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source)
@@ -251,6 +258,15 @@ class RankProgram:
                 stack.enter_context(self.graph.as_default())
             stack.enter_context(tf.device(self.device))
             yield
+
+    @contextlib.contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Within it a collective raises `CollectiveOnTrialError`, and is not in the plan: what is traced may be dropped."""
+        before, self._is_on_trial = self._is_on_trial, True
+        try:
+            yield
+        finally:
+            self._is_on_trial = before
 
     def may_emit_here(self) -> bool:
         """Whether the code being traced stands where all ranks run it: not in a loop or a branch of one rank's function."""

@@ -25,7 +25,7 @@ from tfdist.pipeline.gradients import GradientSum, added
 from tfdist.pipeline.masks import Masks
 from tfdist.pipeline.schedule import Schedule
 from tfdist.pipeline.stage import StageLayer
-from tfdist.pipeline.stage_functions import StageCall, StageFunctions
+from tfdist.pipeline.stage_functions import StageCall, StageFunctions, floats
 from tfdist.sharding import tape
 from tfdist.sharding.cut_activations import Cut, cut_of_output, set_cut
 
@@ -110,7 +110,7 @@ class Executor:
         self._clock = clock
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
         is_alone = program is None or program.mesh.tensor_parallel_size == 1
-        self._functions = StageFunctions(weights, training) if is_alone else None
+        self._functions = StageFunctions(program, weights, training) if is_alone else None
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
         self._here: dict[tuple[str, int, int], list[tf.Tensor]] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
@@ -184,7 +184,7 @@ class Executor:
         began = tape.operations_so_far()
         call = None if is_past else self._call(stage, number, arrived, has_backward=True)
         with tf.GradientTape() as recorder:
-            recorder.watch(_floats(arrived if call is None else call.left))
+            recorder.watch(floats(arrived if call is None else call.left))
             left = self._traced(stage, number, arrived) if call is None else call.left
             losses = self._losses_of(stage.index, number, left)
             starts = [self._scale(loss) for loss in losses]
@@ -235,13 +235,13 @@ class Executor:
         before = tape.operations_so_far()
         weights = self._weights[stage.index]
         if forward.call is None:
-            back, of_weights = _gradients_of_tape(forward, upstream, _floats(forward.arrived), weights)
+            back, of_weights = _gradients_of_tape(forward, upstream, floats(forward.arrived), weights)
         else:
-            left = _floats(forward.left)
+            left = floats(forward.left)
             of_left, of_losses = _gradients_of_tape(forward, [], left, weights)
             back = forward.call.gradients_of_input(upstream or _with_zeros(of_left, left))
             of_weights = list(map(added, forward.call.gradients_of_weights(), of_losses))
-        back = _with_zeros(back, _floats(forward.arrived))
+        back = _with_zeros(back, floats(forward.arrived))
         # The gradient of a loop changes the loop's forward, and some of what it adds comes before that.
         made = tape.operations_since(before)
         before_forward = tape.ancestors(tape.operations_since(forward.began)[: -len(made) or None], made)
@@ -279,7 +279,7 @@ class Executor:
     def _upstream(self, stage: StageLayer, forward: _Forward, number: int) -> list[tf.Tensor]:
         if stage.index == len(self._stages) - 1:
             return []
-        specs = [tf.TensorSpec(x.shape, x.dtype) for x in _floats(forward.left)]
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in floats(forward.left)]
         return self._receive("B", stage.index + 1, number, specs)
 
     def _send(self, phase: str, source: int, destination: int, number: int, tensors: Sequence[tf.Tensor]) -> None:
@@ -315,7 +315,7 @@ def _gradients_of_tape(
     forward: _Forward, upstream: Sequence[tf.Tensor], sources: Sequence[tf.Tensor], weights: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Returns the gradients of `sources` and of `weights`: of what left, if it has an `upstream`, and of the losses."""
-    targets = [*(_floats(forward.left) if upstream else ()), *forward.targets]
+    targets = [*(floats(forward.left) if upstream else ()), *forward.targets]
     starts = [*upstream, *map(tf.ones_like, forward.targets)]
     if not targets:
         return [None] * len(sources), [None] * len(weights)
@@ -325,7 +325,3 @@ def _gradients_of_tape(
 
 def _with_zeros(gradients: Sequence[Any], of: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(of, gradients, strict=True)]
-
-
-def _floats(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    return [x for x in tensors if x.dtype.is_floating]

@@ -15,7 +15,7 @@ Not every stage is a function of what arrives. Traced anew for each microbatch, 
 
 * that gives `add_loss` something: its weight is the microbatch's,
 * that writes statistics, or does anything else that counts how often it is traced; a loop may,
-* that another device computes a part of (a tensor axis): each of its messages has a name of its own,
+* that sends messages, each of which has a name of its own: with a tensor axis, or of layers that look at all data ranks,
 * that is computed again from a state that has moved on (`recompute=True` with dropout).
 
 What a layer draws (dropout) is no obstacle: the generator's state is read and moved on in every call.
@@ -23,6 +23,7 @@ What a layer draws (dropout) is no obstacle: the generator's state is read and m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives import RankProgram
+from tfdist.collectives.program import CollectiveOnTrialError
 from tfdist.pipeline.masks import get_keras_mask, set_keras_mask
 from tfdist.pipeline.stage import StageLayer
 from tfdist.sharding import tape
@@ -42,11 +45,13 @@ class StageFunctions:
     """The functions of one rank's stages, in one trace of a step.
 
     Args:
+        program: the rank's program; None: one device runs all stages.
         weights: per stage, the variables whose gradients are wanted.
         training: what the layers are called with; whether there is a backward.
     """
 
-    def __init__(self, weights: Sequence[Sequence[Any]], training: bool):
+    def __init__(self, program: RankProgram | None, weights: Sequence[Sequence[Any]], training: bool):
+        self._program = program
         self._weights = weights
         self._training = training
         self._traced: dict[tuple, _Functions | None] = {}
@@ -87,8 +92,9 @@ class StageFunctions:
             found.append(self._trace(stage, list(flat), arriving, given))
 
         try:
-            graph = tf.function(compute, autograph=False).get_concrete_function(*specs).graph
-        except Exception:  # whatever it is: where the stage is traced in its place it does not happen, or is told
+            with contextlib.nullcontext() if self._program is None else self._program.on_trial():
+                graph = tf.function(compute, autograph=False).get_concrete_function(*specs).graph
+        except CollectiveOnTrialError:
             return None
         if not tape.can_be_called_again(graph) or stage.added_losses():
             return None
@@ -96,14 +102,14 @@ class StageFunctions:
 
     def _trace(self, stage: StageLayer, given: list[Any], arriving: list[Any], inputs: list[Any]) -> _Trace:
         with tf.GradientTape() as recorder:
-            recorder.watch(_floats(arriving))
+            recorder.watch(floats(arriving))
             left = stage(arriving, inputs, training=self._training)
         count = tape.operations_so_far()
         upstream, back, of_weights = [], [], []
         if self._training:
-            upstream = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in _floats(left)]
-            sources = _floats(arriving)
-            gradients = recorder.gradient(_floats(left), [*sources, *self._weights[stage.index]], output_gradients=upstream)
+            upstream = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in floats(left)]
+            sources = floats(arriving)
+            gradients = recorder.gradient(floats(left), [*sources, *self._weights[stage.index]], output_gradients=upstream)
             back, of_weights = gradients[: len(sources)], gradients[len(sources) :]
         return _Trace(given, left, [get_keras_mask(x) for x in left], upstream, back, of_weights, count)
 
@@ -277,5 +283,6 @@ def _cut(gradients: Sequence[Any], count: int) -> list[Sequence[Any]]:
     return [gradients[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
 
 
-def _floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+def floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns those of `tensors` that have gradients."""
     return [x for x in tensors if x.dtype.is_floating]

@@ -17,8 +17,8 @@ from tensorflow.python.ops import control_flow_ops, while_v2
 
 LOOPS = ("While", "StatelessWhile")
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
-_CALLS_FUNCTIONS: dict[str, bool] = {}  # by type, which says it
 _WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
+_CALLS_FUNCTIONS: dict[str, bool] = {}  # types of operations, as they are met: whether they call functions
 
 stop_recording = record.stop_recording
 
