@@ -1,4 +1,4 @@
-"""Adam's update at stage 0: one operation for each variable, and Keras's numbers."""
+"""Adam's update where the whole, or the shard, is a variable: one operation for each variable, and Keras's numbers."""
 
 import collections
 import functools
@@ -7,6 +7,8 @@ import keras
 import pytest
 import tensorflow as tf
 from training import assert_same, custom_loop, fit, mlp, one_device, strategy_for
+
+from tfdist.optimizers import shared_update
 
 
 def operations_of_a_step(make_optimizer, zero_stage=0):
@@ -34,11 +36,13 @@ def without_biases():
     return optimizer
 
 
-def test_one_operation_a_variable():
-    found = operations_of_a_step(keras.optimizers.Adam)
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_one_operation_a_variable(zero_stage):
+    found = operations_of_a_step(keras.optimizers.Adam, zero_stage)
     assert found["ResourceApplyAdam"] == 4
     assert found["Pow"] == 2  # of each beta, once a step
-    found = operations_of_a_step(without_biases)
+    assert "StatefulPartitionedCall" not in found
+    found = operations_of_a_step(without_biases, zero_stage)
     assert (found["ResourceApplyAdam"], found["AssignSubVariableOp"]) == (4, 2)  # two of the four decay
 
 
@@ -53,16 +57,22 @@ class ByName(keras.optimizers.Adam):
         (keras.optimizers.Nadam, 0),
         (ByName, 0),
         (keras.optimizers.Adam, 1),
-        (keras.optimizers.Adam, 3),
+        (ByName, 3),
     ],
 )
 def test_what_is_left_to_keras(optimizer, zero_stage):
     assert operations_of_a_step(optimizer, zero_stage)["ResourceApplyAdam"] == 0
 
 
-@pytest.mark.parametrize("loop", [fit, custom_loop])
-def test_numbers(loop):
-    assert_same(loop(strategy_for(3, 0), mlp, without_biases), loop(one_device(), mlp, without_biases))
+def test_what_is_left_to_xla(monkeypatch):
+    monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 1)
+    found = operations_of_a_step(keras.optimizers.Adam, 3)
+    assert (found["ResourceApplyAdam"], found["StatefulPartitionedCall"]) == (0, 4)
+
+
+@pytest.mark.parametrize(("loop", "zero_stage"), [(fit, 0), (custom_loop, 3)])
+def test_numbers(loop, zero_stage):
+    assert_same(loop(strategy_for(3, zero_stage), mlp, without_biases), loop(one_device(), mlp, without_biases))
 
 
 def test_numbers_in_float64(float64):

@@ -1,4 +1,4 @@
-"""Parameters of one shape share one traced update; a user's own optimizer is traced parameter by parameter."""
+"""Parameters share one traced update; a user's own optimizer is traced parameter by parameter."""
 
 import keras
 import pytest
@@ -6,6 +6,7 @@ import tensorflow as tf
 from training import assert_same, custom_loop, mlp, one_device, strategy_for
 
 import tfdist
+from tfdist.optimizers import shared_update
 from tfdist.optimizers.slots import slots_of
 
 DEPTH = 3
@@ -32,18 +33,24 @@ def update_calls(strategy, make_optimizer):
     ]
 
 
+def rmsprop():
+    return keras.optimizers.RMSprop(0.01, momentum=0.9)
+
+
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_one_function_per_shape_and_rank(zero_stage):
-    for calls in update_calls(strategy_for(2, zero_stage), lambda: keras.optimizers.Adam(0.01)):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_one_function_or_one_per_shape_if_compiled(zero_stage, is_compiled, monkeypatch):
+    monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 1 if is_compiled else 1000)
+    for calls in update_calls(strategy_for(2, zero_stage), rmsprop):
         assert len(calls) == 2 * DEPTH  # every kernel and every bias
-        assert len(set(calls)) == 2
+        assert len(set(calls)) == (2 if is_compiled else 1)
 
 
 def test_weight_decay_divides_the_functions():
     def optimizer():
-        adamw = keras.optimizers.AdamW(0.01)
-        adamw.exclude_from_weight_decay(var_names=["bias"])
-        return adamw
+        decaying = keras.optimizers.RMSprop(0.01, weight_decay=0.01)
+        decaying.exclude_from_weight_decay(var_names=["bias"])
+        return decaying
 
     strategy = strategy_for(2, 3)
     assert [len(set(calls)) for calls in update_calls(strategy, optimizer)] == [2, 2]

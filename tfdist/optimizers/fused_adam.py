@@ -5,7 +5,8 @@
 
 is what `tf.raw_ops.ResourceApplyAdam` computes and what `keras.optimizers.Adam` does (Kingma and Ba 2015,
 https://arxiv.org/abs/1412.6980, the efficient form of section 2), AdamW after its decay. It takes one pass over memory, and
-writes to the variables where they are: for those that this rank holds whole, at stage 0.
+writes to the variables where they are: for those that this rank holds whole, at stage 0, and for its shards at stage 3, unless
+XLA compiles their update (`shared_update`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class FusedAdam:
         return type(optimizer) in _CLASSES and not optimizer.amsgrad and variable.dtype in _DTYPES
 
     def update(self, variable: tf.Variable, grad: tf.Tensor, decays: bool) -> None:
-        """Updates what this rank stores of a distributed variable and of its slots; `grad` has that shape."""
+        """Updates what this rank stores of a distributed variable, whole or a shard, and of its slots; `grad` has that shape."""
         optimizer, program = self._optimizer, self._program
         stored = local_part(variable, program)
         index = optimizer._get_variable_index(variable)

@@ -1,14 +1,14 @@
-"""One traced update for all parameters of one shape, instead of one per parameter.
+"""One traced update for many parameters, instead of one per parameter.
 
 An update is some forty operations (Adam), and every rank traces one per parameter: in a deep model they are half of the step's
-graph, in Python's memory, in TensorFlow's and in tracing time. Parameters whose shards agree in shape and dtype share one
-function here, called with their own gradient, value and slots.
+graph, in Python's memory, in TensorFlow's and in tracing time. Here parameters share one function, called with their own
+gradient, value and slots: those of one dtype, or, where the function is compiled, of one shape.
 
 It holds for Keras's own elementwise optimizers, whose `update_step` depends on the parameter through its index only; a subclass
 may look at a name or a path, and is traced parameter by parameter.
 
 On a CPU the function of a large shard is compiled by XLA: Keras's Adam goes over memory ten times and more, the compiled one once
-(docs/performance.md). A small shard's is not, since compiling takes about as long as its thousand steps save.
+(docs/performance.md). All others' is not, since compiling takes about as long as a small shard's thousand steps save.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ COMPILED_ELEMENTS = 2**17
 class SlotStandIn:
     """A slot, or what is stored of a parameter, inside a shared update: a variable known by its handle only."""
 
-    def __init__(self, handle: tf.Tensor, slot: tf.Variable):
+    def __init__(self, handle: tf.Tensor, slot: tf.Variable, shape: tf.TensorShape | None = None):
         self._handle = handle
         self.dtype = slot.dtype
-        self.shape = slot.shape
+        self.shape = slot.shape if shape is None else shape
         self.device = slot.device
 
     def read_value(self) -> tf.Tensor:
@@ -55,7 +55,7 @@ class SlotStandIn:
 
 
 class SharedUpdates:
-    """The update functions of one optimizer on one rank, by the shape of what they update."""
+    """The update functions of one optimizer on one rank, by what they update."""
 
     def __init__(self, optimizer: Any, rank: int, learning_rate: tf.Tensor):
         self._optimizer = optimizer
@@ -67,15 +67,15 @@ class SharedUpdates:
         """Updates this rank's component of `variable`, and its slots, in place (stage 3)."""
         component = variable.component(self._rank)
 
-        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, handle: tf.Tensor) -> None:
-            stored = SlotStandIn(handle, component)
+        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, stored: tf.Tensor) -> None:
+            stored = SlotStandIn(stored, component, grad.shape)
             shard = shard.with_value(stored.read_value())
             update_shard(self._optimizer, shard, grad, rate)
             stored.assign(shard.value())
 
         # Its value is read inside the function: outside only shape and dtype matter.
         spec = ParameterShard(variable, tf.TensorSpec(component.shape, component.dtype))
-        self._call(update, spec, grad, decays, component)
+        self._call(update, spec, grad, decays, component.handle, component)
 
     def of_shard(
         self,
@@ -87,38 +87,59 @@ class SharedUpdates:
     ) -> tf.Tensor:
         """Updates the slots of `shard` in place and returns its new value (stages 1 and 2).
 
-        The value is read in the function: `cut` from the whole parameter that is `stored` on this rank.
+        The value is `cut` from the whole parameter that is `stored` on this rank: in the function if that knows its shape.
         """
 
-        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, handle: tf.Tensor) -> tf.Tensor:
-            shard = shard.with_value(cut(SlotStandIn(handle, stored).read_value()))
+        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+            shard = shard.with_value(cut(SlotStandIn(value, stored).read_value()) if value.dtype == tf.resource else value)
             update_shard(self._optimizer, shard, grad, rate)
             return shard.value()
 
-        return self._call(update, shard, grad, decays, stored)
+        value = stored.handle
+        if not is_compiled(grad, stored):
+            with tf.control_dependencies([grad]):  # not from the step's begin on
+                value = cut(stored.read_value())
+        return self._call(update, shard, grad, decays, value, stored)
 
     def _call(
-        self, update: Callable[..., Any], shard: ParameterShard, grad: tf.Tensor, decays: bool, stored: tf.Variable
+        self,
+        update: Callable[..., Any],
+        shard: ParameterShard,
+        grad: tf.Tensor,
+        decays: bool,
+        value: tf.Tensor,
+        stored: tf.Variable,
     ) -> Any:
-        """Calls the function of `shard`'s kind on its own gradient, variable and slots."""
-        slots = _sharded_slots(self._optimizer, shard)
+        """Calls the function of `shard`'s kind on its own gradient, value (or the variable that has it) and slots."""
+        slots = slots_of(self._optimizer, shard)
+        if tf.executing_eagerly() or not all(isinstance(slot, ShardedVariable) for slot in slots):  # nothing to share
+            return update(shard, grad, self._learning_rate, value)
         components = [slot.component(self._rank) for slot in slots]
-        if tf.executing_eagerly():  # nothing to share
-            return update(shard, grad, self._learning_rate, stored.handle)
-        key = (tuple(shard.shape), tuple(stored.shape), shard.dtype, grad.dtype, decays)
+        has_shape = is_compiled(grad, stored)
+        key = (shard.dtype, grad.dtype, decays, *((shard.shape, stored.shape) if has_shape else ()))
+        arguments = [grad, self._learning_rate, value, *(component.handle for component in components)]
         if key not in self._functions:
-            is_compiled = grad.shape.num_elements() >= COMPILED_ELEMENTS and "CPU" in stored.device
+            signature = [tf.TensorSpec(x.shape if has_shape or not x.shape.rank else [None], x.dtype) for x in arguments]
 
-            @tf.function(autograph=False, jit_compile=is_compiled or None, experimental_attributes={"_noinline": True})
-            def shared(grad: tf.Tensor, rate: tf.Tensor, parameter: tf.Tensor, *handles: tf.Tensor) -> Any:
+            def shared(grad: tf.Tensor, rate: tf.Tensor, value: tf.Tensor, *handles: tf.Tensor) -> Any:
                 with contextlib.ExitStack() as stack:
                     for slot, handle, component in zip(slots, handles, components, strict=True):
-                        stack.enter_context(slot.replaced_by(SlotStandIn(handle, component)))
-                    return update(shard, grad, rate, parameter)
+                        stack.enter_context(slot.replaced_by(SlotStandIn(handle, component, grad.shape)))
+                    return update(shard, grad, rate, value)
 
-            self._functions[key] = shared
-        handles = [variable.handle for variable in (stored, *components)]
-        return self._functions[key](grad, self._learning_rate, *handles)
+            self._functions[key] = tf.function(
+                shared,
+                input_signature=signature,
+                autograph=False,
+                jit_compile=has_shape or None,
+                experimental_attributes={"_noinline": True},
+            )
+        return self._functions[key](*arguments)
+
+
+def is_compiled(shard: tf.Tensor, stored: tf.Variable) -> bool:
+    """Whether XLA compiles the update of a `shard` of the parameter that is `stored`."""
+    return shard.shape.num_elements() >= COMPILED_ELEMENTS and "CPU" in stored.device
 
 
 def update_shard(optimizer: Any, shard: tf.Variable | ParameterShard, grad: tf.Tensor, learning_rate: tf.Tensor) -> None:
@@ -127,7 +148,3 @@ def update_shard(optimizer: Any, shard: tf.Variable | ParameterShard, grad: tf.T
     with tf.control_dependencies([grad]):
         optimizer._apply_weight_decay([shard])
         optimizer.update_step(grad, shard, learning_rate)
-
-
-def _sharded_slots(optimizer: Any, parameter: Any) -> list[ShardedVariable]:
-    return [slot for slot in slots_of(optimizer, parameter) if isinstance(slot, ShardedVariable)]

@@ -26,7 +26,7 @@ from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.parameter_shard import parameter_shard
 from tfdist.optimizers.plain_slots import share_plain_slots
 from tfdist.optimizers.reduction import ReducedGradient, buckets_of, reduce_gradients
-from tfdist.optimizers.shared_update import SharedUpdates, update_shard
+from tfdist.optimizers.shared_update import SharedUpdates, is_compiled, update_shard
 from tfdist.optimizers.support import may_share
 from tfdist.optimizers.variables import is_data_sharded, layout_of, local_part, variable_of
 from tfdist.sharding import Layout, Shard, ShardingConfig, UnshardSchedule, packing
@@ -177,7 +177,9 @@ class _Update:
         """Stage 3."""
         for gradient in reduced:
             component = gradient.variable.component(self._program.rank)
-            if may_share(self._optimizer):
+            if FusedAdam.fits(self._optimizer, component) and not is_compiled(gradient.value, component):
+                self._fused.update(gradient.variable, gradient.value, self._decays(component))
+            elif may_share(self._optimizer):
                 self._shared.of_component(gradient.variable, gradient.value, self._decays(component))
             else:
                 self._step_on(component, gradient)

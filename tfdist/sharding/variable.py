@@ -260,7 +260,8 @@ class ShardedVariable(values.DistributedVariable):
         value = tf.convert_to_tensor(value, self.dtype)
         layout = self.layout
         coordinate = layout.mesh.coordinate(self._ranks[index])
-        if value.shape == self._values[index].shape and value.shape != self._full_shape:
+        own = self._values[index] if self._stand_in is None else self._stand_in
+        if value.shape == own.shape and value.shape != self._full_shape:
             return value
         if value.shape == self._full_shape:
             value = packing.cut_tensor(value, layout, coordinate)
