@@ -9,13 +9,14 @@ import keras
 import pytest
 
 import tfdist
-from tests import garbage, graph_optimizer, layer_groups
+from tests import garbage, graph_optimizer, layer_groups, op_creation
 from tfdist.layers import kernel_gradients
 
 CPUS = tfdist.use_logical_cpus(4)
 graph_optimizer.only_for_calls()
 layer_groups.gather_each_layer_alone()
 garbage.collect_seldom()
+op_creation.simplify()
 
 # The same examples on every run, and no failure because the machine is busy.
 hypothesis.settings.register_profile("tfdist", derandomize=True, database=None, deadline=None)

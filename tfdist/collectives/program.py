@@ -214,7 +214,7 @@ class RankProgram:
             "timeout_seconds": self.transport.timeout_seconds,
         }
 
-    def constant(self, value: int | Sequence[int]) -> Any:
+    def constant(self, value: int | Sequence[int] | Sequence[Sequence[int]]) -> Any:
         """Returns `value` as an int32 tensor that all operations of this rank share.
 
         A deep model has thousands of collectives and reshapes, and a constant for each would be a third of its graph. Inside a
@@ -222,7 +222,7 @@ class RankProgram:
         """
         if tf.compat.v1.get_default_graph() is not self.graph:
             return value
-        key = value if isinstance(value, int) else tuple(value)
+        key = repr(value)
         if key not in self._constants:
             with tf.control_dependencies(None), tf.device(self.device):
                 self._constants[key] = tf.constant(value, tf.int32)

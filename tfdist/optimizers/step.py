@@ -216,7 +216,7 @@ class _Update:
         stored = local_part(gradient.variable, self._program)
 
         def cut(full: tf.Tensor) -> tf.Tensor:
-            return packing.cut_shard(full, layout, data_rank)
+            return packing.cut_shard(full, layout, data_rank, self._program.constant)
 
         if may_share(self._optimizer):
             spec = parameter_shard(self._optimizer, gradient.variable, tf.TensorSpec([layout.shard_elements], stored.dtype))

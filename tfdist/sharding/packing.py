@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist.mesh import Coordinate
 from tfdist.sharding.layout import Layout
 
-# Turns a shape, a list of lengths or an axis in what an operation takes; `RankProgram.constant` shares one tensor for equal ones.
+# Turns a shape, lengths, paddings or an axis in what an operation takes; `RankProgram.constant` shares one tensor for equal ones.
 Constant = Callable[[Any], Any]
 
 
@@ -32,7 +32,7 @@ def rows_of(fulls: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Con
     rows = []
     for full, layout in zip(fulls, layouts, strict=True):
         if layout.padding:
-            full = tf.pad(tf.reshape(full, constant([-1])), [[0, layout.padding]])
+            full = tf.pad(tf.reshape(full, constant([-1])), constant([[0, layout.padding]]))
         rows.append(tf.reshape(full, constant([layout.mesh.data_parallel_size, layout.shard_elements])))
     return rows
 
@@ -45,7 +45,7 @@ def fulls_of(rows: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Con
     fulls = []
     for row, layout in zip(rows, layouts, strict=True):
         if layout.padding:
-            row = tf.reshape(row, constant([-1]))[: layout.local_elements]
+            row = tf.slice(tf.reshape(row, constant([-1])), constant([0]), constant([layout.local_elements]))
         fulls.append(tf.reshape(row, constant(list(layout.local_shape))))
     return fulls
 
@@ -67,11 +67,10 @@ def cut_tensor(whole: tf.Tensor, layout: Layout, coordinate: Coordinate) -> tf.T
     return tf.pad(local, padding) if any(after for _, after in padding) else local
 
 
-def cut_shard(full: tf.Tensor, layout: Layout, data_rank: int) -> tf.Tensor:
+def cut_shard(full: tf.Tensor, layout: Layout, data_rank: int, constant: Constant = _as_it_is) -> tf.Tensor:
     """Returns data rank `data_rank`'s flat shard of a full local tensor, padded with zeros: (...) to (L,)."""
-    flat = tf.reshape(full, [-1])
     start = min(data_rank * layout.shard_elements, layout.local_elements)
-    stop = min(start + layout.shard_elements, layout.local_elements)
-    part = flat[start:stop]
-    missing = layout.shard_elements - (stop - start)
-    return tf.pad(part, [[0, missing]]) if missing else part
+    size = min(layout.shard_elements, layout.local_elements - start)
+    part = tf.slice(tf.reshape(full, constant([-1])), constant([start]), constant([size]))
+    missing = layout.shard_elements - size
+    return tf.pad(part, constant([[0, missing]])) if missing else part
