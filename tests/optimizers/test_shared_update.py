@@ -1,4 +1,4 @@
-"""Parameters share one traced update; a user's own optimizer is traced parameter by parameter."""
+"""Large parameters of one shape share one traced update; a user's own optimizer is traced parameter by parameter."""
 
 import keras
 import pytest
@@ -10,6 +10,11 @@ from tfdist.optimizers import shared_update
 from tfdist.optimizers.slots import slots_of
 
 DEPTH = 3
+
+
+@pytest.fixture
+def all_are_large(monkeypatch):
+    monkeypatch.setattr(shared_update, "LARGE_ELEMENTS", 1)
 
 
 def update_calls(strategy, make_optimizer):
@@ -33,24 +38,20 @@ def update_calls(strategy, make_optimizer):
     ]
 
 
-def rmsprop():
-    return keras.optimizers.RMSprop(0.01, momentum=0.9)
-
-
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_one_function_or_one_per_shape_if_compiled(zero_stage, is_compiled, monkeypatch):
-    monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 1 if is_compiled else 1000)
-    for calls in update_calls(strategy_for(2, zero_stage), rmsprop):
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.usefixtures("all_are_large")
+def test_one_function_per_shape_and_rank(zero_stage):
+    for calls in update_calls(strategy_for(2, zero_stage), lambda: keras.optimizers.Adam(0.01)):
         assert len(calls) == 2 * DEPTH  # every kernel and every bias
-        assert len(set(calls)) == (2 if is_compiled else 1)
+        assert len(set(calls)) == 2
 
 
+@pytest.mark.usefixtures("all_are_large")
 def test_weight_decay_divides_the_functions():
     def optimizer():
-        decaying = keras.optimizers.RMSprop(0.01, weight_decay=0.01)
-        decaying.exclude_from_weight_decay(var_names=["bias"])
-        return decaying
+        adamw = keras.optimizers.AdamW(0.01)
+        adamw.exclude_from_weight_decay(var_names=["bias"])
+        return adamw
 
     strategy = strategy_for(2, 3)
     assert [len(set(calls)) for calls in update_calls(strategy, optimizer)] == [2, 2]

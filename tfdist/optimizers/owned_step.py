@@ -14,9 +14,8 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.ownership import owner_of
-from tfdist.optimizers.parameter_shard import ParameterShard, parameter_shard
+from tfdist.optimizers.parameter_shard import ParameterShard, parameter_shard, update_shard
 from tfdist.optimizers.reduction import ReducedGradient, buckets_of
-from tfdist.optimizers.shared_update import update_shard
 from tfdist.optimizers.slots import slots_of
 from tfdist.optimizers.variables import is_data_sharded, layout_of, local_part
 from tfdist.sharding import Layout, ShardedVariable, ShardingConfig, packing, tensor_cut

@@ -88,6 +88,14 @@ def parameter_shard(optimizer: Any, variable: tf.Variable, value: tf.Tensor) -> 
     return ParameterShard(variable, value, getattr(own, "path", None))
 
 
+def update_shard(optimizer: Any, shard: tf.Variable | ParameterShard, grad: tf.Tensor, learning_rate: tf.Tensor) -> None:
+    """Weight decay and the Keras optimizer's own update, on whatever part of a parameter this rank steps."""
+    # Not before the gradient is there: the decay alone, as large as the parameter, would lie in memory from the step's begin.
+    with tf.control_dependencies([grad]):
+        optimizer._apply_weight_decay([shard])
+        optimizer.update_step(grad, shard, learning_rate)
+
+
 def _delegate(operator: str):
     def apply(self: ParameterShard, *others: Any) -> tf.Tensor:
         return getattr(self._value, operator)(*others)

@@ -1,39 +1,44 @@
-"""One traced update for many parameters, instead of one per parameter.
+"""One traced update for all large parameters of one shape, instead of one per parameter.
 
 An update is some forty operations (Adam), and every rank traces one per parameter: in a deep model they are half of the step's
-graph, in Python's memory, in TensorFlow's and in tracing time. Here parameters share one function, called with their own
-gradient, value and slots: those of one dtype, or, where the function is compiled, of one shape.
+graph, in Python's memory, in TensorFlow's and in tracing time. Large parameters whose parts on a rank agree in shape and dtype
+share one function here, called with their own gradient, value and slots; small ones are updated together (`joint_update`).
 
 It holds for Keras's own elementwise optimizers, whose `update_step` depends on the parameter through its index only; a subclass
 may look at a name or a path, and is traced parameter by parameter.
 
-On a CPU the function of a large shard is compiled by XLA: Keras's Adam goes over memory ten times and more, the compiled one once
-(docs/performance.md). All others' is not, since compiling takes about as long as a small shard's thousand steps save.
+On a CPU the function is compiled by XLA: Keras's Adam goes over memory ten times and more, the compiled one once
+(docs/performance.md). For a small parameter compiling would take about as long as its thousand steps save.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.optimizers.parameter_shard import ParameterShard
-from tfdist.optimizers.slots import slots_of
-from tfdist.sharding import ShardedVariable
+from tfdist.collectives import RankProgram
+from tfdist.optimizers.parameter_shard import ParameterShard, update_shard
+from tfdist.optimizers.slots import slots_of, slots_replaced
+from tfdist.optimizers.variables import local_part
 
-# From this many elements of a shard on its update is compiled.
-COMPILED_ELEMENTS = 2**17
+# From this many elements on a rank on a parameter is large.
+LARGE_ELEMENTS = 2**17
+
+
+def is_large(grad: tf.Tensor) -> bool:
+    """Whether the parameter of which a rank steps as many elements as `grad` has is updated here."""
+    return grad.shape.num_elements() >= LARGE_ELEMENTS
 
 
 class SlotStandIn:
     """A slot, or what is stored of a parameter, inside a shared update: a variable known by its handle only."""
 
-    def __init__(self, handle: tf.Tensor, slot: tf.Variable, shape: tf.TensorShape | None = None):
+    def __init__(self, handle: tf.Tensor, slot: tf.Variable):
         self._handle = handle
         self.dtype = slot.dtype
-        self.shape = slot.shape if shape is None else shape
+        self.shape = slot.shape
         self.device = slot.device
 
     def read_value(self) -> tf.Tensor:
@@ -55,27 +60,26 @@ class SlotStandIn:
 
 
 class SharedUpdates:
-    """The update functions of one optimizer on one rank, by what they update."""
+    """The update functions of one optimizer on one rank, by the shape of what they update."""
 
-    def __init__(self, optimizer: Any, rank: int, learning_rate: tf.Tensor):
+    def __init__(self, optimizer: Any, program: RankProgram, learning_rate: tf.Tensor):
         self._optimizer = optimizer
-        self._rank = rank
+        self._program = program
         self._learning_rate = learning_rate
         self._functions: dict[tuple, Any] = {}
 
-    def of_component(self, variable: ShardedVariable, grad: tf.Tensor, decays: bool) -> None:
-        """Updates this rank's component of `variable`, and its slots, in place (stage 3)."""
-        component = variable.component(self._rank)
+    def in_place(self, variable: tf.Variable, grad: tf.Tensor, decays: bool) -> None:
+        """Updates what this rank stores of `variable`, and its slots, in place (stages 0 and 3)."""
+        part = local_part(variable, self._program)
 
-        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, stored: tf.Tensor) -> None:
-            stored = SlotStandIn(stored, component, grad.shape)
+        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, handle: tf.Tensor) -> None:
+            stored = SlotStandIn(handle, part)
             shard = shard.with_value(stored.read_value())
             update_shard(self._optimizer, shard, grad, rate)
             stored.assign(shard.value())
 
         # Its value is read inside the function: outside only shape and dtype matter.
-        spec = ParameterShard(variable, tf.TensorSpec(component.shape, component.dtype))
-        self._call(update, spec, grad, decays, component.handle, component)
+        self._call(update, ParameterShard(variable, tf.TensorSpec(part.shape, part.dtype)), grad, decays, part)
 
     def of_shard(
         self,
@@ -87,64 +91,33 @@ class SharedUpdates:
     ) -> tf.Tensor:
         """Updates the slots of `shard` in place and returns its new value (stages 1 and 2).
 
-        The value is `cut` from the whole parameter that is `stored` on this rank: in the function if that knows its shape.
+        The value is read in the function: `cut` from the whole parameter that is `stored` on this rank.
         """
 
-        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-            shard = shard.with_value(cut(SlotStandIn(value, stored).read_value()) if value.dtype == tf.resource else value)
+        def update(shard: ParameterShard, grad: tf.Tensor, rate: tf.Tensor, handle: tf.Tensor) -> tf.Tensor:
+            shard = shard.with_value(cut(SlotStandIn(handle, stored).read_value()))
             update_shard(self._optimizer, shard, grad, rate)
             return shard.value()
 
-        value = stored.handle
-        if not is_compiled(grad, stored):
-            with tf.control_dependencies([grad]):  # not from the step's begin on
-                value = cut(stored.read_value())
-        return self._call(update, shard, grad, decays, value, stored)
+        return self._call(update, shard, grad, decays, stored)
 
     def _call(
-        self,
-        update: Callable[..., Any],
-        shard: ParameterShard,
-        grad: tf.Tensor,
-        decays: bool,
-        value: tf.Tensor,
-        stored: tf.Variable,
+        self, update: Callable[..., Any], shard: ParameterShard, grad: tf.Tensor, decays: bool, stored: tf.Variable
     ) -> Any:
-        """Calls the function of `shard`'s kind on its own gradient, value (or the variable that has it) and slots."""
-        slots = slots_of(self._optimizer, shard)
-        if tf.executing_eagerly() or not all(isinstance(slot, ShardedVariable) for slot in slots):  # nothing to share
-            return update(shard, grad, self._learning_rate, value)
-        components = [slot.component(self._rank) for slot in slots]
-        has_shape = is_compiled(grad, stored)
-        key = (shard.dtype, grad.dtype, decays, *((shard.shape, stored.shape) if has_shape else ()))
-        arguments = [grad, self._learning_rate, value, *(component.handle for component in components)]
+        """Calls the function of `shard`'s kind on its own gradient, variable and slots."""
+        if tf.executing_eagerly():  # nothing to share
+            return update(shard, grad, self._learning_rate, stored.handle)
+        slots = [local_part(slot, self._program) for slot in slots_of(self._optimizer, shard)]
+        key = (tuple(shard.shape), tuple(stored.shape), shard.dtype, grad.dtype, decays)
         if key not in self._functions:
-            signature = [tf.TensorSpec(x.shape if has_shape or not x.shape.rank else [None], x.dtype) for x in arguments]
+            is_compiled = "CPU" in stored.device
 
-            def shared(grad: tf.Tensor, rate: tf.Tensor, value: tf.Tensor, *handles: tf.Tensor) -> Any:
-                with contextlib.ExitStack() as stack:
-                    for slot, handle, component in zip(slots, handles, components, strict=True):
-                        stack.enter_context(slot.replaced_by(SlotStandIn(handle, component, grad.shape)))
-                    return update(shard, grad, rate, value)
+            @tf.function(autograph=False, jit_compile=is_compiled or None, experimental_attributes={"_noinline": True})
+            def shared(grad: tf.Tensor, rate: tf.Tensor, parameter: tf.Tensor, *handles: tf.Tensor) -> Any:
+                stand_ins = [SlotStandIn(handle, slot) for handle, slot in zip(handles, slots, strict=True)]
+                with slots_replaced(self._optimizer, shard, stand_ins):
+                    return update(shard, grad, rate, parameter)
 
-            self._functions[key] = tf.function(
-                shared,
-                input_signature=signature,
-                autograph=False,
-                jit_compile=has_shape or None,
-                experimental_attributes={"_noinline": True},
-            )
-        return self._functions[key](*arguments)
-
-
-def is_compiled(shard: tf.Tensor, stored: tf.Variable) -> bool:
-    """Whether XLA compiles the update of a `shard` of the parameter that is `stored`."""
-    return shard.shape.num_elements() >= COMPILED_ELEMENTS and "CPU" in stored.device
-
-
-def update_shard(optimizer: Any, shard: tf.Variable | ParameterShard, grad: tf.Tensor, learning_rate: tf.Tensor) -> None:
-    """Weight decay and the Keras optimizer's own update, on whatever part of a parameter this rank steps."""
-    # Not before the gradient is there: the decay alone, as large as the parameter, would lie in memory from the step's begin.
-    with tf.control_dependencies([grad]):
-        optimizer._apply_weight_decay([shard])
-        optimizer.update_step(grad, shard, learning_rate)
+            self._functions[key] = shared
+        handles = [variable.handle for variable in (stored, *slots)]
+        return self._functions[key](grad, self._learning_rate, *handles)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +18,24 @@ _OTHER_LISTS = frozenset(
 
 def slots_of(optimizer: Any, parameter: Any) -> list[tf.Variable]:
     """Returns the slots of `parameter`: its entry in each of the optimizer's lists that have one entry per parameter."""
+    return [variable_of(slot) for slot in _entries_of(optimizer, parameter)]
+
+
+@contextlib.contextmanager
+def slots_replaced(optimizer: Any, parameter: Any, stand_ins: Sequence[Any]) -> Iterator[None]:
+    """Within it, Keras's slots of `parameter` read and write `stand_ins`, in the order of `slots_of`."""
+    slots = _entries_of(optimizer, parameter)
+    values = [slot._value for slot in slots]
+    try:
+        for slot, stand_in in zip(slots, stand_ins, strict=True):
+            slot._value = stand_in
+        yield
+    finally:
+        for slot, value in zip(slots, values, strict=True):
+            slot._value = value
+
+
+def _entries_of(optimizer: Any, parameter: Any) -> list[Any]:
     index = optimizer._get_variable_index(parameter)
     count = len(optimizer._trainable_variables)
     slots = []
@@ -24,5 +44,5 @@ def slots_of(optimizer: Any, parameter: Any) -> list[tf.Variable]:
             continue
         slot = values[index]
         if isinstance(getattr(slot, "value", None), tf.Variable) or isinstance(slot, tf.Variable):
-            slots.append(variable_of(slot))
+            slots.append(slot)
     return slots

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,13 +20,13 @@ from tfdist.optimizers.averaging import update_averages
 from tfdist.optimizers.clipping import clip
 from tfdist.optimizers.constraining import constrain
 from tfdist.optimizers.drift import check_drift
-from tfdist.optimizers.fused_adam import FusedAdam
+from tfdist.optimizers.joint_update import Target, update_jointly
 from tfdist.optimizers.owned_step import step_on_owners
 from tfdist.optimizers.ownership import owner_of
-from tfdist.optimizers.parameter_shard import parameter_shard
+from tfdist.optimizers.parameter_shard import parameter_shard, update_shard
 from tfdist.optimizers.plain_slots import share_plain_slots
 from tfdist.optimizers.reduction import ReducedGradient, buckets_of, reduce_gradients
-from tfdist.optimizers.shared_update import SharedUpdates, is_compiled, update_shard
+from tfdist.optimizers.shared_update import SharedUpdates, is_large
 from tfdist.optimizers.support import may_share
 from tfdist.optimizers.variables import is_data_sharded, layout_of, local_part, variable_of
 from tfdist.sharding import Layout, Shard, ShardingConfig, UnshardSchedule, packing
@@ -154,11 +154,11 @@ def update_step(
     full = [gradient for gradient in shared if not is_data_sharded(gradient.variable)]
     full.reverse()  # the order in which they were reduced
     update = _Update(optimizer, learning_rate, config, program)
-    update.components(sharded)
+    update.in_place(sharded)
     if isinstance(config.placements.optimizer_state, Shard):
         update.shards_of_copies(full)
     else:
-        update.copies(full)
+        update.in_place(full)
     step_on_owners(optimizer, owned, learning_rate, config, program)
 
 
@@ -170,30 +170,23 @@ class _Update:
         self._learning_rate = learning_rate
         self._config = config
         self._program = program
-        self._shared = SharedUpdates(optimizer, program.rank, learning_rate)
-        self._fused = FusedAdam(optimizer, program, learning_rate)
+        self._shared = SharedUpdates(optimizer, program, learning_rate)
 
-    def components(self, reduced: Sequence[ReducedGradient]) -> None:
-        """Stage 3."""
+    def in_place(self, reduced: Sequence[ReducedGradient]) -> None:
+        """Stages 0 and 3: step on what this rank stores."""
+        small = []
         for gradient in reduced:
-            component = gradient.variable.component(self._program.rank)
-            if FusedAdam.fits(self._optimizer, component) and not is_compiled(gradient.value, component):
-                self._fused.update(gradient.variable, gradient.value, self._decays(component))
-            elif may_share(self._optimizer):
-                self._shared.of_component(gradient.variable, gradient.value, self._decays(component))
+            stored = local_part(gradient.variable, self._program)
+            decays = self._decays(stored)
+            if not may_share(self._optimizer):
+                self._step_on(stored, gradient)
+            elif is_large(gradient.value):
+                self._shared.in_place(gradient.variable, gradient.value, decays)
             else:
-                self._step_on(component, gradient)
-
-    def copies(self, reduced: Sequence[ReducedGradient]) -> None:
-        """Stage 0."""
-        for gradient in reduced:
-            local = local_part(gradient.variable, self._program)
-            if FusedAdam.fits(self._optimizer, local):
-                self._fused.update(gradient.variable, gradient.value, self._decays(local))
-            elif may_share(self._optimizer):
-                update_shard(self._optimizer, local, gradient.value, self._learning_rate)
-            else:
-                self._step_on(local, gradient)
+                small.append((stored, Target(gradient.variable, gradient.value, stored.value, decays)))
+        values = self._updated_jointly([target for _, target in small])
+        for (stored, _), value in zip(small, values, strict=True):
+            stored.assign(value, read_value=False)
 
     def shards_of_copies(self, reduced: Sequence[ReducedGradient]) -> None:
         """Stages 1 and 2: step on the shards of a bucket, all-gather them."""
@@ -205,25 +198,38 @@ class _Update:
             for layout, gradient in zip(layouts, reduced, strict=True)
         ]
         for number, bucket in enumerate(buckets_of(whole, self._config.bucket_bytes)):
-            shards = [self._updated_shard(reduced[place], layouts[place], ranks.index(program.rank)) for place in bucket]
+            shards = self._updated_shards([(reduced[place], layouts[place]) for place in bucket], ranks.index(program.rank))
             gathered = wire.all_gather_parts(program, shards, ranks, f"all_gather/bucket_{number}")
             fulls = packing.fulls_of(gathered, [layouts[place] for place in bucket], constant)
             for place, full in zip(bucket, fulls, strict=True):
                 local_part(reduced[place].variable, program).assign(full, read_value=False)
 
-    def _updated_shard(self, gradient: ReducedGradient, layout: Layout, data_rank: int) -> tf.Tensor:
-        """Returns this rank's shard of a variable after the optimizer's update; the slots are updated in place."""
-        stored = local_part(gradient.variable, self._program)
-
-        def cut(full: tf.Tensor) -> tf.Tensor:
-            return packing.cut_shard(full, layout, data_rank, self._program.constant)
-
-        if may_share(self._optimizer):
+    def _updated_shards(self, members: Sequence[tuple[ReducedGradient, Layout]], data_rank: int) -> list[tf.Tensor]:
+        """Returns this rank's shards of variables after the optimizer's update; the slots are updated in place."""
+        updated, small = {}, {}
+        for place, (gradient, layout) in enumerate(members):
+            stored = local_part(gradient.variable, self._program)
             spec = parameter_shard(self._optimizer, gradient.variable, tf.TensorSpec([layout.shard_elements], stored.dtype))
-            return self._shared.of_shard(spec, stored, cut, gradient.value, self._decays(spec))
-        parameter = parameter_shard(self._optimizer, gradient.variable, cut(stored.value()))
-        update_shard(self._optimizer, parameter, gradient.value, self._learning_rate)
-        return parameter.value()
+
+            def cut(full: tf.Tensor, layout: Layout = layout) -> tf.Tensor:
+                return packing.cut_shard(full, layout, data_rank, self._program.constant)
+
+            def read(stored: tf.Variable = stored, cut: Callable[[tf.Tensor], tf.Tensor] = cut) -> tf.Tensor:
+                return cut(stored.value())
+
+            if not may_share(self._optimizer):
+                parameter = spec.with_value(read())
+                update_shard(self._optimizer, parameter, gradient.value, self._learning_rate)
+                updated[place] = parameter.value()
+            elif is_large(gradient.value):
+                updated[place] = self._shared.of_shard(spec, stored, cut, gradient.value, self._decays(spec))
+            else:
+                small[place] = Target(gradient.variable, gradient.value, read, self._decays(spec))
+        updated.update(zip(small, self._updated_jointly(list(small.values())), strict=True))
+        return [updated[place] for place in range(len(members))]
+
+    def _updated_jointly(self, targets: Sequence[Target]) -> list[tf.Tensor]:
+        return update_jointly(self._optimizer, targets, self._learning_rate, self._program)
 
     def _step_on(self, stored: tf.Variable, gradient: ReducedGradient) -> None:
         """Steps on what this rank stores of a variable, for an optimizer that may ask more of it than its value."""

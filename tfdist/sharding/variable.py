@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,6 @@ class ShardedVariable(values.DistributedVariable):
         self.is_autocast = False  # whether its layer reads it in the compute dtype
         self.keras_variable: Callable[[], Any] = lambda: None  # what its layer knows it as
         self._groups = groups
-        self._stand_in: Any = None
         self._ranks = tuple(ranks)
         self._full_shape = tf.TensorShape(layout.shape)
         super().__init__(strategy, components, aggregation)
@@ -101,18 +99,7 @@ class ShardedVariable(values.DistributedVariable):
         """Returns the part that local rank `rank` stores."""
         return self._values[self._ranks.index(rank)]
 
-    @contextlib.contextmanager
-    def replaced_by(self, stand_in: Any) -> Iterator[None]:
-        """Makes the local component `stand_in`, something with the methods of a variable, while a shared function is traced."""
-        self._stand_in = stand_in
-        try:
-            yield
-        finally:
-            self._stand_in = None
-
     def _local_component(self) -> tf.Variable:
-        if self._stand_in is not None:
-            return self._stand_in
         replica = values_util.get_current_replica_id_as_int()
         return self._values[replica or 0]
 
@@ -260,8 +247,7 @@ class ShardedVariable(values.DistributedVariable):
         value = tf.convert_to_tensor(value, self.dtype)
         layout = self.layout
         coordinate = layout.mesh.coordinate(self._ranks[index])
-        own = self._values[index] if self._stand_in is None else self._stand_in
-        if value.shape == own.shape and value.shape != self._full_shape:
+        if value.shape == self._values[index].shape and value.shape != self._full_shape:
             return value
         if value.shape == self._full_shape:
             value = packing.cut_tensor(value, layout, coordinate)

@@ -1,0 +1,93 @@
+"""One update for many small parameters: side by side in one vector, of which each element is stepped on its own.
+
+    gradients   g1 g1 g1 | g2 | g3 g3        one operation for all, where there was one for each parameter:
+    values      w1 w1 w1 | w2 | w3 w3        fifteen of Keras's Adam for each of a model's hundred biases, norms and
+    slots       m1 m1 m1 | m2 | m3 m3        small kernels cost more in calls than in arithmetic
+
+For Keras's own elementwise optimizers (`support.may_share`). What is put side by side is copied, so a vector has about
+`JOINT_ELEMENTS` at most; a large parameter is updated by itself (`shared_update`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+from tfdist.optimizers.parameter_shard import ParameterShard, update_shard
+from tfdist.optimizers.reduction import buckets_of
+from tfdist.optimizers.slots import slots_of, slots_replaced
+from tfdist.optimizers.variables import local_part
+
+JOINT_ELEMENTS = 2**17
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a rank steps of one parameter.
+
+    Attributes:
+        variable: the parameter, a distributed variable.
+        grad: the reduced gradient, of the shape that the rank steps.
+        read: returns the value, of that shape.
+        decays: whether its weight decays.
+    """
+
+    variable: tf.Variable
+    grad: tf.Tensor
+    read: Callable[[], tf.Tensor]
+    decays: bool
+
+    @property
+    def elements(self) -> int:
+        return self.grad.shape.num_elements()
+
+
+def update_jointly(
+    optimizer: Any, targets: Sequence[Target], learning_rate: tf.Tensor, program: RankProgram
+) -> list[tf.Tensor]:
+    """Updates the slots of `targets` in place and returns the new values, which are not stored."""
+    kinds: dict[Any, list[int]] = {}
+    for place, target in enumerate(targets):
+        kinds.setdefault((target.decays, target.variable.dtype), []).append(place)
+    updated: dict[int, tf.Tensor] = {}
+    for places in kinds.values():
+        grads = [targets[place].grad for place in places]
+        for bucket in buckets_of(grads, JOINT_ELEMENTS * grads[0].dtype.size):
+            chosen = [places[number] for number in bucket]
+            values = _update([targets[place] for place in chosen], optimizer, learning_rate, program)
+            updated.update(zip(chosen, values, strict=True))
+    return [updated[place] for place in range(len(targets))]
+
+
+def _update(
+    targets: Sequence[Target], optimizer: Any, learning_rate: tf.Tensor, program: RankProgram
+) -> list[tf.Tensor]:
+    constant = program.constant
+    slots = list(zip(*(slots_of(optimizer, target.variable) for target in targets), strict=True))
+
+    def joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+        flat = [tf.reshape(x, constant([-1])) if x.shape.rank != 1 else x for x in tensors]
+        return flat[0] if len(flat) == 1 else tf.concat(flat, constant(0))
+
+    def parted(flat: tf.Tensor) -> list[tf.Tensor]:
+        sizes = [target.elements for target in targets]
+        parts = [flat] if len(sizes) == 1 else tf.split(flat, constant(sizes), constant(0), num=len(sizes))
+        shapes = [target.grad.shape.as_list() for target in targets]
+        return [tf.reshape(x, constant(shape)) if len(shape) != 1 else x for x, shape in zip(parts, shapes, strict=True)]
+
+    grad = joined([target.grad for target in targets])
+    with tf.control_dependencies([grad]):  # or the copies would lie in memory from the step's begin
+        parameter = ParameterShard(targets[0].variable, joined([target.read() for target in targets]))
+        stand_ins = [
+            ParameterShard(same[0], joined([local_part(slot, program).value() for slot in same])) for same in slots
+        ]
+        with slots_replaced(optimizer, parameter, stand_ins):
+            update_shard(optimizer, parameter, grad, learning_rate)
+    for same, stand_in in zip(slots, stand_ins, strict=True):
+        for slot, part in zip(same, parted(stand_in.value()), strict=True):
+            local_part(slot, program).assign(part, read_value=False)
+    return parted(parameter.value())
