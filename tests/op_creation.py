@@ -1,6 +1,6 @@
 """What TensorFlow does for every operation it traces, and no test looks at: a fifth of a trace.
 
-* It attaches Python's stack, which the message of a failing step ends with. Here all operations have one and the same.
+* It attaches Python's stack, which the message of a failing step ends with. Here operations have none, as a loaded graph's.
 * It looks for the resources that an operation touches. One without a resource or a variant among its inputs touches none, which
   TensorFlow finds out by way of an exception.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.util import tf_stack
 
@@ -24,6 +25,6 @@ def _resources_if_any(operation: tf.Operation) -> Iterable[Any]:
 
 def simplify() -> None:
     """For the rest of this process."""
-    stack = tf_stack.extract_stack()
-    tf_stack.extract_stack = lambda stacklevel=1: stack
+    tf_stack.extract_stack = lambda stacklevel=1: None
+    pywrap_tf_session.TF_SetOpStackTrace = lambda operation, stack: None
     auto_control_deps._get_resource_inputs = _resources_if_any
