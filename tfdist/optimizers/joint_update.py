@@ -31,19 +31,25 @@ class Target:
 
     Attributes:
         variable: the parameter, a distributed variable.
+        stored: what of it is on this rank.
         grad: the reduced gradient, of the shape that the rank steps.
-        read: returns the value, of that shape.
         decays: whether its weight decays.
+        cut: makes of what is stored what the rank steps; None: it is that.
     """
 
     variable: tf.Variable
+    stored: tf.Variable
     grad: tf.Tensor
-    read: Callable[[], tf.Tensor]
     decays: bool
+    cut: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     @property
     def elements(self) -> int:
         return self.grad.shape.num_elements()
+
+    def read(self) -> tf.Tensor:
+        value = self.stored.value()
+        return value if self.cut is None else self.cut(value)
 
 
 def update_jointly(

@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -183,10 +184,9 @@ class _Update:
             elif is_large(gradient.value):
                 self._shared.in_place(gradient.variable, gradient.value, decays)
             else:
-                small.append((stored, Target(gradient.variable, gradient.value, stored.value, decays)))
-        values = self._updated_jointly([target for _, target in small])
-        for (stored, _), value in zip(small, values, strict=True):
-            stored.assign(value, read_value=False)
+                small.append(Target(gradient.variable, stored, gradient.value, decays))
+        for target, value in zip(small, self._updated_jointly(small), strict=True):
+            target.stored.assign(value, read_value=False)
 
     def shards_of_copies(self, reduced: Sequence[ReducedGradient]) -> None:
         """Stages 1 and 2: step on the shards of a bucket, all-gather them."""
@@ -210,21 +210,17 @@ class _Update:
         for place, (gradient, layout) in enumerate(members):
             stored = local_part(gradient.variable, self._program)
             spec = parameter_shard(self._optimizer, gradient.variable, tf.TensorSpec([layout.shard_elements], stored.dtype))
-
-            def cut(full: tf.Tensor, layout: Layout = layout) -> tf.Tensor:
-                return packing.cut_shard(full, layout, data_rank, self._program.constant)
-
-            def read(stored: tf.Variable = stored, cut: Callable[[tf.Tensor], tf.Tensor] = cut) -> tf.Tensor:
-                return cut(stored.value())
-
+            cut = functools.partial(
+                packing.cut_shard, layout=layout, data_rank=data_rank, constant=self._program.constant
+            )
             if not may_share(self._optimizer):
-                parameter = spec.with_value(read())
+                parameter = spec.with_value(cut(stored.value()))
                 update_shard(self._optimizer, parameter, gradient.value, self._learning_rate)
                 updated[place] = parameter.value()
             elif is_large(gradient.value):
                 updated[place] = self._shared.of_shard(spec, stored, cut, gradient.value, self._decays(spec))
             else:
-                small[place] = Target(gradient.variable, gradient.value, read, self._decays(spec))
+                small[place] = Target(gradient.variable, stored, gradient.value, self._decays(spec), cut)
         updated.update(zip(small, self._updated_jointly(list(small.values())), strict=True))
         return [updated[place] for place in range(len(members))]
 

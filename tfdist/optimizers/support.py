@@ -52,7 +52,7 @@ def elementwise(optimizer_class: type) -> type:
 
 
 def may_share(optimizer: Any) -> bool:
-    """Whether one traced update serves all parameters of a shape: Keras's own classes look at nothing else of a parameter."""
+    """Whether one update serves several parameters: Keras's own classes look at nothing of one but its elements."""
     return type(optimizer) in _KERAS_OWN
 
 
