@@ -597,6 +597,11 @@ def test_what_the_sharded_step_reads_of_an_optimizer():
     assert optimizer._get_variable_index(variables[1]) == 1
     assert {"_momentums", "_velocities", "_variables", "_trainable_variables"} <= set(vars(optimizer))
     assert optimizer._iterations is optimizer.variables[0]
+    slot, stand_in = optimizer._momentums[1], tf.Variable([3.0, 4.0])
+    assert slot._value is slot.value
+    slot._value = stand_in
+    optimizer.assign_add(slot, keras.ops.square(slot))
+    np.testing.assert_array_equal(stand_in, [12.0, 20.0])
     assert optimizer._filter_empty_gradients([None, 1.0], variables[:2]) == ([1.0], [variables[1]])
     with pytest.raises(ValueError, match="Unknown variable"):
         optimizer._check_variables_are_known([keras.Variable(0.0)])
