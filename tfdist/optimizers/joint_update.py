@@ -21,7 +21,9 @@ from tfdist.optimizers.parameter_shard import ParameterShard, update_shard
 from tfdist.optimizers.reduction import buckets_of
 from tfdist.optimizers.slots import slots_of, slots_replaced
 from tfdist.optimizers.variables import local_part
+from tfdist.sharding import packing
 
+# Half a megabyte of float32.
 JOINT_ELEMENTS = 2**17
 
 
@@ -42,10 +44,6 @@ class Target:
     grad: tf.Tensor
     decays: bool
     cut: Callable[[tf.Tensor], tf.Tensor] | None = None
-
-    @property
-    def elements(self) -> int:
-        return self.grad.shape.num_elements()
 
     def read(self) -> tf.Tensor:
         value = self.stored.value()
@@ -73,27 +71,18 @@ def _update(
     targets: Sequence[Target], optimizer: Any, learning_rate: tf.Tensor, program: RankProgram
 ) -> list[tf.Tensor]:
     constant = program.constant
+    shapes = [target.grad.shape for target in targets]
     slots = list(zip(*(slots_of(optimizer, target.variable) for target in targets), strict=True))
-
-    def joined(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-        flat = [tf.reshape(x, constant([-1])) if x.shape.rank != 1 else x for x in tensors]
-        return flat[0] if len(flat) == 1 else tf.concat(flat, constant(0))
-
-    def parted(flat: tf.Tensor) -> list[tf.Tensor]:
-        sizes = [target.elements for target in targets]
-        parts = [flat] if len(sizes) == 1 else tf.split(flat, constant(sizes), constant(0), num=len(sizes))
-        shapes = [target.grad.shape.as_list() for target in targets]
-        return [tf.reshape(x, constant(shape)) if len(shape) != 1 else x for x, shape in zip(parts, shapes, strict=True)]
-
-    grad = joined([target.grad for target in targets])
+    grad = packing.side_by_side([target.grad for target in targets], constant)
     with tf.control_dependencies([grad]):  # or the copies would lie in memory from the step's begin
-        parameter = ParameterShard(targets[0].variable, joined([target.read() for target in targets]))
+        parameter = ParameterShard(targets[0].variable, packing.side_by_side([target.read() for target in targets], constant))
         stand_ins = [
-            ParameterShard(same[0], joined([local_part(slot, program).value() for slot in same])) for same in slots
+            ParameterShard(same[0], packing.side_by_side([local_part(slot, program).value() for slot in same], constant))
+            for same in slots
         ]
         with slots_replaced(optimizer, parameter, stand_ins):
             update_shard(optimizer, parameter, grad, learning_rate)
     for same, stand_in in zip(slots, stand_ins, strict=True):
-        for slot, part in zip(same, parted(stand_in.value()), strict=True):
+        for slot, part in zip(same, packing.apart(stand_in.value(), shapes, constant), strict=True):
             local_part(slot, program).assign(part, read_value=False)
-    return parted(parameter.value())
+    return packing.apart(parameter.value(), shapes, constant)

@@ -127,12 +127,9 @@ class _OwnedBucket:
         ]
         tensors = [weights[place] for place in places]
         tensors += [tf.cast(slot.read_value(), tensors[0].dtype) for slot in kept]
-        lengths = [tensor.shape.num_elements() for tensor in tensors]
-        packed = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
-        sent = wire.broadcast(program, packed, [sum(lengths)], self._ranks, source, f"broadcast/owned_{self._number}")
-        parts = [
-            tf.reshape(part, tensor.shape) for part, tensor in zip(tf.split(sent, lengths), tensors, strict=True)
-        ]
+        packed = packing.side_by_side(tensors, program.constant)
+        sent = wire.broadcast(program, packed, packed.shape, self._ranks, source, f"broadcast/owned_{self._number}")
+        parts = packing.apart(sent, [tensor.shape for tensor in tensors], program.constant)
         for place, whole in zip(places, parts, strict=False):
             variable = self._members[place].variable
             whole = packing.cut_tensor(whole, self._layouts[place], self._coordinate)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.slots import slots_of
 from tfdist.optimizers.variables import local_part, variable_of
-from tfdist.sharding import ShardedVariable, ShardingConfig
+from tfdist.sharding import ShardedVariable, ShardingConfig, packing
 
 
 def share_plain_slots(optimizer: Any, config: ShardingConfig, program: RankProgram) -> None:
@@ -32,11 +32,10 @@ def share_plain_slots(optimizer: Any, config: ShardingConfig, program: RankProgr
         if not parts:
             continue
         dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
-        packed = tf.concat([tf.cast(tf.reshape(part, [-1]), dtype) for part in parts], 0)
+        packed = packing.side_by_side([tf.cast(part, dtype) for part in parts], program.constant)
         sent = wire.broadcast(program, packed, packed.shape, ranks, ranks[owner], f"broadcast/slots_{owner}")
-        sizes = [part.shape.num_elements() for part in parts]
-        for part, value in zip(parts, tf.split(sent, sizes), strict=True):
-            part.assign(tf.cast(tf.reshape(value, part.shape), part.dtype), read_value=False)
+        for part, value in zip(parts, packing.apart(sent, [part.shape for part in parts], program.constant), strict=True):
+            part.assign(tf.cast(value, part.dtype), read_value=False)
 
 
 def _is_plain(slot: tf.Variable) -> bool:

@@ -135,13 +135,12 @@ def buckets_of(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[list[int
 def _all_reduce(
     grads: Sequence[tf.Tensor], label: str, config: ShardingConfig, program: RankProgram
 ) -> list[tf.Tensor]:
-    flat = tf.concat([tf.reshape(grad, [-1]) for grad in grads], 0)
+    flat = packing.side_by_side(grads, program.constant)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
     is_half = flat.dtype in (tf.float16, tf.bfloat16)
     wide = tf.cast(flat, config.travel_dtype(tf.float32 if is_half else flat.dtype))
     reduced = tf.cast(wire.all_reduce(program, wide, program.group_ranks("data"), "sum", label), flat.dtype)
-    parts = tf.split(reduced, [grad.shape.num_elements() for grad in grads])
-    return [tf.reshape(part, grad.shape) for part, grad in zip(parts, grads, strict=True)]
+    return packing.apart(reduced, [grad.shape for grad in grads], program.constant)
 
 
 def _reduce_scatter(

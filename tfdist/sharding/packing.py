@@ -50,6 +50,22 @@ def fulls_of(rows: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Con
     return fulls
 
 
+def side_by_side(tensors: Sequence[tf.Tensor], constant: Constant = _as_it_is) -> tf.Tensor:
+    """Returns the elements of `tensors`, which are of one dtype, in one vector; `apart` inverts it."""
+    flat = [x if x.shape.rank == 1 else tf.reshape(x, constant([-1])) for x in tensors]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, constant(0))
+
+
+def apart(flat: tf.Tensor, shapes: Sequence[tf.TensorShape], constant: Constant = _as_it_is) -> list[tf.Tensor]:
+    """Returns the tensors of `shapes` whose elements are side by side in `flat`."""
+    sizes = [shape.num_elements() for shape in shapes]
+    parts = [flat] if len(sizes) == 1 else tf.split(flat, constant(sizes), constant(0), num=len(sizes))
+    return [
+        part if shape.rank == 1 else tf.reshape(part, constant(shape.as_list()))
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
+
+
 def join_tensor_cuts(pieces: Sequence[tf.Tensor], layout: Layout) -> tf.Tensor:
     """Returns the global tensor from the local ones of all tensor ranks, in order; `cut_tensor` gives one of them back."""
     if not layout.is_tensor_sharded:
