@@ -52,7 +52,7 @@ def _use_float_type(dtype: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _graph_optimizer_is_switched(request):
-    """Off for tests marked `as_traced`, except for two devices of a grid: see tests/graph_optimizer.py."""
+    """Off for tests marked `as_traced`, except for three devices of a grid: see tests/graph_optimizer.py."""
     case = getattr(request.node, "callspec", None)
     devices = case.params.get("devices") if case else None
     if not request.node.get_closest_marker("as_traced") or devices == graph_optimizer.DEVICES_THAT_KEEP_IT:

@@ -2,7 +2,7 @@
 
 It runs in all tests, as it does for users, but those marked `as_traced`: tests that compare numbers or files with one device's
 and trace a graph per case. Such a graph runs as it was traced. What the optimizer may spoil, such as an order of operations that
-only control dependencies keep, shows in any case of a kind, so of a grid over `devices` the cases with 2 keep it, and so do
+only control dependencies keep, shows in any case of a kind, so of a grid over `devices` the cases with 3 keep it, and so do
 whole files: collectives, plans and counts, memory, settings of stage 3, documentation, examples, jobs of the launcher.
 
 With it goes the filtering of tracebacks, for which TensorFlow and Keras wrap every call: such tests do not look at messages.
@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 _VARIABLE = "TFDIST_TESTS_AS_TRACED"  # tells the processes that a test starts
-DEVICES_THAT_KEEP_IT = 2
+DEVICES_THAT_KEEP_IT = 3
 
 
 def switch(on: bool) -> None:

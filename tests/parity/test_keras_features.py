@@ -269,7 +269,7 @@ LONG = ("callbacks", "lora", "frozen_and_thawed", "several_models", "kinds_of_in
 def _cases():
     """Every program with stage 3 and with one of the others, in turns, which is exhaustive for the long ones."""
     for place, name in enumerate(CASES):
-        yield name, 3, 3
+        yield name, 3, 2 if name in LONG else 3
         yield exhaustive(name, place % 3, 2) if name in LONG else (name, place % 3, 2)
 
 

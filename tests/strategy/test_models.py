@@ -128,7 +128,7 @@ def on_one_device(name):
 
 
 # Stage 2 reads its parameters as TensorFlow's own strategy does: those that it steps, or does not, in unusual ways are enough.
-CASES = [(name, 3, 3) for name in MODELS]
+CASES = [(name, 3, 3 if place % 4 == 0 else 2) for place, name in enumerate(MODELS)]
 CASES += [(name, 2, 2) for name in ("control_flow", "kinds_of_weights")]
 CASES += [exhaustive(name, 2, 2) for name in ("lazily_built", "used_three_times")]
 
@@ -193,5 +193,6 @@ def embedded_on_one_device(name):
 def test_embedding_gradients_are_summed_like_dense_ones(zero_stage, name):
     """Keras squares, and takes the norm of, the duplicates of a sparse gradient unsummed; here it is the dense gradient's."""
     base, settings = EMBEDDED[name]
-    found = fit(strategy_for(4, zero_stage), embedding, lambda: base(**settings), data=(TOKENS, LABELS))
+    strategy = strategy_for(4 if name == "clipped" else 2, zero_stage)
+    found = fit(strategy, embedding, lambda: base(**settings), data=(TOKENS, LABELS))
     assert_same(found, embedded_on_one_device(name))

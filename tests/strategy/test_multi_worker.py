@@ -70,13 +70,28 @@ def on_one_device(loop):
     return getattr(training, loop)(training.one_device(), training.small, worker_cases.adam)
 
 
+# What looks at more than its own elements, so that workers have to talk about it; and one that does not.
+ASKED = [
+    "clipnorm",
+    "global_clipnorm",
+    "average",
+    "constraints",
+    "accumulation",
+    "dynamic loss scale",
+    "several optimizers",
+    "adafactor",
+    "muon",
+    "unknown",
+]
+
+
 @pytest.mark.as_traced
 @pytest.mark.timeout(500)
-def test_whatever_an_optimizer_is_asked_for(tmp_path):
-    with workers.job(tmp_path, 2, f"{CASES}:train_optimizers", [1, 3]) as job:
+@pytest.mark.parametrize("names", [ASKED, exhaustive(list(optimizer_cases.CASES))], ids=len)
+def test_whatever_an_optimizer_is_asked_for(tmp_path, names):
+    with workers.job(tmp_path, 2, f"{CASES}:train_optimizers", [1, 3], names) as job:
         expected = {
-            name: optimizer_cases.train(name, optimizer_cases.loop_of(name), training.one_device())
-            for name in optimizer_cases.CASES
+            name: optimizer_cases.train(name, optimizer_cases.loop_of(name), training.one_device()) for name in names
         }
         for stage in (1, 3):
             overflowing = optimizer_cases.train_overflowing(training.one_device(), accumulates=stage == 1)

@@ -64,10 +64,10 @@ def normalise(strategy: Any) -> dict[str, Any]:
     return found
 
 
-def train_optimizers(zero_stages: list[int]) -> dict[str, dict[str, Any]]:
-    """Trains every row of the optimizers' table, at the stages in turns, and the row that overflows; see `loop_of`."""
+def train_optimizers(zero_stages: list[int], names: list[str]) -> dict[str, dict[str, Any]]:
+    """Trains rows of the optimizers' table, at the stages in turns, and the row that overflows; see `loop_of`."""
     found = {}
-    for place, name in enumerate(optimizer_cases.CASES):
+    for place, name in enumerate(names):
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=zero_stages[place % len(zero_stages)])
         found[name] = as_numbers(optimizer_cases.train(name, optimizer_cases.loop_of(name), strategy))
         gc.freeze()  # as after every test: see conftest.py
