@@ -54,9 +54,17 @@ class _Verbatim:
         return self._text
 
 
+def _initializer(made: Any) -> Any:
+    """Returns the `__init__` of a class where that makes its signature. Python 3.11.2 would take an inherited `__new__`."""
+    if not inspect.isclass(made):
+        return None
+    base = next(base for base in made.__mro__ if {"__init__", "__new__"} & vars(base).keys())
+    return None if base is object else vars(base).get("__init__")
+
+
 def signature(function: Any, width: float = math.inf) -> str:
     """Returns the signature of `function` without `self`; past `width` characters, with a line per parameter."""
-    found = inspect.signature(function)
+    found = inspect.signature(_initializer(function) or function)
 
     def verbatim(annotation: Any) -> Any:
         return _Verbatim(annotation) if isinstance(annotation, str) else annotation

@@ -26,7 +26,7 @@ def test_users_graphs_are_optimized():
 
 
 @pytest.mark.as_traced
-@pytest.mark.parametrize(("devices", "left"), [(1, FOLDED), (2, ()), (3, FOLDED), (2, ())])
+@pytest.mark.parametrize(("devices", "left"), [(2, FOLDED), (3, ()), (4, FOLDED), (3, ())])
 def test_the_mark_and_the_cases_that_keep_the_optimizer(devices, left):
     assert operations_that_run() == list(left)
 
