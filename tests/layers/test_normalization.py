@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from grids import exhaustive
 from ranks import local, per_rank, trace
 from training import CLASSES, FEATURES, assert_same, collect, custom_loop, loss_function, one_device, strategy_for, vectors
 
@@ -86,7 +87,7 @@ def synchronized_on_one_device():
     return train(one_device(), normalised(), vectors(33))
 
 
-@pytest.mark.parametrize(("devices", "zero_stage"), [(4, 2), (3, 3)])
+@pytest.mark.parametrize(("devices", "zero_stage"), [(4, 2), exhaustive(3, 3)])
 def test_synchronized_is_one_device(devices, zero_stage):
     assert_same(train(strategy_for(devices, zero_stage), normalised(), vectors(33)), synchronized_on_one_device())
 

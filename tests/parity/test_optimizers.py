@@ -24,7 +24,7 @@ def _cases():
         for stage in range(4):
             loop = "fit" if (place // 2 + stage) % 2 or case.scales_loss else "custom_loop"
             if stage == (place // 2 % 3 if place % 2 else 3):
-                yield name, stage, (2, 2, 3, 2, 2, 4)[place % 6], loop
+                yield name, stage, (2, 3, 2, 2, 4, 2)[place % 6], loop
             else:
                 yield exhaustive(name, stage, 2 + (place // 2 + stage) % 3, loop)
 
