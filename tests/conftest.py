@@ -10,7 +10,7 @@ import pytest
 
 import tfdist
 from tests import garbage, graph_optimizer, layer_groups, op_creation
-from tfdist.layers import kernel_gradients
+from tfdist.layers import kernel_products
 
 CPUS = tfdist.use_logical_cpus(4)
 graph_optimizer.only_for_calls()
@@ -39,10 +39,11 @@ def float64():
 
 @pytest.fixture
 def every_kernel_is_slow(monkeypatch):
-    """Gradients of all kernels are formed as those that oneDNN is slow with, and more than three columns are several blocks."""
-    monkeypatch.setattr(kernel_gradients, "_is_onednn_for_avx2", lambda: True)
-    monkeypatch.setattr(kernel_gradients, "is_slow_shape", lambda *_: True)
-    monkeypatch.setattr(kernel_gradients, "_BLOCK", 3)
+    """Products with all kernels are formed as those that oneDNN is slow with, and more than three columns are several blocks."""
+    monkeypatch.setattr(kernel_products, "_is_onednn_for_avx2", lambda: True)
+    monkeypatch.setattr(kernel_products, "is_slow_gradient", lambda *_: True)
+    monkeypatch.setattr(kernel_products, "is_slow_result", lambda *_: True)
+    monkeypatch.setattr(kernel_products, "_BLOCK", 3)
 
 
 def _use_float_type(dtype: str) -> None:

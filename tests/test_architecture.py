@@ -60,7 +60,7 @@ PRIVATE = {
     "layers/empty_batches.py",
     "layers/feature_norms.py",
     "layers/gelu.py",
-    "layers/kernel_gradients.py",
+    "layers/kernel_products.py",
     "layers/matrix_products.py",
     "planner/keras_tracing.py",
 }

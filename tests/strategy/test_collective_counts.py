@@ -10,7 +10,7 @@ import test_models
 from grids import exhaustive
 from training import strategy_for
 
-from tfdist.layers import kernel_gradients
+from tfdist.layers import kernel_products
 from tfdist.sharding import unshard
 
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
@@ -115,13 +115,15 @@ def test_stage_2_holds_two_buckets_of_full_gradients(zero_stage):
 
 
 def test_stage_2_holds_products_whose_results_are_rearranged(every_kernel_is_slow):
-    _check_waiting(2, lambda operation: not operation.get_attr("transpose_b"), products=19 // 3 + 1)
+    """Of a wide kernel it is a product for every three columns of the wide operand."""
+    _check_waiting(2, lambda operation: not operation.get_attr("transpose_b"), products=19 // 3 + 1, widths=(19, 18))
+    _check_waiting(2, lambda operation: operation.outputs[0].shape == (19, 19))
 
 
-def _check_waiting(zero_stage, is_of_kernel, products=1):
+def _check_waiting(zero_stage, is_of_kernel, products=1, widths=(19, 19)):
     """Asserts that the products which form a kernel's gradient wait for the reduction of the bucket two before."""
     depth = 6
-    graph, _ = traced_step(strategy_for(2, zero_stage, bucket_bytes=4 * (19 * 19 + 19)), lambda: _deep(depth))
+    graph, _ = traced_step(strategy_for(2, zero_stage, bucket_bytes=4 * (19 * 19 + 19)), lambda: _deep(depth, widths))
     on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
     reductions = [op for op in on_rank_0 if op.type == "CollectiveAllToAllV2"]
     of_kernels = [op for op in on_rank_0 if op.type == "MatMul" and "gradient_tape" in op.name and is_of_kernel(op)]
@@ -277,9 +279,10 @@ def test_reduce_dtype_halves_the_reduced_bytes():
     assert dtypes == {"reduce_scatter": "bfloat16", "all_gather": "float32"}
 
 
-def _deep(depth):
-    layers = [keras.layers.Dense(19, activation="tanh", name=f"layer_{k}") for k in range(depth)]
-    return keras.Sequential([keras.Input((19,)), *layers])
+def _deep(depth, widths=(19, 19)):
+    """Layers whose outputs have these widths in turns."""
+    layers = [keras.layers.Dense(widths[(k + 1) % 2], activation="tanh", name=f"layer_{k}") for k in range(depth)]
+    return keras.Sequential([keras.Input(widths[:1]), *layers])
 
 
 def _waits_for(operation, other):
@@ -310,9 +313,10 @@ def test_every_normalisation_is_gathered_again():
     assert plan.counts() == {"all_gather": 8 + 6, "reduce_scatter": 8}
 
 
-def test_stage_3_gathers_again_for_gradients_formed_otherwise(every_kernel_is_slow, monkeypatch):
+def test_stage_3_gathers_again_for_products_formed_otherwise(every_kernel_is_slow, monkeypatch):
     found = collectives_of(traced_step(strategy_for(2, 3))[0])
-    monkeypatch.setattr(kernel_gradients, "is_slow_shape", lambda *_: False)
+    for rule in ("is_slow_gradient", "is_slow_result"):
+        monkeypatch.setattr(kernel_products, rule, lambda *_: False)
     assert collectives_of(traced_step(strategy_for(2, 3))[0]) == found
     assert len(found["CollectiveGatherV2"]) == 2 * LAYERS - 2
 

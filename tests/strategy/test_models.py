@@ -140,7 +140,7 @@ def test_architecture(name, zero_stage, devices):
 
 
 @pytest.mark.parametrize("name", ["attention", "recurrent"])
-def test_kernels_whose_gradients_are_formed_otherwise(name, every_kernel_is_slow):
+def test_products_that_are_formed_otherwise(name, every_kernel_is_slow):
     assert_same(train(strategy_for(2, 3), name), on_one_device(name))
 
 

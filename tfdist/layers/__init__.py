@@ -10,8 +10,8 @@ Of the seams nothing is called by hand. Inside `strategy.run` of a tfdist strate
 * activations that a tensor-parallel layer leaves cut are whole for those who want them whole (`cut_tensors`);
 * GELU keeps one tensor for the backward pass instead of three (`gelu`), and normalization over features one instead of two
   (`feature_norms`);
-* attention and projections multiply matrices instead of reordering their axes each time (`matrix_products`), and gradients of
-  kernels are formed from a transposed operand where that is faster (`kernel_gradients`).
+* attention and projections multiply matrices instead of reordering their axes each time (`matrix_products`), and products with
+  kernels are formed from a transposed operand where that is faster (`kernel_products`).
 """
 
 from tfdist.layers import (

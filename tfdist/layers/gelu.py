@@ -60,8 +60,9 @@ def _by_erf(x: tf.Tensor) -> tf.Tensor:
 
 def _derivative(x: tf.Tensor) -> tf.Tensor:
     """Of x erfc(-u) / 2, u = x / sqrt 2."""
-    density = tf.exp(tf.square(x) * -(_ROOT_OF_HALF**2)) * (x * (_ROOT_OF_HALF / math.sqrt(math.pi)))
-    return 0.5 + 0.5 * tf.math.erf(x * _ROOT_OF_HALF) + density  # faster than erfc, which is exact where both are next to 0
+    u = x * _ROOT_OF_HALF
+    density = tf.exp(-0.5 * math.log(math.pi) - tf.square(u)) * u
+    return 0.5 + 0.5 * tf.math.erf(u) + density  # faster than erfc, which is exact where both are next to 0
 
 
 def _derivative_of_approximation(x: tf.Tensor) -> tf.Tensor:

@@ -3,7 +3,7 @@
 Keras's attention is two `tf.einsum`, each of which, like each of the four in their gradients, moves the heads to the front
 before it multiplies and back behind. Here query, key and value are moved once and kept so. And a layer such as `EinsumDense` that
 contracts the last axes of its input with the first ones of its kernel is one product of two matrices, where Keras multiplies
-example by example, and sums up as many gradients of the kernel. Some kernels' gradients are `kernel_gradients`' affair, those of
+example by example, and sums up as many gradients of the kernel. Some products are `kernel_products`' affair, those of
 `Dense` as well.
 
 Keras's values to rounding. Equations of any other form are left to Keras. The names are private to Keras:
@@ -22,7 +22,7 @@ from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 
 from tfdist.collectives import RankProgram
-from tfdist.layers.kernel_gradients import has_slow_gradient, product
+from tfdist.layers.kernel_products import is_slow, product
 from tfdist.losses.sharing import rank_program
 from tfdist.override import override
 
@@ -45,12 +45,17 @@ def _dot_product_attention(
         scores = tf.cast(scores, dtype) * scale
     if bias is not None:
         scores += tf.cast(bias, dtype)
+    masked = keras_nn._get_large_negative(dtype)
     if is_causal:
         positions = tf.shape(scores)[-2:]
         causal = tf.linalg.band_part(tf.ones(positions, tf.bool), -1, 0)
-        mask = causal if mask is None else tf.logical_and(mask, causal)
+        if mask is None:
+            # The masked scores are lost in the sums. Every row has another, so that their gradients are zero, as of `tf.where`.
+            scores += tf.where(causal, tf.zeros([], dtype), masked)
+        else:
+            mask = tf.logical_and(mask, causal)
     if mask is not None:
-        scores = tf.where(mask, scores, keras_nn._get_large_negative(dtype))
+        scores = tf.where(mask, scores, masked)
     weights = tf.cast(tf.nn.softmax(scores), value.dtype)
     return _heads_swapped(tf.matmul(weights, value))
 
@@ -77,7 +82,7 @@ def _matmul(original: Callable[..., Any], x1: Any, x2: Any) -> Any:
     if program is None or any(isinstance(operand, (tf.SparseTensor, tf.RaggedTensor)) for operand in (x1, x2)):
         return original(x1, x2)
     x, kernel = tf.convert_to_tensor(x1), tf.convert_to_tensor(x2)
-    return _projection(x, kernel, 1, program) if has_slow_gradient(x, kernel, program) else original(x, kernel)
+    return _projection(x, kernel, 1, program) if is_slow(x, kernel, program) else original(x, kernel)
 
 
 def _projection(x: tf.Tensor, kernel: tf.Tensor, contracted: int, program: RankProgram) -> tf.Tensor:

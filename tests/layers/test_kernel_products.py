@@ -1,4 +1,4 @@
-"""Kernels whose gradient oneDNN would form slowly: which they are, TensorFlow's values, and the graph that runs."""
+"""Products that oneDNN would form slowly: which they are, TensorFlow's values, and the graph that runs."""
 
 import keras
 import numpy as np
@@ -7,17 +7,28 @@ import tensorflow as tf
 from ranks import in_a_rank, local, strategy_on, trace
 
 from tests.graph_optimizer import nodes_that_run
-from tfdist.layers import kernel_gradients
+from tfdist.layers import kernel_products
 
 
 @pytest.mark.parametrize(
     ("inputs", "outputs", "is_slow"),
     [(256, 1024, True), (1024, 256, True), (256, 8192, True), (128, 2048, True), (64, 1024, True), (256, 3072, True)]
-    + [(256, 1000, False), (256, 768, False), (128, 512, False), (256, 256, False), (32, 1024, False), (1, 4096, False)]
-    + [(512, 512, False), (384, 1024, False), (1024, 4096, False), (2048, 2048, False)],  # packed
+    + [(128, 512, True), (512, 384, True), (512, 512, True), (192, 1536, True)]
+    + [(256, 1000, False), (256, 768, False), (256, 256, False), (32, 1024, False), (1, 4096, False), (64, 512, False)]
+    + [(384, 1024, False), (1024, 4096, False), (2048, 2048, False)],  # packed
 )
-def test_which_shapes(inputs, outputs, is_slow):
-    assert kernel_gradients.is_slow_shape(inputs, outputs) == is_slow
+def test_which_gradients(inputs, outputs, is_slow):
+    assert kernel_products.is_slow_gradient(inputs, outputs) == is_slow
+
+
+@pytest.mark.parametrize(
+    ("positions", "inputs", "outputs", "is_slow"),
+    [(256, 128, 512, True), (128, 64, 1024, True), (512, 512, 512, True), (256, 512, 1536, True)]
+    + [(256, 128, 500, False), (64, 128, 512, False), (256, 32, 512, False), (None, 128, 512, False), (0, 128, 512, False)]
+    + [(1024, 128, 512, False), (512, 512, 1024, False)],  # packed
+)
+def test_which_results(positions, inputs, outputs, is_slow):
+    assert kernel_products.is_slow_result(positions, inputs, outputs) == is_slow
 
 
 @pytest.mark.parametrize(
@@ -32,15 +43,15 @@ def test_which_machines(onednn, flags, expected, monkeypatch, tmp_path):
     info = tmp_path / "cpuinfo"
     if flags is not None:
         info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n", encoding="utf-8")
-    monkeypatch.setattr(kernel_gradients, "_pywrap_util_port", Build)
-    monkeypatch.setattr(kernel_gradients, "_CPU_INFO", info)
-    assert kernel_gradients._is_onednn_for_avx2.__wrapped__() == expected
+    monkeypatch.setattr(kernel_products, "_pywrap_util_port", Build)
+    monkeypatch.setattr(kernel_products, "_CPU_INFO", info)
+    assert kernel_products._is_onednn_for_avx2.__wrapped__() == expected
 
 
 def test_the_machine_is_asked():
-    onednn = kernel_gradients._pywrap_util_port.IsMklEnabled()
+    onednn = kernel_products._pywrap_util_port.IsMklEnabled()
     assert isinstance(onednn, bool)
-    assert kernel_gradients._is_onednn_for_avx2() <= onednn
+    assert kernel_products._is_onednn_for_avx2() <= onednn
 
 
 def values_and_gradients(function, x, kernel):
@@ -59,6 +70,7 @@ def values_and_gradients(function, x, kernel):
 FUNCTIONS = {
     "wide outputs": (keras.ops.matmul, (6, 4), (4, 7)),
     "wide inputs": (keras.ops.matmul, (6, 10), (10, 2)),
+    "square": (keras.ops.matmul, (6, 4), (4, 4)),
     "batch": (keras.ops.matmul, (2, 3, 4), (4, 6)),
     "no rows": (keras.ops.matmul, (0, 4), (4, 7)),
     "einsum": (lambda x, kernel: keras.ops.einsum("abc,cde->abde", x, kernel), (2, 3, 4), (4, 5, 2)),
@@ -97,19 +109,21 @@ def products_that_run(function, *shapes):
 
 
 def test_grappler_does_not_fold_the_transposes(every_kernel_is_slow):
-    forward, of_input = (False, False), (False, True)
-    one_block = [forward, forward, of_input]
+    along_rows, of_kernel = (False, True), (False, False)  # the result, with a transposed kernel, and the gradient of the input
+    one_block = [of_kernel, along_rows, along_rows]
     assert products_that_run(keras.ops.matmul, (6, 2), (2, 3)) == one_block
     assert products_that_run(keras.ops.matmul, (6, 3), (3, 2)) == one_block
-    assert products_that_run(keras.ops.matmul, (6, 2), (2, 8)) == [forward] * 2 + one_block
+    assert products_that_run(keras.ops.matmul, (6, 2), (2, 8)) == [of_kernel] * 2 + one_block
+    assert products_that_run(keras.ops.matmul, (6, 3), (3, 3)) == [along_rows] * 3
 
 
 def test_others_are_left_to_keras(monkeypatch):
-    monkeypatch.setattr(kernel_gradients, "_is_onednn_for_avx2", lambda: True)
+    monkeypatch.setattr(kernel_products, "_is_onednn_for_avx2", lambda: True)
     keras_own = [(False, False), (False, True), (True, False)]
     assert products_that_run(keras.ops.matmul, (6, 2), (2, 8)) == keras_own
     assert products_that_run(keras.ops.matmul, (6, 64), (64, 1024)) == [(False, False)] * 2 + [(False, True)]
-    monkeypatch.setattr(kernel_gradients, "_is_onednn_for_avx2", lambda: False)
+    assert products_that_run(keras.ops.matmul, (128, 64), (64, 512)) == [(False, True)] * 2 + [(True, False)]
+    monkeypatch.setattr(kernel_products, "_is_onednn_for_avx2", lambda: False)
     assert products_that_run(keras.ops.matmul, (6, 64), (64, 1024)) == keras_own
 
 
