@@ -110,7 +110,7 @@ OPTIMIZERS = {
         exhaustive("clipped by norm, loss scaled", 2, 2, 3),
         ("clipped by norm, loss scaled", 4, 1, 0),
         ("clipped by global norm", 2, 2, 3),
-        ("averaged, accumulated", 2, 2, 1),
+        exhaustive("averaged, accumulated", 2, 2, 1),  # in a pipeline and without, too
         exhaustive("averaged, accumulated", 2, 1, 0),
         exhaustive("whole-tensor", 2, 2, 0),
         ("whole-tensor", 2, 2, 2),

@@ -71,7 +71,7 @@ def fitted(devices, zero_stage, size, weighted=False):
 
 @pytest.mark.parametrize(
     ("devices", "zero_stage", "size", "weighted"),
-    [(2, 0, 33, False), (3, 2, 37, True), (4, 3, 33, False), exhaustive(3, 2, 33, False), exhaustive(3, 3, 37, True)],
+    [exhaustive(2, 0, 33, False), (3, 2, 37, True), (4, 3, 33, False), exhaustive(3, 2, 33, False), exhaustive(3, 3, 37, True)],
 )
 def test_last_partial_batch(devices, zero_stage, size, weighted):
     assert_same(fitted(devices, zero_stage, size, weighted), fitted(1, 0, size, weighted), rtol=1e-10)

@@ -146,7 +146,7 @@ def strategy_of(part):
     [
         exhaustive("average overwrites", (3, 1), (2, 3)),
         exhaustive("accumulation", (2, 2), (4, 0)),
-        ("accumulation and averages", (3, 1), (2, 3)),
+        exhaustive("accumulation and averages", (3, 1), (2, 3)),
         ("dynamic loss scale and accumulation", (2, 2), (3, 0)),
         ("several optimizers", (2, 3), (3, 1)),
         ("muon", None, (2, 3)),

@@ -46,7 +46,7 @@ def mesh(pipe, data=1, **settings):
     return strategy_on(pipe * data, pipeline_parallel_size=pipe, **settings)
 
 
-@pytest.mark.parametrize("name", ["branches", "masked", "tied"])
+@pytest.mark.parametrize("name", ["branches", exhaustive("masked"), exhaustive("tied")])
 def test_microbatches_on_one_device_are_the_plain_model(name):
     """Without dropout and BatchNormalization."""
     found = train(one_device(), name, infers=name == "branches", num_microbatches=4)
@@ -104,7 +104,7 @@ def test_data_ranks(name, zero_stage, infers):
 
 @pytest.mark.parametrize(
     ("name", "pipe", "schedule", "stages"),
-    [("chain", 2, "zero_bubble", None), ("masked", 2, "gpipe", [2]), ("branches", 1, "1f1b", None)],
+    [("chain", 2, "zero_bubble", None), ("masked", 2, "gpipe", [2]), exhaustive("branches", 1, "1f1b", None)],
 )
 def test_recomputing_changes_nothing(name, pipe, schedule, stages):
     """Neither random numbers nor statistics, which belong to the first forward; nor the mask of what arrives at an attention."""
@@ -144,7 +144,7 @@ OPTIMIZERS = {
     [
         ("clipped by norm, loss scaled", 1, 0),
         ("clipped by global norm", 2, 1),
-        ("averaged, accumulated", 2, 0),
+        exhaustive("averaged, accumulated", 2, 0),
         ("whole-tensor", 2, 2),
         ("decayed", 1, 0),
     ],
