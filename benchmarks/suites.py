@@ -162,12 +162,19 @@ def select(
             entrants = [contender for contender in chosen if contender in POSSIBLE[kind]]
             for model, layers in _sizes(kind, models):
                 taken = [
-                    Measure(kind, model, contender, number, layers, MEMORY_STEPS if kind == MEMORY else steps, round_index)
+                    Measure(kind, model, contender, number, layers, _steps(kind, layers, steps), round_index)
                     for number, group in _groups(kind, entrants, ranks)
                     for contender in _rotated(group, round_index)
                 ]
                 measures += taken
     return measures
+
+
+def _steps(kind: str, layers: int, steps: int) -> int:
+    """Returns how many steps are run: of a flatter model of the scaling as many more as take about as long."""
+    if kind == MEMORY:
+        return MEMORY_STEPS
+    return steps * max(SCALING_LAYERS) // layers if kind == SCALING else steps
 
 
 def _sizes(kind: str, models: Sequence[str]) -> list[tuple[str, int]]:

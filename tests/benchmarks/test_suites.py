@@ -61,6 +61,7 @@ def test_scaling_is_of_depths_in_one_process():
         (contender, layers) for contender in ("mirrored", "local-zero1", "local-zero3") for layers in (4, 8, 16, 32)
     }
     assert {x.case.num_processes for x in measures} == {1}
+    assert {x.layers: x.steps for x in measures} == {4: 80, 8: 40, 16: 20, 32: 10}  # about as long
     assert all_of("full", kinds=("scaling",), ranks=(2,)) == []
 
 
