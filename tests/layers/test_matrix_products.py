@@ -1,5 +1,7 @@
 """Attention and projections on the ranks: Keras's values and gradients, as products of matrices."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -58,8 +60,9 @@ MASK = np.array([[1, 0, 0, 1, 1, 1], [1, 1, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0], [1,
         {"mask": MASK},  # its third query sees nothing
         {"mask": MASK[None, None] & np.array([True, False])[:, None, None, None], "is_causal": True, "scale": 0.3},
         {"bias": normal((1, 4, 5, 6))[0], "scale": 2.0},
+        {"bias": np.where(MASK, 0.0, -6e4), "is_causal": True},
     ],
-    ids=["plain", "causal", "mask", "both", "bias"],
+    ids=["plain", "causal", "mask", "both", "bias", "causal, bias"],
 )
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 3e-6), ("float64", 1e-12), ("float16", 1e-2), ("bfloat16", 4e-2)]
@@ -87,6 +90,15 @@ def test_attention_moves_each_tensor_once():
     assert found.count("Einsum") == 0
     assert found.count("Transpose") == 8  # query, key, value and result, and their gradients
     assert operations_of(keras.ops.dot_product_attention, *specs, on_a_rank=False).count("Einsum") == 6
+
+
+def test_a_causal_mask_is_added():
+    """Where it is the only one: no score is selected, nor a gradient."""
+    attend = functools.partial(keras.ops.dot_product_attention, is_causal=True)
+    specs = [tf.TensorSpec((2, 5, 4, 3))] * 3
+    assert operations_of(attend, *specs, on_a_rank=True).count("SelectV2") == 1  # the mask itself
+    biased = functools.partial(attend, bias=np.zeros((5, 5), "float32"))
+    assert operations_of(biased, *specs, on_a_rank=True).count("SelectV2") == 3  # of the scores, and of both sides' gradients
 
 
 PROJECTIONS = {"ab,bc->ac": 1, "abc,cd->abd": 1, "abc,cde->abde": 1, "abcd,cde->abe": 2, "abcd,de->abce": 1, "zyx,xw->zyw": 1}

@@ -49,11 +49,11 @@ def _dot_product_attention(
     if is_causal:
         positions = tf.shape(scores)[-2:]
         causal = tf.linalg.band_part(tf.ones(positions, tf.bool), -1, 0)
-        if mask is None:
+        if mask is None and bias is None:
             # The masked scores are lost in the sums. Every row has another, so that their gradients are zero, as of `tf.where`.
             scores += tf.where(causal, tf.zeros([], dtype), masked)
         else:
-            mask = tf.logical_and(mask, causal)
+            mask = causal if mask is None else tf.logical_and(mask, causal)
     if mask is not None:
         scores = tf.where(mask, scores, masked)
     weights = tf.cast(tf.nn.softmax(scores), value.dtype)
