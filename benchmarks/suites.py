@@ -171,7 +171,7 @@ def select(
 
 
 def _steps(kind: str, layers: int, steps: int) -> int:
-    """Returns how many steps are run: of a flatter model of the scaling as many more as take about as long."""
+    """Returns how many steps are run: of a shallower model of the scaling as many more as take about as long."""
     if kind == MEMORY:
         return MEMORY_STEPS
     return steps * max(SCALING_LAYERS) // layers if kind == SCALING else steps

@@ -53,6 +53,27 @@ def example(first, second: "int | None" = None, *, third: "str" = "x") -> "list[
     """
 
 
+def test_signatures_of_classes(make_reference):
+    """Of `__init__`, whatever an inherited `__new__` takes; without either, as Python has it."""
+
+    class Base:
+        def __new__(cls, *args, **kwargs):
+            return super().__new__(cls)
+
+    class Own(Base):
+        def __init__(self, first, second=2):
+            pass
+
+    class Inherited(Own):
+        pass
+
+    class Neither:
+        pass
+
+    found = [make_reference.signature(made) for made in (Own, Inherited, Base, Neither)]
+    assert found == ["(first, second=2)", "(first, second=2)", "(*args, **kwargs)", "()"]
+
+
 def test_signatures_and_sections(make_reference):
     assert make_reference.signature(example) == "(first, second: int | None = None, *, third: str = 'x') -> list[int]"
     assert make_reference.signature(example, width=20).splitlines() == [
