@@ -11,7 +11,9 @@ Nothing here has a gradient: a pipeline sends its gradients itself.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import errors
@@ -84,6 +86,9 @@ def send(program: RankProgram, x: tf.Tensor, destination: int, label: str) -> No
         program.plan.attachment(_LocalEdges).send(_Message(program.rank, destination, label), x)
         return
     _check_sizes(x.shape, label)
+    if holds_thread(program, destination):
+        _put(program, x, destination, label)
+        return
     rows = tf.shape(x)[0] if _has_unknown_rows(x.shape) else None
     wire.edge_send(program, _carried(_padded(x, rows)), destination, label)
 
@@ -102,6 +107,8 @@ def receive(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: 
         if source in program.communicator.local_ranks:
             return program.plan.attachment(_LocalEdges).receive(_Message(source, program.rank, label), spec)
         _check_sizes(spec.shape, label)
+        if holds_thread(program, source):
+            return _take(program, spec, rows, source, label)
         dtype = wire.WIDENED.get(spec.dtype, spec.dtype)
         if not _has_unknown_rows(spec.shape):
             shape = tf.constant(spec.shape.as_list(), tf.int32)
@@ -110,6 +117,56 @@ def receive(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: 
         shape = tf.concat([[padded], tf.constant(inner, tf.int32)], 0)
         received = wire.edge_receive(program, tf.TensorSpec([None, *inner], dtype), shape, source, label)
         return tf.cast(received[:rows], spec.dtype)
+
+
+def holds_thread(program: RankProgram, source: int) -> bool:
+    """Whether to receive from `source` holds a thread that runs operations until the message is there."""
+    mailbox = program.communicator.mailbox
+    return mailbox is not None and source in mailbox.peers
+
+
+def _put(program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+    """Sends `x` through the mailbox."""
+    mailbox = program.communicator.mailbox
+    with tf.device(program.device):
+        key = program.begin_mail(tf.TensorSpec(x.shape, x.dtype), program.rank, destination, label)
+
+        def run(x: Any) -> Any:
+            mailbox.send(destination, key, x)
+            return np.int64(0)
+
+        _keep(program, tf.numpy_function(run, [x], tf.int64, stateful=False))
+
+
+def _take(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+    """Receives through the mailbox: messages of a rank one after the other, so that one thread waits at most."""
+    mailbox, shape = program.communicator.mailbox, spec.shape.as_list()
+    key = program.begin_mail(spec, source, program.rank, label)
+    taken = program.attachment(_Taken)
+
+    def run(_: Any, rows: Any) -> Any:
+        sizes = tuple(rows if size is None else size for size in shape)
+        return mailbox.receive(source, key, sizes, spec.dtype.as_numpy_dtype), np.int64(0)
+
+    with tf.control_dependencies(taken.last):
+        # Without state, or TensorFlow would order it among all Python calls; that it reads its turn keeps it from being folded.
+        turn = tf.raw_ops.ReadVariableOp(resource=program.communicator.edge_token(program.rank), dtype=tf.int64)
+        received, zero = tf.numpy_function(run, [turn, rows], [spec.dtype, tf.int64], stateful=False)
+    _keep(program, zero)
+    taken.last = [] if program.is_eager else [received.op]
+    return tf.ensure_shape(received, spec.shape)
+
+
+def _keep(program: RankProgram, zero: tf.Tensor) -> None:
+    """Has the call that makes `zero` run although nobody may read it: an optimizer drops a call that others only wait for."""
+    tf.raw_ops.AssignAddVariableOp(resource=program.communicator.edge_token(program.rank), value=zero)
+
+
+class _Taken:
+    """The operation that has received a rank's last message in one trace; an attachment of its program."""
+
+    def __init__(self, program: RankProgram):
+        self.last: list[tf.Operation] = []
 
 
 def _has_unknown_rows(shape: tf.TensorShape) -> bool:

@@ -15,6 +15,7 @@ and reads there what that member has written, shares it.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import mmap
 import os
@@ -28,13 +29,14 @@ import weakref
 from typing import Any
 
 from tfdist import errors
+from tfdist.collectives.mailbox import Mailbox, Peer
 from tfdist.collectives.program import Communicator
 from tfdist.collectives.shared_memory import Exchange, file_bytes
 from tfdist.mesh import MESH_AXES, Coordination, operations_at_once
 
 _MEMORY = "/dev/shm"
 _SECRET_BYTES = 16
-_open: weakref.WeakSet[Exchange] = weakref.WeakSet()
+_open: weakref.WeakSet[Exchange | Mailbox] = weakref.WeakSet()
 
 
 def abort_exchanges(reason: str) -> None:
@@ -47,48 +49,64 @@ def connect_exchanges(communicator: Communicator, words: Coordination, timeout_s
     """Connects the groups of `communicator` that share a machine. All workers call it at once.
 
     Args:
-        communicator: its `exchanges` are set.
+        communicator: its `exchanges` are set, of a pipeline its `mailbox`.
         words: the workers' store.
         timeout_seconds: how long to wait for the others.
     """
     here = communicator.local_ranks[0]
-    axes = [mesh_axis for mesh_axis in MESH_AXES if communicator.mesh.size(mesh_axis) > 1]
+    is_pipeline = communicator.mesh.pipeline_parallel_size > 1
+    axes = ["pipe"] if is_pipeline else [mesh_axis for mesh_axis in MESH_AXES if communicator.mesh.size(mesh_axis) > 1]
     groups = dict.fromkeys(communicator.mesh.group_ranks(mesh_axis, here) for mesh_axis in axes)
     wanted = communicator.transport.shares_memory and _may_wait(communicator)
     with contextlib.ExitStack() as stack:
-        offered = {str(ranks): _offer(ranks, stack) for ranks in groups if wanted and ranks[0] == here}
+        offered = {str(ranks): _offer(ranks, is_pipeline, stack) for ranks in groups if wanted and ranks[0] == here}
         answers = [json.loads(answer) for answer in words.exchange("memory", json.dumps([wanted, offered]), timeout_seconds)]
         if not all(answer[0] for answer in answers):
             return
-        joined = {ranks: _join(ranks, here, answers[ranks[0]][1].get(str(ranks)), stack) for ranks in groups}
+        joined = {ranks: _join(ranks, here, answers[ranks[0]][1].get(str(ranks)), is_pipeline, stack) for ranks in groups}
         mine = json.dumps([str(ranks) for ranks, place in joined.items() if place is not None])
         answers = [json.loads(answer) for answer in words.exchange("memory/joined", mine, timeout_seconds)]
         for ranks, place in joined.items():
             if all(str(ranks) in answers[rank] for rank in ranks):
                 peers = place.connect(len(ranks), timeout_seconds)
-                communicator.exchanges[ranks] = Exchange(place.memory, place.index, peers)
-                _open.add(communicator.exchanges[ranks])
+                if is_pipeline:
+                    communicator.mailbox = found = _mailbox({ranks[index]: peer for index, peer in peers.items()})
+                else:
+                    communicator.exchanges[ranks] = found = Exchange(place.memory, place.index, peers)
+                _open.add(found)
         words.exchange("memory/connected", "", timeout_seconds)
 
 
 def _may_wait(communicator: Communicator) -> bool:
     """Whether a collective may hold a thread that runs operations, and what this thread has put off, until all members come.
 
-    All collectives of a rank stand on one chain, so nobody waits for what is held. But ranks of one process may wait for each
-    other, and stages of a pipeline for messages that are not on the chain; and there must be another thread.
+    All collectives of a rank stand on one chain, so nobody waits for what is held; nor do messages of a pipeline, of which
+    a rank receives one after the other. But ranks of one process may wait for each other; and there must be another thread.
     """
-    is_alone = len(communicator.local_ranks) == 1 and communicator.mesh.pipeline_parallel_size == 1
-    return is_alone and operations_at_once() > 1
+    return len(communicator.local_ranks) == 1 and operations_at_once() > 1
+
+
+def _mailbox(peers: dict[int, socket.socket]) -> Mailbox:
+    """Makes this process's memory, and passes it to `peers` for theirs."""
+    memory = io.FileIO(os.memfd_create("tfdist"), "r+")
+    for connection in peers.values():
+        socket.send_fds(connection, [b"memory"], [memory.fileno()])
+    found = {}
+    for rank, connection in peers.items():
+        _, (number,), *_ = socket.recv_fds(connection, len(b"memory"), 1)
+        found[rank] = Peer(connection, io.FileIO(number, "r+"))
+    return Mailbox(memory, found)
 
 
 class _Place:
     """One member's file and socket while its group is being connected."""
 
-    def __init__(self, memory: mmap.mmap, index: int, directory: pathlib.Path, stack: contextlib.ExitStack):
+    def __init__(self, memory: mmap.mmap | None, index: int, directory: pathlib.Path, kind: int, stack: contextlib.ExitStack):
         self.memory = memory
         self.index = index
         self._directory = directory
-        self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self._kind = kind
+        self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
         self._listener.bind(str(directory / str(index)))
         self._listener.listen()
 
@@ -96,7 +114,7 @@ class _Place:
         """Returns a connection to each of the `size` members but this one."""
         peers = {}
         for other in range(self.index):
-            peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peers[other] = socket.socket(socket.AF_UNIX, self._kind)
             peers[other].settimeout(timeout_seconds)
             peers[other].connect(str(self._directory / str(other)))
             peers[other].sendall(self.index.to_bytes(4, "little"))
@@ -110,13 +128,15 @@ class _Place:
         return peers
 
 
-def _offer(ranks: tuple[int, ...], stack: contextlib.ExitStack) -> Any:
+def _offer(ranks: tuple[int, ...], is_pipeline: bool, stack: contextlib.ExitStack) -> Any:
     """Makes the directory and the file of a group; returns how the others find them, or None where that is not possible."""
     try:
         directory = pathlib.Path(tempfile.mkdtemp(prefix=f"tfdist-{os.getpid()}-", dir=_MEMORY))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         secret = secrets.token_bytes(_SECRET_BYTES)
         (directory / "secret").write_bytes(secret)
+        if is_pipeline:
+            return [str(directory), secret.hex()]
         with (directory / "memory").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, file_bytes(len(ranks)))  # here, not when it is written, memory may be short
     except OSError as error:
@@ -133,7 +153,7 @@ def _offer(ranks: tuple[int, ...], stack: contextlib.ExitStack) -> Any:
     return [str(directory), secret.hex()]
 
 
-def _join(ranks: tuple[int, ...], here: int, offered: Any, stack: contextlib.ExitStack) -> _Place | None:
+def _join(ranks: tuple[int, ...], here: int, offered: Any, is_pipeline: bool, stack: contextlib.ExitStack) -> _Place | None:
     """Opens what a group's first member has made; None where this process does not see it."""
     if offered is None:
         return None
@@ -141,8 +161,10 @@ def _join(ranks: tuple[int, ...], here: int, offered: Any, stack: contextlib.Exi
     try:
         if (directory / "secret").read_bytes().hex() != offered[1]:
             return None
+        if is_pipeline:
+            return _Place(None, ranks.index(here), directory, socket.SOCK_SEQPACKET, stack)
         with (directory / "memory").open("r+b") as file:
             memory = mmap.mmap(file.fileno(), 0)
-        return _Place(memory, ranks.index(here), directory, stack)
+        return _Place(memory, ranks.index(here), directory, socket.SOCK_STREAM, stack)
     except OSError:
         return None

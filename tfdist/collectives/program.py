@@ -12,6 +12,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable
 
 from tfdist import errors
 from tfdist.collectives.instance_keys import KEYS_PER_COLLECTIVE, InstanceKeys
+from tfdist.collectives.mailbox import Mailbox
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.shared_memory import Exchange
 from tfdist.collectives.transport import Transport
@@ -42,6 +43,7 @@ class Communicator:
 
     Attributes:
         exchanges: the groups of ranks on one machine that meet in memory (see `shared_memory`).
+        mailbox: what passes messages of a pipeline to ranks on the same machine, if there are some (see `mailbox`).
         kernel_orders: per group, the order in which the kernels number its members (see `wire`).
         programs: what was traced, by number; only kept where other workers take part.
     """
@@ -54,6 +56,7 @@ class Communicator:
         self.local_ranks = tuple(range(mesh.world_size) if local_ranks is None else local_ranks)
         self.kernel_orders: dict[tuple[int, ...], list[int]] = {}
         self.exchanges: dict[tuple[int, ...], Exchange] = {}
+        self.mailbox: Mailbox | None = None
         self.programs: list[CollectivePlan] = []
         self.instance_keys = InstanceKeys()
         self._first_key = next(self._next_key_range)
@@ -196,10 +199,18 @@ class RankProgram:
             source, destination: ranks.
             label: what it is for; no two messages of a step between these ranks have the same.
         """
+        record = self._register_edge(spec, source, destination, label)
+        return self._attributes(record, self.communicator.edge_key(source, destination), shape)
+
+    def begin_mail(self, spec: tf.TensorSpec, source: int, destination: int, label: str) -> int:
+        """Registers one message of a pipeline that passes through a `Mailbox`, and returns its key; arguments as `begin_edge`."""
+        return self.communicator.instance_keys.key(self._register_edge(spec, source, destination, label))
+
+    def _register_edge(self, spec: tf.TensorSpec, source: int, destination: int, label: str) -> CollectiveRecord:
         record = CollectiveRecord("edge", (source, destination), tuple(spec.shape.as_list()), spec.dtype.name, label, source)
         self.plan.add_edge(self.rank, record)
         self._mark_start()
-        return self._attributes(record, self.communicator.edge_key(source, destination), shape)
+        return record
 
     def _attributes(self, record: CollectiveRecord, group_key: int, shape: Any) -> dict[str, Any]:
         instance_key = self.communicator.instance_keys.key(record)
