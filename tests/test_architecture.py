@@ -40,6 +40,7 @@ PRIVATE = {
     "autograph.py",
     "mesh/coordination.py",
     "collectives/program.py",
+    "collectives/python_calls.py",
     "sharding/tape.py",
     "sharding/autocast.py",
     "sharding/keras_scope.py",

@@ -3,6 +3,7 @@
 A failure here after an upgrade names what changed; the file that uses it is in the test's name or docstring.
 """
 
+import gc
 import inspect
 
 import keras
@@ -30,7 +31,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable_ops, while_v2
+from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable_ops, script_ops, while_v2
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
@@ -44,6 +45,33 @@ def parameters(function):
 def in_graph(function, *arguments):
     """Traces `function` and returns the concrete function."""
     return tf.function(function, autograph=False).get_concrete_function(*arguments)
+
+
+# tfdist/collectives/python_calls.py
+
+
+def test_what_is_called_as_an_eager_function_is_called_with_arrays_and_returns_them():
+    """Of an operation that is not for eager functions; nothing else is done with what it returns."""
+    called = []
+
+    class Call(script_ops.EagerFunc):
+        def __init__(self):
+            """Takes nothing: the base class would convert what is returned."""
+
+        def __call__(self, device, token, arguments):
+            called.extend(arguments)
+            return [np.full(3, 2.0)]
+
+    call = Call()
+    token = script_ops._py_funcs.insert(call)
+    assert script_ops._py_funcs.get(token) is call
+    run = in_graph(lambda x: tf.raw_ops.PyFuncStateless(input=[x], token=token, Tout=[tf.float64])[0], tf.TensorSpec([2]))
+    np.testing.assert_array_equal(run(tf.ones(2)), [2, 2, 2])
+    assert [type(argument) for argument in called] == [np.ndarray]
+    with pytest.raises(tf.errors.OpError, match="Could not find callback"):
+        del call, Call
+        gc.collect()
+        run(tf.ones(2))
 
 
 # tfdist/autograph.py

@@ -12,7 +12,16 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.collectives import all_gather, all_reduce, all_to_all, host_groups, reduce_scatter, shared_memory
+from tfdist.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    current_program,
+    edges,
+    host_groups,
+    reduce_scatter,
+    shared_memory,
+)
 from tfdist.mesh import threads
 
 WORKERS = 3
@@ -40,6 +49,10 @@ def run_everything() -> dict[str, Any]:
         found[f"{implementation} groups"] = sorted(strategy.extended.communicator.exchanges)
         found[f"{implementation} directories"] = [call.kwargs["dir"] for call in made.call_args_list]
         found[implementation] = collectives_of(strategy)
+        strategy = strategy_of(implementation, pipeline_parallel_size=WORKERS)
+        mailbox = strategy.extended.communicator.mailbox
+        found[f"{implementation} mailbox"] = None if mailbox is None else sorted(mailbox.peers)
+        found[f"{implementation} messages"] = messages_of(strategy)
     found["left behind"] = [str(path) for path in pathlib.Path("/dev/shm").glob(f"tfdist-{os.getpid()}-*")]
     found["other groups"] = groups_where_memory_cannot_be_shared()
     return found
@@ -75,6 +88,37 @@ def every_collective(x: tf.Tensor) -> dict[str, tf.Tensor]:
     return found
 
 
+def messages_of(strategy: Any) -> dict[str, Any]:
+    """What a pipeline's ranks receive that send each other, in a ring: of every dtype, of lengths known when it runs only, and in
+    a loop; some of it is read by nobody."""
+    rank = strategy.cluster.worker_index
+    before, behind = (rank - 1) % WORKERS, (rank + 1) % WORKERS
+
+    def exchange(x: tf.Tensor) -> dict[str, tf.Tensor]:
+        program, rows, found = current_program(), tf.shape(x)[0], {}
+        for name in (*DTYPES, "bool", "unread"):
+            mine = tf.cast(x, name) if name in DTYPES else tf.cast(tf.cast(x, tf.int32) % 2, "bool")
+            edges.send(program, mine, behind, name)
+            found[name] = edges.receive(program, tf.TensorSpec(mine.shape, mine.dtype), rows, before, name)
+        return {name: tf.cast(x, tf.float64) for name, x in found.items() if name != "unread"}
+
+    step = tf.function(lambda x: strategy.run(exchange, args=(x,)), autograph=False)
+    varying = tf.function(step.python_function, [tf.TensorSpec([None, 2])], autograph=False)
+
+    @tf.function
+    def loop(x: tf.Tensor) -> tf.Tensor:
+        for _ in tf.range(5):
+            x = tf.cast(strategy.run(exchange, args=(x,))["float64"], tf.float32) + 1.0
+        return x
+
+    values = np.arange(14.0, dtype=np.float32).reshape(7, 2) + 100 * rank
+    found = {f"{name} {rows} rows": x.numpy() for rows in (7, 3) for name, x in varying(values[:rows]).items()}
+    found |= {f"{name} of known size": x.numpy() for name, x in step(tf.constant(values)).items()}
+    mailbox = strategy.extended.communicator.mailbox
+    found["unread"] = None if mailbox is None else sum(map(len, mailbox._arrived.values()))
+    return found | {"loop": loop(tf.constant(values)).numpy()}
+
+
 def digest(values: np.ndarray) -> np.ndarray:
     """All of few values; of many, sums that tell where each stands."""
     flat = values.reshape(-1)
@@ -96,23 +140,31 @@ def of_a_loop(strategy: Any) -> np.ndarray:
     return steps().numpy()
 
 
+def meets(**settings: Any) -> list:
+    """Returns the groups that meet in memory, and the ranks to which messages go through it."""
+    communicator = strategy_of("AUTO", **settings).extended.communicator
+    return [*communicator.exchanges, *(communicator.mailbox.peers if communicator.mailbox else ())]
+
+
 def groups_where_memory_cannot_be_shared() -> dict[str, list]:
-    """No worker has such memory, or enough; one is elsewhere; they run one operation at a time; or they form a pipeline."""
-    found = {"a pipeline": sorted(strategy_of("AUTO", pipeline_parallel_size=WORKERS).extended.communicator.exchanges)}
+    """No worker has such memory, or enough; one is elsewhere; or they run one operation at a time."""
+    found = {}
     last = int(tfdist.MultiWorkerShardedStrategy().cluster.worker_index) == WORKERS - 1
+    pipeline = {"pipeline_parallel_size": WORKERS}
     with mock.patch.object(host_groups, "_MEMORY", "/nowhere"):
-        found["no memory"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+        found["no memory"] = meets() + meets(**pipeline)
     with (
         mock.patch.object(os, "posix_fallocate", side_effect=OSError("No space left on device")),
         warnings.catch_warnings(record=True) as warned,
     ):
         warnings.simplefilter("always")
-        found["no space"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+        found["no space"] = meets()
     found["warnings"] = [str(one.message) for one in warned if "share memory" in str(one.message)]
-    with mock.patch.object(host_groups.mmap, "mmap", side_effect=OSError("not seen here") if last else host_groups.mmap.mmap):
-        found["another machine"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+    read = pathlib.Path.read_bytes
+    with mock.patch.object(pathlib.Path, "read_bytes", lambda path: b"not this machine's" if last else read(path)):
+        found["another machine"] = meets() + meets(**pipeline)
     with mock.patch.object(threads, "cores", lambda: 1):
-        found["one thread"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+        found["one thread"] = meets() + meets(**pipeline)
     with mock.patch.object(threads, "cores", lambda: 1 if last else 8):
-        found["one thread of one worker"] = sorted(strategy_of("AUTO").extended.communicator.exchanges)
+        found["one thread of one worker"] = meets() + meets(**pipeline)
     return found

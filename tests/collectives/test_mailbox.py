@@ -89,7 +89,7 @@ def test_who_receives_waits():
 
 
 def test_more_notices_than_a_socket_holds_block_nobody():
-    """Two send each other thousands of messages, all before either receives; and a third, which receives first, waits for its own."""
+    """Three send each other thousands of messages, all before they receive any."""
     members, _ = mailboxes(3)
     count, x = 3000, np.zeros(1)
 

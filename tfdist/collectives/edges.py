@@ -19,6 +19,9 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import wire
 from tfdist.collectives.program import RankProgram, log2_ceiling
+from tfdist.collectives.python_calls import call_python
+
+_ZERO = np.zeros([], np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +136,9 @@ def _put(program: RankProgram, x: tf.Tensor, destination: int, label: str) -> No
 
         def run(x: Any) -> Any:
             mailbox.send(destination, key, x)
-            return np.int64(0)
+            return [_ZERO]
 
-        _keep(program, tf.numpy_function(run, [x], tf.int64, stateful=False))
+        _keep(program, *call_python(run, [x], [tf.int64]))
 
 
 def _take(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
@@ -144,22 +147,23 @@ def _take(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: in
     key = program.begin_mail(spec, source, program.rank, label)
     taken = program.attachment(_Taken)
 
+    dtype = spec.dtype.as_numpy_dtype
+
     def run(_: Any, rows: Any) -> Any:
-        sizes = tuple(rows if size is None else size for size in shape)
-        return mailbox.receive(source, key, sizes, spec.dtype.as_numpy_dtype), np.int64(0)
+        return [mailbox.receive(source, key, tuple(rows if size is None else size for size in shape), dtype)]
 
     with tf.control_dependencies(taken.last):
-        # Without state, or TensorFlow would order it among all Python calls; that it reads its turn keeps it from being folded.
+        # That it reads its turn keeps it from being folded.
         turn = tf.raw_ops.ReadVariableOp(resource=program.communicator.edge_token(program.rank), dtype=tf.int64)
-        received, zero = tf.numpy_function(run, [turn, rows], [spec.dtype, tf.int64], stateful=False)
-    _keep(program, zero)
+        received = call_python(run, [turn, rows], [spec.dtype])[0]
+    _keep(program, tf.size(received, tf.int64))
     taken.last = [] if program.is_eager else [received.op]
     return tf.ensure_shape(received, spec.shape)
 
 
-def _keep(program: RankProgram, zero: tf.Tensor) -> None:
-    """Has the call that makes `zero` run although nobody may read it: an optimizer drops a call that others only wait for."""
-    tf.raw_ops.AssignAddVariableOp(resource=program.communicator.edge_token(program.rank), value=zero)
+def _keep(program: RankProgram, number: tf.Tensor) -> None:
+    """Has the call that makes `number` run although nobody may read it: an optimizer drops a call that others only wait for."""
+    tf.raw_ops.AssignAddVariableOp(resource=program.communicator.edge_token(program.rank), value=number)
 
 
 class _Taken:

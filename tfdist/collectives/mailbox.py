@@ -1,16 +1,16 @@
 """Messages between processes of one machine through memory that they share. No TensorFlow here.
 
-Each process has memory of its own, in slots, which only it writes, and which the others map. A message is written to a free slot,
-its notice (key, slot, size) goes over a socket, and who has read the slot marks it as free.
+Each process has memory of its own, in slots, which only it writes and the others map. A message is written to a free slot, its
+notice goes over a socket, and who has read the slot marks it as free.
 
     sender                                  receiver
-    write a free slot, mark it as taken
-    ── notice ───────────────────────────▶  wait for the notice of this key; keep those of others
+    mark a free slot as taken, write it
+    ── notice: key, slot, size ──────────▶  wait for the notice of this key; keep those of others
                                             read the slot, mark it as free
 
-Sending waits for nobody: where no slot is free a new one is made, so that the memory grows to what is under way at once. A notice
-that the receiver has not read takes some of a socket's room, for a few hundred; whoever waits, for a notice or for room, reads all
-that are there, and so no two processes wait for each other.
+Sending waits for nobody: where no slot is free there is a new one, so that the memory grows to what is under way at once. A
+socket has room for some hundred notices that are not read yet; whoever waits, for a notice or for such room, reads all that have
+come, and so no two processes wait for each other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tfdist.collectives.shared_memory import PeerLost, aligned_empty
 
 # The first bytes of a slot tell whether it is taken; the rest holds the message.
 _HEADER_BYTES = 64
-_NOTICE = struct.Struct("<qqqqq")  # key, where a stretch of memory begins and its length, where in it the slot, the message's bytes
+# A message's key; where a stretch of memory begins, and its length; where in it the slot begins; the message's length.
+_NOTICE = struct.Struct("<qqqqq")
 # Memory grows by so much at least, or doubles; what nobody has written takes no room.
 _LEAST_GROWTH = 2**20
 # Two threads may wait at once, and one may read what the other waits for.

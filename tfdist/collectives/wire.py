@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives.plan import CollectiveRecord
 from tfdist.collectives.program import Communicator, RankProgram
+from tfdist.collectives.python_calls import call_python
 from tfdist.mesh import MESH_AXES
 
 # Dtypes that no collective carries, and those in which they travel.
@@ -351,10 +352,11 @@ def _through_memory(
         turn = tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)
 
         def run(key: Any, _: Any, *arrays: Any) -> Any:
-            return move(*arrays, key=int(key))
+            moved = move(*arrays, key=int(key))
+            return moved if isinstance(moved, list) else [moved]
 
-        # Without state, or TensorFlow would order it among all Python calls; that it reads its turn keeps it from being folded.
-        moved = tf.numpy_function(run, [key, turn, *parts], [dtype] * len(shapes), stateful=False)
+        # That it reads its turn keeps it from being folded.
+        moved = call_python(run, [key, turn, *parts], [dtype] * len(shapes))
         _extend_chain(program, moved[0])
         return [tf.ensure_shape(one, shape) for one, shape in zip(moved, shapes, strict=True)]
 

@@ -294,10 +294,11 @@ class Executor:
         at = self._schedule.rank_of(source)
         if at == self.pipe_rank:
             return self._here.pop((phase, source, number))
-        # While the action before this one runs, not earlier: what is waited for has its memory already.
         rows, label = self._rows_of(number), f"pipe/{source}{phase}{number}"
-        is_waiting = edges.holds_thread(self._program, self._ranks[at])
-        with tf.control_dependencies(self._last if is_waiting else self._last_but_one):
+        # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
+        # would wait: that action may need it.
+        is_held = edges.holds_thread(self._program, self._ranks[at])
+        with tf.control_dependencies(self._last if is_held else self._last_but_one):
             return [
                 edges.receive(self._program, spec, rows, self._ranks[at], f"{label}/{place}")
                 for place, spec in enumerate(specs)
