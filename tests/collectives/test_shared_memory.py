@@ -19,7 +19,7 @@ def group(size, slot_bytes=SLOT_BYTES):
     peers = [{} for _ in range(size)]
     for one in range(size):
         for other in range(one):
-            peers[one][other], peers[other][one] = socket.socketpair()
+            peers[one][other], peers[other][one] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return [Exchange(memory, place, peers[place]) for place in range(size)]
 
 

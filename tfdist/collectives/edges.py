@@ -2,8 +2,9 @@
 
 Between two devices of this process it is a plain edge of the graph, which costs nothing between logical CPUs and one copy between
 GPUs. Ranks are traced one after the other, and each may need what a later one makes: such a receiver gets a stand-in, and is
-connected to the real tensor when that is made. Between processes it is a broadcast in a group of two, one group for each
-direction; messages have no order among each other, and none with the collectives on the rank's chain.
+connected to the real tensor when that is made. Between processes of one machine it goes through a `Mailbox`; between others it is
+a broadcast in a group of two, one group for each direction. Messages have no order with the collectives on the rank's chain, nor
+among each other, but that those which hold a thread are received one after the other.
 
 Nothing here has a gradient: a pipeline sends its gradients itself.
 """

@@ -1,4 +1,4 @@
-"""Finds the groups whose members are processes of one machine, and connects each group's `Exchange`.
+"""Finds the groups whose members are processes of one machine, and connects each group's `Exchange`, or a pipeline's `Mailbox`.
 
 Whether two workers share a machine is not asked of their addresses: who can open what a group's first member has made in memory,
 and reads there what that member has written, shares it.
@@ -10,6 +10,8 @@ and reads there what that member has written, shares it.
     ◀───────── "I have it", or why not ── (everybody hears everybody)
     all of a group have it: each connects to those before it, and is connected to those after it
     all are done: the directory is removed; the file lives as long as it is mapped
+
+Stages of a pipeline need no common file: each passes its own memory, which has no name, to the others.
 """
 
 from __future__ import annotations
@@ -59,11 +61,12 @@ def connect_exchanges(communicator: Communicator, words: Coordination, timeout_s
     groups = dict.fromkeys(communicator.mesh.group_ranks(mesh_axis, here) for mesh_axis in axes)
     wanted = communicator.transport.shares_memory and _may_wait(communicator)
     with contextlib.ExitStack() as stack:
-        offered = {str(ranks): _offer(ranks, is_pipeline, stack) for ranks in groups if wanted and ranks[0] == here}
+        first = [ranks for ranks in groups if wanted and ranks[0] == here]
+        offered = {str(ranks): _offer(0 if is_pipeline else file_bytes(len(ranks)), stack) for ranks in first}
         answers = [json.loads(answer) for answer in words.exchange("memory", json.dumps([wanted, offered]), timeout_seconds)]
         if not all(answer[0] for answer in answers):
             return
-        joined = {ranks: _join(ranks, here, answers[ranks[0]][1].get(str(ranks)), is_pipeline, stack) for ranks in groups}
+        joined = {ranks: _join(ranks, here, answers[ranks[0]][1].get(str(ranks)), stack) for ranks in groups}
         mine = json.dumps([str(ranks) for ranks, place in joined.items() if place is not None])
         answers = [json.loads(answer) for answer in words.exchange("memory/joined", mine, timeout_seconds)]
         for ranks, place in joined.items():
@@ -99,14 +102,13 @@ def _mailbox(peers: dict[int, socket.socket]) -> Mailbox:
 
 
 class _Place:
-    """One member's file and socket while its group is being connected."""
+    """One member's file, if its group has one, and socket while its group is being connected."""
 
-    def __init__(self, memory: mmap.mmap | None, index: int, directory: pathlib.Path, kind: int, stack: contextlib.ExitStack):
+    def __init__(self, memory: mmap.mmap | None, index: int, directory: pathlib.Path, stack: contextlib.ExitStack):
         self.memory = memory
         self.index = index
         self._directory = directory
-        self._kind = kind
-        self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+        self._listener = stack.enter_context(_socket())
         self._listener.bind(str(directory / str(index)))
         self._listener.listen()
 
@@ -114,7 +116,7 @@ class _Place:
         """Returns a connection to each of the `size` members but this one."""
         peers = {}
         for other in range(self.index):
-            peers[other] = socket.socket(socket.AF_UNIX, self._kind)
+            peers[other] = _socket()
             peers[other].settimeout(timeout_seconds)
             peers[other].connect(str(self._directory / str(other)))
             peers[other].sendall(self.index.to_bytes(4, "little"))
@@ -128,23 +130,26 @@ class _Place:
         return peers
 
 
-def _offer(ranks: tuple[int, ...], is_pipeline: bool, stack: contextlib.ExitStack) -> Any:
-    """Makes the directory and the file of a group; returns how the others find them, or None where that is not possible."""
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _offer(count: int, stack: contextlib.ExitStack) -> Any:
+    """Makes a group's directory and, of `count` bytes, its file; returns how the others find them, or None if it cannot."""
     try:
         directory = pathlib.Path(tempfile.mkdtemp(prefix=f"tfdist-{os.getpid()}-", dir=_MEMORY))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         secret = secrets.token_bytes(_SECRET_BYTES)
         (directory / "secret").write_bytes(secret)
-        if is_pipeline:
-            return [str(directory), secret.hex()]
         with (directory / "memory").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, file_bytes(len(ranks)))  # here, not when it is written, memory may be short
+            if count:
+                os.posix_fallocate(file.fileno(), 0, count)  # here, not when it is written, memory may be short
     except OSError as error:
         if os.path.isdir(_MEMORY):
             warnings.warn(
                 errors.message(
                     f"Workers on this machine cannot share memory ({error}): they talk over gRPC, several times slower.",
-                    fix=f"Give {_MEMORY} room for {file_bytes(len(ranks)):,} bytes (in a container, `--shm-size`), or ask for "
+                    fix=f"Give {_MEMORY} room for {count:,} bytes (in a container, `--shm-size`), or ask for "
                     "gRPC with `CommunicationImplementation.RING`.",
                 ),
                 stacklevel=2,
@@ -153,7 +158,7 @@ def _offer(ranks: tuple[int, ...], is_pipeline: bool, stack: contextlib.ExitStac
     return [str(directory), secret.hex()]
 
 
-def _join(ranks: tuple[int, ...], here: int, offered: Any, is_pipeline: bool, stack: contextlib.ExitStack) -> _Place | None:
+def _join(ranks: tuple[int, ...], here: int, offered: Any, stack: contextlib.ExitStack) -> _Place | None:
     """Opens what a group's first member has made; None where this process does not see it."""
     if offered is None:
         return None
@@ -161,10 +166,8 @@ def _join(ranks: tuple[int, ...], here: int, offered: Any, is_pipeline: bool, st
     try:
         if (directory / "secret").read_bytes().hex() != offered[1]:
             return None
-        if is_pipeline:
-            return _Place(None, ranks.index(here), directory, socket.SOCK_SEQPACKET, stack)
         with (directory / "memory").open("r+b") as file:
-            memory = mmap.mmap(file.fileno(), 0)
-        return _Place(memory, ranks.index(here), directory, socket.SOCK_STREAM, stack)
+            memory = mmap.mmap(file.fileno(), 0) if os.fstat(file.fileno()).st_size else None
+        return _Place(memory, ranks.index(here), directory, stack)
     except OSError:
         return None

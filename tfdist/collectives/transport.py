@@ -34,7 +34,7 @@ class Transport:
         has_reduce_scatter: whether ReduceScatterV2 exists there; else a reduce-scatter is an all-to-all and a sum.
         timeout_seconds: after this long without a peer a collective fails instead of hanging; 0 waits for ever.
         chunk_bytes: a rank sends a peer at most about so much at once; larger messages are cut. None: as large as they come.
-        shares_memory: whether groups whose members are processes of one machine meet in memory (see `shared_memory`) instead.
+        shares_memory: whether processes of one machine meet in memory instead (see `shared_memory`, of pipelines `mailbox`).
     """
 
     hint: str
