@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import mmap
 import socket
 import struct
@@ -251,7 +252,7 @@ def _turns(sizes: Sequence[int], most: int) -> Iterator[list[_Span]]:
 def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Returns an array that TensorFlow takes over without a copy."""
     dtype = np.dtype(dtype)
-    count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    count = math.prod(shape) * dtype.itemsize
     raw = np.empty(count + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + count].view(dtype).reshape(shape)
