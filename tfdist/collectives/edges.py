@@ -144,11 +144,9 @@ def _put(program: RankProgram, x: tf.Tensor, destination: int, label: str) -> No
 
 def _take(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
     """Receives through the mailbox: messages of a rank one after the other, so that one thread waits at most."""
-    mailbox, shape = program.communicator.mailbox, spec.shape.as_list()
+    mailbox, taken = program.communicator.mailbox, program.attachment(_Taken)
     key = program.begin_mail(spec, source, program.rank, label)
-    taken = program.attachment(_Taken)
-
-    dtype = spec.dtype.as_numpy_dtype
+    shape, dtype = spec.shape.as_list(), spec.dtype.as_numpy_dtype
 
     def run(_: Any, rows: Any) -> Any:
         return [mailbox.receive(source, key, tuple(rows if size is None else size for size in shape), dtype)]
