@@ -80,12 +80,14 @@ def test_an_optimizer_that_is_built_in_the_first_step(zero_stage):
 def test_compiled_updates(monkeypatch, name, zero_stage):
     """As large shards have them: see `shared_update`. Here of all sizes, padded ones among them."""
     monkeypatch.setattr(shared_update, "LARGE_ELEMENTS", 1)
+    monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 1)
     assert_same(custom_loop(strategy_for(2, zero_stage), small, OPTIMIZERS[name]), on_one_device(custom_loop, name))
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_only_updates_of_large_shards_are_compiled(monkeypatch, zero_stage):
+def test_updates_of_large_shards_are_shared_and_of_larger_ones_compiled(monkeypatch, zero_stage):
     monkeypatch.setattr(shared_update, "LARGE_ELEMENTS", 100)
+    monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 101)
     strategy = strategy_for(2, zero_stage)
     with strategy.scope():
         variables = [tf.Variable(tf.zeros([size])) for size in (198, 199, 201)]  # shards of 99, 100 and 101
@@ -99,4 +101,4 @@ def test_only_updates_of_large_shards_are_compiled(monkeypatch, zero_stage):
     functions = step.get_concrete_function().graph.as_graph_def().library.function
     updates = [function for function in functions if "_noinline" in function.attr]
     compiled = [function for function in updates if function.attr["_XlaMustCompile"].b]
-    assert (len(updates), len(compiled)) == (2 * 2, 2 * 2)
+    assert (len(updates), len(compiled)) == (2 * 2, 2 * 1)

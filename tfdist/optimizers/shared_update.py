@@ -7,8 +7,8 @@ share one function here, called with their own gradient, value and slots; small 
 It holds for Keras's own elementwise optimizers, whose `update_step` depends on the parameter through its index only; a subclass
 may look at a name or a path, and is traced parameter by parameter.
 
-On a CPU the function is compiled by XLA: Keras's Adam goes over memory ten times and more, the compiled one once
-(docs/performance.md). For a small parameter compiling would take about as long as its thousand steps save.
+On a CPU the function of a very large parameter is compiled by XLA: Keras's Adam goes over memory ten times and more, the compiled
+one once (docs/performance.md). The compiler itself takes some 70 MB of a process, which has to be little beside the parameters.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tfdist.optimizers.variables import local_part
 
 # From this many elements on a rank on a parameter is large.
 LARGE_ELEMENTS = 2**17
+# And from this many on its update is compiled, on a CPU.
+COMPILED_ELEMENTS = 2**20
 
 
 def is_large(grad: tf.Tensor) -> bool:
@@ -110,7 +112,7 @@ class SharedUpdates:
         slots = [local_part(slot, self._program) for slot in slots_of(self._optimizer, shard)]
         key = (tuple(shard.shape), tuple(stored.shape), shard.dtype, grad.dtype, decays)
         if key not in self._functions:
-            is_compiled = "CPU" in stored.device
+            is_compiled = "CPU" in stored.device and grad.shape.num_elements() >= COMPILED_ELEMENTS
 
             @tf.function(autograph=False, jit_compile=is_compiled or None, experimental_attributes={"_noinline": True})
             def shared(grad: tf.Tensor, rate: tf.Tensor, parameter: tf.Tensor, *handles: tf.Tensor) -> Any:
