@@ -41,6 +41,7 @@ PRIVATE = {
     "mesh/coordination.py",
     "collectives/program.py",
     "collectives/python_calls.py",
+    "collectives/unordered.py",
     "sharding/tape.py",
     "sharding/autocast.py",
     "sharding/keras_scope.py",

@@ -35,6 +35,8 @@ from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
+from tfdist.collectives.unordered import leave_unordered
+
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -68,10 +70,26 @@ def test_what_is_called_as_an_eager_function_is_called_with_arrays_and_returns_t
     run = in_graph(lambda x: tf.raw_ops.PyFuncStateless(input=[x], token=token, Tout=[tf.float64])[0], tf.TensorSpec([2]))
     np.testing.assert_array_equal(run(tf.ones(2)), [2, 2, 2])
     assert [type(argument) for argument in called] == [np.ndarray]
+    assert called[0].flags.writeable and not called[0].flags.owndata, "the tensor itself"
     with pytest.raises(tf.errors.OpError, match="Could not find callback"):
         del call, Call
         gc.collect()
         run(tf.ones(2))
+
+
+# tfdist/collectives/unordered.py
+
+
+def test_what_has_a_control_flow_context_is_not_chained():
+    def run(are_unordered):
+        for _ in range(2):
+            buffer = tf.raw_ops.Empty(shape=[1], dtype=tf.float32)
+            if are_unordered:
+                leave_unordered([buffer.op])
+
+    for are_unordered in (False, True):
+        first, second = [op for op in in_graph(run, are_unordered).graph.get_operations() if op.type == "Empty"]
+        assert (first in second.control_inputs) == (not are_unordered)
 
 
 # tfdist/autograph.py

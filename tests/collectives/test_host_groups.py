@@ -65,7 +65,7 @@ def test_memory_without_room_is_said_by_who_has_found_it(found):
     for rank, worker in enumerate(found):
         texts = worker["other groups"]["warnings"]
         assert len(texts) == (rank == 0)
-        assert all("No space left on device" in text and "12,582,912 bytes" in text for text in texts)
+        assert all("No space left on device" in text and "8,388,480 bytes" in text for text in texts)
 
 
 CASES = ["no memory", "no space", "another machine", "one thread", "one thread of one worker"]

@@ -1,30 +1,51 @@
 """Python functions as operations."""
 
+import threading
+
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from resident import resident_bytes
 
+from tfdist.collectives import python_calls
+from tfdist.collectives.plan import CollectivePlan
+from tfdist.collectives.program import Communicator, RankProgram
 from tfdist.collectives.python_calls import call_python
-from tfdist.collectives.shared_memory import aligned_empty
+from tfdist.collectives.transport import RING
+from tfdist.mesh import DeviceMesh
+
+SPEC = tf.TensorSpec([None, 2], tf.float32)
+
+
+@pytest.fixture
+def counter():
+    return tf.Variable(0, dtype=tf.int64)
+
+
+def emit(counter, function, inputs, results):
+    """Calls `call_python` in the graph that is being traced, or eagerly."""
+    mesh = DeviceMesh(["CPU:0"])
+    program = RankProgram(Communicator(mesh, RING), 0, tf.compat.v1.get_default_graph(), CollectivePlan(1, (0,)))
+    return call_python(program, function, inputs, results, counter.handle)
 
 
 def traced(function, *specs):
     return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
-SPEC = tf.TensorSpec([None, 2], tf.float32)
-
-
 @pytest.mark.parametrize("eagerly", [False, True], ids=["traced", "eagerly"])
-def test_arrays_go_in_and_come_out(eagerly):
+def test_arrays_go_in_and_are_filled(counter, eagerly):
     seen = []
 
-    def swap(x, y):
+    def swap(x, y, first, second):
         seen.append((type(x), x.dtype, y.shape))
-        return [y, x + 1]
+        first[...] = y
+        second[...] = x + 1
 
     def call(x):
-        return call_python(swap, [x, tf.constant([7, 8], tf.int64)], [tf.int64, tf.float32])
+        y = tf.constant([7, 8], tf.int64)
+        return emit(counter, swap, [x, y], [([2], tf.int64), (tf.shape(x), tf.float32)])
 
     run = call if eagerly else traced(call, SPEC)
     for rows in (3, 1):
@@ -35,36 +56,114 @@ def test_arrays_go_in_and_come_out(eagerly):
     assert seen == [(np.ndarray, np.float32, (2,))] * 2
 
 
-def test_what_is_aligned_is_not_copied():
-    found = aligned_empty((1000, 2), np.float32)
-    found[:] = 3
-    run = traced(lambda x: call_python(lambda x: [found], [x], [tf.float32]), SPEC)
-    [result] = run(tf.ones([1, 2]))
-    found[0] = 4
-    np.testing.assert_array_equal(result.numpy()[:2], [[4, 4], [3, 3]])
+DTYPES = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int32", "int64", "bool", "uint8", "complex64"]
 
 
-def test_each_function_is_one_of_its_own_and_calls_are_not_merged():
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7, 3), (500, 33)])
+def test_what_is_filled_is_what_is_read(counter, dtype, shape):
+    """Of every dtype and shape that a message may have: nothing is a copy, and it is aligned."""
+    expected = np.random.default_rng(1).integers(0, 2, shape).astype(dtype)
+    aligned = []
+
+    def fill(_, found):
+        aligned.append(found.size == 0 or found.ctypes.data % 64 == 0)
+        found[...] = expected
+
+    [found] = traced(lambda x: emit(counter, fill, [x], [(shape, tf.as_dtype(dtype))]), SPEC)(tf.ones([1, 2]))
+    assert found.shape == shape and found.dtype == dtype and aligned == [True]
+    np.testing.assert_array_equal(np.asarray(found.numpy()), expected)
+
+
+def test_each_function_is_one_of_its_own_and_calls_are_not_merged(counter):
     calls = []
 
     def function(number):
-        def call(x):
+        def call(x, found):
             calls.append(number)
-            return [x * number]
+            found[...] = x * number
 
         return call
 
     def run(x):
-        return [call_python(function(number), [x], [tf.float32])[0] for number in (1, 2, 2)]
+        return [emit(counter, function(number), [x], [([1, 2], tf.float32)])[0] for number in (1, 2, 2)]
 
     results = traced(run, SPEC)(tf.ones([1, 2]))
     assert [float(x[0, 0]) for x in results] == [1, 2, 2] and sorted(calls) == [1, 2, 2]
 
 
-def test_an_error_is_raised_with_its_text():
+def test_a_call_runs_although_nobody_reads_it(counter):
+    calls = []
+
+    def run(x):
+        emit(counter, calls.append, [x], [])
+        emit(counter, lambda x, found: calls.append(found), [x], [([3], tf.float32)])
+        return x
+
+    traced(run, SPEC)(tf.ones([1, 2]))
+    assert len(calls) == 2
+
+
+def test_calls_do_not_wait_for_each_other(counter):
+    """In the order of tracing the first would wait for ever."""
+    second = threading.Event()
+
+    def first(x, found):
+        found[...] = second.wait(20)
+
+    def run(x):
+        [is_met] = emit(counter, first, [x], [([1], tf.bool)])
+        emit(counter, lambda x, found: second.set(), [x], [([1], tf.bool)])
+        return is_met
+
+    assert traced(run, SPEC)(tf.ones([1, 2])).numpy().all()
+
+
+def test_results_are_freed_when_they_have_been_read(counter):
+    """And not when the next call of a Python function ends, as what NumPy has allocated."""
+    size, resident = 2**26, []
+
+    def fill(_, found):
+        found[...] = 1
+
+    def note(x, found):
+        resident.append(resident_bytes())
+        found[...] = x
+
+    def noted(x):
+        return emit(counter, note, [x], [(x.shape, x.dtype)])[0]
+
+    def run(x):
+        [filled] = emit(counter, fill, [noted(x)], [([size // 4], tf.float32)])
+        return noted(tf.reduce_sum(filled))
+
+    assert traced(run, tf.TensorSpec([1]))(tf.ones([1])).numpy() == size / 4
+    assert resident[1] - resident[0] < size / 4
+
+
+def test_memory_is_given_back_in_the_first_run_of_a_trace(counter, monkeypatch):
+    """When TensorFlow has made it a graph that can run, and before what runs takes memory."""
+    times = []
+    monkeypatch.setattr(python_calls, "give_back_free_memory", lambda: times.append(len(times)))
+
+    def run(x):
+        mesh = DeviceMesh(["CPU:0"])
+        program = RankProgram(Communicator(mesh, RING), 0, tf.compat.v1.get_default_graph(), CollectivePlan(1, (0,)))
+        for _ in range(3):
+            call_python(program, lambda x: None, [x], [], counter.handle)
+        return x
+
+    run = traced(run, SPEC)
+    assert not times
+    run(tf.ones([1, 2]))
+    run(tf.ones([1, 2]))
+    assert len(times) == 1
+
+
+def test_an_error_is_raised_with_its_text(counter):
     def call(x):
         raise ValueError("something about x")
 
-    run = traced(lambda x: call_python(call, [x], [tf.float32]), SPEC)
+    run = traced(lambda x: emit(counter, call, [x], []), SPEC)
     with pytest.raises(tf.errors.OpError, match="something about x"):
         run(tf.ones([1, 2]))

@@ -30,7 +30,7 @@ class Worker(threading.Thread):
     def run(self):
         try:
             wait_for_workers(*self._arguments)
-        except Exception as error:  # noqa: BLE001: the test looks at it
+        except Exception as error:  # the test looks at it
             self.error = error
 
 

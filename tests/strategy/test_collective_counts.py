@@ -1,7 +1,9 @@
 """How many messages a step sends, and how many bytes: exactly, for every stage, read from the graph that runs."""
 
 import collections
+import itertools
 import math
+import types
 
 import keras
 import pytest
@@ -11,7 +13,7 @@ from grids import exhaustive
 from training import strategy_for
 
 from tfdist.layers import kernel_products
-from tfdist.sharding import unshard
+from tfdist.sharding import gradients_in_flight, unshard
 
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
 LAYERS = len(WIDTHS) - 1
@@ -25,11 +27,11 @@ def build():
     )
 
 
-def traced_step(strategy, build=build, train=True):
+def traced_step(strategy, build=build, train=True, **settings):
     """Returns the graph of one step and the strategy's plan of it."""
     with strategy.scope():
         model = build()
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **settings)
         optimizer.build(model.trainable_variables)
 
     def rank_step(x):
@@ -134,6 +136,103 @@ def _check_waiting(zero_stage, is_of_kernel, products=1, widths=(19, 19)):
         if k >= 2:
             assert _waits_for(operation, reductions[k - 2]) == (zero_stage == 2)
             assert not _waits_for(operation, reductions[k - 1])
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("clipnorm", [None, 1.0])
+def test_stage_2_gathers_parameters_between_the_reductions(zero_stage, clipnorm):
+    """Each bucket when the next one's gradients have been reduced; if the norm of all is wanted, after all, as stage 1."""
+    strategy, depth = strategy_for(2, zero_stage, bucket_bytes=4 * (19 * 19 + 19)), 4
+    _, plan = traced_step(strategy, lambda: _deep(depth), global_clipnorm=clipnorm)
+    reductions, gathers = ([f"{op}/bucket_{k}" for k in range(depth)] for op in ("reduce_scatter", "all_gather"))
+    between = [reductions[0], *itertools.chain(*zip(reductions[1:], gathers, strict=False)), gathers[-1]]
+    order = [record.label for record in plan.records[0]]
+    if clipnorm is None and zero_stage == 2:
+        assert order == between
+    else:
+        assert order == [*reductions, *["global_norm"] * (clipnorm is not None), *gathers]
+
+
+@pytest.fixture
+def as_in_memory(monkeypatch):
+    """Gradients wait as large ones do where ranks meet in memory."""
+    monkeypatch.setattr(gradients_in_flight, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(gradients_in_flight, "wire", types.SimpleNamespace(meets_in_memory=lambda program, ranks: True))
+
+
+def test_stage_2_holds_one_bucket_of_full_gradients_in_memory(as_in_memory):
+    """A gradient waits until the bucket before its own is reduced, and the one before that is updated and gathered."""
+    depth = 6
+    graph, _ = traced_step(strategy_for(2, 2, bucket_bytes=4 * (19 * 19 + 19)), lambda: _deep(depth))
+    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
+    reductions = [op for op in on_rank_0 if op.type == "CollectiveAllToAllV2"]
+    gathers = [op for op in on_rank_0 if op.type == "CollectiveGatherV2"]
+    of_kernels = _kernel_gradients(on_rank_0)
+    assert len(reductions) == len(gathers) == len(of_kernels) == depth
+    for k, operation in enumerate(of_kernels):
+        assert not _waits_for(operation, reductions[k])
+        assert k < 1 or _waits_for(operation, reductions[k - 1])
+        assert k < 2 or _waits_for(operation, gathers[k - 2])
+        assert k < 1 or not _waits_for(operation, gathers[k - 1])
+
+
+def test_stage_3_holds_one_full_gradient_in_memory(as_in_memory):
+    depth = 6
+    graph, _ = traced_step(strategy_for(2, 3), lambda: _deep(depth))
+    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
+    reductions = [op for op in on_rank_0 if op.type == "CollectiveAllToAllV2"]
+    of_kernels = _kernel_gradients(on_rank_0)
+    assert len(reductions) == len(of_kernels) == depth
+    for k, operation in enumerate(of_kernels):
+        assert not _waits_for(operation, reductions[k])
+        assert k < 1 or _waits_for(operation, reductions[k - 1])
+
+
+def test_stage_3_drops_a_layer_before_its_full_gradient_is_made():
+    """The product that forms a kernel's gradient waits for the one that reads the kernel."""
+    _check_drops()
+
+
+def test_stage_3_drops_a_layer_whose_gradient_is_written_out(every_kernel_is_slow):
+    _check_drops()
+
+
+def _check_drops():
+    graph, _ = traced_step(strategy_for(2, 3), lambda: _deep(6))
+    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
+    readers = [op for op in on_rank_0 if op.type == "MatMul" and "gradient_tape" in op.name and op.outputs[0].shape == (6, 19)]
+    of_kernels = [op for op in on_rank_0 if op.type == "MatMul" and op.outputs[0].shape == (19, 19)]
+    assert len(of_kernels) == len(readers) + 1  # the first layer's input needs no gradient
+    for reader, operation in zip(readers, of_kernels, strict=False):
+        assert reader in operation.control_inputs
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_waiting_closes_no_circle_with_the_collectives_of_layers(as_in_memory, zero_stage):
+    """Those of backward stand on the chain before the reductions, and take what gradients are made of."""
+    strategy = strategy_for(2, zero_stage, bucket_bytes=4 * 100)
+
+    def build():
+        kinds = [keras.layers.Conv1D(5, 3), keras.layers.BatchNormalization(synchronized=True)] * 3
+        layers = [type(layer).from_config(layer.get_config() | {"name": f"layer_{k}"}) for k, layer in enumerate(kinds)]
+        return keras.Sequential([keras.Input((11, 4)), *layers, keras.layers.Flatten(), keras.layers.Dense(3)])
+
+    graph, _ = traced_step(strategy, build)
+    order, waiting = set(), graph.get_operations()
+    while waiting:
+        free = [op for op in waiting if all(before.name in order for before in _before(op))]
+        assert free, f"{len(waiting)} operations wait for each other"
+        order.update(op.name for op in free)
+        waiting = [op for op in waiting if op.name not in order]
+
+
+def _before(operation):
+    return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
+
+
+def _kernel_gradients(operations):
+    """Returns the products that form kernels' gradients, the last layer's first."""
+    return [op for op in operations if op.type == "MatMul" and "gradient_tape" in op.name and op.get_attr("transpose_a")]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +394,7 @@ def _waits_for(operation, other):
         if here.name in seen:
             continue
         seen.add(here.name)
-        open_ += [tensor.op for tensor in here.inputs] + list(here.control_inputs)
+        open_ += _before(here)
     return False
 
 

@@ -81,6 +81,7 @@ def test_compiled_updates(monkeypatch, name, zero_stage):
     """As large shards have them: see `shared_update`. Here of all sizes, padded ones among them."""
     monkeypatch.setattr(shared_update, "LARGE_ELEMENTS", 1)
     monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 1)
+    monkeypatch.setattr(shared_update, "COMPILER_PAYS_IN_ALL", 1)
     assert_same(custom_loop(strategy_for(2, zero_stage), small, OPTIMIZERS[name]), on_one_device(custom_loop, name))
 
 
@@ -88,17 +89,28 @@ def test_compiled_updates(monkeypatch, name, zero_stage):
 def test_updates_of_large_shards_are_shared_and_of_larger_ones_compiled(monkeypatch, zero_stage):
     monkeypatch.setattr(shared_update, "LARGE_ELEMENTS", 100)
     monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 101)
+    monkeypatch.setattr(shared_update, "COMPILER_PAYS_IN_ALL", 300)  # what a rank steps in all
     strategy = strategy_for(2, zero_stage)
     with strategy.scope():
         variables = [tf.Variable(tf.zeros([size])) for size in (198, 199, 201)]  # shards of 99, 100 and 101
         optimizer = optimizers.Adam(0.01)
         optimizer.build(variables)
 
-    @tf.function
-    def step():
-        strategy.run(lambda: optimizer.apply([tf.ones_like(variable) for variable in variables], variables))
+    def updates():
+        """Returns how many update functions a step has on both ranks, and how many of them are compiled."""
 
-    functions = step.get_concrete_function().graph.as_graph_def().library.function
-    updates = [function for function in functions if "_noinline" in function.attr]
-    compiled = [function for function in updates if function.attr["_XlaMustCompile"].b]
-    assert (len(updates), len(compiled)) == (2 * 2, 2 * 1)
+        @tf.function
+        def step():
+            strategy.run(lambda: optimizer.apply([tf.ones_like(variable) for variable in variables], variables))
+
+        functions = step.get_concrete_function().graph.as_graph_def().library.function
+        found = [function for function in functions if "_noinline" in function.attr]
+        return len(found), sum(function.attr["_XlaMustCompile"].b for function in found)
+
+    assert updates() == (2 * 2, 2 * 1)
+    monkeypatch.setattr(shared_update, "COMPILER_PAYS_IN_ALL", 301)
+    assert updates() == (2 * 2, 0)
+    monkeypatch.setattr(shared_update, "COMPILER_PAYS_IN_ONE", 101)
+    assert updates() == (2 * 2, 2 * 1)
+    monkeypatch.setattr(shared_update, "COMPILER_PAYS_IN_ONE", 102)
+    assert updates() == (2 * 2, 0)

@@ -12,6 +12,7 @@ Nothing here has a gradient: a pipeline sends its gradients itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,6 @@ from tfdist import errors
 from tfdist.collectives import wire
 from tfdist.collectives.program import RankProgram, log2_ceiling
 from tfdist.collectives.python_calls import call_python
-
-_ZERO = np.zeros([], np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,38 +130,27 @@ def holds_thread(program: RankProgram, source: int) -> bool:
 
 def _put(program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
     """Sends `x` through the mailbox."""
-    mailbox = program.communicator.mailbox
-    with tf.device(program.device):
-        key = program.begin_mail(tf.TensorSpec(x.shape, x.dtype), program.rank, destination, label)
-
-        def run(x: Any) -> Any:
-            mailbox.send(destination, key, x)
-            return [_ZERO]
-
-        _keep(program, *call_python(run, [x], [tf.int64]))
+    key = program.begin_mail(tf.TensorSpec(x.shape, x.dtype), program.rank, destination, label)
+    send = functools.partial(program.communicator.mailbox.send, destination, key)
+    call_python(program, send, [x], [], program.communicator.edge_token(program.rank))
 
 
 def _take(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
     """Receives through the mailbox: messages of a rank one after the other, so that one thread waits at most."""
     mailbox, taken = program.communicator.mailbox, program.attachment(_Taken)
     key = program.begin_mail(spec, source, program.rank, label)
-    shape, dtype = spec.shape.as_list(), spec.dtype.as_numpy_dtype
+    counter = program.communicator.edge_token(program.rank)
+    shape = tf.stack([rows, *spec.shape[1:]]) if _has_unknown_rows(spec.shape) else spec.shape
 
-    def run(_: Any, rows: Any) -> Any:
-        return [mailbox.receive(source, key, tuple(rows if size is None else size for size in shape), dtype)]
+    def run(_: Any, found: np.ndarray) -> None:
+        mailbox.receive(source, key, found)
 
     with tf.control_dependencies(taken.last):
         # That it reads its turn keeps it from being folded.
-        turn = tf.raw_ops.ReadVariableOp(resource=program.communicator.edge_token(program.rank), dtype=tf.int64)
-        received = call_python(run, [turn, rows], [spec.dtype])[0]
-    _keep(program, tf.size(received, tf.int64))
+        turn = tf.raw_ops.ReadVariableOp(resource=counter, dtype=tf.int64)
+        [received] = call_python(program, run, [turn], [(shape, spec.dtype)], counter)
     taken.last = [] if program.is_eager else [received.op]
     return tf.ensure_shape(received, spec.shape)
-
-
-def _keep(program: RankProgram, number: tf.Tensor) -> None:
-    """Has the call that makes `number` run although nobody may read it: an optimizer drops a call that others only wait for."""
-    tf.raw_ops.AssignAddVariableOp(resource=program.communicator.edge_token(program.rank), value=number)
 
 
 class _Taken:

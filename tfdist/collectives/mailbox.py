@@ -25,11 +25,10 @@ import struct
 import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from tfdist.collectives.shared_memory import PeerLost, aligned_empty
+from tfdist.collectives.shared_memory import PeerLost
 
 # The first bytes of a slot tell whether it is taken; the rest holds the message.
 _HEADER_BYTES = 64
@@ -101,8 +100,8 @@ class Mailbox:
         except OSError as error:
             raise PeerLost(self._reason or f"rank {destination} has ended: {error}") from error
 
-    def receive(self, source: int, key: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Returns what `source` sends, or has sent, with `key`: of several messages the first."""
+    def receive(self, source: int, key: int, found: np.ndarray) -> None:
+        """Writes to `found` what `source` sends, or has sent, with `key`: of several messages the first."""
         arrived = self._arrived[source, key]
         self._read_notices([source])
         while not arrived:
@@ -110,16 +109,16 @@ class Mailbox:
                 raise PeerLost(self._reason or f"rank {source} has ended")
             self._read_notices(self._wait())
         start, length, offset, count = arrived.popleft()
-        found = aligned_empty(shape, dtype)
         if found.nbytes != count:
-            raise PeerLost(f"rank {source} has sent {count:,} bytes instead of the {found.nbytes:,} of {shape}, {found.dtype}")
+            raise PeerLost(
+                f"rank {source} has sent {count:,} bytes instead of the {found.nbytes:,} of {found.shape}, {found.dtype}"
+            )
         stretch = self._theirs.get((source, start))
         if stretch is None:
             stretch = self._theirs[source, start] = _Stretch(self._peers[source].memory, start, length)
         slot = _Slot(stretch, offset, _HEADER_BYTES + count)
         found.reshape(-1).view(np.uint8)[...] = slot.bytes[:count]
         slot.is_taken[0] = False
-        return found
 
     def _free_slot(self, count: int) -> _Slot:
         """Returns a slot for `count` bytes, marked as taken."""

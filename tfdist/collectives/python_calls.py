@@ -1,8 +1,9 @@
-"""Python functions of arrays as operations without state, at half the cost of `tf.numpy_function`.
+"""Python functions of arrays as operations, whose results they write where TensorFlow will read them.
 
-That runs a function in an AutoGraph context of its own, and asks for NumPy's version with every array which it returns: a call
-takes 54 to 62 microseconds, here 28 to 33, and a pipeline of many microbatches has hundreds in a step (docs/performance.md).
-What TensorFlow calls for eager functions has neither.
+`tf.numpy_function` costs more time and more memory. It runs a function in an AutoGraph context of its own, and asks for NumPy's
+version with every array which it returns: a call takes 54 to 62 microseconds, here 28 to 33, and a pipeline of many microbatches
+has hundreds in a step. And what a function returns is NumPy's: TensorFlow cannot free it without Python's lock, so that it stays
+until the next call of any function ends (docs/performance.md). Here TensorFlow allocates what the function fills.
 
 The names are private to TensorFlow: tests/test_private_names.py fails when they change.
 """
@@ -16,35 +17,96 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import script_ops
 
+from tfdist import errors
+from tfdist.collectives.program import RankProgram
+from tfdist.collectives.unordered import leave_unordered
+from tfdist.mesh import give_back_free_memory
+
 _alive: list[_Call] = []  # TensorFlow's registry does not keep them, and its own functions stay for ever, too
+_DONE = np.zeros([], np.int64)
 
 
 class _Call(script_ops.EagerFunc):
-    """Called with arrays, and returns them, as they are."""
+    """Called with arrays, as they are; the last ones are to be filled."""
 
-    def __init__(self, function: Callable[..., Sequence[np.ndarray]]):
+    def __init__(self, function: Callable[..., None], num_results: int, trace: _Trace):
         self._function = function
+        self._num_results = num_results
+        self._trace = trace
 
     def __call__(self, device: Any, token: Any, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return list(self._function(*arguments))
+        self._trace.note_call()
+        for found in arguments[len(arguments) - self._num_results :]:
+            if found.flags.owndata or not found.flags.writeable:
+                raise RuntimeError(
+                    errors.message(
+                        "TensorFlow hands copies of tensors to Python, and tfdist has to write the tensors themselves.",
+                        tensorflow=tf.__version__,
+                        fix="Use TensorFlow 2.21, or gRPC: `communication_options` with `CommunicationImplementation.RING`.",
+                    )
+                )
+        self._function(*arguments)
+        return [_DONE]
+
+
+class _Trace:
+    """What calls of one trace on one rank have in common; an attachment of its program."""
+
+    def __init__(self, program: RankProgram):
+        self._has_run = False
+
+    def note_call(self) -> None:
+        if not self._has_run:  # the first sign that TensorFlow has made the graph an executable one
+            self._has_run = True
+            give_back_free_memory()
 
 
 def call_python(
-    function: Callable[..., Sequence[np.ndarray]], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+    program: RankProgram,
+    function: Callable[..., None],
+    inputs: Sequence[tf.Tensor],
+    results: Sequence[tuple[Any, tf.DType]],
+    counter: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Emits an operation that calls `function` with the values of `inputs`; returns what it returns.
+    """Emits an operation that calls `function` with the values of `inputs` and arrays to fill; returns what these hold then.
 
-    It is not ordered among others, is not computed where nobody reads it, and is folded where all inputs are constants.
+    It runs in every step in which its inputs are computed, also if nobody reads its results, in no order among others.
 
     Args:
-        function: takes an array for each input, which it must not change, and returns arrays, in C order and aligned to 64 bytes
-            if they are not to be copied.
+        program: of the rank that calls.
+        function: takes an array for each input, which it must not change (a NumPy scalar for a tensor of no dimension), and one
+            for each result, aligned to 64 bytes; (1,) in the place of ().
         inputs: tensors.
-        dtypes: those of the results.
+        results: of each shape and dtype. The shape is static or, if unknown, an int32 tensor.
+        counter: handle of an int64 variable, to which the call adds zero when it has run: TensorFlow drops a call for which
+            others only wait.
     """
-    if tf.executing_eagerly():
-        return list(tf.numpy_function(function, list(inputs), list(dtypes), stateful=False))
-    call = _Call(function)
-    _alive.append(call)
-    token = script_ops._py_funcs.insert(call)  # noqa: SLF001
-    return list(tf.raw_ops.PyFuncStateless(input=list(inputs), token=token, Tout=list(dtypes)))
+    with tf.device(program.device):
+        if tf.executing_eagerly():
+            found = [np.empty(np.array(shape, np.int32), dtype.as_numpy_dtype) for shape, dtype in results]
+            function(*[x.numpy() for x in inputs], *[x.reshape(-1) if x.ndim == 0 else x for x in found])
+            return [tf.constant(x) for x in found]
+        call = _Call(function, len(results), program.attachment(_Trace))
+        _alive.append(call)
+        token = script_ops._py_funcs.insert(call)  # noqa: SLF001
+        with tf.control_dependencies(inputs):  # not earlier
+            buffers = [_uninitialized(program, shape, dtype) for shape, dtype in results]
+        (done,) = tf.raw_ops.PyFuncStateless(input=[*inputs, *buffers], token=token, Tout=[tf.int64])
+        tf.raw_ops.AssignAddVariableOp(resource=counter, value=done)
+        with tf.control_dependencies([done]):
+            return [
+                tf.reshape(buffer, []) if _is_scalar(shape) else tf.identity(buffer)
+                for buffer, (shape, _) in zip(buffers, results, strict=True)
+            ]
+
+
+def _uninitialized(program: RankProgram, shape: Any, dtype: tf.DType) -> tf.Tensor:
+    if not tf.is_tensor(shape):
+        shape = program.constant([1] if _is_scalar(shape) else [int(size) for size in shape])
+    buffer = tf.raw_ops.Empty(shape=shape, dtype=dtype)
+    leave_unordered([buffer.op])
+    return buffer
+
+
+def _is_scalar(shape: Any) -> bool:
+    return not tf.is_tensor(shape) and len(shape) == 0

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import mmap
 import socket
 import struct
@@ -27,12 +26,15 @@ import numpy as np
 
 SLOTS = 2
 _SLOT_BYTES = 2 * 2**20
-# Of a large group the slots are smaller: some systems give shared memory 64 MiB in all.
-_FILE_BYTES = 32 * 2**20
-_LEAST_SLOT_BYTES = 64 * 2**10
+_LEAST_SLOT_BYTES = 2**20
+# All memory of a group counts as that of each member. Two have the larger slots, four the smaller.
+_GROUP_BYTES = 8 * 2**20
+# Of a large group the slots are smaller still: some systems give shared memory 64 MiB in all.
+_MOST_GROUP_BYTES = 32 * 2**20
+_SMALLEST_SLOT_BYTES = 64 * 2**10
 # Up to so many bytes every member adds up everything; beyond, each adds up its part, and the sums are gathered.
 _DIRECT_BYTES = 64 * 2**10
-# TensorFlow takes arrays that begin at a multiple of this as they are, and copies others.
+# A slot begins and ends at multiples of this.
 _ALIGNMENT = 64
 _REDUCE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -43,8 +45,9 @@ class PeerLost(RuntimeError):
 
 def slot_bytes(size: int) -> int:
     """Returns the size of a slot of a group of `size` members, a multiple of 64."""
-    fitting = _FILE_BYTES // (size * SLOTS) // _ALIGNMENT * _ALIGNMENT
-    return max(_LEAST_SLOT_BYTES, min(_SLOT_BYTES, fitting))
+    wanted = min(_SLOT_BYTES, max(_LEAST_SLOT_BYTES, _GROUP_BYTES // (size * SLOTS)))
+    fitting = min(wanted, _MOST_GROUP_BYTES // (size * SLOTS))
+    return max(_SMALLEST_SLOT_BYTES, fitting // _ALIGNMENT * _ALIGNMENT)
 
 
 def file_bytes(size: int) -> int:
@@ -82,14 +85,12 @@ class Exchange:
             with contextlib.suppress(OSError):  # its other end has gone
                 peer.shutdown(socket.SHUT_RDWR)
 
-    def all_gather(self, *parts: np.ndarray, key: int) -> list[np.ndarray]:
-        """Returns, for each of `parts`, the members' arrays, of one shape, concatenated along axis 0, in one collective.
+    def all_gather(self, parts: Sequence[np.ndarray], out: Sequence[np.ndarray], *, key: int) -> None:
+        """Writes to `out`, for each of `parts`, the members' arrays, of one shape, concatenated along axis 0, in one collective.
 
-        `key` is the same for all members, here and below. The parts are of one dtype.
+        The parts are of one dtype. `key` is the same for all members, here and below.
         """
-        parts = [np.asarray(x, order="C") for x in parts]
-        found = [aligned_empty((self.size * x.shape[0], *x.shape[1:]), x.dtype) for x in parts]
-        mine, gathered = [_bytes_of(x) for x in parts], [_bytes_of(x).reshape(self.size, -1) for x in found]
+        mine, gathered = [_bytes_of(x) for x in parts], [_bytes_of(x).reshape(self.size, -1) for x in out]
         for turn in _turns([x.size for x in mine], self._slot_bytes):
             slots = self._turn(key, [(span.offset, mine[span.part][span.here]) for span in turn])
             for other in self._others:
@@ -97,13 +98,20 @@ class Exchange:
                     gathered[span.part][other, span.here] = slots[other, span.there]
         for x, row in zip(gathered, mine, strict=True):
             x[self.place] = row
-        return found
 
-    def all_to_all(self, x: np.ndarray, key: int) -> np.ndarray:
-        """Sends `x[i]` to member i, and returns what each has sent here: (N, ...) to (N, ...)."""
-        x = np.asarray(x, order="C")
-        found = aligned_empty(x.shape, x.dtype)
-        mine, received = _bytes_of(x).reshape(self.size, -1), _bytes_of(found).reshape(self.size, -1)
+    def broadcast(self, parts: Sequence[np.ndarray], out: Sequence[np.ndarray], *, key: int, source: int) -> None:
+        """Writes one array of member `source`, who gives it and gets none, to the `out` of all others, who give none."""
+        [x] = parts or out
+        whole = _bytes_of(x)
+        for start in range(0, whole.size, self._slot_bytes):
+            here = whole[start : start + self._slot_bytes]
+            slots = self._turn(key, [(0, here)] if self.place == source else [])
+            if self.place != source:
+                here[...] = slots[source, : here.size]
+
+    def all_to_all(self, parts: Sequence[np.ndarray], out: Sequence[np.ndarray], *, key: int) -> None:
+        """Of one array: sends `x[i]` to member i, and writes to `out` what each has sent here: (N, ...) to (N, ...)."""
+        mine, received = (_bytes_of(x).reshape(self.size, -1) for x in (*parts, *out))
         for turn in _turns([mine.shape[1]], self._slot_bytes // self.size):
             width = turn[-1].end
             slots = self._turn(key, self._rows(turn, [mine], 1, width))
@@ -111,16 +119,13 @@ class Exchange:
                 for span in turn:
                     received[other, span.here] = slots[other, self.place * width + span.offset :][: span.size]
         received[self.place] = mine[self.place]
-        return found
 
-    def reduce_scatter(self, *parts: np.ndarray, key: int, dtype: Any = None) -> list[np.ndarray]:
-        """Returns, for each of `parts`, the sum of the members' `part[place]`, in one collective: (N, ...) to (...).
+    def reduce_scatter(self, parts: Sequence[np.ndarray], out: Sequence[np.ndarray], *, key: int) -> None:
+        """Writes to `out`, for each of `parts`, the sum of the members' `part[place]`, in one collective: (N, ...) to (...).
 
-        The parts are of one dtype; sums are taken and returned in `dtype` (None: theirs).
+        The parts are of one dtype; sums are taken in that of `out`.
         """
-        parts = [np.asarray(x, order="C") for x in parts]
-        found = [aligned_empty(x.shape[1:], dtype or x.dtype) for x in parts]
-        mine, totals = [x.reshape(self.size, -1) for x in parts], [x.reshape(-1) for x in found]
+        mine, totals = [x.reshape(self.size, -1) for x in parts], [x.reshape(-1) for x in out]
         one = parts[0].dtype
         for turn in _turns([x.size for x in totals], self._slot_bytes // (self.size * one.itemsize)):
             width = turn[-1].end
@@ -129,7 +134,6 @@ class Exchange:
                 summands = [_typed(slot, one, self.place * width + span.offset, span.size) for slot in slots]
                 summands[self.place] = mine[span.part][self.place, span.here]
                 _reduce_into(totals[span.part][span.here], summands, np.add)
-        return found
 
     def _rows(
         self, turn: Sequence[_Span], parts: Sequence[np.ndarray], itemsize: int, width: int
@@ -141,12 +145,13 @@ class Exchange:
             for span in turn
         ]
 
-    def all_reduce(self, x: np.ndarray, key: int, reduce_op: str = "sum", dtype: Any = None) -> np.ndarray:
-        """Returns the members' `x`, reduced elementwise ("sum", "max", "min") in `dtype` (None: x's), as x's dtype."""
-        x = np.asarray(x, order="C")
-        found = aligned_empty(x.shape, x.dtype)
-        mine, total, reduce = x.reshape(-1), found.reshape(-1), _REDUCE[reduce_op]
-        step = self._slot_bytes // x.dtype.itemsize
+    def all_reduce(
+        self, parts: Sequence[np.ndarray], out: Sequence[np.ndarray], *, key: int, reduce_op: str = "sum", dtype: Any = None
+    ) -> None:
+        """Of one array: `out` is the members' arrays, reduced elementwise ("sum", "max", "min") in `dtype` (None: theirs)."""
+        mine, total = (x.reshape(-1) for x in (*parts, *out))
+        reduce = _REDUCE[reduce_op]
+        step = self._slot_bytes // mine.dtype.itemsize
         for start in range(0, mine.size, step):
             part = mine[start : start + step]
             slots = self._turn(key, [(0, part)])
@@ -160,8 +165,7 @@ class Exchange:
             slots = self._turn(key, [(0, total[here])])
             for other in self._others:
                 count = bounds[other + 1] - bounds[other]
-                total[start + bounds[other] : start + bounds[other + 1]] = _typed(slots[other], x.dtype, 0, count)
-        return found
+                total[start + bounds[other] : start + bounds[other + 1]] = _typed(slots[other], mine.dtype, 0, count)
 
     def _reduce_part(
         self,
@@ -247,15 +251,6 @@ def _turns(sizes: Sequence[int], most: int) -> Iterator[list[_Span]]:
                 turn = []
     if turn:
         yield turn
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns an array that TensorFlow takes over without a copy."""
-    dtype = np.dtype(dtype)
-    count = math.prod(shape) * dtype.itemsize
-    raw = np.empty(count + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + count].view(dtype).reshape(shape)
 
 
 def _bytes_of(x: np.ndarray) -> np.ndarray:

@@ -13,9 +13,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.collectives import memory_collectives
 from tfdist.collectives.plan import CollectiveRecord
 from tfdist.collectives.program import Communicator, RankProgram
-from tfdist.collectives.python_calls import call_python
 from tfdist.mesh import MESH_AXES
 
 # Dtypes that no collective carries, and those in which they travel.
@@ -65,10 +65,8 @@ def all_reduce(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduc
     if is_trivial(x, ranks):
         return tf.identity(x)
     dtype = x.dtype
-    exchange = program.communicator.exchanges.get(ranks)
-    if exchange is not None:
-        move = functools.partial(exchange.all_reduce, reduce_op=reduce_op, dtype=_summed_in(dtype).as_numpy_dtype)
-        return _through_memory(program, move, [x], x, ranks, "all_reduce", label, [x.shape], dtype)[0]
+    if meets_in_memory(program, ranks):
+        return memory_collectives.all_reduce(program, x, ranks, reduce_op, label, summed_in=_summed_in(dtype))
     wide = program.transport.reduction_dtype(dtype)
     pieces = _pieces(program, x, x.shape.num_elements(), len(ranks))
     with tf.device(program.device):
@@ -95,11 +93,8 @@ def all_gather(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
     """Concatenates `x` of all `ranks` along axis 0, in group order. Equal shapes on all ranks."""
     if is_trivial(x, ranks):
         return tf.concat([x] * len(ranks), 0)
-    exchange = program.communicator.exchanges.get(ranks)
-    if exchange is not None:
-        rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
-        shapes = [[rows, *x.shape[1:]]]
-        return _through_memory(program, exchange.all_gather, [x], x, ranks, "all_gather", label, shapes, x.dtype)[0]
+    if meets_in_memory(program, ranks):
+        return memory_collectives.all_gather(program, x, ranks, label)
     pieces = _pieces(program, x, x.shape.num_elements())
     with tf.device(program.device):
         if len(pieces) > 1:
@@ -127,9 +122,8 @@ def all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label
     """Sends `x[i]` to the i-th of `ranks` and returns what each sent here, stacked: (N, ...) to (N, ...)."""
     if is_trivial(x, ranks):
         return tf.identity(x)
-    exchange = program.communicator.exchanges.get(ranks)
-    if exchange is not None:
-        return _through_memory(program, exchange.all_to_all, [x], x, ranks, "all_to_all", label, [x.shape], x.dtype)[0]
+    if meets_in_memory(program, ranks):
+        return memory_collectives.all_to_all(program, x, ranks, label)
     if len(ranks) > _ALL_TO_ALL_RANKS:
         gathered = all_gather(program, x, ranks, label)
         return tf.reshape(gathered, [len(ranks), *x.shape])[:, ranks.index(program.rank)]
@@ -150,8 +144,7 @@ def reduce_scatter(
     dtype = dtype or x.dtype
     if is_trivial(x, ranks):
         return tf.cast(x[0], dtype)
-    exchange = program.communicator.exchanges.get(ranks)
-    if exchange is not None:
+    if meets_in_memory(program, ranks):
         return _reduce_scatter_in_memory(program, [x], x, ranks, label, dtype)[0]
     transport = program.transport
     with tf.device(program.device):
@@ -188,9 +181,8 @@ def all_gather_parts(
     """All-gathers vectors of one dtype in one message; returns of each the (N, L) of all `ranks`, flattened or not."""
     lengths = [part.shape[0] for part in parts]
     packed = tf.TensorSpec([sum(lengths)], parts[0].dtype)
-    if _meets_in_memory(program, packed, ranks):
-        move, shapes = program.communicator.exchanges[ranks].all_gather, [[len(ranks) * length] for length in lengths]
-        return _through_memory(program, move, parts, packed, ranks, "all_gather", label, shapes, packed.dtype)
+    if meets_in_memory(program, ranks) and not is_trivial(packed, ranks):
+        return memory_collectives.all_gather_parts(program, parts, packed, ranks, label)
     if len(parts) == 1:
         return [all_gather(program, parts[0], ranks, label)]
     with tf.device(program.device):
@@ -205,7 +197,7 @@ def reduce_scatter_parts(
     """`reduce_scatter` of several (N, L) of one dtype in one message; returns of each this rank's (L,), as `dtype`."""
     lengths = [part.shape[1] for part in parts]
     packed = tf.TensorSpec([len(ranks), sum(lengths)], parts[0].dtype)
-    if _meets_in_memory(program, packed, ranks):
+    if meets_in_memory(program, ranks) and not is_trivial(packed, ranks):
         return _reduce_scatter_in_memory(program, parts, packed, ranks, label, dtype)
     if len(parts) == 1:
         return [reduce_scatter(program, parts[0], ranks, label, dtype=dtype)]
@@ -214,8 +206,9 @@ def reduce_scatter_parts(
         return tf.split(reduced, program.constant(lengths), program.constant(0), num=len(lengths))
 
 
-def _meets_in_memory(program: RankProgram, x: tf.TensorSpec, ranks: tuple[int, ...]) -> bool:
-    return ranks in program.communicator.exchanges and not program.is_eager and not is_trivial(x, ranks)
+def meets_in_memory(program: RankProgram, ranks: tuple[int, ...]) -> bool:
+    """Whether the collectives of `ranks` go through memory that they share."""
+    return ranks in program.communicator.exchanges and not program.is_eager
 
 
 def broadcast(
@@ -233,6 +226,8 @@ def broadcast_send(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], o
         return tf.identity(x)
     if program.is_eager:
         return _broadcast_eagerly(program, x, ranks, program.rank, op, label)
+    if meets_in_memory(program, ranks):
+        return memory_collectives.broadcast_send(program, x, ranks, op, label)
     with tf.device(program.device):
         carried = _as_bytes(program, x)
         arguments = program.begin(op, carried, ranks, label, source=program.rank)
@@ -258,6 +253,8 @@ def broadcast_receive(
         return tf.zeros(shape, dtype)
     if program.is_eager:
         return _broadcast_eagerly(program, tf.zeros(shape, dtype), ranks, source, op, label)
+    if meets_in_memory(program, ranks):
+        return memory_collectives.broadcast_receive(program, tf.TensorSpec(shape, dtype), ranks, source, op, label)
     with tf.device(program.device):
         arguments = program.begin(op, like, ranks, label, source=source)
         with _chained(program):
@@ -325,40 +322,9 @@ def _reduce_scatter_in_memory(
     label: str,
     dtype: tf.DType,
 ) -> list[tf.Tensor]:
-    wide = _summed_in(packed.dtype)
-    move = functools.partial(program.communicator.exchanges[ranks].reduce_scatter, dtype=wide.as_numpy_dtype)
-    shapes = [part.shape[1:] for part in parts]
-    moved = _through_memory(program, move, parts, packed, ranks, "reduce_scatter", label, shapes, wide)
+    summed_in = _summed_in(packed.dtype)
+    moved = memory_collectives.reduce_scatter_parts(program, parts, packed, ranks, label, summed_in=summed_in)
     return [tf.cast(part, dtype) for part in moved]
-
-
-def _through_memory(
-    program: RankProgram,
-    move: Callable[..., Any],
-    parts: Sequence[tf.Tensor],
-    packed: tf.Tensor | tf.TensorSpec,
-    ranks: tuple[int, ...],
-    op: str,
-    label: str,
-    shapes: Sequence[Any],
-    dtype: tf.DType,
-) -> list[tf.Tensor]:
-    """Runs `move(*arrays, key=...)`, a method of the group's `Exchange`, on the chain.
-
-    Returns its results, of `shapes` and `dtype`. In the plan it stands as a collective of `packed`.
-    """
-    with tf.device(program.device):
-        key = program.begin(op, packed, ranks, label)["instance_key"]
-        turn = tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)
-
-        def run(key: Any, _: Any, *arrays: Any) -> Any:
-            moved = move(*arrays, key=int(key))
-            return moved if isinstance(moved, list) else [moved]
-
-        # That it reads its turn keeps it from being folded.
-        moved = call_python(run, [key, turn, *parts], [dtype] * len(shapes))
-        _extend_chain(program, moved[0])
-        return [tf.ensure_shape(one, shape) for one, shape in zip(moved, shapes, strict=True)]
 
 
 def _summed_in(dtype: tf.DType) -> tf.DType:

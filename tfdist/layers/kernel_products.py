@@ -49,9 +49,10 @@ def product(x: tf.Tensor, kernel: tf.Tensor, program: RankProgram) -> tf.Tensor:
         def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             with tape.backward_scope():
                 upstream = tf.reshape(upstream, [-1, outputs])  # for its static shape
-                of_kernel = _gradient(x, upstream)
-            with input_scope():  # stage 3 gathers the kernel again
-                return tf.matmul(upstream, kernel, transpose_b=True), of_kernel
+            with input_scope():  # stage 3 gathers the kernel again, and drops it before it makes the kernel's gradient
+                of_x = tf.matmul(upstream, kernel, transpose_b=True)
+            with tape.backward_scope():
+                return of_x, _gradient(x, upstream)
 
         if is_slow_result(x.shape[0], inputs, outputs):
             return tf.matmul(x, _transposed(kernel), transpose_b=True), gradient

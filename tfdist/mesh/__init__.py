@@ -5,6 +5,7 @@ from tfdist.mesh.cluster import Cluster, Task, read_cluster
 from tfdist.mesh.coordination import Coordination
 from tfdist.mesh.device_mesh import MESH_AXES, Coordinate, DeviceMesh, current_mesh
 from tfdist.mesh.devices import default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus, worker_devices
+from tfdist.mesh.free_memory import give_back_free_memory
 from tfdist.mesh.rendezvous import wait_for_workers
 from tfdist.mesh.threads import operations_at_once, share_cores
 
@@ -18,6 +19,7 @@ __all__ = [
     "coordination",
     "current_mesh",
     "default_devices",
+    "give_back_free_memory",
     "operations_at_once",
     "read_cluster",
     "resolve_devices",

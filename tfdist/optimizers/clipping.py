@@ -6,6 +6,7 @@ Norms are summed over the ranks that hold the parts, all in one message: one num
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,11 +32,11 @@ def clip(
         factors = [limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)] * len(reduced)
     elif optimizer.clipvalue and optimizer.clipvalue > 0:
         limit = optimizer.clipvalue
-        return [gradient.with_value(tf.clip_by_value(gradient.value, -limit, limit)) for gradient in reduced]
+        return [gradient.then(lambda value: tf.clip_by_value(value, -limit, limit)) for gradient in reduced]
     else:
         return list(reduced)
     return [
-        gradient.with_value(gradient.value * tf.cast(factor, gradient.value.dtype))
+        gradient.then(functools.partial(tf.multiply, tf.cast(factor, gradient.dtype)))
         for gradient, factor in zip(reduced, factors, strict=True)
     ]
 

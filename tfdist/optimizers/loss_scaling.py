@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, current_program, wire
-from tfdist.optimizers.reduction import reduce_gradients
+from tfdist.optimizers.reduction import ReducedGradient, reduce_gradients
 from tfdist.optimizers.step import accumulates_partial_sums
 from tfdist.optimizers.variables import variable_of
 from tfdist.sharding import Shard, ShardingConfig
@@ -41,7 +41,9 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     else:
         reduced = reduce_gradients(found, [variable_of(variable) for _, variable in pairs], config, program)
         is_finite = _agreed([gradient.value for gradient in reduced], config, program, is_partial=False)
-        unscaled = [gradient.with_value(gradient.value / tf.cast(scale, gradient.value.dtype)) for gradient in reduced]
+        unscaled = [
+            ReducedGradient.of(gradient.variable, gradient.value / tf.cast(scale, gradient.dtype)) for gradient in reduced
+        ]
     by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}
 
     def step() -> tf.Tensor:

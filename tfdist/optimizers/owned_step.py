@@ -34,7 +34,7 @@ def step_on_owners(
 
     Of a variable that is cut over the tensor axis, every tensor rank of the owner's takes the same step on the whole.
     """
-    whole = [tf.TensorSpec(layout_of(gradient.variable, config).shape, gradient.value.dtype) for gradient in reduced]
+    whole = [tf.TensorSpec(layout_of(gradient.variable, config).shape, gradient.dtype) for gradient in reduced]
     for number, bucket in enumerate(buckets_of(whole, config.bucket_bytes)):
         _OwnedBucket(optimizer, [reduced[place] for place in bucket], number, config, program).step(learning_rate)
 

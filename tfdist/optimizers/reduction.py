@@ -10,22 +10,20 @@ What happens to a gradient follows from the placements of its variable:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets, wire
 from tfdist.optimizers.variables import is_data_sharded, layout_of
 from tfdist.optimizers.whole_gradients import reduced_shard
-from tfdist.sharding import Shard, ShardingConfig, UnshardSchedule, packing, tape
-
-# Stage 2: so many buckets of full gradients exist at once.
-_BUCKETS_IN_FLIGHT = 2
-_REARRANGING = ("Reshape", "Transpose", "ConcatV2", "Cast", "Identity")
+from tfdist.sharding import Shard, ShardingConfig, UnshardSchedule, packing
+from tfdist.sharding.gradients_in_flight import GradientsInFlight
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class ReducedGradient:
     """A gradient summed over the data axis, as far as this rank holds it.
 
@@ -33,18 +31,36 @@ class ReducedGradient:
 
     Attributes:
         variable: the distributed variable.
-        value: a flat shard (L,), padded with zeros, or the whole gradient.
+        dtype: of the value.
+        make: makes the value, when it is first asked for: a flat shard (L,), padded with zeros, or the whole gradient.
+        note_gather: to be called with what is gathered, while values have not been asked for yet.
     """
 
     variable: tf.Variable
-    value: tf.Tensor
+    dtype: tf.DType
+    make: Callable[[], tf.Tensor]
+    note_gather: Callable[[tf.Tensor], None] = lambda gathered: None
+    _value: tf.Tensor | None = dataclasses.field(default=None, init=False)
 
-    def with_value(self, value: tf.Tensor) -> ReducedGradient:
-        return dataclasses.replace(self, value=value)
+    @classmethod
+    def of(cls, variable: tf.Variable, value: tf.Tensor) -> Self:
+        return cls(variable, value.dtype, lambda: value)
+
+    @property
+    def value(self) -> tf.Tensor:
+        # No `functools.cached_property`: it lets one thread at a time make a value, of any gradient, and eager ranks make theirs
+        # together.
+        if self._value is None:
+            self._value = self.make()
+        return self._value
+
+    def then(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ReducedGradient:
+        """Returns it with `function` of its value, of the same shape and dtype."""
+        return dataclasses.replace(self, make=lambda: function(self.value))
 
 
-class _Reductions:
-    """What was reduced already in this trace, by the gradient it was made from."""
+class _Known:
+    """What is reduced in this trace, by the gradient it is made from."""
 
     def __init__(self, program: RankProgram):
         del program
@@ -72,16 +88,29 @@ def reduce_gradients(
         config: the strategy's sharding.
         program: the rank's program.
     """
+    reduced = reduced_when_asked(grads, variables, config, program)
+    for gradient in reversed(reduced):
+        _ = gradient.value
+    return reduced
+
+
+def reduced_when_asked(
+    grads: Sequence[Any], variables: Sequence[tf.Variable], config: ShardingConfig, program: RankProgram
+) -> list[ReducedGradient]:
+    """As `reduce_gradients`; but a bucket of gradients is reduced when the value of one, or of a later bucket's, is asked for.
+
+    So parameters that have been updated can be gathered between the reductions, while others wait for their gradients.
+    """
     if all(isinstance(grad, ReducedGradient) for grad in grads):
         return list(grads)
     schedule = program.attachment(UnshardSchedule)
     schedule.flush(grads)
-    known = program.attachment(_Reductions)
+    known = program.attachment(_Known)
     reduced = known.find(grads)
     if reduced is None:
         with tf.device(program.device):
             dense = [_dense(grad, variable, config) for grad, variable in zip(grads, variables, strict=True)]
-            reduced = _reduce(dense, variables, config, program)
+            reduced = _reduced(dense, variables, config, program)
         known.add(grads, reduced)
     return reduced
 
@@ -94,36 +123,75 @@ def _dense(grad: Any, variable: tf.Variable, config: ShardingConfig) -> tf.Tenso
     return grad
 
 
-def _reduce(
+def _reduced(
     grads: Sequence[tf.Tensor], variables: Sequence[tf.Variable], config: ShardingConfig, program: RankProgram
 ) -> list[ReducedGradient]:
-    reduced: list[Any] = [None] * len(grads)
+    reduced: dict[int, ReducedGradient] = {}
     full = []
     for place, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
         if is_data_sharded(variable):
-            reduced[place] = reduced_shard(grad, variable, config, program)
+            reduced[place] = ReducedGradient.of(variable, reduced_shard(grad, variable, config, program))
         else:
             full.append(place)
     # Backward makes the last layers' gradients first: their buckets go first.
     full.reverse()
-    buckets = [
-        [full[index] for index in bucket] for bucket in buckets_of([grads[place] for place in full], config.bucket_bytes)
-    ]
-    is_sharded = isinstance(config.placements.optimizer_state, Shard)
-    sent = []
-    for number, bucket in enumerate(buckets):
-        members = [grads[place] for place in bucket]
-        if is_sharded:
-            layouts = [config.slot_layout(layout_of(variables[place], config)) for place in bucket]
-            parts = _reduce_scatter(members, layouts, f"reduce_scatter/bucket_{number}", config, program)
-            sent.append(parts[0])
-        else:
-            parts = _all_reduce(members, f"all_reduce/bucket_{number}", config, program)
-        for place, part in zip(bucket, parts, strict=True):
-            reduced[place] = part
-    if isinstance(config.placements.gradient, Shard):
-        _hold_back([[grads[place] for place in bucket] for bucket in buckets], sent, program)
-    return [ReducedGradient(variable, value) for variable, value in zip(variables, reduced, strict=True)]
+    buckets = _Buckets([grads[place] for place in full], [variables[place] for place in full], config, program)
+    reduced.update(zip(full, buckets.gradients(), strict=True))
+    return [reduced[place] for place in range(len(grads))]
+
+
+class _Buckets:
+    """Full gradients that are reduced in buckets, one after the other."""
+
+    def __init__(
+        self, grads: Sequence[tf.Tensor], variables: Sequence[tf.Variable], config: ShardingConfig, program: RankProgram
+    ):
+        self._grads = grads
+        self._variables = variables
+        self._config = config
+        self._program = program
+        self._buckets = buckets_of(grads, config.bucket_bytes)
+        self._parts: list[list[tf.Tensor]] = []  # of the buckets that have been reduced
+        self._flight = self._gradients_in_flight()
+
+    def gradients(self) -> list[ReducedGradient]:
+        """Returns them in the order in which they were given."""
+        where = {place: (n, i) for n, bucket in enumerate(self._buckets) for i, place in enumerate(bucket)}
+        return [
+            ReducedGradient(variable, grad.dtype, functools.partial(self._part, *where[place]), self._note_gather)
+            for place, (variable, grad) in enumerate(zip(self._variables, self._grads, strict=True))
+        ]
+
+    def _part(self, number: int, index: int) -> tf.Tensor:
+        with tf.device(self._program.device):
+            while len(self._parts) <= number:
+                self._parts.append(self._reduce(len(self._parts)))
+                if self._flight is not None:
+                    self._flight.note_reduction(self._parts[-1][0])
+        return self._parts[number][index]
+
+    def _note_gather(self, gathered: tf.Tensor) -> None:
+        if self._flight is not None:
+            self._flight.note_gather(gathered)
+
+    def _reduce(self, number: int) -> list[tf.Tensor]:
+        bucket, config = self._buckets[number], self._config
+        members = [self._grads[place] for place in bucket]
+        if not isinstance(config.placements.optimizer_state, Shard):
+            return _all_reduce(members, f"all_reduce/bucket_{number}", config, self._program)
+        layouts = [config.slot_layout(layout_of(self._variables[place], config)) for place in bucket]
+        return _reduce_scatter(members, layouts, f"reduce_scatter/bucket_{number}", config, self._program)
+
+    def _gradients_in_flight(self) -> GradientsInFlight | None:
+        """For stage 2, where they were made in the graph in which they are reduced."""
+        program, ranks = self._program, self._program.group_ranks("data")
+        if not self._grads or not isinstance(self._config.placements.gradient, Shard) or len(ranks) == 1:
+            return None
+        if program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
+            return None
+        numbers = {op.name: number for number, op in enumerate(program.graph.get_operations())}
+        messages = [[self._grads[place] for place in bucket] for bucket in self._buckets]
+        return GradientsInFlight(messages, numbers, program, ranks)
 
 
 def buckets_of(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[list[int]]:
@@ -150,32 +218,3 @@ def _reduce_scatter(
     dtype = grads[0].dtype
     rows = [tf.cast(row, config.travel_dtype(dtype)) for row in packing.rows_of(grads, layouts, program.constant)]
     return wire.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)
-
-
-def _hold_back(
-    buckets: Sequence[Sequence[tf.Tensor]], sent: Sequence[tf.Tensor], program: RankProgram
-) -> None:
-    """Stage 2: a gradient is not computed before the bucket two before its own has been reduced.
-
-    Otherwise backward outruns the chain of reductions and all full gradients exist at once, as in stage 1. An operation made
-    after all gradients of the earlier buckets cannot be what they wait for, so the new edges close no cycle.
-    """
-    if program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
-        return
-    if len(program.group_ranks("data")) == 1 or len(buckets) <= _BUCKETS_IN_FLIGHT:
-        return
-    numbers = {op.name: number for number, op in enumerate(program.graph.get_operations())}
-    latest = 0
-    for bucket, reduction, held in zip(buckets, sent, buckets[_BUCKETS_IN_FLIGHT:], strict=False):
-        latest = max(latest, *(numbers[grad.op.name] for grad in bucket))
-        for grad in held:
-            for operation in _computed_by(grad.op, latest, numbers):
-                tape.run_after(operation, reduction.op)
-
-
-def _computed_by(operation: tf.Operation, latest: int, numbers: Mapping[str, int]) -> list[tf.Operation]:
-    """Returns `operation`, or those whose results it only rearranges, where they were made after number `latest` as well."""
-    if numbers[operation.name] <= latest:
-        return []
-    sources = [tensor.op for tensor in operation.inputs if tensor.dtype.is_floating] if operation.type in _REARRANGING else []
-    return [found for source in sources for found in _computed_by(source, latest, numbers)] or [operation]

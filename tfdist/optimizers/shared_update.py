@@ -7,13 +7,15 @@ share one function here, called with their own gradient, value and slots; small 
 It holds for Keras's own elementwise optimizers, whose `update_step` depends on the parameter through its index only; a subclass
 may look at a name or a path, and is traced parameter by parameter.
 
-On a CPU the function of a very large parameter is compiled by XLA: Keras's Adam goes over memory ten times and more, the compiled
-one once (docs/performance.md). The compiler itself takes some 70 MB of a process, which has to be little beside the parameters.
+On a CPU very large parameters have functions that XLA compiles: Keras's Adam goes over memory ten times and more, the compiled
+one once (docs/performance.md). The compiler itself takes some 70 MB of a process, so it is there where that is little: beside
+what the rank stores, or beside the results of Keras's operations, of which three or so are there at once, each as large as the
+parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,13 +27,21 @@ from tfdist.optimizers.variables import local_part
 
 # From this many elements on a rank on a parameter is large.
 LARGE_ELEMENTS = 2**17
-# And from this many on its update is compiled, on a CPU.
+# From this many on its update is compiled, on a CPU,
 COMPILED_ELEMENTS = 2**20
+# if the rank steps as many in all (270 MB of parameters, gradients and slots of Adam) or of one parameter (100 MB of results).
+COMPILER_PAYS_IN_ALL = 2**24
+COMPILER_PAYS_IN_ONE = 2**23
 
 
 def is_large(grad: tf.Tensor) -> bool:
     """Whether the parameter of which a rank steps as many elements as `grad` has is updated here."""
     return grad.shape.num_elements() >= LARGE_ELEMENTS
+
+
+def compiler_pays(elements: Sequence[int]) -> bool:
+    """Whether updates are to be compiled of a rank that steps so many elements of each parameter."""
+    return sum(elements) >= COMPILER_PAYS_IN_ALL or max(elements, default=0) >= COMPILER_PAYS_IN_ONE
 
 
 class SlotStandIn:
@@ -62,12 +72,20 @@ class SlotStandIn:
 
 
 class SharedUpdates:
-    """The update functions of one optimizer on one rank, by the shape of what they update."""
+    """The update functions of one optimizer on one rank, by the shape of what they update.
 
-    def __init__(self, optimizer: Any, program: RankProgram, learning_rate: tf.Tensor):
+    Args:
+        optimizer: a Keras optimizer.
+        program: of the rank.
+        learning_rate: a scalar.
+        is_compiled: whether very large parameters' functions are compiled; on CPUs only.
+    """
+
+    def __init__(self, optimizer: Any, program: RankProgram, learning_rate: tf.Tensor, is_compiled: bool):
         self._optimizer = optimizer
         self._program = program
         self._learning_rate = learning_rate
+        self._is_compiled = is_compiled and program.is_on_cpu
         self._functions: dict[tuple, Any] = {}
 
     def in_place(self, variable: tf.Variable, grad: tf.Tensor, decays: bool) -> None:
@@ -112,7 +130,7 @@ class SharedUpdates:
         slots = [local_part(slot, self._program) for slot in slots_of(self._optimizer, shard)]
         key = (tuple(shard.shape), tuple(stored.shape), shard.dtype, grad.dtype, decays)
         if key not in self._functions:
-            is_compiled = "CPU" in stored.device and grad.shape.num_elements() >= COMPILED_ELEMENTS
+            is_compiled = self._is_compiled and grad.shape.num_elements() >= COMPILED_ELEMENTS
 
             @tf.function(autograph=False, jit_compile=is_compiled or None, experimental_attributes={"_noinline": True})
             def shared(grad: tf.Tensor, rate: tf.Tensor, parameter: tf.Tensor, *handles: tf.Tensor) -> Any:

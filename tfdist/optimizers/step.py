@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +28,8 @@ from tfdist.optimizers.owned_step import step_on_owners
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.parameter_shard import parameter_shard, update_shard
 from tfdist.optimizers.plain_slots import share_plain_slots
-from tfdist.optimizers.reduction import ReducedGradient, buckets_of, reduce_gradients
-from tfdist.optimizers.shared_update import SharedUpdates, is_large
+from tfdist.optimizers.reduction import ReducedGradient, buckets_of, reduce_gradients, reduced_when_asked
+from tfdist.optimizers.shared_update import SharedUpdates, compiler_pays, is_large
 from tfdist.optimizers.support import may_share
 from tfdist.optimizers.variables import is_data_sharded, layout_of, local_part, variable_of
 from tfdist.sharding import Layout, Shard, ShardingConfig, UnshardSchedule, packing
@@ -92,8 +94,8 @@ class _Step:
     def reduced(self, grads: Sequence[Any]) -> list[ReducedGradient]:
         """Returns the reduced gradients, without `loss_scale_factor`."""
         scale = self._optimizer.loss_scale_factor
-        reduced = reduce_gradients(grads, self._variables, self._config, self._program)
-        return reduced if scale is None else [gradient.with_value(gradient.value / scale) for gradient in reduced]
+        reduced = reduced_when_asked(grads, self._variables, self._config, self._program)
+        return reduced if scale is None else [gradient.then(lambda value: value / scale) for gradient in reduced]
 
     def update(self, reduced: Sequence[ReducedGradient]) -> None:
         """Clips, decays, updates and publishes."""
@@ -127,7 +129,7 @@ class _Step:
             if is_partial:
                 reduced = reduce_gradients(means, self._variables, self._config, program)
             else:
-                reduced = [ReducedGradient(*pair) for pair in zip(self._variables, means, strict=True)]
+                reduced = [ReducedGradient.of(*pair) for pair in zip(self._variables, means, strict=True)]
             self.update(reduced)
             for accumulator in optimizer._accumulated_gradients:
                 accumulator = local_part(accumulator.value, program)
@@ -154,7 +156,9 @@ def update_step(
     sharded = [gradient for gradient in shared if is_data_sharded(gradient.variable)]
     full = [gradient for gradient in shared if not is_data_sharded(gradient.variable)]
     full.reverse()  # the order in which they were reduced
-    update = _Update(optimizer, learning_rate, config, program)
+    layouts = [config.slot_layout(layout_of(gradient.variable, config)) for gradient in shared]
+    is_compiled = compiler_pays([math.prod(layout.component_shape) for layout in layouts])
+    update = _Update(optimizer, learning_rate, is_compiled, config, program)
     update.in_place(sharded)
     if isinstance(config.placements.optimizer_state, Shard):
         update.shards_of_copies(full)
@@ -166,12 +170,14 @@ def update_step(
 class _Update:
     """The optimizer's own update, on one rank."""
 
-    def __init__(self, optimizer: Any, learning_rate: tf.Tensor, config: ShardingConfig, program: RankProgram):
+    def __init__(
+        self, optimizer: Any, learning_rate: tf.Tensor, is_compiled: bool, config: ShardingConfig, program: RankProgram
+    ):
         self._optimizer = optimizer
         self._learning_rate = learning_rate
         self._config = config
         self._program = program
-        self._shared = SharedUpdates(optimizer, program, learning_rate)
+        self._shared = SharedUpdates(optimizer, program, learning_rate, is_compiled)
 
     def in_place(self, reduced: Sequence[ReducedGradient]) -> None:
         """Stages 0 and 3: step on what this rank stores."""
@@ -189,20 +195,29 @@ class _Update:
             target.stored.assign(value, read_value=False)
 
     def shards_of_copies(self, reduced: Sequence[ReducedGradient]) -> None:
-        """Stages 1 and 2: step on the shards of a bucket, all-gather them."""
+        """Stages 1 and 2: step on the shards of a bucket, all-gather them.
+
+        Stage 2 gathers a bucket when the next one's gradients have been reduced, and holds no more of either. Stage 1, where all
+        full gradients exist at once, reduces all of them first: it loses no time to waiting for updates between.
+        """
         program, constant = self._program, self._program.constant
         ranks = program.group_ranks("data")
         layouts = [self._config.slot_layout(layout_of(gradient.variable, self._config)) for gradient in reduced]
         whole = [
-            tf.TensorSpec(layout.local_shape, gradient.value.dtype)
+            tf.TensorSpec(layout.local_shape, gradient.dtype)
             for layout, gradient in zip(layouts, reduced, strict=True)
         ]
-        for number, bucket in enumerate(buckets_of(whole, self._config.bucket_bytes)):
+        buckets = buckets_of(whole, self._config.bucket_bytes)
+        ahead = 1 if isinstance(self._config.placements.gradient, Shard) else len(buckets)
+        for number, bucket in enumerate(buckets):
+            for place in itertools.chain(*buckets[number : number + ahead + 1]):
+                _ = reduced[place].value
             shards = self._updated_shards([(reduced[place], layouts[place]) for place in bucket], ranks.index(program.rank))
             gathered = wire.all_gather_parts(program, shards, ranks, f"all_gather/bucket_{number}")
             fulls = packing.fulls_of(gathered, [layouts[place] for place in bucket], constant)
             for place, full in zip(bucket, fulls, strict=True):
                 local_part(reduced[place].variable, program).assign(full, read_value=False)
+            reduced[-1].note_gather(gathered[0])
 
     def _updated_shards(self, members: Sequence[tuple[ReducedGradient, Layout]], data_rank: int) -> list[tf.Tensor]:
         """Returns this rank's shards of variables after the optimizer's update; the slots are updated in place."""

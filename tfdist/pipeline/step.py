@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce, edges
+from tfdist.collectives.unordered import leave_unordered
 from tfdist.losses.keras_seam import scale_loss
 from tfdist.losses.microbatches import MicrobatchLosses
 from tfdist.pipeline.clock import NoClock
@@ -82,7 +83,7 @@ class Step:
         """Runs this rank's part of the schedule."""
         self._executor.run()
         self._trackers.update(self._data.known_rows)
-        tape.leave_unordered(tape.operations_since(self._began))
+        leave_unordered(tape.operations_since(self._began))
 
     @property
     def is_last(self) -> bool:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps
-from tensorflow.python.ops import control_flow_ops, while_v2
+from tensorflow.python.ops import while_v2
 
 LOOPS = ("While", "StatelessWhile")
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
@@ -211,26 +211,6 @@ def writes(operation: tf.Operation) -> bool:
 def is_source(operation: tf.Operation) -> bool:
     """Whether `operation` is a constant, or the value of a floating variable: integers may have moved on when read again."""
     return operation.type == "Const" or operation.type == "ReadVariableOp" and operation.get_attr("dtype").is_floating
-
-
-def leave_unordered(operations: Sequence[tf.Operation]) -> None:
-    """Lets those with side effects (`Print`, `Assert`) run when their inputs are there, not in the order of tracing.
-
-    TensorFlow chains them so when a function has been traced, ranks one after the other, and ranks of a pipeline wait for each
-    other. It leaves alone what is in a control flow context: here, one that means nothing.
-    """
-    for operation in operations:
-        is_chained = auto_control_deps.op_is_stateful(operation) and operation._control_flow_context is None  # noqa: SLF001
-        if is_chained and not any(tensor.dtype == tf.resource for tensor in operation.inputs):
-            operation._set_control_flow_context(_NO_CONTROL_FLOW)  # noqa: SLF001
-
-
-class _NoControlFlow(control_flow_ops.ControlFlowContext):
-    def to_control_flow_context_def(self, context_def: object, export_scope: str | None = None) -> None:
-        """Nothing is to be said of it."""
-
-
-_NO_CONTROL_FLOW = _NoControlFlow()
 
 
 def _inputs(operation: tf.Operation) -> list[tf.Operation]:

@@ -29,6 +29,7 @@ from tfdist.collectives import RankProgram, ops, wire
 from tfdist.sharding import eager_unshard, keras_scope, packing, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import ShardingConfig
+from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.parameter_group import ParameterGroup
 
 # Operations whose first input is only moved or cast.
@@ -252,12 +253,27 @@ class UnshardSchedule:
         start = self._start_of_backward(uses, operations, numbers)
         with self._own_emission(), self._in_run_graph(), tape.stop_recording():
             previous: list[tf.Tensor] = []
-            for step in order_backward(regathers, reductions, self._config.prefetch):
+            steps = order_backward(regathers, reductions, self._config.prefetch)
+            reduced = [step.action.unit for step in steps if isinstance(step.action, Reduction)]
+            flight = self._in_flight([by_unit[index] for index in reduced], uses, numbers)
+            for step in steps:
                 if isinstance(step.action, Regather):
                     gate = start if step.gate is None else [operations[number] for number in step.gate]
                     self._regather(self._units[step.action.unit], uses[step.action.unit], gate)
                 else:
                     previous = self._reduce_scatter(by_unit[step.action.unit], previous)
+                    flight.note_reduction(previous[-1])
+
+    def _in_flight(
+        self, messages: Sequence[Sequence[PendingGradient]], uses: dict[int, dict[int, list[Reader]]], numbers: dict[str, int]
+    ) -> GradientsInFlight:
+        """Returns the full gradients, each made when its unit's gathered parameters have been read: they are freed first."""
+        fulls = [[pending.full for pending in message] for message in messages]
+        flight = GradientsInFlight(fulls, numbers, self._program, self._program.group_ranks("data"))
+        for number, message in enumerate(messages):
+            readers = [reader for found in uses.get(message[0].unit.index, {}).values() for reader in found]
+            flight.compute_after(number, list(dict.fromkeys(reader.operation for reader in readers)))
+        return flight
 
     def _backward_uses(self) -> dict[int, dict[int, list[Reader]]]:
         """Returns, per unit index, the backward readers of its forward copy that must be moved to a second one."""

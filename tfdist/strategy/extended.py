@@ -37,6 +37,7 @@ from tfdist.collectives import (
 )
 from tfdist.data import split_batches
 from tfdist.layers import cut_tensors
+from tfdist.mesh import give_back_free_memory
 from tfdist.optimizers import owner_of
 from tfdist.sharding import (
     Layout,
@@ -250,6 +251,7 @@ class ShardedExtendedMixin:
         plan.check_complete()
         self._check_agreement(plan)
         self.last_plan = plan
+        give_back_free_memory()
         return result
 
     def _run_eagerly(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

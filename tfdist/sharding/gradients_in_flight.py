@@ -1,0 +1,81 @@
+"""How many full gradients of one backward pass exist at once.
+
+Backward would outrun the chain of collectives that reduces them, and all full gradients would exist at once, as in stage 1. So a
+gradient is not computed before an earlier one has been reduced: the one two messages before it. Where ranks meet in memory and
+gradients are large, it is the one right before: moving them takes the cores that compute, and the next would gain little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, wire
+from tfdist.sharding import tape
+
+# Of a message. Waiting seems to cost 1 to 2 % of a step, which smaller gradients are not worth.
+_LARGE_BYTES = 8 * 2**20
+_REARRANGING = ("Reshape", "Transpose", "ConcatV2", "Cast", "Identity")
+
+
+class GradientsInFlight:
+    """The full gradients of one backward pass, by the messages in which they are reduced.
+
+    What is made to wait was made after all gradients of the messages that have been emitted, and after all collectives that
+    stood on the rank's chain before them. It cannot be what these wait for: the new edges close no cycle.
+
+    Args:
+        messages: the gradients of each, in the order in which they are emitted.
+        numbers: the place in the graph, by name, of every operation.
+        program: of the rank.
+        ranks: among which the gradients are reduced.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Sequence[tf.Tensor]],
+        numbers: Mapping[str, int],
+        program: RankProgram,
+        ranks: tuple[int, ...],
+    ):
+        self._messages = messages
+        self._numbers = numbers
+        largest = max((sum(x.shape.num_elements() * x.dtype.size for x in message) for message in messages), default=0)
+        self._most = 1 if largest > _LARGE_BYTES and wire.meets_in_memory(program, ranks) else 2
+        self._emitted = 0
+        on_chain = program.graph.capture(program.token()).consumers()
+        self._latest = max((numbers[operation.name] for operation in on_chain), default=-1)
+
+    def note_reduction(self, reduced: tf.Tensor) -> None:
+        """Notes that the next message has been emitted; a result of it is `reduced`."""
+        message = self._messages[self._emitted]
+        self._latest = max(self._latest, *(self._numbers[gradient.op.name] for gradient in message))
+        self._emitted += 1
+        self._hold_back(self._emitted + self._most - 1, reduced.op)
+
+    def note_gather(self, gathered: tf.Tensor) -> None:
+        """Notes that parameters have been gathered, too, among the messages."""
+        if self._most == 1:
+            self._hold_back(self._emitted, gathered.op)
+
+    def compute_after(self, number: int, operations: Sequence[tf.Operation]) -> None:
+        """Lets message `number`, not emitted yet, be computed after those of `operations` that stand before it in the graph."""
+        for gradient in self._messages[number]:
+            for computing in _computed_by(gradient.op, -1, self._numbers):
+                for operation in operations:
+                    if self._numbers[operation.name] < self._numbers[computing.name]:
+                        tape.run_after(computing, operation)
+
+    def _hold_back(self, number: int, after: tf.Operation) -> None:
+        for gradient in self._messages[number] if number < len(self._messages) else ():
+            for operation in _computed_by(gradient.op, self._latest, self._numbers):
+                tape.run_after(operation, after)
+
+
+def _computed_by(operation: tf.Operation, latest: int, numbers: Mapping[str, int]) -> list[tf.Operation]:
+    """Returns `operation`, or those whose results it only rearranges, where they were made after number `latest` as well."""
+    if numbers[operation.name] <= latest:
+        return []
+    sources = [tensor.op for tensor in operation.inputs if tensor.dtype.is_floating] if operation.type in _REARRANGING else []
+    return [found for source in sources for found in _computed_by(source, latest, numbers)] or [operation]
