@@ -152,6 +152,17 @@ def test_who_has_gone():
     assert receive(second, 2, 0, (1,), np.float64) == [3], "others go on"
 
 
+@pytest.mark.parametrize("ends", ["at once", "when it has what it was sent"])
+def test_who_goes_before_it_has_passed_its_memory(ends):
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if ends == "at once":
+        there.close()
+    else:
+        threading.Timer(0.2, there.close).start()
+    with pytest.raises(PeerLost, match="rank 3 has ended"):
+        Mailbox.connect({3: here})
+
+
 def test_abort_ends_a_wait():
     (first, second), _ = mailboxes(2)
     threading.Timer(0.2, second.abort, ["worker 0 is stuck"]).start()

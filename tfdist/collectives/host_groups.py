@@ -17,7 +17,6 @@ Stages of a pipeline need no common file: each passes its own memory, which has 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import mmap
 import os
@@ -31,7 +30,7 @@ import weakref
 from typing import Any
 
 from tfdist import errors
-from tfdist.collectives.mailbox import Mailbox, Peer
+from tfdist.collectives.mailbox import Mailbox
 from tfdist.collectives.program import Communicator
 from tfdist.collectives.shared_memory import Exchange, file_bytes
 from tfdist.mesh import MESH_AXES, Coordination, operations_at_once
@@ -73,7 +72,7 @@ def connect_exchanges(communicator: Communicator, words: Coordination, timeout_s
             if all(str(ranks) in answers[rank] for rank in ranks):
                 peers = place.connect(len(ranks), timeout_seconds)
                 if is_pipeline:
-                    communicator.mailbox = found = _mailbox({ranks[index]: peer for index, peer in peers.items()})
+                    communicator.mailbox = found = Mailbox.connect({ranks[index]: peer for index, peer in peers.items()})
                 else:
                     communicator.exchanges[ranks] = found = Exchange(place.memory, place.index, peers)
                 _open.add(found)
@@ -87,18 +86,6 @@ def _may_wait(communicator: Communicator) -> bool:
     a rank receives one after the other. But ranks of one process may wait for each other; and there must be another thread.
     """
     return len(communicator.local_ranks) == 1 and operations_at_once() > 1
-
-
-def _mailbox(peers: dict[int, socket.socket]) -> Mailbox:
-    """Makes this process's memory, and passes it to `peers` for theirs."""
-    memory = io.FileIO(os.memfd_create("tfdist"), "r+")
-    for connection in peers.values():
-        socket.send_fds(connection, [b"memory"], [memory.fileno()])
-    found = {}
-    for rank, connection in peers.items():
-        _, (number,), *_ = socket.recv_fds(connection, len(b"memory"), 1)
-        found[rank] = Peer(connection, io.FileIO(number, "r+"))
-    return Mailbox(memory, found)
 
 
 class _Place:

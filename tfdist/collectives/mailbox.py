@@ -19,12 +19,14 @@ import contextlib
 import dataclasses
 import io
 import mmap
+import os
 import select
 import socket
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Self
 
 import numpy as np
 
@@ -34,6 +36,8 @@ from tfdist.collectives.shared_memory import PeerLost
 _HEADER_BYTES = 64
 # A message's key; where a stretch of memory begins, and its length; where in it the slot begins; the message's length.
 _NOTICE = struct.Struct("<qqqqq")
+# With what a process passes its memory to another.
+_GREETING = b"memory"
 # Memory grows by so much at least, or doubles; what nobody has written takes no room.
 _LEAST_GROWTH = 2**20
 # Two threads may wait at once, and one may read what the other waits for.
@@ -73,6 +77,26 @@ class Mailbox:
         self._writing = threading.Lock()
         self._ended: set[int] = set()
         self._reason: str | None = None
+
+    @classmethod
+    def connect(cls, connections: Mapping[int, socket.socket]) -> Self:
+        """Makes this process's memory, and exchanges it with the others, by rank, who do the same.
+
+        Raises:
+            PeerLost: one of them has ended.
+        """
+        memory = io.FileIO(os.memfd_create("tfdist"), "r+")
+        for rank, connection in connections.items():
+            with _connected(rank):
+                socket.send_fds(connection, [_GREETING], [memory.fileno()])
+        peers = {}
+        for rank, connection in connections.items():
+            with _connected(rank):
+                _, descriptors, *_ = socket.recv_fds(connection, len(_GREETING), 1)
+            if not descriptors:
+                raise PeerLost(f"rank {rank} has ended")
+            peers[rank] = Peer(connection, io.FileIO(descriptors[0], "r+"))
+        return cls(memory, peers)
 
     @property
     def peers(self) -> frozenset[int]:
@@ -177,6 +201,15 @@ class _Slot:
         begin = offset + _HEADER_BYTES
         self.is_taken = stretch.bytes[offset : offset + 8].view(np.int64)
         self.bytes = stretch.bytes[begin : offset + length]
+
+
+@contextlib.contextmanager
+def _connected(rank: int) -> Iterator[None]:
+    """Tells who it is whose connection breaks within."""
+    try:
+        yield
+    except OSError as error:
+        raise PeerLost(f"rank {rank} has ended: {error}") from error
 
 
 def _sent(connection: socket.socket, packet: bytes) -> bool:
