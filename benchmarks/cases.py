@@ -50,7 +50,7 @@ class Case:
         bucket_bytes, prefetch: passed to tfdist's strategy; None: its own defaults.
         pack_bytes: `bytes_per_pack` of MultiWorkerMirroredStrategy's options; None: its default, all gradients in one message.
         heads, sequence_length, vocabulary: of the gpt.
-        schedule: of a pipeline, by its name in `tfdist.pipeline.make_schedule`; None: no pipeline.
+        schedule: of a pipeline, by its name in `tfdist.pipeline.schedules.make_schedule`; None: no pipeline.
         num_microbatches: of a pipeline.
     """
 

@@ -137,9 +137,7 @@ class Job:
 class _Process:
     """One process of a job; puts (index, line) in `lines` for every line that it writes, and (index, None) at its end."""
 
-    def __init__(
-        self, command: list[str], index: int, environment: dict[str, str], lines: queue.Queue[tuple[int, str | None]]
-    ):
+    def __init__(self, command: list[str], index: int, environment: dict[str, str], lines: queue.Queue[tuple[int, str | None]]):
         self._index = index
         self._lines = lines
         self._stderr = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 (closed by `close`)

@@ -38,9 +38,7 @@ def measure_steps(build: Callable[[], Loop], describe: Callable[[Loop], Fields],
     build_seconds = time.perf_counter() - start
     first_step_seconds, _ = loop.run(1)
     _, loss = loop.run(WARMUP_STEPS - 1)
-    answer(
-        {"warmup_loss": loss, "build_seconds": build_seconds, "first_step_seconds": first_step_seconds, **describe(loop)}
-    )
+    answer({"warmup_loss": loss, "build_seconds": build_seconds, "first_step_seconds": first_step_seconds, **describe(loop)})
     for request in requests:
         loop.run(1)
         cpu = time.process_time()

@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfdist
 from benchmarks.cases import MIRRORED, MW_MIRRORED, SHARED_LOOP, SINGLE, ZERO_STAGES, Case
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, WEIGHT_DECAY, initial_weight, make_batch
-from tfdist.mesh import share_cores
+from tfdist.runtime import share_cores
 
 _SEED = 1
 

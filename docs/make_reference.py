@@ -19,7 +19,7 @@ from typing import Any
 import keras
 
 import tfdist
-from tfdist import planner, profiling
+from tfdist import profiling, tensor_plans
 
 PAGE = pathlib.Path(__file__).with_name("reference.md")
 
@@ -31,7 +31,7 @@ it in use.
 """
 
 # What public functions return and `tfdist` itself does not list.
-RETURNED = (planner.SuggestedPlan, planner.SuggestedCut, profiling.MemoryReport, profiling.DeviceMemory)
+RETURNED = (tensor_plans.SuggestedPlan, tensor_plans.SuggestedCut, profiling.MemoryReport, profiling.DeviceMemory)
 
 # Documented member by member; of the other modules the first lines only, since they are for those who extend tfdist.
 IN_FULL = ("collectives", "layers", "optimizers", "mesh")

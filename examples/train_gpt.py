@@ -282,9 +282,7 @@ def main(argv=None):
     tokens = load() if is_chief else None
     if cluster:
         strategy.barrier("the data set is prepared")  # by the chief alone
-    train, validation = make_datasets(
-        *(tokens or load()), seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed
-    )
+    train, validation = make_datasets(*(tokens or load()), seq_len=args.seq_len, batch_size=args.batch_size, seed=args.seed)
     shape = dict(width=args.width, layers=args.layers, heads=args.heads, seq_len=args.seq_len)
 
     keras.utils.set_random_seed(args.seed)  # after the data: preparing it draws random numbers

@@ -10,7 +10,7 @@ import pytest
 
 import tfdist
 from tests import garbage, graph_optimizer, layer_groups, op_creation
-from tfdist.layers import kernel_products
+from tfdist.kernels import kernel_products
 
 CPUS = tfdist.use_logical_cpus(4)
 graph_optimizer.only_for_calls()

@@ -17,18 +17,20 @@ LEVELS = {
     "errors": 0,
     "autograph": 0,
     "override": 0,
+    "runtime": 1,
     "mesh": 2,
     "collectives": 3,
     "sharding": 4,
     "optimizers": 5,
     "losses": 5,
     "metrics": 5,
+    "kernels": 5.5,
     "layers": 6,
     "pipeline": 6,
     "checkpoint": 6,
     "data": 6,
     "strategy": 7,
-    "planner": 8,
+    "tensor_plans": 8,
     "launch": 9,
     "__main__": 10,
     "profiling": 9,
@@ -38,7 +40,7 @@ TOP = "__init__.py"  # may import everything
 
 PRIVATE = {
     "autograph.py",
-    "mesh/coordination.py",
+    "runtime/coordination.py",
     "collectives/program.py",
     "collectives/python_calls.py",
     "collectives/unordered.py",
@@ -60,14 +62,15 @@ PRIVATE = {
     "layers/checkpoint_names.py",
     "layers/cut_tensors.py",
     "layers/empty_batches.py",
-    "layers/feature_norms.py",
-    "layers/gelu.py",
-    "layers/kernel_products.py",
-    "layers/matrix_products.py",
-    "planner/keras_tracing.py",
+    "kernels/crossentropy.py",
+    "kernels/feature_norms.py",
+    "kernels/gelu.py",
+    "kernels/kernel_products.py",
+    "kernels/matrix_products.py",
+    "tensor_plans/keras_tracing.py",
 }
 RAW_COLLECTIVES = {"collectives/wire.py"}
-TF_CONFIG = {"mesh/devices.py", "mesh/threads.py"}
+TF_CONFIG = {"mesh/devices.py", "runtime/threads.py"}
 MAX_LINES = 450
 
 

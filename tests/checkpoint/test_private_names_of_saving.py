@@ -48,9 +48,7 @@ OVERRIDDEN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), OVERRIDDEN, ids=lambda value: getattr(value, "__name__", value).rpartition(".")[2]
-)
+@pytest.mark.parametrize(("owner", "name"), OVERRIDDEN, ids=lambda value: getattr(value, "__name__", value).rpartition(".")[2])
 def test_what_is_overridden(owner, name):
     original = getattr(owner, name)._tfdist_override
     assert original.__module__.startswith("keras.src.")

@@ -22,7 +22,7 @@ from tfdist.collectives import (
     reduce_scatter,
     shared_memory,
 )
-from tfdist.mesh import threads
+from tfdist.runtime import threads
 
 WORKERS = 3
 SLOT_BYTES = 64 * 2**10

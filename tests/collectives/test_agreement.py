@@ -8,7 +8,7 @@ import pytest
 from tfdist.collectives import CollectivePlan, CollectiveRecord, PlanAgreement
 from tfdist.collectives.agreement import first_difference
 from tfdist.collectives.instance_keys import InstanceKeys
-from tfdist.mesh import Cluster, Coordination, Task
+from tfdist.runtime import Cluster, Coordination, Task
 
 TASKS = tuple(Task("worker", index, f"host{index}:1") for index in range(3))
 

@@ -90,9 +90,7 @@ MODELS = {
     "sequence parallel": lambda: transformer(
         {"sequence_parallel": True, "gather_output": False}, {"sequence_parallel": True, "input_is_parallel": True}
     ),
-    "sequence parallel, grouped queries": lambda: transformer(
-        {"sequence_parallel": True, **GROUPED_QUERIES}, mask_zero=False
-    ),
+    "sequence parallel, grouped queries": lambda: transformer({"sequence_parallel": True, **GROUPED_QUERIES}, mask_zero=False),
     "grouped queries, gated": lambda: transformer(
         {"gated": True, "activation": "silu", "use_bias": False, **GROUPED_QUERIES}, mask_zero=False
     ),

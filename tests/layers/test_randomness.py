@@ -63,9 +63,7 @@ def test_ranks_of_one_data_index_draw_alike():
     """Tensor and pipe peers compute parts of one model copy."""
     strategy = strategy_for(4, 0)
     devices = strategy.mesh.devices
-    strategy._sharding_config = dataclasses.replace(
-        strategy.sharding_config, mesh=DeviceMesh(devices, tensor_parallel_size=2)
-    )
+    strategy._sharding_config = dataclasses.replace(strategy.sharding_config, mesh=DeviceMesh(devices, tensor_parallel_size=2))
     ((first, peer, second, its_peer),), _ = masks(strategy)
     np.testing.assert_array_equal(first, peer)
     np.testing.assert_array_equal(second, its_peer)

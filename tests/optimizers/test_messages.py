@@ -64,16 +64,12 @@ def test_a_norm_that_is_asked_for_costs_no_second_reduction(zero_stage):
 def test_the_overflow_flag_is_one_number(zero_stage):
     plain = traced(strategy_for(2, zero_stage), lambda: keras.optimizers.SGD(0.1))[1]
     scaled = traced(strategy_for(2, zero_stage), lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))[1]
-    assert [message for message in scaled if message not in plain] == (
-        [("all_reduce", (), "is_finite")] if zero_stage else []
-    )
+    assert [message for message in scaled if message not in plain] == ([("all_reduce", (), "is_finite")] if zero_stage else [])
 
 
 def of_every_step(graph):
     """Returns the kinds of collectives of rank 0 that run in every step: those outside branches."""
-    return sorted(
-        op.type for op in graph.get_operations() if op.type.startswith("Collective") and op.device.endswith("CPU:0")
-    )
+    return sorted(op.type for op in graph.get_operations() if op.type.startswith("Collective") and op.device.endswith("CPU:0"))
 
 
 @pytest.mark.parametrize(

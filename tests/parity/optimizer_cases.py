@@ -78,12 +78,8 @@ CASES = {
     "global_clipnorm": Case(lambda: optimizers.SGD(0.5, momentum=0.9, global_clipnorm=LIMIT)),
     "clipvalue": Case(lambda: optimizers.SGD(0.5, momentum=0.9, clipvalue=LIMIT / 10)),
     "average": Case(lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)),
-    "average overwrites": Case(
-        lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2)
-    ),
-    "constraints": Case(
-        lambda: optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=3), constrained
-    ),
+    "average overwrites": Case(lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2)),
+    "constraints": Case(lambda: optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_overwrite_frequency=3), constrained),
     "accumulation": Case(
         lambda: optimizers.SGD(0.5, momentum=0.9, gradient_accumulation_steps=4, global_clipnorm=LIMIT, weight_decay=0.01)
     ),

@@ -119,9 +119,7 @@ def sequence_parallel() -> keras.Model:
     """Activations between blocks, and so stages, are cut, too."""
     block = functools.partial(tfdist.layers.ParallelTransformerBlock, 2, 12, sequence_parallel=True)
     lean = {"use_bias": False, "normalization": "rms"}
-    return _between_vocabularies(
-        block(gather_output=False, name="first"), block(input_is_parallel=True, name="second", **lean)
-    )
+    return _between_vocabularies(block(gather_output=False, name="first"), block(input_is_parallel=True, name="second", **lean))
 
 
 def _between_vocabularies(*blocks: keras.layers.Layer) -> keras.Model:

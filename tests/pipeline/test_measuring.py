@@ -7,7 +7,7 @@ from training import one_device
 
 from tests.pipeline.pipeline_models import compiled, data
 from tfdist.pipeline import measure, simulate
-from tfdist.pipeline.dataflow import inputs_of
+from tfdist.pipeline.schedules.dataflow import inputs_of
 
 
 def assert_possible(measured, schedule):

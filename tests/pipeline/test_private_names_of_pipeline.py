@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
-from tfdist.pipeline.stage import nodes_in_order
+from tfdist.pipeline.stages.stage import nodes_in_order
 
 layers = keras.layers
 

@@ -12,7 +12,7 @@ import test_models
 from grids import exhaustive
 from training import strategy_for
 
-from tfdist.layers import kernel_products
+from tfdist.kernels import kernel_products
 from tfdist.sharding import gradients_in_flight, unshard
 
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
@@ -22,9 +22,7 @@ GROUPS = [(n * m, m) for n, m in zip(WIDTHS, WIDTHS[1:], strict=False)]
 
 
 def build():
-    return keras.Sequential(
-        [keras.Input((WIDTHS[0],)), *(keras.layers.Dense(m, activation="tanh") for m in WIDTHS[1:])]
-    )
+    return keras.Sequential([keras.Input((WIDTHS[0],)), *(keras.layers.Dense(m, activation="tanh") for m in WIDTHS[1:])])
 
 
 def traced_step(strategy, build=build, train=True, **settings):

@@ -141,9 +141,7 @@ def test_a_port_in_use(tmp_path):
     with socket.socket() as taken:
         taken.bind(("", ports[1]))
         taken.listen()
-        with workers.job(
-            tmp_path, 2, f"{CASES}:make_strategy", ports=ports, each=[{"rendezvous_timeout_seconds": 8}] * 2
-        ) as job:
+        with workers.job(tmp_path, 2, f"{CASES}:make_strategy", ports=ports, each=[{"rendezvous_timeout_seconds": 8}] * 2) as job:
             codes = job.wait(100)
     assert codes == [1, 1]
     assert f"port {ports[1]}, which TF_CONFIG gives it, cannot be used" in job.workers[1].output

@@ -116,9 +116,7 @@ def test_callbacks_validation_and_history(zero_stage, tmp_path):
         keras.callbacks.CSVLogger(tmp_path / "log.csv"),
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
     ]
-    history = model.fit(
-        X, Y, batch_size=BATCH, epochs=2, validation_data=(X, Y), verbose=0, callbacks=callbacks, shuffle=False
-    )
+    history = model.fit(X, Y, batch_size=BATCH, epochs=2, validation_data=(X, Y), verbose=0, callbacks=callbacks, shuffle=False)
     assert set(history.history) == {"loss", "accuracy", "val_loss", "val_accuracy", "learning_rate"}
     assert (tmp_path / "best.weights.h5").exists()
     assert (tmp_path / "log.csv").exists()

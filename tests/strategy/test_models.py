@@ -106,9 +106,7 @@ MODELS = {
     "control_flow": lambda: stack(ControlFlow()),
     "recurrent": lambda: stack(layers.Bidirectional(layers.LSTM(9), backward_layer=layers.GRU(9, go_backwards=True))),
     "stacked_cells": lambda: stack(layers.RNN([layers.LSTMCell(9), layers.GRUCell(7)])),
-    "convolutions": lambda: stack(
-        layers.Reshape((7, 15, 1)), layers.Conv2D(5, 3, activation="relu"), layers.DepthwiseConv2D(3)
-    ),
+    "convolutions": lambda: stack(layers.Reshape((7, 15, 1)), layers.Conv2D(5, 3, activation="relu"), layers.DepthwiseConv2D(3)),
     "nested_function": lambda: stack(NestedFunction(), NestedFunction()),
     "lazily_built": LazilyBuilt,
     "used_three_times": used_three_times,

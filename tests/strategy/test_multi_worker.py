@@ -51,9 +51,7 @@ def assert_same_as(expected, numbers):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("number", "devices", "chief", "loops"), JOBS)
 def test_training_is_that_of_one_device(tmp_path, number, devices, chief, loops):
-    with workers.job(
-        tmp_path, number, f"{CASES}:train_grid", loops, devices_per_worker=devices, chief=chief
-    ) as job:
+    with workers.job(tmp_path, number, f"{CASES}:train_grid", loops, devices_per_worker=devices, chief=chief) as job:
         expected = {name: on_one_device(name) for names in loops.values() for name in names}
         masks = worker_cases.dropout_masks(training.strategy_for(number * devices, 0))
         for worker, found in enumerate(job.results(350)):
@@ -90,9 +88,7 @@ ASKED = [
 @pytest.mark.parametrize("names", [ASKED, exhaustive(list(optimizer_cases.CASES))], ids=len)
 def test_whatever_an_optimizer_is_asked_for(tmp_path, names):
     with workers.job(tmp_path, 2, f"{CASES}:train_optimizers", [1, 3], names) as job:
-        expected = {
-            name: optimizer_cases.train(name, optimizer_cases.loop_of(name), training.one_device()) for name in names
-        }
+        expected = {name: optimizer_cases.train(name, optimizer_cases.loop_of(name), training.one_device()) for name in names}
         for stage in (1, 3):
             overflowing = optimizer_cases.train_overflowing(training.one_device(), accumulates=stage == 1)
             expected[f"overflow {stage}"] = overflowing
@@ -116,9 +112,7 @@ def test_whatever_an_optimizer_is_asked_for(tmp_path, names):
 def test_methods_of_a_model_on_data_that_do_not_divide(tmp_path, number, devices, methods):
     """By the stage."""
     with workers.job(tmp_path, number, f"{CASES}:ask_models", methods, devices_per_worker=devices) as job:
-        expected = {
-            (stage, name): asked_on_one_device(name) for stage, names in methods.items() for name in names
-        }
+        expected = {(stage, name): asked_on_one_device(name) for stage, names in methods.items() for name in names}
         for found in job.results(350):
             assert_equal_trees(found, expected, "stage and method")
 

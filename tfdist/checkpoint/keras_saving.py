@@ -132,9 +132,7 @@ def _save(model: Any, filepath: Any, write: Callable[[Any], None], read: Callabl
                 write(path)
 
 
-def _read_state(
-    model: Any, store: saving_lib.H5IOStore, assets: DiscardingAssets | None, skipped: Iterable[Any] = ()
-) -> None:
+def _read_state(model: Any, store: saving_lib.H5IOStore, assets: DiscardingAssets | None, skipped: Iterable[Any] = ()) -> None:
     """Reads what Keras would save, by Keras's own walk."""
     try:
         saving_lib._save_state(

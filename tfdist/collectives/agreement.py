@@ -17,7 +17,7 @@ from typing import Any
 from tfdist import errors
 from tfdist.collectives.instance_keys import InstanceKeys
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
-from tfdist.mesh import Coordination, coordination
+from tfdist.runtime import Coordination, coordination
 
 
 class PlanAgreement:

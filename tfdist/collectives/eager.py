@@ -89,9 +89,10 @@ class Meeting:
             call.result, call.is_done = result, True
 
     def _refuse(self, waiting: Sequence[_Call]) -> None:
+        calls = {call.rank: call.record for call in waiting}
         raise RuntimeError(
             errors.message(
-                f"Ranks wait for each other in vain: {({call.rank: call.record for call in waiting})}; the others have returned.",
+                f"Ranks wait for each other in vain: {calls}; the others have returned.",
                 fix="Every rank of a group must run the same collectives, in the same order: look for code that branches on the "
                 "replica id.",
             )
@@ -103,9 +104,7 @@ class EagerProgram(RankProgram):
 
     is_eager = True
 
-    def __init__(
-        self, communicator: Communicator, rank: int, plan: CollectivePlan, meeting: Meeting, arguments: Any = ()
-    ):
+    def __init__(self, communicator: Communicator, rank: int, plan: CollectivePlan, meeting: Meeting, arguments: Any = ()):
         super().__init__(communicator, rank, tf.compat.v1.get_default_graph(), plan, arguments)
         self._meeting = meeting
 

@@ -33,7 +33,8 @@ from tfdist import errors
 from tfdist.collectives.mailbox import Mailbox
 from tfdist.collectives.program import Communicator
 from tfdist.collectives.shared_memory import Exchange, file_bytes
-from tfdist.mesh import MESH_AXES, Coordination, operations_at_once
+from tfdist.mesh import MESH_AXES
+from tfdist.runtime import Coordination, operations_at_once
 
 _MEMORY = "/dev/shm"
 _SECRET_BYTES = 16

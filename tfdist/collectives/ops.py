@@ -23,9 +23,7 @@ from tfdist.collectives.program import RankProgram, current_program, log2_ceilin
 _REDUCE_OPS = ("sum", "mean", "max", "min")
 
 
-def all_reduce(
-    x: tf.Tensor, mesh_axis: str = "data", *, reduce_op: str = "sum", label: str = "all_reduce"
-) -> tf.Tensor:
+def all_reduce(x: tf.Tensor, mesh_axis: str = "data", *, reduce_op: str = "sum", label: str = "all_reduce") -> tf.Tensor:
     """Reduces `x` elementwise over the group of `mesh_axis`; every rank gets the result.
 
     Args:
@@ -71,9 +69,7 @@ def all_reduce(
     return reduce(x)
 
 
-def all_gather(
-    x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, label: str = "all_gather"
-) -> tf.Tensor:
+def all_gather(x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, label: str = "all_gather") -> tf.Tensor:
     """Concatenates the group's tensors along axis 0, in group order; every rank gets the result.
 
     Args:
@@ -107,9 +103,7 @@ def all_gather(
     return gather(x)
 
 
-def all_gather_uneven(
-    program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], mesh_axis: str, label: str
-) -> tf.Tensor:
+def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], mesh_axis: str, label: str) -> tf.Tensor:
     """All-gather of tensors whose axis 0 differs by rank: padded to the power of two that holds the longest.
 
     At least one row, because kernels crash on none; a power of two, because every length that occurs costs a key.
@@ -250,9 +244,7 @@ def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tenso
 
 def _check_rows(op: str, x: tf.Tensor, static_rows: bool = False) -> None:
     if x.shape.rank is None or x.shape.rank == 0:
-        raise ValueError(
-            errors.message(f"`{op}` cuts or joins axis 0 and needs a tensor of rank at least 1.", shape=x.shape)
-        )
+        raise ValueError(errors.message(f"`{op}` cuts or joins axis 0 and needs a tensor of rank at least 1.", shape=x.shape))
     static = x.shape if static_rows else x.shape[1:]
     if not static.is_fully_defined():
         raise ValueError(

@@ -149,8 +149,7 @@ class CollectivePlan:
                     errors.message(
                         f"Ranks of group {list(ranks)} run different numbers of collectives: {counts}. Rank {shortest} lacks "
                         f"{agreed[counts[shortest]]}.",
-                        fix="Every rank of a group must run the same collectives: look for code that branches on the "
-                        "replica id.",
+                        fix="Every rank of a group must run the same collectives: look for code that branches on the replica id.",
                     )
                 )
 

@@ -146,9 +146,7 @@ class RankProgram:
 
     is_eager = False
 
-    def __init__(
-        self, communicator: Communicator, rank: int, graph: tf.Graph, plan: CollectivePlan, arguments: Any = ()
-    ):
+    def __init__(self, communicator: Communicator, rank: int, graph: tf.Graph, plan: CollectivePlan, arguments: Any = ()):
         self.communicator = communicator
         self.mesh = communicator.mesh
         self.transport = communicator.transport

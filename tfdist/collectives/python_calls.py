@@ -20,7 +20,7 @@ from tensorflow.python.ops import script_ops
 from tfdist import errors
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.unordered import leave_unordered
-from tfdist.mesh import give_back_free_memory
+from tfdist.runtime import give_back_free_memory
 
 _alive: list[_Call] = []  # TensorFlow's registry does not keep them, and its own functions stay for ever, too
 _DONE = np.zeros([], np.int64)

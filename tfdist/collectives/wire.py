@@ -175,9 +175,7 @@ def reduce_scatter(
         return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), dtype)
 
 
-def all_gather_parts(
-    program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str
-) -> list[tf.Tensor]:
+def all_gather_parts(program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str) -> list[tf.Tensor]:
     """All-gathers vectors of one dtype in one message; returns of each the (N, L) of all `ranks`, flattened or not."""
     lengths = [part.shape[0] for part in parts]
     packed = tf.TensorSpec([sum(lengths)], parts[0].dtype)
@@ -258,9 +256,7 @@ def broadcast_receive(
     with tf.device(program.device):
         arguments = program.begin(op, like, ranks, label, source=source)
         with _chained(program):
-            received = tf.raw_ops.CollectiveBcastRecvV2(
-                T=carried, shape=tf.constant(shape.as_list(), tf.int32), **arguments
-            )
+            received = tf.raw_ops.CollectiveBcastRecvV2(T=carried, shape=tf.constant(shape.as_list(), tf.int32), **arguments)
         _extend_chain(program, received)
         received = tf.ensure_shape(received, shape)
         return tf.bitcast(received, dtype) if carried != dtype else received
@@ -292,9 +288,7 @@ def _keep(program: RankProgram, message: tf.Tensor) -> None:
         tf.raw_ops.AssignAddVariableOp(resource=program.communicator.edge_token(program.rank), value=tf.zeros([], tf.int64))
 
 
-def _broadcast_eagerly(
-    program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], source: int, op: str, label: str
-) -> tf.Tensor:
+def _broadcast_eagerly(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], source: int, op: str, label: str) -> tf.Tensor:
     """Returns the `x` of `source` on every one of `ranks`, in an eager run."""
 
     def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:

@@ -202,9 +202,7 @@ def _piece(leaf: Any, start: tf.Tensor, stop: tf.Tensor, static_rows: int | None
 
 def _sparse_piece(leaf: tf.SparseTensor, start: tf.Tensor, stop: tf.Tensor, static_rows: int | None) -> tf.SparseTensor:
     row_shape = leaf.dense_shape[1:]
-    piece = tf.sparse.slice(
-        leaf, tf.concat([start, tf.zeros_like(row_shape)], 0), tf.concat([stop - start, row_shape], 0)
-    )
+    piece = tf.sparse.slice(leaf, tf.concat([start, tf.zeros_like(row_shape)], 0), tf.concat([stop - start, row_shape], 0))
     if leaf.shape.rank is None:
         return piece
     # Again with what is known of the shape, which the slice forgets.

@@ -61,6 +61,4 @@ def device_environments(
                 fix=f"Use --devices-per-worker {len(gpus) // workers} or fewer, fewer workers, or --cpu to run on the CPU.",
             )
         )
-    return [
-        asked | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank * share : (rank + 1) * share])} for rank in range(workers)
-    ]
+    return [asked | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank * share : (rank + 1) * share])} for rank in range(workers)]

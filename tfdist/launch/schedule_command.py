@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import pathlib
 
-from tfdist.pipeline.drawing import draw
-from tfdist.pipeline.make_schedule import make_schedule
-from tfdist.pipeline.schedule import Schedule
-from tfdist.pipeline.simulation import DURATIONS, Simulation, simulate
+from tfdist.pipeline.schedules.drawing import draw
+from tfdist.pipeline.schedules.make_schedule import make_schedule
+from tfdist.pipeline.schedules.schedule import Schedule
+from tfdist.pipeline.schedules.simulation import DURATIONS, Simulation, simulate
 
 _DESCRIPTION = """\
 Prints the grid of a pipeline's schedule (a row for each rank; 2F0: stage 2, forward, microbatch 0), the part of the time

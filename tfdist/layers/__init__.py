@@ -7,24 +7,10 @@ Of the seams nothing is called by hand. Inside `strategy.run` of a tfdist strate
 * running statistics, such as those of `BatchNormalization`, are averaged over the ranks at the end of a step (`statistics`);
 * `BatchNormalization(synchronized=True)` normalises over the global batch (`normalization`);
 * convolutions and poolings work on ranks whose piece of the batch is empty (`empty_batches`);
-* activations that a tensor-parallel layer leaves cut are whole for those who want them whole (`cut_tensors`);
-* GELU keeps one tensor for the backward pass instead of three (`gelu`), and normalization over features one instead of two
-  (`feature_norms`);
-* attention and projections multiply matrices instead of reordering their axes each time (`matrix_products`), and products with
-  kernels are formed from a transposed operand where that is faster (`kernel_products`).
+* activations that a tensor-parallel layer leaves cut are whole for those who want them whole (`cut_tensors`).
 """
 
-from tfdist.layers import (
-    cut_tensors,
-    empty_batches,
-    feature_norms,
-    gelu,
-    matrix_products,
-    normalization,
-    randomness,
-    regions,
-    statistics,
-)
+from tfdist.layers import cut_tensors, empty_batches, normalization, randomness, regions, statistics
 from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
 from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
@@ -47,9 +33,6 @@ __all__ = [
     "VocabParallelReversibleEmbedding",
     "cut_tensors",
     "empty_batches",
-    "feature_norms",
-    "gelu",
-    "matrix_products",
     "normalization",
     "randomness",
     "regions",

@@ -1,7 +1,7 @@
 """Where the equation of an `EinsumDense` can be cut.
 
-    column    a label of the kernel that is in the output only        "abc,cde->abde": d
-    row       a label of the kernel that is summed over               "abcd,cde->abe": c
+column    a label of the kernel that is in the output only        "abc,cde->abde": d
+row       a label of the kernel that is summed over               "abcd,cde->abe": c
 """
 
 from __future__ import annotations

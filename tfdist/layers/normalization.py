@@ -54,9 +54,7 @@ def _moments(original: Callable[..., Any], self: Any, inputs: tf.Tensor, mask: t
     return tuple(tf.where(elements > 0, moment, tf.zeros_like(moment)) for moment in (mean, variance))
 
 
-def moments_over_ranks(
-    inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None = None
-) -> tuple[tf.Tensor, tf.Tensor]:
+def moments_over_ranks(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns mean and variance, per channel, over the ranks of the data axis.
 
     Args:

@@ -136,9 +136,7 @@ def enter_region(x: tf.Tensor, sequence_parallel: bool, label: str) -> tf.Tensor
     return gather_for_region(x, 1, f"{label}/gather_sequence") if sequence_parallel else copy_to(x, f"{label}/copy_to")
 
 
-def leave_region(
-    x: tf.Tensor, bias: Any, sequence_parallel: bool, label: str
-) -> tuple[tf.Tensor, tf.Tensor | None]:
+def leave_region(x: tf.Tensor, bias: Any, sequence_parallel: bool, label: str) -> tuple[tf.Tensor, tf.Tensor | None]:
     """Leaves a cut region; returns the output and the bias to add to it, a whole weight or None.
 
     On activations that are cut along the sequence each rank sees a part of the bias's gradient: it enters as into a region.

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import activations
+from tfdist.kernels.crossentropy import exponential_sums
 from tfdist.layers import cut_tensors, regions
-from tfdist.losses.crossentropy import exponential_sums
 
 
 @cut_tensors.takes_cut_predictions

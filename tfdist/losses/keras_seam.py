@@ -1,4 +1,4 @@
-"""Keras's losses inside `strategy.run`: the functions that tfdist overrides. Three take the mean over a replica's own batch.
+"""Keras's losses inside `strategy.run`: the functions that tfdist overrides, which take the mean over a replica's own batch.
 
 Rank r has the weighted sum S_r of its examples' losses and a divisor D_r: how many they are (valid ones, under a mask), or what
 their weights sum to. N ranks:
@@ -22,10 +22,6 @@ tests/losses/test_private_names_of_losses.py fails when they change. Metrics add
 
 A loss in a loop inside `strategy.run` (`tf.map_fn`) raises, as every collective does there.
 
-The fourth is faster, and the same to rounding:
-
-    nn.sparse_categorical_crossentropy    of logits on a CPU: `tfdist.losses.crossentropy` in the place of TensorFlow's kernel
-
 Note: losses that are one number. A loss that returns a scalar has averaged its rank's batch itself (a function that ends in
 `tf.reduce_mean`; `Dice` and `Tversky` without `axis`; `MeanSquaredError` of vectors). Keras does not scale it, and N ranks would
 train N times as fast as one; `add_loss` and `activity_regularizer` it divides by N. Here each is weighted by the rank's part
@@ -43,15 +39,13 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.losses import loss as keras_loss
 
 from tfdist.collectives import RankProgram, all_reduce
 from tfdist.losses.batch_rows import BatchRows
-from tfdist.losses.crossentropy import sparse_crossentropy
 from tfdist.losses.microbatches import MicrobatchLosses, current_losses
 from tfdist.losses.shares import Shares
-from tfdist.losses.sharing import rank_program, sharing_program
+from tfdist.losses.sharing import sharing_program
 from tfdist.override import override
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -147,37 +141,6 @@ def _unscale_loss_for_distribution(original: Callable[..., Any], value: Any) -> 
         total, count = _sums_over_ranks([tf.reduce_sum(wide), tf.cast(tf.size(wide), wide.dtype)], "loss/value")
         loss = tf.math.divide_no_nan(total, count)
     return tf.cast(loss, value.dtype)
-
-
-@override("sparse_categorical_crossentropy", keras_nn)
-def _sparse_categorical_crossentropy(
-    original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
-) -> Any:
-    if not (_on_a_cpu(rank_program()) and from_logits and _are_logits(output, axis)):
-        return original(target, output, from_logits=from_logits, axis=axis)
-    labels = tf.cast(tf.convert_to_tensor(target), tf.int64)
-    if labels.shape.rank == output.shape.rank and labels.shape[-1] == 1:
-        labels = tf.squeeze(labels, -1)
-    if labels.shape.rank is None or not labels.shape.is_compatible_with(output.shape[:-1]):
-        return original(target, output, from_logits=from_logits, axis=axis)  # which raises
-    losses = sparse_crossentropy(tf.reshape(output, [-1, output.shape[-1]]), tf.reshape(labels, [-1]))
-    return tf.reshape(losses, tf.shape(labels))
-
-
-def _on_a_cpu(program: RankProgram | None) -> bool:
-    """On a GPU TensorFlow's kernel is good, and another would not notice a label that is out of range."""
-    return program is not None and program.is_on_cpu
-
-
-def _are_logits(output: Any, axis: int) -> bool:
-    """Whether Keras takes `output` as it is: of a softmax's result it takes the argument."""
-    if not isinstance(output, tf.Tensor) or output.dtype not in (tf.float32, tf.float64):
-        return False
-    rank = output.shape.rank
-    if rank is None or rank < 2 or output.shape[-1] is None or axis not in (-1, rank - 1):
-        return False
-    is_softmax = hasattr(output, "op") and output.op.type == "Softmax"
-    return not (is_softmax or hasattr(output, "_keras_logits"))
 
 
 def _widened(x: tf.Tensor) -> tf.Tensor:

@@ -61,9 +61,7 @@ class DeviceMesh:
         for name in ("pipeline_parallel_size", "tensor_parallel_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    errors.message(f"`{name}` must be a positive integer.", fix="1 turns it off.", **{name: value})
-                )
+                raise ValueError(errors.message(f"`{name}` must be a positive integer.", fix="1 turns it off.", **{name: value}))
         model_ranks = self.pipeline_parallel_size * self.tensor_parallel_size
         if len(self.devices) % model_ranks:
             raise ValueError(
@@ -106,18 +104,14 @@ class DeviceMesh:
         """Returns the rank at `coordinate`; the inverse of `coordinate`."""
         for mesh_axis in MESH_AXES:
             if not 0 <= coordinate.along(mesh_axis) < self.size(mesh_axis):
-                raise ValueError(
-                    errors.message(f"`coordinate` must lie in a mesh of shape {self.shape}.", coordinate=coordinate)
-                )
+                raise ValueError(errors.message(f"`coordinate` must lie in a mesh of shape {self.shape}.", coordinate=coordinate))
         stage = coordinate.data * self.pipeline_parallel_size + coordinate.pipe
         return stage * self.tensor_parallel_size + coordinate.tensor
 
     def group_ranks(self, mesh_axis: str, rank: int) -> tuple[int, ...]:
         """Returns the ranks of `rank`'s group along `mesh_axis`, in axis order (`rank` is one of them)."""
         here = self.coordinate(rank)
-        return tuple(
-            self.rank(dataclasses.replace(here, **{mesh_axis: index})) for index in range(self.size(mesh_axis))
-        )
+        return tuple(self.rank(dataclasses.replace(here, **{mesh_axis: index})) for index in range(self.size(mesh_axis)))
 
     def groups(self, mesh_axis: str) -> list[tuple[int, ...]]:
         """Returns every group along `mesh_axis`; they partition the ranks."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.mesh.cluster import devices_per_worker_setting
 from tfdist.mesh.device_mesh import canonical
-from tfdist.mesh.threads import share_cores
+from tfdist.runtime.cluster import devices_per_worker_setting
+from tfdist.runtime.threads import share_cores
 
 
 def use_logical_cpus(n: int) -> list[str]:
@@ -85,9 +85,7 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
     if devices is None:
         devices = default_devices()
     if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise ValueError(
-            errors.message("`devices` must be a list of device names, such as ['CPU:0', 'CPU:1'].", devices=devices)
-        )
+        raise ValueError(errors.message("`devices` must be a list of device names, such as ['CPU:0', 'CPU:1'].", devices=devices))
     if not devices:
         raise ValueError(
             errors.message(
@@ -99,9 +97,7 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
     try:
         names = canonical(devices)
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(
-            errors.message("`devices` must be device names such as 'GPU:0'.", devices=list(devices))
-        ) from error
+        raise ValueError(errors.message("`devices` must be device names such as 'GPU:0'.", devices=list(devices))) from error
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(
@@ -116,8 +112,7 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
     if unknown:
         raise ValueError(
             errors.message(
-                f"`devices` names devices that this machine does not have: {unknown}. It has "
-                f"{[_short(name) for name in known]}.",
+                f"`devices` names devices that this machine does not have: {unknown}. It has {[_short(name) for name in known]}.",
                 devices=list(devices),
                 fix="Without GPUs, `tfdist.use_logical_cpus(n)` at the top of the program makes n CPU devices.",
             )

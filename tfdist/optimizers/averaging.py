@@ -21,9 +21,7 @@ def update_averages(optimizer: Any, config: ShardingConfig, program: RankProgram
     """
     pairs = [
         (variable_of(variable), variable_of(average))
-        for variable, average in zip(
-            optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True
-        )
+        for variable, average in zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)
         if average is not None and is_stored(variable_of(variable), program)
     ]
     not_first = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
@@ -42,9 +40,7 @@ def update_averages(optimizer: Any, config: ShardingConfig, program: RankProgram
         program.cond(is_due, overwrite, lambda: tf.constant(False))
 
 
-def _overwrite(
-    pairs: Sequence[tuple[tf.Variable, tf.Variable]], config: ShardingConfig, program: RankProgram
-) -> None:
+def _overwrite(pairs: Sequence[tuple[tf.Variable, tf.Variable]], config: ShardingConfig, program: RankProgram) -> None:
     gathered = []
     for variable, average in pairs:
         if is_data_sharded(average) and not is_data_sharded(variable):

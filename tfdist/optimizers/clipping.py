@@ -66,9 +66,7 @@ def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
     if config is None:
         return tf.linalg.global_norm([grad for grad, _ in pairs])
     program = current_program("`global_norm`")
-    reduced = reduce_gradients(
-        [grad for grad, _ in pairs], [variable_of(variable) for _, variable in pairs], config, program
-    )
+    reduced = reduce_gradients([grad for grad, _ in pairs], [variable_of(variable) for _, variable in pairs], config, program)
     return _global_norm(reduced, config, program)
 
 

@@ -50,9 +50,7 @@ class Target:
         return value if self.cut is None else self.cut(value)
 
 
-def update_jointly(
-    optimizer: Any, targets: Sequence[Target], learning_rate: tf.Tensor, program: RankProgram
-) -> list[tf.Tensor]:
+def update_jointly(optimizer: Any, targets: Sequence[Target], learning_rate: tf.Tensor, program: RankProgram) -> list[tf.Tensor]:
     """Updates the slots of `targets` in place and returns the new values, which are not stored."""
     kinds: dict[Any, list[int]] = {}
     for place, target in enumerate(targets):
@@ -67,9 +65,7 @@ def update_jointly(
     return [updated[place] for place in range(len(targets))]
 
 
-def _update(
-    targets: Sequence[Target], optimizer: Any, learning_rate: tf.Tensor, program: RankProgram
-) -> list[tf.Tensor]:
+def _update(targets: Sequence[Target], optimizer: Any, learning_rate: tf.Tensor, program: RankProgram) -> list[tf.Tensor]:
     constant = program.constant
     shapes = [target.grad.shape for target in targets]
     slots = list(zip(*(slots_of(optimizer, target.variable) for target in targets), strict=True))

@@ -161,9 +161,7 @@ def _finalize_averages(original: Callable[..., None], self: Any, optimizer: Any)
 
 
 @override("_tf_apply", keras.optimizers.LossScaleOptimizer)
-def _loss_scaled_apply(
-    original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None
-) -> None:
+def _loss_scaled_apply(original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None) -> None:
     config = _config(self)
     if config is None:
         original(self, grads, trainable_variables)

@@ -78,9 +78,7 @@ class _OwnedBucket:
         ]
         return wholes[: len(layouts)], wholes[len(layouts) :]
 
-    def _unsharded(
-        self, tensors: Sequence[tf.Tensor], layouts: Sequence[Layout], is_shard: Sequence[bool]
-    ) -> list[tf.Tensor]:
+    def _unsharded(self, tensors: Sequence[tf.Tensor], layouts: Sequence[Layout], is_shard: Sequence[bool]) -> list[tf.Tensor]:
         """Returns `tensors` with those that are flat shards gathered over the data axis, in one message."""
         places = [place for place, sharded in enumerate(is_shard) if sharded]
         if not places:

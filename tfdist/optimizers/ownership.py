@@ -37,9 +37,7 @@ def assign_owners(optimizer: Any, variables: Sequence[Any], num_ranks: int) -> N
     """Gives each of `variables` an owner among the data ranks: from now on slots that `optimizer` makes for it live there."""
     sizes = [math.prod(variable.shape) * variable_of(variable).dtype.size for variable in variables]
     owners = balanced_owners(sizes, num_ranks)
-    _owners[optimizer] = {
-        variable_of(variable)._unique_id: owner for variable, owner in zip(variables, owners, strict=True)
-    }
+    _owners[optimizer] = {variable_of(variable)._unique_id: owner for variable, owner in zip(variables, owners, strict=True)}
 
 
 def owner_of(optimizer: Any, variable: Any) -> int | None:

@@ -200,9 +200,7 @@ def buckets_of(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[list[int
     return assign_buckets(sizes, bucket_bytes, [tensor.dtype for tensor in tensors])
 
 
-def _all_reduce(
-    grads: Sequence[tf.Tensor], label: str, config: ShardingConfig, program: RankProgram
-) -> list[tf.Tensor]:
+def _all_reduce(grads: Sequence[tf.Tensor], label: str, config: ShardingConfig, program: RankProgram) -> list[tf.Tensor]:
     flat = packing.side_by_side(grads, program.constant)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
     is_half = flat.dtype in (tf.float16, tf.bfloat16)

@@ -121,9 +121,7 @@ class SharedUpdates:
 
         return self._call(update, shard, grad, decays, stored)
 
-    def _call(
-        self, update: Callable[..., Any], shard: ParameterShard, grad: tf.Tensor, decays: bool, stored: tf.Variable
-    ) -> Any:
+    def _call(self, update: Callable[..., Any], shard: ParameterShard, grad: tf.Tensor, decays: bool, stored: tf.Variable) -> Any:
         """Calls the function of `shard`'s kind on its own gradient, variable and slots."""
         if tf.executing_eagerly():  # nothing to share
             return update(shard, grad, self._learning_rate, stored.handle)

@@ -11,9 +11,7 @@ import tensorflow as tf
 from tfdist.optimizers.variables import variable_of
 
 # Keras's own lists, which hold no slots of the update.
-_OTHER_LISTS = frozenset(
-    {"_variables", "_trainable_variables", "_accumulated_gradients", "_model_variables_moving_average"}
-)
+_OTHER_LISTS = frozenset({"_variables", "_trainable_variables", "_accumulated_gradients", "_model_variables_moving_average"})
 
 
 def slots_of(optimizer: Any, parameter: Any) -> list[tf.Variable]:

@@ -1,10 +1,10 @@
 """One optimizer step: reduce, clip, step on what this rank holds, publish, average, constrain.
 
-    stage              the step's target            published by
-    0                  the local copy               nothing: all ranks step alike
-    1, 2               a shard of the copy          all-gather in buckets
-    3                  the component                nothing
-    1 to 3, owned      the whole, on its owner      a broadcast; the slots stay with the owner
+stage              the step's target            published by
+0                  the local copy               nothing: all ranks step alike
+1, 2               a shard of the copy          all-gather in buckets
+3                  the component                nothing
+1 to 3, owned      the whole, on its owner      a broadcast; the slots stay with the owner
 """
 
 from __future__ import annotations
@@ -145,9 +145,7 @@ class _Step:
         program.cond(is_last, last, not_last)
 
 
-def update_step(
-    optimizer: Any, reduced: Sequence[ReducedGradient], learning_rate: Any, config: ShardingConfig
-) -> None:
+def update_step(optimizer: Any, reduced: Sequence[ReducedGradient], learning_rate: Any, config: ShardingConfig) -> None:
     """Steps on what this rank holds of each variable, and publishes the results. In the place of Keras's loop."""
     program = current_program("`optimizer.apply`")
     learning_rate = tf.convert_to_tensor(learning_rate)
@@ -170,9 +168,7 @@ def update_step(
 class _Update:
     """The optimizer's own update, on one rank."""
 
-    def __init__(
-        self, optimizer: Any, learning_rate: tf.Tensor, is_compiled: bool, config: ShardingConfig, program: RankProgram
-    ):
+    def __init__(self, optimizer: Any, learning_rate: tf.Tensor, is_compiled: bool, config: ShardingConfig, program: RankProgram):
         self._optimizer = optimizer
         self._learning_rate = learning_rate
         self._config = config
@@ -203,10 +199,7 @@ class _Update:
         program, constant = self._program, self._program.constant
         ranks = program.group_ranks("data")
         layouts = [self._config.slot_layout(layout_of(gradient.variable, self._config)) for gradient in reduced]
-        whole = [
-            tf.TensorSpec(layout.local_shape, gradient.dtype)
-            for layout, gradient in zip(layouts, reduced, strict=True)
-        ]
+        whole = [tf.TensorSpec(layout.local_shape, gradient.dtype) for layout, gradient in zip(layouts, reduced, strict=True)]
         buckets = buckets_of(whole, self._config.bucket_bytes)
         ahead = 1 if isinstance(self._config.placements.gradient, Shard) else len(buckets)
         for number, bucket in enumerate(buckets):
@@ -225,9 +218,7 @@ class _Update:
         for place, (gradient, layout) in enumerate(members):
             stored = local_part(gradient.variable, self._program)
             spec = parameter_shard(self._optimizer, gradient.variable, tf.TensorSpec([layout.shard_elements], stored.dtype))
-            cut = functools.partial(
-                packing.cut_shard, layout=layout, data_rank=data_rank, constant=self._program.constant
-            )
+            cut = functools.partial(packing.cut_shard, layout=layout, data_rank=data_rank, constant=self._program.constant)
             if not may_share(self._optimizer):
                 parameter = spec.with_value(cut(stored.value()))
                 update_shard(self._optimizer, parameter, gradient.value, self._learning_rate)

@@ -26,6 +26,7 @@ _ELEMENTWISE: set[type] = {
 
 _KERAS_OWN = frozenset(_ELEMENTWISE)
 
+
 def elementwise(optimizer_class: type) -> type:
     """Declares that an optimizer's `update_step` is elementwise, so that it may run on flat shards. A class decorator.
 

@@ -13,9 +13,7 @@ from tfdist.collectives import RankProgram, wire
 from tfdist.sharding import ShardedVariable, ShardingConfig, UnshardSchedule, packing
 
 
-def reduced_shard(
-    grad: tf.Tensor, variable: ShardedVariable, config: ShardingConfig, program: RankProgram
-) -> tf.Tensor:
+def reduced_shard(grad: tf.Tensor, variable: ShardedVariable, config: ShardingConfig, program: RankProgram) -> tf.Tensor:
     """Returns this rank's part, (L,), of the summed gradient of `variable`.
 
     Args:

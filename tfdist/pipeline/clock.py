@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdist.pipeline.actions import Action
+from tfdist.pipeline.schedules.actions import Action
 
 
 class NoClock:

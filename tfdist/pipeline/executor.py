@@ -19,13 +19,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, edges
-from tfdist.pipeline.actions import Action, Phase
 from tfdist.pipeline.clock import NoClock
 from tfdist.pipeline.gradients import GradientSum, added
 from tfdist.pipeline.masks import Masks
-from tfdist.pipeline.schedule import Schedule
-from tfdist.pipeline.stage import StageLayer
-from tfdist.pipeline.stage_functions import StageCall, StageFunctions, floats
+from tfdist.pipeline.schedules.actions import Action, Phase
+from tfdist.pipeline.schedules.schedule import Schedule
+from tfdist.pipeline.stages.stage import StageLayer
+from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, floats
 from tfdist.sharding import tape
 from tfdist.sharding.cut_activations import Cut, cut_of_output, set_cut
 
@@ -300,8 +300,7 @@ class Executor:
         is_held = edges.holds_thread(self._program, self._ranks[at])
         with tf.control_dependencies(self._last if is_held else self._last_but_one):
             return [
-                edges.receive(self._program, spec, rows, self._ranks[at], f"{label}/{place}")
-                for place, spec in enumerate(specs)
+                edges.receive(self._program, spec, rows, self._ranks[at], f"{label}/{place}") for place, spec in enumerate(specs)
             ]
 
     # Order

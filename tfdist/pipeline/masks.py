@@ -17,7 +17,7 @@ from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import SymbolicScope
 
 from tfdist import errors
-from tfdist.pipeline.stage import StageLayer
+from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.sharding import tape
 
 

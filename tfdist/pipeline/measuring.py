@@ -13,7 +13,7 @@ from tfdist.collectives import all_reduce
 from tfdist.pipeline.checks import positive_integer
 from tfdist.pipeline.clock import Clock
 from tfdist.pipeline.model import PipelineModel
-from tfdist.pipeline.simulation import Simulation, Span
+from tfdist.pipeline.schedules.simulation import Simulation, Span
 
 
 def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = None, *, runs: int = 3) -> Simulation:

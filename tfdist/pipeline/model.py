@@ -14,15 +14,15 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, find_program
 from tfdist.losses.keras_seam import unscale_loss
 from tfdist.mesh import current_mesh
-from tfdist.pipeline.balance_report import report
 from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy, positive_integer
 from tfdist.pipeline.clock import NoClock
-from tfdist.pipeline.costs import node_costs
-from tfdist.pipeline.cuts import resolve_cuts
-from tfdist.pipeline.make_schedule import make_schedule
-from tfdist.pipeline.schedule import Schedule
-from tfdist.pipeline.schedules import Schedule1F1B
-from tfdist.pipeline.split import Stages
+from tfdist.pipeline.schedules.make_schedule import make_schedule
+from tfdist.pipeline.schedules.published import Schedule1F1B
+from tfdist.pipeline.schedules.schedule import Schedule
+from tfdist.pipeline.stages.balance_report import report
+from tfdist.pipeline.stages.costs import node_costs
+from tfdist.pipeline.stages.cuts import resolve_cuts
+from tfdist.pipeline.stages.split import Stages
 from tfdist.pipeline.step import Step
 from tfdist.sharding import keras_scope
 
@@ -71,7 +71,7 @@ class PipelineModel(keras.Model):
         layers_or_model: a functional model, also with several inputs and outputs and with skip connections; a Sequential; a list
             of layers; or a list of `tfdist.pipeline.Stage`, one per stage.
         num_microbatches: how many parts a replica's batch is cut in.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; or one's own (see `tfdist.pipeline.make_schedule`).
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; or one's own (see `tfdist.pipeline.schedules.make_schedule`).
         stages: where to cut: the names of the layers with which stages 1, 2, ... begin, or their places in `model.layers`; None:
             so that stages cost alike.
         stages_per_rank: stages of each rank, for "interleaved".

@@ -15,7 +15,7 @@ from tfdist.pipeline.clock import NoClock
 from tfdist.pipeline.executor import Executor
 from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches
-from tfdist.pipeline.split import Stages
+from tfdist.pipeline.stages.split import Stages
 from tfdist.sharding import tape
 from tfdist.sharding.cut_activations import gathered
 

@@ -48,9 +48,7 @@ class ShardingConfig:
                 raise ValueError(errors.message(f"`{name}` must be an integer of at least {least}.", **{name: value}))
         if not isinstance(self.reshard_after_forward, bool):
             raise ValueError(
-                errors.message(
-                    "`reshard_after_forward` must be True or False.", reshard_after_forward=self.reshard_after_forward
-                )
+                errors.message("`reshard_after_forward` must be True or False.", reshard_after_forward=self.reshard_after_forward)
             )
         if self.reduce_dtype is not None:
             try:

@@ -1,14 +1,14 @@
 """What part of a variable each rank stores. Arithmetic only: no TensorFlow here.
 
-    global (5, 4), tensor axis 1 cut in 2, then flat shards over data = 4: 10 elements a half, 3 a rank, 2 of padding
+global (5, 4), tensor axis 1 cut in 2, then flat shards over data = 4: 10 elements a half, 3 a rank, 2 of padding
 
-        ┌───────┬───────┐        tensor 0: a b c d e f g h i j
-        │ a b   │ k l   │           data 0: a b c    data 1: d e f    data 2: g h i    data 3: j · ·
-        │ c d   │ m n   │        tensor 1: k l m n o p q r s t
-        │ e f   │ o p   │           data 0: k l m    data 1: n o p    data 2: q r s    data 3: t · ·
-        │ g h   │ q r   │
-        │ i j   │ s t   │
-        └───────┴───────┘
+    ┌───────┬───────┐        tensor 0: a b c d e f g h i j
+    │ a b   │ k l   │           data 0: a b c    data 1: d e f    data 2: g h i    data 3: j · ·
+    │ c d   │ m n   │        tensor 1: k l m n o p q r s t
+    │ e f   │ o p   │           data 0: k l m    data 1: n o p    data 2: q r s    data 3: t · ·
+    │ g h   │ q r   │
+    │ i j   │ s t   │
+    └───────┴───────┘
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ class Layout:
         if self.is_tensor_sharded:
             axis, parts = self.tensor.axis, self.mesh.tensor_parallel_size
             if axis is None or not 0 <= axis < len(self.shape):
-                raise ValueError(
-                    errors.message(f"`tensor` must cut one of the {len(self.shape)} axes.", tensor=self.tensor)
-                )
+                raise ValueError(errors.message(f"`tensor` must cut one of the {len(self.shape)} axes.", tensor=self.tensor))
             if self.shape[axis] % parts and not self.tensor.is_padded:
                 lower = max(self.shape[axis] // parts, 1) * parts
                 raise ValueError(
@@ -77,9 +75,7 @@ class Layout:
                     )
                 )
         if isinstance(self.data, Shard) and self.data.axis is not None:
-            raise ValueError(
-                errors.message("`data` shards are flat: `Shard()` without an axis.", data=self.data)
-            )
+            raise ValueError(errors.message("`data` shards are flat: `Shard()` without an axis.", data=self.data))
         if self.pipe_owners is not None:
             owners, size = tuple(self.pipe_owners), self.mesh.pipeline_parallel_size
             if not owners or list(owners) != sorted(set(owners)) or not 0 <= owners[0] <= owners[-1] < size:

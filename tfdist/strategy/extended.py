@@ -37,8 +37,8 @@ from tfdist.collectives import (
 )
 from tfdist.data import split_batches
 from tfdist.layers import cut_tensors
-from tfdist.mesh import give_back_free_memory
 from tfdist.optimizers import owner_of
+from tfdist.runtime import give_back_free_memory
 from tfdist.sharding import (
     Layout,
     Own,
@@ -57,9 +57,7 @@ _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 class ShardedExtendedMixin:
     """What every tfdist strategy adds to a mirrored one, whatever transport it stands on."""
 
-    def _setup(
-        self, sharding: ShardingConfig, local_ranks: Iterable[int] | None = None, implementation: str = "AUTO"
-    ) -> None:
+    def _setup(self, sharding: ShardingConfig, local_ranks: Iterable[int] | None = None, implementation: str = "AUTO") -> None:
         self._sharding = sharding
         ranks = range(sharding.mesh.world_size) if local_ranks is None else tuple(local_ranks)
         transport = choose_transport(sharding.mesh.devices, implementation, len(ranks) < sharding.mesh.world_size)

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import CollectivePlan, Communicator, abort_exchanges
-from tfdist.mesh import Cluster, Coordination, coordination
+from tfdist.runtime import Cluster, Coordination, coordination
 
 _POLL_SECONDS = 1.0
 # After its collectives were aborted, a worker has this long to end by itself.

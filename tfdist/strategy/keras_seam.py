@@ -79,9 +79,7 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 @override("_maybe_symbolic_build", TensorFlowTrainer)
-def _maybe_symbolic_build(
-    original: Callable[..., None], self: Any, iterator: Any = None, data_batch: Any = None
-) -> None:
+def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: Any = None, data_batch: Any = None) -> None:
     strategy = self._distribute_strategy
     if config_of(strategy) is None or iterator is None:
         original(self, iterator=iterator, data_batch=data_batch)

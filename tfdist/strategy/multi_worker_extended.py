@@ -12,7 +12,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy, distrib
 from tfdist import errors
 from tfdist.collectives import CollectivePlan, PlanAgreement, connect_exchanges, find_kernel_orders
 from tfdist.data import DatasetSignature, dataset_signature, difference, unordered, unseeded
-from tfdist.mesh import Cluster, Coordination, coordination
+from tfdist.runtime import Cluster, Coordination, coordination
 from tfdist.sharding import Layout, ShardingConfig
 from tfdist.strategy.extended import ShardedExtendedMixin
 

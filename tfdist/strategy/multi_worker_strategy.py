@@ -10,15 +10,8 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.mesh import (
-    Cluster,
-    Coordination,
-    coordination,
-    read_cluster,
-    share_cores,
-    wait_for_workers,
-    worker_devices,
-)
+from tfdist.mesh import worker_devices
+from tfdist.runtime import Cluster, Coordination, coordination, read_cluster, share_cores, wait_for_workers
 from tfdist.sharding import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_BYTES
 from tfdist.strategy.failure_watch import FailureWatch
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended

@@ -20,9 +20,7 @@ def sharding_config(
     Raises:
         ValueError: a setting is out of range, or the sizes do not divide the number of devices.
     """
-    mesh = DeviceMesh(
-        tuple(devices), pipeline_parallel_size=pipeline_parallel_size, tensor_parallel_size=tensor_parallel_size
-    )
+    mesh = DeviceMesh(tuple(devices), pipeline_parallel_size=pipeline_parallel_size, tensor_parallel_size=tensor_parallel_size)
     return ShardingConfig(mesh=mesh, **settings)
 
 

@@ -1,0 +1,114 @@
+"""Attention, and projections of several axes, as products of matrices.
+
+Keras's attention is two `tf.einsum`, each of which, like each of the four in their gradients, moves the heads to the front
+before it multiplies and back behind. Here query, key and value are moved once and kept so. And a layer such as `EinsumDense` that
+contracts the last axes of its input with the first ones of its kernel is one product of two matrices, where Keras multiplies
+example by example, and sums up as many gradients of the kernel. Some products are `kernel_products`' affair, those of
+`Dense` as well.
+
+Keras's values to rounding. Equations of any other form are left to Keras. The names are private to Keras:
+tests/layers/test_private_names_of_layers.py fails when they change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.backend.tensorflow import numpy as keras_numpy
+
+from tfdist.collectives import RankProgram
+from tfdist.kernels.kernel_products import is_slow, product
+from tfdist.losses.sharing import rank_program
+from tfdist.override import override
+
+
+@override("_dot_product_attention_xla", keras_nn)
+def _dot_product_attention(
+    original: Callable[..., Any], query: Any, key: Any, value: Any, bias: Any, mask: Any, is_causal: bool, scale: Any
+) -> Any:
+    """Arguments and result (batch, positions, heads, size), all of one dtype; `bias` and `mask` broadcast to the scores."""
+    if rank_program() is None:
+        return original(query, key, value, bias, mask, is_causal, scale)
+    # The scores, their softmax and what is added to them: at least float32, as in Keras.
+    dtype = keras.backend.result_type(query.dtype.name, "float32")
+    scale = tf.cast(scale, dtype)
+    if query.dtype == dtype:
+        query *= scale  # smaller than the scores
+    query, key, value = (_heads_swapped(x) for x in (query, key, value))
+    scores = tf.matmul(query, key, transpose_b=True)
+    if query.dtype != dtype:
+        scores = tf.cast(scores, dtype) * scale
+    if bias is not None:
+        scores += tf.cast(bias, dtype)
+    masked = keras_nn._get_large_negative(dtype)
+    if is_causal:
+        positions = tf.shape(scores)[-2:]
+        causal = tf.linalg.band_part(tf.ones(positions, tf.bool), -1, 0)
+        if mask is None and bias is None:
+            # The masked scores are lost in the sums. Every row has another, so that their gradients are zero, as of `tf.where`.
+            scores += tf.where(causal, tf.zeros([], dtype), masked)
+        else:
+            mask = causal if mask is None else tf.logical_and(mask, causal)
+    if mask is not None:
+        scores = tf.where(mask, scores, masked)
+    weights = tf.cast(tf.nn.softmax(scores), value.dtype)
+    return _heads_swapped(tf.matmul(weights, value))
+
+
+def _heads_swapped(x: tf.Tensor) -> tf.Tensor:
+    return tf.transpose(x, [0, 2, 1, 3])
+
+
+@override("einsum", keras_numpy)
+def _einsum(original: Callable[..., Any], subscripts: str, *operands: Any, **kwargs: Any) -> Any:
+    program = rank_program()
+    if program is None or kwargs or len(operands) != 2:
+        return original(subscripts, *operands, **kwargs)
+    x, kernel = (keras.ops.convert_to_tensor(operand) for operand in operands)
+    contracted = contracted_axes(subscripts)
+    if not contracted or x.dtype != kernel.dtype or not x.dtype.is_floating or not kernel.shape.is_fully_defined():
+        return original(subscripts, x, kernel)
+    return _projection(x, kernel, contracted, program)
+
+
+@override("matmul", keras_numpy)
+def _matmul(original: Callable[..., Any], x1: Any, x2: Any) -> Any:
+    program = rank_program()
+    if program is None or any(isinstance(operand, (tf.SparseTensor, tf.RaggedTensor)) for operand in (x1, x2)):
+        return original(x1, x2)
+    x, kernel = tf.convert_to_tensor(x1), tf.convert_to_tensor(x2)
+    return _projection(x, kernel, 1, program) if is_slow(x, kernel, program) else original(x, kernel)
+
+
+def _projection(x: tf.Tensor, kernel: tf.Tensor, contracted: int, program: RankProgram) -> tf.Tensor:
+    """Contracts the last axes of `x`, that many, with the first ones of `kernel`, whose shape is static."""
+    size = math.prod(kernel.shape[:contracted])
+    result = product(tf.reshape(x, [-1, size]), tf.reshape(kernel, [size, -1]), program)
+    leading = x.shape[:-contracted].as_list()
+    if leading.count(None) > 1:
+        leading = [tf.shape(x)[axis] if length is None else length for axis, length in enumerate(leading)]
+    return tf.reshape(result, [*(-1 if length is None else length for length in leading), *kernel.shape[contracted:]])
+
+
+def contracted_axes(equation: str) -> int:
+    """Returns how many axes an equation such as "abc,cde->abde" contracts, the last of the first operand with the first of
+    the second; 0 if it is of another form. Each operand must have others."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    first, comma, second = inputs.partition(",")
+    number = (len(first) + len(second) - len(output)) // 2
+    axes = first + second[number:] if number > 0 else ""
+    is_product = (
+        arrow
+        and comma
+        and axes.isalpha()
+        and len(set(axes)) == len(axes)
+        and number < min(len(first), len(second))
+        and first[-number:] == second[:number]
+        and output == first[:-number] + second[number:]
+    )
+    return number if is_product else 0

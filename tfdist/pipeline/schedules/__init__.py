@@ -1,0 +1,1 @@
+"""Schedules as data: who does what, in which order. No TensorFlow here."""

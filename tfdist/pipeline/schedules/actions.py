@@ -1,0 +1,80 @@
+"""What a rank of a pipeline does in one slot of its schedule: one phase of one stage for one microbatch.
+
+2F0    stage 2, forward, microbatch 0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+
+from tfdist import errors
+
+_TEXT = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
+
+
+class Phase(enum.Enum):
+    """What an action computes, and what it leaves in memory. The value is the letter of the text form.
+
+    * `FORWARD`, F: the output of the stage. From here on the stage holds the microbatch's activations.
+    * `BACKWARD`, B: the gradients of the stage's input and weights. Frees the activations.
+    * `BACKWARD_INPUT`, I: the gradient of the stage's input only, which is all that the stage before waits for. Frees nothing.
+    * `BACKWARD_WEIGHT`, W: the gradients of the weights, some time after I. Frees the activations.
+
+    A microbatch goes back through a stage by B, or by I and W.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """One phase of one stage for one microbatch; `str` and `parse` are inverses.
+
+    Args:
+        stage_index: the stage, from 0.
+        phase: what is computed.
+        microbatch: the microbatch, from 0.
+
+    Raises:
+        ValueError: a number is not an integer of at least 0, or `phase` is not a `Phase`.
+    """
+
+    stage_index: int
+    phase: Phase
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        for name in ("stage_index", "microbatch"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(errors.message(f"`{name}` must be an integer of at least 0.", **{name: value}))
+        if not isinstance(self.phase, Phase):
+            raise ValueError(
+                errors.message("`phase` must be a `Phase`.", phase=self.phase, fix="`Action.parse` reads the letters.")
+            )
+
+    def __str__(self) -> str:
+        return f"{self.stage_index}{self.phase.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Returns the action that `text` names; the inverse of `str`.
+
+        Raises:
+            ValueError: `text` is not a stage, a letter of `Phase` and a microbatch.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                errors.message(
+                    "`text` must be a stage, one of the letters F, B, I and W, and a microbatch.",
+                    text=text,
+                    fix='For instance "2F0": stage 2, forward, microbatch 0.',
+                )
+            )
+        return cls(int(match[1]), Phase(match[2]), int(match[3]))

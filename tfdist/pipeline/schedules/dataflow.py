@@ -1,0 +1,84 @@
+"""What each action of a pipeline waits for, when it can start, and what a rank holds meanwhile.
+
+    F(s, m)         after F(s-1, m)
+    B or I (s, m)   after F(s, m), and after B or I (s+1, m)
+    W(s, m)         after I(s, m)
+
+and every action after the one before it on its rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable, Mapping
+
+from tfdist.pipeline.schedules.actions import Action, Phase
+
+_AFTER_BACKWARD = ((0, Phase.FORWARD), (1, Phase.BACKWARD), (1, Phase.BACKWARD_INPUT))
+
+# What a phase takes in: (stage relative to its own, phase), where there is such an action.
+_INPUTS = {
+    Phase.FORWARD: ((-1, Phase.FORWARD),),
+    Phase.BACKWARD: _AFTER_BACKWARD,
+    Phase.BACKWARD_INPUT: _AFTER_BACKWARD,
+    Phase.BACKWARD_WEIGHT: ((0, Phase.BACKWARD_INPUT),),
+}
+
+ONE_SLOT = dict.fromkeys(Phase, 1)
+
+_FREES_ACTIVATIONS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
+
+
+def inputs_of(action: Action, actions: Container[Action]) -> list[Action]:
+    """Returns those of `actions`, all of a schedule's, whose results `action` needs."""
+    inputs = [
+        Action(action.stage_index + offset, phase, action.microbatch)
+        for offset, phase in _INPUTS[action.phase]
+        if action.stage_index + offset >= 0
+    ]
+    return [needed for needed in inputs if needed in actions]
+
+
+def earliest_starts(
+    orders: Mapping[int, Iterable[Action]], durations: Mapping[Phase, float] = ONE_SLOT, transfer: float = 0
+) -> dict[Action, float]:
+    """Returns when each action starts if every rank goes through its own in order, each as soon as its inputs are there.
+
+    The result is ordered so that an action stands behind what it waits for. Actions that wait for each other in a circle, and
+    those behind them, are missing.
+
+    Args:
+        orders: the actions of each rank; no action twice.
+        durations: the time of each phase.
+        transfer: the time from the end of an action to the arrival of its result on another rank. It keeps neither rank busy.
+    """
+    waiting = {rank: deque(actions) for rank, actions in orders.items()}
+    rank_of = {action: rank for rank, actions in waiting.items() for action in actions}
+    free = dict.fromkeys(waiting, 0)
+    starts: dict[Action, float] = {}
+    ends: dict[Action, float] = {}
+    found = True
+    while found:
+        found = False
+        for rank, actions in waiting.items():
+            while actions:
+                action = actions[0]
+                inputs = inputs_of(action, rank_of)
+                if not all(needed in ends for needed in inputs):
+                    break
+                arrivals = [ends[needed] + (transfer if rank_of[needed] != rank else 0) for needed in inputs]
+                starts[action] = max([free[rank], *arrivals])
+                ends[action] = free[rank] = starts[action] + durations[action.phase]
+                actions.popleft()
+                found = True
+    return starts
+
+
+def held_activations(actions: Iterable[Action]) -> list[int]:
+    """Returns, for each of a rank's actions, how many (stage, microbatch) the rank holds the activations of while it runs."""
+    held, counts = 0, []
+    for action in actions:
+        held += action.phase is Phase.FORWARD
+        counts.append(held)
+        held -= action.phase in _FREES_ACTIVATIONS
+    return counts

@@ -1,0 +1,122 @@
+"""Whatever a user may call a schedule, made one of the sizes at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfdist import errors
+from tfdist.pipeline.schedules.actions import Action
+from tfdist.pipeline.schedules.published import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZeroBubble
+from tfdist.pipeline.schedules.schedule import Schedule
+
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleZeroBubble,
+}
+
+# Other names in use, in the form of `_key`.
+_ALIASES = {
+    "pipedreamflush": "1f1b",
+    "interleaved1f1b": "interleaved",
+    "zb": "zero_bubble",
+    "zbh1": "zero_bubble",
+}
+
+
+def make_schedule(
+    schedule: str | Schedule | Mapping[int, Any] | Callable[[int, int, int], Schedule],
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    stages_per_rank: int | None = None,
+) -> Schedule:
+    """Returns a schedule by its name, from its text or table, or as it is.
+
+    Args:
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble", in any case and also as the name of the function; the text of a
+            grid; a table {rank: row}; a `Schedule`; or a function like `Schedule1F1B` that makes one.
+        num_stages: stages in all. A name and a function need it; a schedule that is there must agree with it if it is given.
+        num_microbatches: likewise.
+        stages_per_rank: likewise, but a name or function that is given None takes 1.
+
+    Raises:
+        ValueError: `schedule` is none of these, the sizes are missing or not possible for it, it has other ones, or it cannot run
+            (`validate`).
+    """
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
+    if isinstance(schedule, Schedule):
+        made = schedule
+    elif isinstance(schedule, Mapping):
+        made = Schedule.from_table(schedule)
+    elif isinstance(schedule, str) and _key(schedule) not in _NAMES and _is_grid(schedule):
+        made = Schedule.from_text(schedule)
+    else:
+        made = _called(_function(schedule), **sizes)
+    for name, expected in sizes.items():
+        found = getattr(made, name)
+        if expected is not None and found != expected:
+            raise ValueError(
+                errors.message(
+                    f"`schedule` must have `{name}`={expected}, but has {found}.",
+                    schedule=made,
+                    fix="Pass a schedule of that size, or the name of one that is made for it.",
+                )
+            )
+    return made
+
+
+def _function(schedule: Any) -> Callable[..., Schedule]:
+    if isinstance(schedule, str) and _key(schedule) in _NAMES:
+        return SCHEDULES[_NAMES[_key(schedule)]]
+    if not callable(schedule):
+        raise ValueError(
+            errors.message(
+                f"`schedule` must be one of {', '.join(map(repr, SCHEDULES))}, the text of a grid, a table, a `Schedule` or a "
+                "function that makes one.",
+                schedule=schedule,
+                fix='A grid has a line for each rank: "0F0 0F1 0B0 0B1".',
+            )
+        )
+    return schedule
+
+
+def _called(
+    function: Callable[..., Schedule], num_stages: int | None, num_microbatches: int | None, stages_per_rank: int | None
+) -> Schedule:
+    if num_stages is None or num_microbatches is None:
+        raise ValueError(
+            errors.message(
+                "`num_stages` and `num_microbatches` must be given for a schedule that is yet to be made.",
+                num_stages=num_stages,
+                num_microbatches=num_microbatches,
+            )
+        )
+    made = function(num_stages, num_microbatches, 1 if stages_per_rank is None else stages_per_rank)
+    if not isinstance(made, Schedule):
+        raise ValueError(
+            errors.message("`schedule`, a function, must return a `Schedule`.", returned=made, fix="See `Schedule.from_table`.")
+        )
+    return made
+
+
+def _key(name: str) -> str:
+    """Returns a name without what people spell differently: "Zero-Bubble" and "ScheduleZeroBubble" are "zerobubble"."""
+    return "".join(character for character in name.casefold() if character not in "-_ ").removeprefix("schedule")
+
+
+def _is_grid(text: str) -> bool:
+    """Whether any word is an action; the others are then judged by `Schedule.from_text`."""
+    return any(_is_action(word) for word in text.split())
+
+
+def _is_action(word: str) -> bool:
+    try:
+        Action.parse(word)
+    except ValueError:
+        return False
+    return True
+
+
+_NAMES = {**{_key(name): name for name in SCHEDULES}, **_ALIASES}

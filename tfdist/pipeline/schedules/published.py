@@ -1,0 +1,232 @@
+"""The schedules of the literature, as functions from sizes to a `Schedule`.
+
+For p ranks, v stages on each and m microbatches, at least p, with a backward that takes twice as long as a forward:
+
+    schedule                  idle / busy time    activations held on a rank, in (stage, microbatch)
+    ScheduleGPipe             (p-1) / (v m)       v m
+    Schedule1F1B              (p-1) / m           p - rank
+    ScheduleInterleaved1F1B   (p-1) / (v m)       (v-1) p + 2 (p - 1 - rank) + 1
+    ScheduleZeroBubble        (p-1) / (3 m)       p
+
+The grids of the docstrings have 3 stages (interleaved: 4 on 2 ranks) and 4 microbatches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from tfdist import errors
+from tfdist.pipeline.schedules.actions import Action, Phase
+from tfdist.pipeline.schedules.schedule import Schedule
+
+
+def ScheduleGPipe(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """All forwards, then all backwards. The simplest one, and it holds the activations of the whole batch.
+
+    With several stages on a rank every stage takes all its microbatches before the next one of the rank begins.
+
+        0F0 0F1 0F2 0F3   .   .   .   . 0B0 0B1 0B2 0B3
+          . 1F0 1F1 1F2 1F3   .   . 1B0 1B1 1B2 1B3   .
+          .   . 2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3   .   .
+
+    Args:
+        num_stages: parts that the model is cut in.
+        num_microbatches: slices of a batch.
+        stages_per_rank: stages on each rank; must divide `num_stages`.
+
+    Returns:
+        The schedule, "gpipe".
+
+    Raises:
+        ValueError: a size is not a positive integer, or does not divide.
+
+    Source: GPipe, Huang et al. 2019; several stages on a rank: breadth-first pipelines, Lamy-Poirier 2023.
+    """
+    num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank)
+    microbatches = range(num_microbatches)
+
+    def order(rank: int) -> list[Action]:
+        stages = range(rank, num_stages, num_ranks)
+        forwards = [Action(stage, Phase.FORWARD, microbatch) for stage in stages for microbatch in microbatches]
+        return forwards + [Action(stage, Phase.BACKWARD, microbatch) for stage in reversed(stages) for microbatch in microbatches]
+
+    return _schedule("gpipe", num_ranks, order)
+
+
+def Schedule1F1B(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """One forward, one backward: as idle as GPipe, but rank r holds the activations of at most p - r microbatches.
+
+    After a warmup of p - 1 - r forwards every forward is followed by a backward, until only backwards are left (cooldown).
+
+        0F0 0F1 0F2   .   . 0B0 0F3 0B1   . 0B2   . 0B3
+          . 1F0 1F1   . 1B0 1F2 1B1 1F3 1B2   . 1B3   .
+          .   . 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3   .   .
+
+    Args:
+        num_stages: parts that the model is cut in, one on each rank.
+        num_microbatches: slices of a batch.
+        stages_per_rank: 1.
+
+    Returns:
+        The schedule, "1f1b".
+
+    Raises:
+        ValueError: a size is not a positive integer, or `stages_per_rank` is above 1.
+
+    Source: PipeDream-Flush, Narayanan et al. 2021 (Memory-Efficient Pipeline-Parallel DNN Training).
+    """
+    num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank)
+    _check_one_stage_per_rank("Schedule1F1B", stages_per_rank)
+
+    def order(rank: int) -> list[Action]:
+        forwards = _of_one_stage(rank, Phase.FORWARD, num_microbatches)
+        backwards = _of_one_stage(rank, Phase.BACKWARD, num_microbatches)
+        return _one_forward_one_backward(forwards, backwards, warmup=num_ranks - 1 - rank)
+
+    return _schedule("1f1b", num_ranks, order)
+
+
+def ScheduleInterleaved1F1B(num_stages: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """1F1B over v stages on each rank: 1/v of its idle time, for v times the messages and a longer warmup.
+
+    The stages go around the ranks v times. Microbatches travel in groups of p: a rank takes a group through its first stage,
+    then through its second one, and so on; back in reverse.
+
+        0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1   . 2B2   . 2B3 0B2 0B3
+          . 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3   .
+
+    Where p does not divide m the groups are larger than p, of sizes that differ by one at most. That idles no longer, but holds
+    more: (v-1) (g-p) activations for a first group of g microbatches.
+
+    Args:
+        num_stages: parts that the model is cut in, v p.
+        num_microbatches: slices of a batch, best a multiple of the number of ranks.
+        stages_per_rank: v, stages on each rank; at least 2, must divide `num_stages`.
+
+    Returns:
+        The schedule, "interleaved".
+
+    Raises:
+        ValueError: a size is not a positive integer or does not divide, or `stages_per_rank` is 1.
+
+    Source: Megatron-LM, Narayanan et al. 2021 (Efficient Large-Scale Language Model Training on GPU Clusters).
+    """
+    num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank)
+    if stages_per_rank < 2:
+        raise ValueError(
+            errors.message(
+                "`stages_per_rank` of `ScheduleInterleaved1F1B` must be at least 2.",
+                stages_per_rank=stages_per_rank,
+                fix="Cut the model in more stages, or take `Schedule1F1B`.",
+            )
+        )
+    groups = _groups(num_microbatches, num_ranks)
+
+    def order(rank: int) -> list[Action]:
+        stages = range(rank, num_stages, num_ranks)
+        there = [(stage, microbatch) for group in groups for stage in stages for microbatch in group]
+        back = [(stage, microbatch) for group in groups for stage in reversed(stages) for microbatch in group]
+        forwards = [Action(stage, Phase.FORWARD, microbatch) for stage, microbatch in there]
+        backwards = [Action(stage, Phase.BACKWARD, microbatch) for stage, microbatch in back]
+        # Until the first backward can arrive: the first group through all of the rank's stages but the last, and for every rank
+        # behind it two microbatches, one on the way there and one on the way back.
+        warmup = (stages_per_rank - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)
+        return _one_forward_one_backward(forwards, backwards, warmup)
+
+    return _schedule("interleaved", num_ranks, order)
+
+
+def ScheduleZeroBubble(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """ZB-H1: 1F1B with the backwards split in I and W; a third of its idle time, and the memory of its first rank on each rank.
+
+    The rank before waits for I only, which is done sooner than B. Rank r runs W, the gradients of its weights, r microbatches
+    later, and fills the cooldown with what is left. So every rank holds up to p microbatches, not p - r.
+
+        0F0 0F1 0F2   .   . 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+          . 1F0 1F1   . 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+          .   . 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+
+    With durations F, I and W it idles (p-1) (F + I - W), where W is the shortest.
+
+    Args:
+        num_stages: parts that the model is cut in, one on each rank.
+        num_microbatches: slices of a batch.
+        stages_per_rank: 1.
+
+    Returns:
+        The schedule, "zero_bubble".
+
+    Raises:
+        ValueError: a size is not a positive integer, or `stages_per_rank` is above 1.
+
+    Source: ZB-H1 of Zero Bubble Pipeline Parallelism, Qi et al. 2023.
+    """
+    num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank)
+    _check_one_stage_per_rank("ScheduleZeroBubble", stages_per_rank)
+
+    def order(rank: int) -> list[Action]:
+        forwards = _of_one_stage(rank, Phase.FORWARD, num_microbatches)
+        backwards = _of_one_stage(rank, Phase.BACKWARD_INPUT, num_microbatches)
+        weights = deque(_of_one_stage(rank, Phase.BACKWARD_WEIGHT, num_microbatches))
+        actions = []
+        for action in _one_forward_one_backward(forwards, backwards, warmup=num_ranks - 1 - rank):
+            actions.append(action)
+            if action.phase is Phase.BACKWARD_INPUT and action.microbatch >= rank:
+                actions.append(weights.popleft())
+        return [*actions, *weights]
+
+    return _schedule("zero_bubble", num_ranks, order)
+
+
+def _of_one_stage(stage_index: int, phase: Phase, num_microbatches: int) -> list[Action]:
+    return [Action(stage_index, phase, microbatch) for microbatch in range(num_microbatches)]
+
+
+def _schedule(name: str, num_ranks: int, order: Callable[[int], list[Action]]) -> Schedule:
+    return Schedule.from_table({rank: order(rank) for rank in range(num_ranks)}, name=name).aligned()
+
+
+def _one_forward_one_backward(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """Returns `warmup` forwards, then a forward and a backward in turn, then the other backwards."""
+    actions = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        actions += [forward, backward]
+    return actions + backwards[len(forwards[warmup:]) :]
+
+
+def _groups(num_microbatches: int, num_ranks: int) -> list[range]:
+    """Returns the microbatches in groups of at least `num_ranks` (one group, if there are fewer), the larger ones first."""
+    num_groups = max(1, num_microbatches // num_ranks)
+    size, larger = divmod(num_microbatches, num_groups)
+    starts = [index * size + min(index, larger) for index in range(num_groups + 1)]
+    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+
+
+def _num_ranks(num_stages: int, num_microbatches: int, stages_per_rank: int) -> int:
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(errors.message(f"`{name}` must be a positive integer.", **{name: value}))
+    if num_stages % stages_per_rank:
+        lower = max(num_stages // stages_per_rank, 1) * stages_per_rank
+        raise ValueError(
+            errors.message(
+                f"`num_stages` must be a multiple of `stages_per_rank`, but {stages_per_rank} does not divide {num_stages}.",
+                num_stages=num_stages,
+                stages_per_rank=stages_per_rank,
+                fix=f"Numbers that work: {lower}, {lower + stages_per_rank}.",
+            )
+        )
+    return num_stages // stages_per_rank
+
+
+def _check_one_stage_per_rank(name: str, stages_per_rank: int) -> None:
+    if stages_per_rank > 1:
+        raise ValueError(
+            errors.message(
+                f"`stages_per_rank` of `{name}` must be 1.",
+                stages_per_rank=stages_per_rank,
+                fix="`ScheduleInterleaved1F1B` and `ScheduleGPipe` take several.",
+            )
+        )

@@ -1,0 +1,81 @@
+"""When every action of a schedule runs, what idles and what is held: the arithmetic of a pipeline, without running one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from tfdist import errors
+from tfdist.pipeline.schedules.actions import Action, Phase
+from tfdist.pipeline.schedules.dataflow import earliest_starts, held_activations
+from tfdist.pipeline.schedules.schedule import Schedule
+
+DURATIONS = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.BACKWARD_INPUT: 1.0, Phase.BACKWARD_WEIGHT: 1.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """An action and the time that it took on its rank, [start, end), in any unit."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """A schedule and when its actions run, in the order of their starts; `spans` may also be measured ones."""
+
+    schedule: Schedule
+    spans: list[Span]
+
+    @property
+    def total_time(self) -> float:
+        """From the first start to the last end."""
+        return max(span.end for span in self.spans) - min(span.start for span in self.spans)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time / busy time, over all ranks: what the step takes longer than without any waiting."""
+        busy = sum(span.end - span.start for span in self.spans)
+        return (self.total_time * self.schedule.num_ranks - busy) / busy
+
+    def peak_in_flight(self, rank: int) -> int:
+        """Returns how many activations `rank` holds at most, counted in (stage, microbatch), from F to the end of B or W."""
+        return max(held_activations(self.schedule.actions(rank)))
+
+    def peak_microbatches(self, rank: int) -> float:
+        """Returns `peak_in_flight` in microbatches of all stages of the rank: one stage is 1 / `stages_per_rank` of it."""
+        return self.peak_in_flight(rank) / self.schedule.stages_per_rank
+
+
+def simulate(schedule: Schedule, durations: Mapping[Phase, float] | None = None, transfer: float = 0.0) -> Simulation:
+    """Runs a schedule on paper: every rank goes through its actions in order, each as soon as its inputs are there.
+
+    The slots of the table have no part in it.
+
+    Args:
+        schedule: the schedule.
+        durations: the time that a phase takes on a stage, in any unit, where it is not F 1, B 2, I 1, W 1.
+        transfer: the time that a result takes to another rank, in the same unit; it keeps neither rank busy.
+
+    Returns:
+        The times, with `total_time`, `bubble_fraction`, `peak_in_flight(rank)` and `peak_microbatches(rank)`.
+
+    Raises:
+        ValueError: a duration is not positive, `transfer` is negative, or one of them is not finite.
+    """
+    durations = {**DURATIONS, **(durations or {})}
+    for phase, duration in durations.items():
+        if not isinstance(phase, Phase) or not 0 < duration < math.inf:
+            raise ValueError(errors.message("`durations` must map phases to positive times.", phase=phase, duration=duration))
+    if not 0 <= transfer < math.inf:
+        raise ValueError(errors.message("`transfer` must be a time of at least 0.", transfer=transfer))
+    starts = earliest_starts(schedule.orders, durations, transfer)
+    spans = [
+        Span(schedule.rank_of(action.stage_index), action, start, start + durations[action.phase])
+        for action, start in starts.items()
+    ]
+    return Simulation(schedule, sorted(spans, key=lambda span: (span.start, span.rank)))

@@ -1,0 +1,72 @@
+"""How evenly a model is cut, as a table.
+
+stage  rank  layers                FLOPs  share      weights  to the next stage
+-------------------------------------------------------------------------------
+    0     0  embed .. block_0    21.30 M  47.0%  412.00 kB              4.10 kB
+    1     1  block_1 .. head     24.02 M  53.0%  380.00 kB                    -
+-------------------------------------------------------------------------------
+Largest stage / mean: 1.06. FLOPs of a forward pass and bytes to the next stage are those of one example.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from tfdist.pipeline.stages.costs import Cost, bytes_per_example, variable_bytes
+from tfdist.pipeline.stages.split import Stages
+from tfdist.pipeline.stages.stage import StageLayer
+
+_COLUMNS = ("stage", "rank", "layers", "FLOPs", "share", "weights", "to the next stage")
+_LAYERS = _COLUMNS.index("layers")
+
+
+def report(stages: Stages, costs: Sequence[Cost]) -> str:
+    """Returns a table of what each stage has and costs, and the balance: the FLOPs of the largest stage over the mean.
+
+    A weight that stages share counts in each, as each has it. What travels on to a later stage counts wherever it leaves.
+
+    Args:
+        stages: the model in stages.
+        costs: `node_costs` of the same model.
+    """
+    left = iter(costs)
+    flops = [sum(cost.flops for cost in itertools.islice(left, stage.num_nodes)) for stage in stages.layers]
+    total = sum(flops) or 1
+    rows = [_COLUMNS]
+    for stage, of_stage in zip(stages.layers, flops, strict=True):
+        is_last = stage is stages.layers[-1]
+        rows.append(
+            (
+                str(stage.index),
+                str(stages.schedule.rank_of(stage.index)),
+                _names(stage),
+                _short(of_stage),
+                f"{of_stage / total:.1%}",
+                f"{_short(sum(map(variable_bytes, stage.variables_of_operations())))}B",
+                "-" if is_last else f"{_short(bytes_per_example(stage.leaving))}B",
+            )
+        )
+    balance = max(flops) * len(flops) / total
+    note = f"Largest stage / mean: {balance:.2f}. FLOPs of a forward pass and bytes to the next stage are those of one example."
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    header, *lines = ["  ".join(_padded(row, widths)) for row in rows]
+    rule = "-" * len(header)
+    return "\n".join([header, rule, *lines, rule, note])
+
+
+def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    pairs = enumerate(zip(row, widths, strict=True))
+    return [cell.ljust(width) if column == _LAYERS else cell.rjust(width) for column, (cell, width) in pairs]
+
+
+def _names(stage: StageLayer) -> str:
+    first, last = stage.operations[0].name, stage.operations[-1].name
+    return first if first == last else f"{first} .. {last}"
+
+
+def _short(count: int) -> str:
+    for prefix, scale in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {prefix}"
+    return f"{count} "

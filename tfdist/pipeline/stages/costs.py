@@ -1,0 +1,163 @@
+"""What the layers of a model cost, before anything runs: floating-point operations, weights and what they hand on."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.pipeline.stages.flops import UNKNOWN_SIZE, elements, flops_of
+from tfdist.pipeline.stages.stage import nodes_in_order, run_node
+from tfdist.pipeline.stages.stopwatch import measured_seconds
+from tfdist.sharding import keras_scope, tape
+
+_MEASURED_EXAMPLES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one call of a layer or operation costs.
+
+    Attributes:
+        name: the layer's or operation's.
+        flops: floating-point operations of the forward pass, for one example.
+        weight_bytes: of the layer's weights that no earlier call has; a weight counts once.
+        activation_bytes: of the outputs, for one example.
+        seconds: of a measured forward and backward pass, for one example; None: not measured.
+    """
+
+    name: str
+    flops: int
+    weight_bytes: int
+    activation_bytes: int
+    seconds: float | None = None
+
+
+def node_costs(module: keras.Model, *, measured: bool = False) -> list[Cost]:
+    """Returns the cost of every node of a functional model, in the order of computation.
+
+    The model is traced once, in inference, and the graph of each node counted as `pipeline.stages.flops` says. Weights stand in
+    that graph as symbols: none is read, or made if it is put off until its stage is known.
+
+    An axis of the inputs, other than the batch, whose size is not known counts as `UNKNOWN_SIZE` (128), as a sequence of medium
+    length. An operation that cannot be traced, with such a size for instance, is warned of, and costs 2 FLOPs for each weight
+    and position (element of the output, without its last axis).
+
+    Time, unlike FLOPs, differs from one measurement and machine to the next, but all workers of a pipeline must cut alike. So
+    measure once, in a program of its own, and write the names down:
+
+        costs = node_costs(model, measured=True)
+        stages = [costs[cut].name for cut in balanced_cuts([cost.seconds for cost in costs], num_stages)]
+
+    Args:
+        module: a functional model; of a Sequential, its `_functional`.
+        measured: run every node by itself, on random inputs, to measure its time. Masks are left out.
+
+    Returns:
+        One cost for each of `nodes_in_order(module)`.
+
+    Raises:
+        RuntimeError: `measured`, and a node cannot be run by itself.
+    """
+    batch_size = _batch_size(module, _MEASURED_EXAMPLES if measured else 1)
+    known = {id(x): x for x in module.inputs}
+    counted: set[int] = set()
+    costs = []
+    for node, (flops, outputs) in zip(nodes_in_order(module), _traced(module, batch_size), strict=True):
+        weights = {id(weight): weight for weight in getattr(node.operation, "weights", ()) if id(weight) not in counted}
+        counted.update(weights)
+        known.update(zip(map(id, node.outputs), outputs, strict=True))
+        seconds = None
+        if measured:
+            inputs = [_spec(known[id(x)], batch_size) for x in node.input_tensors]
+            seconds = measured_seconds(node, inputs) / batch_size
+        costs.append(
+            Cost(
+                name=node.operation.name,
+                flops=flops // batch_size,
+                weight_bytes=sum(map(variable_bytes, weights.values())),
+                activation_bytes=sum(_bytes(x.shape, x.dtype) for x in _tensors(outputs)) // batch_size,
+                seconds=seconds,
+            )
+        )
+    return costs
+
+
+def variable_bytes(variable: keras.Variable) -> int:
+    """Returns the bytes of a variable, whole, which need not exist yet."""
+    return _bytes(variable.shape, variable.dtype)
+
+
+def bytes_per_example(tensors: Sequence[keras.KerasTensor]) -> int:
+    """Returns the bytes of one example of symbolic tensors of a model, whose first axis is the batch."""
+    return sum(_bytes(x.shape[1:], x.dtype) for x in tensors)
+
+
+def _traced(module: keras.Model, batch_size: int) -> list[tuple[int, list[Any]]]:
+    """Returns the FLOPs and the outputs, of a graph, of every node."""
+    variables = module.variables
+    traced = []
+
+    def run(inputs: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> None:
+        values = dict(zip(map(id, module.inputs), inputs, strict=True))
+        mapping = list(zip(variables, weights, strict=True))
+        with keras_scope.SymbolicScope(), keras.StatelessScope(state_mapping=mapping):
+            for node in nodes_in_order(module):
+                before = tape.operations_so_far()
+                try:
+                    outputs = run_node(node, values, training=False)
+                    flops = flops_of(_tensors(outputs), tape.operations_since(before))
+                except Exception as error:  # whatever a layer raises that is called on symbols
+                    specs = [_spec(x, batch_size) for x in node.outputs]
+                    outputs = [tf.compat.v1.placeholder(spec.dtype, spec.shape) for spec in specs]
+                    flops = _guessed(node.operation, outputs)
+                    _warn(node.operation, error)
+                values.update(zip(map(id, node.outputs), outputs, strict=True))
+                traced.append((flops, outputs))
+
+    tf.function(run, autograph=False).get_concrete_function(
+        [_spec(x, batch_size) for x in module.inputs],
+        [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables],
+    )
+    return traced
+
+
+def _batch_size(module: keras.Model, otherwise: int) -> int:
+    """Returns the size of the batch that the model is made for; `otherwise` if it takes any."""
+    return next((x.shape[0] for x in module.inputs if len(x.shape) and x.shape[0]), otherwise)
+
+
+def _spec(x: Any, batch_size: int) -> tf.TensorSpec:
+    """Returns what stands for `x`, a tensor of Keras or TensorFlow, with all sizes known."""
+    unknown = [batch_size] + [UNKNOWN_SIZE] * len(x.shape)
+    return tf.TensorSpec([other if size is None else size for size, other in zip(x.shape, unknown, strict=False)], x.dtype)
+
+
+def _tensors(outputs: Sequence[Any]) -> list[Any]:
+    """Returns the dense tensors that outputs, sparse ones among them, consist of."""
+    return [x for x in tf.nest.flatten(outputs, expand_composites=True) if tf.is_tensor(x)]
+
+
+def _guessed(operation: keras.Operation, outputs: Sequence[tf.Tensor]) -> int:
+    positions = elements(outputs[0].shape[:-1]) if outputs and outputs[0].shape.rank else 1
+    return 2 * sum(elements(weight.shape) for weight in getattr(operation, "weights", ())) * positions
+
+
+def _warn(operation: keras.Operation, error: Exception) -> None:
+    warnings.warn(
+        errors.message(
+            f"The cost of {operation.name!r} is guessed from its weights: it could not be traced by itself "
+            f"({type(error).__name__}).",
+            fix="Where stages do not cost alike, cut the model yourself (`stages`).",
+        ),
+        stacklevel=2,
+    )
+
+
+def _bytes(shape: Any, dtype: Any) -> int:
+    return elements(shape) * tf.as_dtype(dtype).size

@@ -1,0 +1,117 @@
+"""What may be given as `stages`: nothing, or the layers that stages begin with."""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfdist import errors
+from tfdist.pipeline.stages.balance import balanced_cuts
+from tfdist.pipeline.stages.costs import Cost, node_costs
+from tfdist.pipeline.stages.stage import nodes_in_order
+
+_SHOWN_NAMES = 10
+
+
+def resolve_cuts(module: keras.Model, stages: Sequence[str | int] | None, num_stages: int) -> list[int]:
+    """Returns where a functional model is cut.
+
+    A model of one stage is not cut, however many `stages` are named: a program for a pipeline runs as it is on one device.
+
+    Args:
+        module: a built functional model.
+        stages: the first layer of stage 1, 2, and so on: its name, or its place in `module.layers`, where InputLayers do not
+            count. A layer that is called several times stands for its first call. None: where the most expensive stage is
+            cheapest.
+        num_stages: how many stages.
+
+    Returns:
+        Places in `nodes_in_order(module)` before which a stage begins, ascending.
+
+    Raises:
+        ValueError: there are more stages than layers, or `stages` are not `num_stages - 1` of the model's layers, in the order of
+            computation, behind the first.
+    """
+    nodes = nodes_in_order(module)
+    if len(nodes) < num_stages:
+        raise ValueError(
+            errors.message(
+                f"More stages than layers: {num_stages} stages cannot be made of the {len(nodes)} layers and operations of "
+                f"{module.name!r}, none empty.",
+                fix="Take a smaller `pipeline_parallel_size` or `stages_per_rank`, or a model of more layers.",
+            )
+        )
+    if stages is None:
+        return balanced_cuts(_weigh(node_costs(module)), num_stages) if num_stages > 1 else []
+    if isinstance(stages, str) or not isinstance(stages, Sequence):
+        raise ValueError(errors.message("`stages` must be a sequence of names or places of layers, or None.", stages=stages))
+    first_call: dict[str, int] = {}
+    for place, node in enumerate(nodes):
+        first_call.setdefault(node.operation.name, place)
+    cuts = [first_call[_name(module, stage, first_call)] for stage in stages]
+    _check_order(stages, cuts)
+    if num_stages == 1:
+        return []
+    if len(cuts) != num_stages - 1:
+        raise ValueError(
+            errors.message(
+                f"`stages` must name the first layer of every stage but stage 0, {num_stages - 1} for {num_stages} stages, but "
+                f"has {len(cuts)}.",
+                stages=stages,
+            )
+        )
+    return cuts
+
+
+def _check_order(stages: Sequence[str | int], cuts: Sequence[int]) -> None:
+    """Raises ValueError where a stage would be empty."""
+    if cuts and cuts[0] == 0:
+        raise ValueError(
+            errors.message(
+                f"`stages` must leave stage 0 a layer, but {stages[0]!r} is the first.",
+                stages=stages,
+                fix="Stage 0 is not in the list: begin with the first layer of stage 1.",
+            )
+        )
+    for index in range(1, len(cuts)):
+        if cuts[index] <= cuts[index - 1]:
+            raise ValueError(
+                errors.message(
+                    f"`stages` must be in the order of computation, but {stages[index]!r} does not come after "
+                    f"{stages[index - 1]!r}: stage {index} would be empty.",
+                    stages=stages,
+                )
+            )
+
+
+def _weigh(costs: Sequence[Cost]) -> list[int]:
+    """Returns one number for each cost: FLOPs first, and bytes where those are alike.
+
+    A backward pass has twice the FLOPs of the forward pass, in every layer: the forward ones will do.
+    """
+    sizes = [cost.weight_bytes + cost.activation_bytes for cost in costs]
+    return [cost.flops * (1 + sum(sizes)) + size for cost, size in zip(costs, sizes, strict=True)]
+
+
+def _name(module: keras.Model, stage: Any, names: Sequence[str]) -> str:
+    """Returns the name of the layer that an entry of `stages` means."""
+    if isinstance(stage, numbers.Integral):
+        layers = [layer for layer in module.layers if not isinstance(layer, keras.layers.InputLayer)]
+        if 0 <= stage < len(layers):
+            return layers[stage].name
+        raise ValueError(
+            errors.message(f"A place in `stages` must be from 1 to {len(layers) - 1}: {len(layers)} layers.", place=stage)
+        )
+    if stage in names:
+        return stage
+    near = difflib.get_close_matches(str(stage), names) or list(names)[:_SHOWN_NAMES]
+    raise ValueError(
+        errors.message(
+            f"`stages` must name layers of {module.name!r}, but it has none of the name {stage!r}.",
+            fix=f"Some that it has: {', '.join(map(repr, near))}.",
+        )
+    )

@@ -1,0 +1,23 @@
+"""Level 1: what a process has: its place in a job, how jobs of several workers meet and talk, threads, memory given back.
+
+Only `cluster` reads TF_CONFIG.
+"""
+
+from tfdist.runtime import coordination
+from tfdist.runtime.cluster import Cluster, Task, read_cluster
+from tfdist.runtime.coordination import Coordination
+from tfdist.runtime.free_memory import give_back_free_memory
+from tfdist.runtime.rendezvous import wait_for_workers
+from tfdist.runtime.threads import operations_at_once, share_cores
+
+__all__ = [
+    "Cluster",
+    "Coordination",
+    "Task",
+    "coordination",
+    "give_back_free_memory",
+    "operations_at_once",
+    "read_cluster",
+    "share_cores",
+    "wait_for_workers",
+]

@@ -1,0 +1,172 @@
+"""A plan applied to a model: what is to be done with each layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from tfdist import errors
+from tfdist.layers.cut_weights import CutWeights
+from tfdist.tensor_plans import keras_tracing
+from tfdist.tensor_plans.layer_kinds import COLUMN, KINDS, REPLICATE, ROW, cut_sizes, kind_of, path_of, roles_of
+from tfdist.tensor_plans.model_graph import CuttableLayer, ModelGraph, trace_model
+from tfdist.tensor_plans.pairing import pair
+from tfdist.tensor_plans.plan import TensorPlan, matches
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerCut:
+    """How one layer is cut over the tensor ranks.
+
+    Attributes:
+        layer: the Keras layer.
+        path: its path in the model.
+        role: "column", "row" or "vocab".
+        gather_output: a Dense or EinsumDense cut by column must give its whole output. An activation that is not elementwise,
+            such as softmax, comes after the gather. False for all else: their output is whole, or stays local.
+        input_is_parallel: a Dense or EinsumDense cut by row gets its own part of the input, which an earlier layer left local.
+    """
+
+    layer: keras.Layer
+    path: str
+    role: str
+    gather_output: bool
+    input_is_parallel: bool
+
+
+def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: int) -> list[LayerCut]:
+    """Returns what a plan does with each layer of a model, after checking that it can be done.
+
+    Args:
+        model: a built functional, Sequential or subclassed model.
+        plan: a `TensorPlan`, or a dict of patterns and roles.
+        tensor_parallel_size: the ranks of the tensor axis.
+
+    Returns:
+        A `LayerCut` for every layer that is cut, in the order in which the model calls them.
+
+    Raises:
+        ValueError: the plan or the size is not valid; a pattern matches nothing; a layer cannot be cut in its role; or a size
+            that is cut is not divisible by `tensor_parallel_size`.
+        NotImplementedError: a layer that could be cut is quantized, has LoRA enabled, runs in a loop, or shares its weights.
+    """
+    plan = plan if isinstance(plan, TensorPlan) else TensorPlan(plan)
+    check_size(tensor_parallel_size)
+    graph = trace_model(model)
+    roles = planned_roles(model, graph, plan)
+    for cuttable in graph.layers:
+        if cuttable.layer in roles:
+            check_cut(cuttable, roles[cuttable.layer], tensor_parallel_size)
+    return layer_cuts(graph, roles)
+
+
+def layer_cuts(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> list[LayerCut]:
+    """Returns the cuts that give layers these roles, with a gather or a cut of the input where the graph needs one."""
+    pairing = pair(graph, roles)
+    return [
+        LayerCut(
+            layer=cuttable.layer,
+            path=cuttable.path,
+            role=roles[cuttable.layer],
+            gather_output=(
+                roles[cuttable.layer] == COLUMN and not cuttable.kind.is_attention and cuttable.layer not in pairing.local
+            ),
+            input_is_parallel=roles[cuttable.layer] == ROW and cuttable.layer in pairing.parallel,
+        )
+        for cuttable in graph.layers
+        if cuttable.layer in roles
+    ]
+
+
+def check_size(tensor_parallel_size: Any) -> None:
+    """Raises ValueError unless the number of ranks is a positive integer."""
+    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
+        raise ValueError(
+            errors.message("`tensor_parallel_size` must be an integer >= 1.", tensor_parallel_size=tensor_parallel_size)
+        )
+
+
+def planned_roles(model: keras.Model, graph: ModelGraph, plan: TensorPlan) -> dict[keras.Layer, str]:
+    """Returns the role of each layer that the plan cuts; raises ValueError for a pattern or a layer that cannot be meant."""
+    layers = keras_tracing.all_layers(model)[1:]
+    parts = {part for layer in layers if _is_attention(layer) for part in keras_tracing.all_layers(layer)[1:]}
+    layers = [layer for layer in layers if layer not in parts]
+    cuttable = {known.layer for known in graph.layers}
+    chosen = {layer: pattern for layer in layers if (pattern := plan.pattern_of(layer)) is not None}
+    for pattern, role in plan.items():
+        if not any(matches(pattern, layer) for layer in layers if layer.weights):
+            raise ValueError(
+                errors.message(
+                    "`plan` must have patterns that match a layer with weights.",
+                    pattern=pattern,
+                    paths=[path_of(layer) for layer in layers if layer in cuttable],
+                )
+            )
+        mine = [layer for layer, its_pattern in chosen.items() if its_pattern == pattern and layer.weights]
+        # A pattern that matches a block is meant for the layers in it.
+        blocks = [layer for layer in mine if layer not in cuttable and keras_tracing.sublayers(layer)]
+        leaves = [layer for layer in mine if layer not in blocks]
+        for layer in [*(layer for layer in leaves if layer not in cuttable), *(() if leaves else blocks)]:
+            if role != REPLICATE:
+                raise ValueError(_not_cuttable(layer, pattern, role))
+    return {layer: plan[chosen[layer]] for layer in chosen if layer in cuttable and plan[chosen[layer]] != REPLICATE}
+
+
+def check_cut(cuttable: CuttableLayer, role: str, tensor_parallel_size: int) -> None:
+    """Raises unless the layer can be cut in this role over so many ranks."""
+    named = {"layer": cuttable.path, "role": role}
+    if role not in roles_of(cuttable.layer):
+        raise ValueError(
+            errors.message(
+                f"`plan` must give a {cuttable.kind.name} one of the roles {(*roles_of(cuttable.layer), REPLICATE)}.", **named
+            )
+        )
+    if cuttable.obstacle is not None:
+        raise NotImplementedError(
+            errors.message(
+                f"`plan` cuts a layer that tfdist cannot cut: {cuttable.obstacle}.",
+                **named,
+                fix='Give it the role "replicate".',
+            )
+        )
+    for name, size in cut_sizes(cuttable.layer, role).items():
+        if size % tensor_parallel_size:
+            below = size // tensor_parallel_size * tensor_parallel_size
+            nearest = [str(near) for near in (below, below + tensor_parallel_size) if near]
+            raise ValueError(
+                errors.message(
+                    f"`tensor_parallel_size` must divide the {name} of a layer that is cut by {role}.",
+                    tensor_parallel_size=tensor_parallel_size,
+                    layer=cuttable.path,
+                    **{name: size},
+                    fix=f'Nearest sizes: {" and ".join(nearest)}. Or give the layer the role "replicate".',
+                )
+            )
+
+
+def _is_attention(layer: keras.Layer) -> bool:
+    kind = kind_of(layer)
+    return kind is not None and kind.is_attention
+
+
+def _not_cuttable(layer: keras.Layer, pattern: str, role: str) -> str:
+    if isinstance(layer, CutWeights):
+        return errors.message(
+            "`plan` matches a layer that is cut already: one of `tfdist.layers`, or of a model that was parallelized before.",
+            pattern=pattern,
+            role=role,
+            layer=path_of(layer),
+            fix="Name the layers that are not cut yet.",
+        )
+    *names, last = [kind.name for kind in KINDS]
+    return errors.message(
+        f"`plan` can cut {', '.join(names)} and {last} layers, and subclasses that keep their `call`.",
+        pattern=pattern,
+        role=role,
+        layer=path_of(layer),
+        type=type(layer).__name__,
+        fix='Narrow the pattern, or give this layer the role "replicate" before it.',
+    )

@@ -1,0 +1,65 @@
+"""How much goes through a layer each time the model calls it: what the traffic of a cut is computed from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import keras
+
+from tfdist.layers.einsum_axes import einsum_terms
+from tfdist.tensor_plans.keras_tracing import Event, HiddenCall, Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerUse:
+    """One call of a layer, in elements per example of the batch.
+
+    Attributes:
+        input_elements: of the inputs together; a tensor that is given twice, as in self-attention, counts once.
+        gradient_elements: of those inputs that a gradient flows back to, unlike the model's own inputs.
+        output_elements: of the output.
+        vectors: those that the call transforms: 1, or the positions of a sequence.
+    """
+
+    input_elements: float
+    gradient_elements: float
+    output_elements: float
+    vectors: float
+
+
+def seen_use(event: Event, trace: Trace) -> LayerUse:
+    """Returns the use of a layer in a call that was followed."""
+    batch = trace.batch_size
+    return LayerUse(
+        input_elements=_elements(event.inputs) / batch,
+        gradient_elements=_elements([x for x in event.inputs if x in trace.needs_gradient]) / batch,
+        output_elements=_elements(event.outputs[:1]) / batch,
+        vectors=_vectors(event.operation, event.inputs[0].shape) / batch,
+    )
+
+
+def hidden_use(call: HiddenCall, trace: Trace) -> LayerUse:
+    """Returns the use of a layer in a call that was not: sizes that are not known there count as 1."""
+    batch = trace.batch_size
+    size = _size(call.input_shape) / batch
+    return LayerUse(size, size, _size(call.output_shape) / batch, _vectors(call.layer, call.input_shape) / batch)
+
+
+def _vectors(layer: keras.Layer, shape: Sequence[int | None]) -> float:
+    if isinstance(layer, keras.layers.Embedding):
+        return _size(shape)
+    if isinstance(layer, keras.layers.EinsumDense):
+        inputs, kernel, outputs = einsum_terms(layer)
+        sizes = zip(kernel, layer.kernel.shape, strict=True)
+        return _size(shape) / math.prod(size for label, size in sizes if label in inputs and label not in outputs)
+    return _size(shape) / (shape[-1] or 1)
+
+
+def _elements(tensors: Sequence[keras.KerasTensor]) -> int:
+    return sum(_size(x.shape) for x in tensors)
+
+
+def _size(shape: Sequence[int | None]) -> int:
+    return math.prod(size or 1 for size in shape)

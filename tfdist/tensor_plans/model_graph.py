@@ -1,0 +1,174 @@
+"""Which layers of a model can be cut, and what their outputs go through on the way to the next.
+
+    x ── Dense up ── gelu ── Dropout ── Dense down ── + ── …      up: its output meets elementwise steps and `down` only
+    └─────────────────────────────────────────────────┘
+
+The model is called on symbols (`keras_tracing`), with and without `training`, since the two may differ in what they compute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import keras
+
+from tfdist import errors
+from tfdist.layers.elementwise import is_elementwise_activation
+from tfdist.tensor_plans import keras_tracing
+from tfdist.tensor_plans.keras_tracing import Trace
+from tfdist.tensor_plans.layer_kinds import LOOPS, LayerKind, kind_of, obstacle, path_of
+from tfdist.tensor_plans.layer_uses import LayerUse, hidden_use, seen_use
+from tfdist.tensor_plans.model_inputs import symbolic_calls
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CuttableLayer:
+    """A layer that can be cut, and how the model calls it.
+
+    Attributes:
+        layer: the Keras layer.
+        path: its path, such as "encoder/mlp/dense_1"; its name if Keras gave it none.
+        kind: its kind.
+        input_shape: of its first call, (None, ...): the first axis is the batch. None if no call was seen.
+        output_shape: as `input_shape`.
+        uses: every call of a training step.
+        is_traced: False if a call was hidden in something that cannot be followed, or none was seen: then nothing is
+            known of what follows it.
+        obstacle: why it cannot be cut, None if it can.
+    """
+
+    layer: keras.Layer
+    path: str
+    kind: LayerKind
+    input_shape: tuple[int | None, ...] | None
+    output_shape: tuple[int | None, ...] | None
+    uses: tuple[LayerUse, ...]
+    is_traced: bool
+    obstacle: str | None
+
+    @functools.cached_property
+    def keeps_local_output(self) -> bool:
+        """Whether its output may stay local at all: what is applied within the layer must be elementwise too."""
+        return (
+            self.is_traced
+            and not self.kind.is_attention
+            and self.layer.activity_regularizer is None
+            and is_elementwise_activation(getattr(self.layer, "activation", None))
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelGraph:
+    """The layers of a model that can be cut, and the steps between them.
+
+    Attributes:
+        layers: in the order in which the model calls them.
+        traces: what a call did, with training and without.
+        notes: what could not be followed and what was assumed, a sentence each.
+    """
+
+    layers: tuple[CuttableLayer, ...]
+    traces: tuple[Trace, ...]
+    notes: tuple[str, ...]
+
+
+def trace_model(model: keras.Model) -> ModelGraph:
+    """Finds the layers of a model that can be cut, those nested in other layers too, and follows their outputs.
+
+    The model is called on symbols: nothing is computed, and nothing of it changes.
+
+    Args:
+        model: a built functional, Sequential or subclassed model.
+
+    Returns:
+        A `ModelGraph`. Layers within a part that cannot be followed have `is_traced=False`, and a note says why.
+
+    Raises:
+        ValueError: `model` is not a Keras model, or not built.
+    """
+    if not isinstance(model, keras.Model):
+        raise ValueError(errors.message("`model` must be a `keras.Model`.", model=model))
+    leaves, loops = _cuttable(model)
+    if not model.built or not all(layer.built for layer in leaves):
+        raise ValueError(
+            errors.message(
+                "`model` must be built: the sizes of its layers and inputs decide how it is cut.",
+                model=model.name,
+                fix="Call it on a batch first, or use `model.build(input_shape)`.",
+            )
+        )
+    calls = list(symbolic_calls(model))
+    best: list[Trace] = []
+    notes: list[str] = [] if calls else [f"{path_of(model)} does not know the shapes of its inputs: no layer is paired."]
+    for inputs, size in calls:
+        try:
+            traces = [keras_tracing.trace(model, leaves, inputs, training=training) for training in (True, False)]
+        except Exception as error:  # whatever a user's code raises
+            failure = f"{path_of(model)} cannot be called on symbols ({keras_tracing.first_line(error)}): no layer is paired."
+            notes = notes or [failure]
+            continue
+        if not best or _opaque(traces) < _opaque(best):
+            best = traces
+            notes = [f"Sizes that the model leaves open, such as a sequence's length, count as {size}."] if size else []
+        if not _opaque(best):
+            break
+    for layer, reason in dict(pair for trace in best for pair in trace.opaque).items():
+        notes.append(f"{path_of(layer)} cannot be followed ({reason}): the layers in it are not paired.")
+    layers = (_describe(layer, layer in loops, best) for layer in _in_order_of_calls(leaves, best))
+    return ModelGraph(tuple(layers), tuple(best), tuple(notes))
+
+
+def _opaque(traces: Sequence[Trace]) -> int:
+    return sum(len(trace.opaque) for trace in traces)
+
+
+def _cuttable(model: keras.Model) -> tuple[list[keras.Layer], set[keras.Layer]]:
+    """Returns the layers that can be cut, and those of them that stand in a layer that calls them in a loop."""
+    layers = keras_tracing.all_layers(model)
+    within = {inner for layer in layers if (kind := kind_of(layer)) and kind.is_attention for inner in _inside(layer)}
+    looped = {inner for layer in layers if isinstance(layer, LOOPS) for inner in _inside(layer)}
+    leaves = [layer for layer in layers if kind_of(layer) and layer not in within]
+    return leaves, looped.intersection(leaves)
+
+
+def _inside(layer: keras.Layer) -> list[keras.Layer]:
+    return keras_tracing.all_layers(layer)[1:]
+
+
+def _in_order_of_calls(leaves: Sequence[keras.Layer], traces: Sequence[Trace]) -> list[keras.Layer]:
+    order = dict.fromkeys(event.operation for trace in traces for event in trace.events if event.operation in set(leaves))
+    order |= dict.fromkeys(call.layer for trace in traces for call in trace.hidden)
+    return list(order | dict.fromkeys(leaves))
+
+
+def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> CuttableLayer:
+    kind = kind_of(layer)
+    calls = [[event for event in trace.events if event.operation is layer] for trace in traces]
+    hidden = [(call, trace) for trace in traces for call in trace.hidden if call.layer is layer]
+    shapes, uses = (None, None), ()
+    for events, trace in zip(calls, traces, strict=True):
+        if events and not uses:
+            shapes = events[0].inputs[0].shape, events[0].outputs[0].shape
+            uses = tuple(seen_use(event, trace) for event in events)
+    if hidden and not uses and hidden[0][0].input_shape:
+        shapes = hidden[0][0].input_shape, hidden[0][0].output_shape
+        uses = (hidden_use(*hidden[0]),)
+    reason = obstacle(layer)
+    if is_in_loop:
+        reason = "the layer around it runs it in a loop or replaces its weights"
+    elif any(layer in trace.foreign_reads for trace in traces):
+        reason = "its weights are used outside of its calls too"
+    elif kind.is_attention and any(len(event.outputs) > 1 for events in calls for event in events):
+        reason = "it returns its attention scores"
+    return CuttableLayer(
+        layer=layer,
+        path=path_of(layer),
+        kind=kind,
+        input_shape=shapes[0] and (None, *shapes[0][1:]),
+        output_shape=shapes[1] and (None, *shapes[1][1:]),
+        uses=uses,
+        is_traced=any(calls) and not hidden,
+        obstacle=reason,
+    )

@@ -1,0 +1,121 @@
+"""Which layers hand their cut output straight to the next: no gather between them, no cut of the input.
+
+    whole X ──► column A ──► local Y_i ──► elementwise ──► row B ──► sum over the ranks: whole Z
+
+An output may stay local if all that is ever done with it is elementwise, with other outputs that are local in the same way,
+until it enters layers cut by row. One use that needs the whole output (a residual, a softmax, a norm, the model's own output)
+and it is gathered, for all its uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import keras
+
+from tfdist.tensor_plans.keras_tracing import Event, Trace
+from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, cut_axes
+from tfdist.tensor_plans.model_graph import CuttableLayer, ModelGraph
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """What a symbol holds where it is cut: the axis, counted from the front, and the layers whose output it is made of."""
+
+    axis: int
+    sources: frozenset[keras.Layer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairing:
+    """The layers that need no gather of their output, and those that need no cut of their input.
+
+    Attributes:
+        local: layers cut by column whose output stays local.
+        parallel: layers cut by row whose input is local already.
+    """
+
+    local: frozenset[keras.Layer]
+    parallel: frozenset[keras.Layer]
+
+
+def pair(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> Pairing:
+    """Returns which of the cut layers are paired: as many as the graph allows.
+
+    Args:
+        graph: the model's.
+        roles: the role of each layer that is cut.
+    """
+    layers = {cuttable.layer: cuttable for cuttable in graph.layers}
+    columns = {layer for layer, role in roles.items() if role == COLUMN and layers[layer].keeps_local_output}
+    rows = {layer for layer, role in roles.items() if role == ROW and layers[layer].is_traced}
+    while True:
+        flows = [Flow(trace, layers, columns, rows) for trace in graph.traces]
+        # A layer with one input local and another whole takes them all whole.
+        mixed = frozenset().union(*(flow.whole_inputs for flow in flows))
+        fed = frozenset().union(*(sources for flow in flows for row, sources in flow.fed if row not in mixed))
+        gathered = columns - fed
+        gathered |= frozenset().union(*(flow.gathered for flow in flows))
+        gathered |= frozenset().union(*(sources for flow in flows for row, sources in flow.fed if row in mixed))
+        if not gathered & columns:
+            parallel = {row for flow in flows for row, _ in flow.fed}
+            return Pairing(frozenset(columns), frozenset(parallel))
+        columns -= gathered
+
+
+class Flow:
+    """Where local outputs go in one trace.
+
+    Attributes:
+        gathered: the layers whose output something needs whole.
+        whole_inputs: the layers of `rows` that get a whole input.
+        fed: (row layer, the layers its local input is made of), one for each such call.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        layers: Mapping[keras.Layer, CuttableLayer],
+        columns: Iterable[keras.Layer],
+        rows: Iterable[keras.Layer],
+    ) -> None:
+        self.gathered: set[keras.Layer] = set()
+        self.whole_inputs: set[keras.Layer] = set()
+        self.fed: list[tuple[keras.Layer, frozenset[keras.Layer]]] = []
+        columns, rows = set(columns), set(rows)
+        local: dict[keras.KerasTensor, Local] = {}
+        for event in trace.events:
+            found = [local[x] for x in event.inputs if x in local]
+            if event.operation in rows:
+                self._enter(event, found)
+            elif found and not (joined := _through(event, found)):
+                self._gather(found)
+            elif found:
+                local.update(dict.fromkeys(event.outputs, joined))
+            if event.operation in columns:
+                axis = cut_axes(event.operation, COLUMN).outputs
+                (output,) = event.outputs
+                local[output] = Local(axis % len(output.shape), frozenset({event.operation}))
+        self._gather(local[x] for x in trace.outputs if x in local)
+
+    def _enter(self, event: Event, found: list[Local]) -> None:
+        row = event.operation
+        axis = cut_axes(row, ROW).inputs % len(event.inputs[0].shape)
+        if len(event.inputs) == len(found) and all(part.axis == axis for part in found):
+            self.fed.append((row, found[0].sources))
+        else:
+            self.whole_inputs.add(row)
+            self._gather(found)
+
+    def _gather(self, found: Iterable[Local]) -> None:
+        for part in found:
+            self.gathered |= part.sources
+
+
+def _through(event: Event, found: list[Local]) -> Local | None:
+    """Returns what an elementwise step makes of inputs that are all local in the same way; None for every other step."""
+    alike = len({part.axis for part in found}) == 1 and len({x.shape for x in (*event.inputs, *event.outputs)}) == 1
+    if not (event.is_elementwise and alike and len(found) == len(event.inputs)):
+        return None
+    return Local(found[0].axis, frozenset().union(*(part.sources for part in found)))

@@ -1,0 +1,176 @@
+"""Cutting the layers of a model that exists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.layers import (
+    ColumnParallelDense,
+    ColumnParallelEinsumDense,
+    ParallelGroupedQueryAttention,
+    ParallelMultiHeadAttention,
+    RowParallelDense,
+    RowParallelEinsumDense,
+    VocabParallelEmbedding,
+    VocabParallelReversibleEmbedding,
+)
+from tfdist.sharding import ShardedVariable, config_of
+from tfdist.tensor_plans.layer_cuts import LayerCut, resolve
+from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, VOCAB
+
+# The parallel class of each Keras class, by role; the more special class first.
+_PARALLEL = {
+    COLUMN: {
+        keras.layers.Dense: ColumnParallelDense,
+        keras.layers.EinsumDense: ColumnParallelEinsumDense,
+        keras.layers.MultiHeadAttention: ParallelMultiHeadAttention,
+        keras.layers.GroupQueryAttention: ParallelGroupedQueryAttention,
+    },
+    ROW: {keras.layers.Dense: RowParallelDense, keras.layers.EinsumDense: RowParallelEinsumDense},
+    VOCAB: {
+        keras.layers.ReversibleEmbedding: VocabParallelReversibleEmbedding,
+        keras.layers.Embedding: VocabParallelEmbedding,
+    },
+}
+
+
+def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[[str], Any] | None = print) -> keras.Model:
+    """Cuts the layers of a model over the tensor ranks of its strategy, in place, as a plan says. Its weights keep their values.
+
+        strategy = tfdist.ShardedStrategy(tensor_parallel_size=2)
+        with strategy.scope():
+            model = build_plain_keras_model()
+            tfdist.parallelize(model, {r"mlp_in$": "column", r"mlp_out$": "row", "attention": "column", "embedding": "vocab"})
+            model.compile(...)
+
+    Each layer that is cut becomes the layer of `tfdist.layers` of its kind: it saves and loads as before, and outside replicas it
+    is the Keras layer. Where the strategy has no tensor axis the plan is checked and nothing changes.
+
+    Life of a layer: its weights are cut, each rank keeps 1/t; a column-parallel layer whose output goes to row-parallel layers
+    only, by way of elementwise operations, leaves it cut, and all others gather it.
+
+    The mistake to avoid: calling it after the optimizer has been built: its state has the shapes of whole weights. It raises.
+
+    Args:
+        model: built, in the scope of the strategy that will train it.
+        plan: an ordered mapping from regular expressions on layer or variable paths to "column", "row", "vocab" or "replicate";
+            the first that matches counts. `tfdist.suggest_plan` makes one.
+        print_fn: is given a table of what was done; None: nothing is printed.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: the model was not built in the scope of a tfdist strategy, or its optimizer is built; the plan has a pattern
+            that matches nothing, a layer that cannot be cut so, or a cut that does not divide.
+        NotImplementedError: a layer is quantized, has LoRA, runs in a loop, or shares its weights; a strategy with a pipeline.
+
+    Source: Keras's `LayoutMap`, for the form of the plan; PyTorch's `parallelize_module`.
+    """
+    strategy = _strategy_of(model)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and optimizer.built:
+        raise ValueError(
+            errors.message(
+                "`model` has an optimizer that is built already, on weights that are whole.",
+                model=model.name,
+                fix="Call `tfdist.parallelize` before `compile`, or before the first step.",
+            )
+        )
+    size = strategy.mesh.tensor_parallel_size
+    cuts = resolve(model, plan, size)
+    if size > 1:
+        with strategy.scope():
+            for cut in cuts:
+                _apply(cut)
+    if print_fn is not None:
+        print_fn(_described(cuts, size))
+    return model
+
+
+def _strategy_of(model: Any) -> Any:
+    if not isinstance(model, keras.Model) or not model.built:
+        raise ValueError(
+            errors.message(
+                "`model` must be a built `keras.Model`.", model=model, fix="Call it, or `model.build(input_shape)`, in the scope."
+            )
+        )
+    strategies = {id(found): found for found in map(_made_by, model.variables)}
+    _check_no_pipeline(tf.distribute.get_strategy(), *strategies.values())
+    strategy = next(iter(strategies.values()), None)
+    if len(strategies) != 1 or config_of(strategy) is None:
+        raise ValueError(
+            errors.message(
+                "`model` must have been built in the scope of one tfdist strategy.",
+                model=model.name,
+                made_by=sorted(type(found).__name__ for found in strategies.values()),
+                fix="Build it inside `with strategy.scope():`, and load or set its weights then.",
+            )
+        )
+    return strategy
+
+
+def _check_no_pipeline(*strategies: Any) -> None:
+    """Raises NotImplementedError: before a model is in a pipeline it has no weights, and later they have their ranks."""
+    sizes = [config.mesh.pipeline_parallel_size for config in map(config_of, strategies) if config is not None]
+    if max(sizes, default=1) > 1:
+        raise NotImplementedError(
+            errors.message(
+                "`parallelize` does not cut models of a pipeline.",
+                pipeline_parallel_size=max(sizes),
+                fix="Build the model of the layers of `tfdist.layers`, and wrap it in a `PipelineModel`.",
+            )
+        )
+
+
+def _made_by(variable: keras.Variable) -> Any:
+    return getattr(variable.value, "distribute_strategy", None)
+
+
+def _apply(cut: LayerCut) -> None:
+    layer = cut.layer
+    layer.__class__ = _parallel_class(type(layer), cut.role)
+    if cut.role == COLUMN and hasattr(layer, "kernel"):
+        layer.gather_output = cut.gather_output
+    if cut.role == ROW:
+        layer.input_is_parallel = cut.input_is_parallel
+    layer.cut_weights()
+
+
+def _parallel_class(layer_class: type, role: str) -> type:
+    """Returns the parallel class for layers of `layer_class`, a class of Keras or one that inherits its computation."""
+    keras_class, parallel = next((base, found) for base, found in _PARALLEL[role].items() if issubclass(layer_class, base))
+    if layer_class is keras_class or issubclass(layer_class, parallel):
+        return parallel if layer_class is keras_class else layer_class
+    return type(layer_class.__name__, (parallel, layer_class), {"__module__": layer_class.__module__})
+
+
+def _described(cuts: Sequence[LayerCut], size: int) -> str:
+    if not cuts:
+        return "Nothing is cut."
+    rows = [("layer", "cut by", "parameters", "of one rank", "output")]
+    for cut in cuts:
+        counts = [sum(count(weight) for weight in cut.layer.weights) for count in (_size, _local_size)]
+        output = "cut" if cut.role == COLUMN and hasattr(cut.layer, "kernel") and not cut.gather_output else "whole"
+        rows.append((cut.path, cut.role, *(f"{count:,}" for count in counts), output))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    aligned = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
+    lines = [
+        "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([f"{len(cuts)} layers are cut over {size} tensor ranks", lines[0], "-" * sum(widths, 8), *lines[1:]])
+
+
+def _size(variable: keras.Variable) -> int:
+    return math.prod(variable.shape)
+
+
+def _local_size(variable: keras.Variable) -> int:
+    value = variable._value
+    return value.layout.local_elements if isinstance(value, ShardedVariable) else _size(variable)

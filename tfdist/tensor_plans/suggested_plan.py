@@ -1,0 +1,105 @@
+"""A plan with its reasons: what each cut saves, and what it moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from tfdist.tensor_plans.plan import TensorPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class SuggestedCut:
+    """What is suggested for one layer.
+
+    Attributes:
+        path: the layer's path.
+        kind: the name of its class, such as "Dense".
+        role: "column", "row", "vocab" or "replicate".
+        is_paired: its output stays local up to layers cut by row, or its input comes local from layers cut by column.
+        saved_bytes: parameter bytes that each rank no longer holds. Gradients and optimizer state come on top.
+        moved_bytes: bytes through each rank in one training step, forward and backward.
+        reason: what it moves, or why it stays whole.
+    """
+
+    path: str
+    kind: str
+    role: str
+    is_paired: bool
+    saved_bytes: int
+    moved_bytes: int
+    reason: str
+
+
+class SuggestedPlan(TensorPlan):
+    """A `TensorPlan` made by `suggest_plan`. Prints as a table; `as_dict()` gives the patterns to edit.
+
+    Args:
+        patterns: the plan.
+        cuts: one `SuggestedCut` per layer that could be cut, in the order in which the model calls them.
+        tensor_parallel_size: the ranks it was made for.
+        examples: the examples of a replica in one step, which `moved_bytes` holds for.
+        parameter_bytes: of the whole model.
+        notes: what could not be followed in the model, and what was assumed.
+    """
+
+    def __init__(
+        self,
+        patterns: Mapping[str, str],
+        *,
+        cuts: Sequence[SuggestedCut],
+        tensor_parallel_size: int,
+        examples: int,
+        parameter_bytes: int,
+        notes: Sequence[str] = (),
+    ) -> None:
+        super().__init__(patterns)
+        self.cuts = tuple(cuts)
+        self.tensor_parallel_size = tensor_parallel_size
+        self.examples = examples
+        self.parameter_bytes = parameter_bytes
+        self.notes = tuple(notes)
+
+    @property
+    def saved_bytes(self) -> int:
+        """The parameter bytes that each rank no longer holds."""
+        return sum(cut.saved_bytes for cut in self.cuts)
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes through each rank in one training step."""
+        return sum(cut.moved_bytes for cut in self.cuts)
+
+    def __str__(self) -> str:
+        cells = [["layer", "kind", "role", "paired", "saved", "moved", ""]]
+        for cut in self.cuts:
+            sizes = size_text(cut.saved_bytes), size_text(cut.moved_bytes)
+            cells.append([cut.path, cut.kind, cut.role, "yes" if cut.is_paired else "", *sizes, cut.reason])
+        total = f"of {size_text(self.parameter_bytes)} parameters"
+        cells.append(["together", "", "", "", size_text(self.saved_bytes), size_text(self.moved_bytes), total])
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        justify = [str.ljust, str.ljust, str.ljust, str.ljust, str.rjust, str.rjust, str.ljust]
+        lines = ["  ".join(side(*cell) for side, *cell in zip(justify, row, widths, strict=True)).rstrip() for row in cells]
+        rule = "-" * max(map(len, lines))
+        examples = "1 example" if self.examples == 1 else f"{self.examples} examples"
+        return "\n".join(
+            [
+                f"Suggested cut over {self.tensor_parallel_size} tensor ranks",
+                "saved: parameter bytes that each rank no longer holds; gradients and optimizer state come on top",
+                f"moved: bytes through each rank in a training step of {examples} per replica, forward and backward",
+                lines[0],
+                rule,
+                *lines[1:-1],
+                rule,
+                lines[-1],
+                *self.notes,
+            ]
+        )
+
+
+def size_text(count: float) -> str:
+    """Returns "1.50 MB" for a number of bytes."""
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"

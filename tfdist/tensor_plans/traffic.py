@@ -1,0 +1,34 @@
+"""What a cut layer moves between the t tensor ranks, forward and backward, in units of (t - 1)/t elements.
+
+A ring all-reduce of S elements moves 2 S (t - 1)/t through each rank, an all-gather or a reduce-scatter S (t - 1)/t.
+For `Y = X A`, X of I elements and Y of O, of which a gradient flows back to G of X's I (all, or none of the model's own inputs):
+
+| cut | input | output | forward | backward | units |
+|---|---|---|---|---|---|
+| column, gathered | whole | whole | all-gather Y | all-reduce dX | O + 2 G |
+| column, local | whole | local | nothing | all-reduce dX | 2 G |
+| row | whole | whole | all-reduce Y | all-gather dX | 2 O + G |
+| row, parallel | local | whole | all-reduce Y | nothing | 2 O |
+| attention by heads | whole | whole | all-reduce Y | all-reduce dX | 2 O + 2 G |
+| vocab | whole | whole | all-reduce Y | nothing | 2 O |
+
+The gradient of a gathered output is the same on every rank, so each takes its own part of it: nothing is moved.
+"""
+
+from __future__ import annotations
+
+from tfdist.tensor_plans.layer_cuts import LayerCut
+from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, kind_of
+from tfdist.tensor_plans.layer_uses import LayerUse
+
+
+def moved_units(cut: LayerCut, use: LayerUse) -> float:
+    """Returns the units of one call and one example: elements, to be multiplied by (t - 1)/t."""
+    inputs, outputs = use.gradient_elements, use.output_elements
+    if kind_of(cut.layer).is_attention:
+        return 2 * outputs + 2 * inputs
+    if cut.role == COLUMN:
+        return (outputs if cut.gather_output else 0) + 2 * inputs
+    if cut.role == ROW:
+        return 2 * outputs + (0 if cut.input_is_parallel else inputs)
+    return 2 * outputs
