@@ -27,6 +27,7 @@ from benchmarks.pipeline_training import PipelineLoop
 from benchmarks.resident import give_back, growths, resident_bytes
 from benchmarks.tensor_training import TensorLoop
 from benchmarks.training import FitLoop, FunctionLoop, build_loop, build_strategy
+from tfdist.sharding import placements_of
 
 VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__, "tfdist": tfdist.__version__}
 
@@ -35,7 +36,7 @@ def describe(case: Case, loop: FunctionLoop | FitLoop) -> dict[str, Any]:
     """Returns the fields of a JSON line that only a process with TensorFlow knows."""
     sizes = [int(np.prod(weight.shape)) for weight in loop.model.trainable_weights]
     stage = ZERO_STAGES.get(case.contender, 0)  # a mirrored model and a single device hold what stage 0 holds
-    placements = tfdist.sharding.placements_of(stage)
+    placements = placements_of(stage)
     ranks_here = case.num_ranks // case.num_processes
     built = placements.fraction("parameter", case.num_ranks) + 2 * placements.fraction("optimizer_state", case.num_ranks)
     return {

@@ -1,4 +1,4 @@
-"""Writes docs/reference.md from the docstrings.
+"""Writes docs/reference.md from the docstrings of what `tfdist.__all__` lists: functions, classes and, member by member, modules.
 
     python docs/make_reference.py
 
@@ -19,23 +19,29 @@ from typing import Any
 import keras
 
 import tfdist
-from tfdist import profiling, tensor_plans
+from tfdist import mesh, profiling, runtime, tensor_plans
 
 PAGE = pathlib.Path(__file__).with_name("reference.md")
 
 HEAD = """\
 # Reference
 
-Made from the docstrings by `docs/make_reference.py`. [The strategy](strategy.md) and [Collectives](collectives.md) show most of
-it in use.
+Made from the docstrings by `docs/make_reference.py`. The other [pages](../README.md#documentation) show most
+of it in use.
 """
 
-# What public functions return and `tfdist` itself does not list.
-RETURNED = (tensor_plans.SuggestedPlan, tensor_plans.SuggestedCut, profiling.MemoryReport, profiling.DeviceMemory)
+# What public functions and properties return and `tfdist.__all__` does not list.
+RETURNED = (
+    mesh.DeviceMesh,
+    mesh.Coordinate,
+    runtime.Cluster,
+    profiling.MemoryReport,
+    profiling.DeviceMemory,
+    tensor_plans.SuggestedPlan,
+    tensor_plans.SuggestedCut,
+)
 
-# Documented member by member; of the other modules the first lines only, since they are for those who extend tfdist.
-IN_FULL = ("collectives", "layers", "optimizers", "mesh")
-# Modules of functions within those, documented in full too.
+# Modules of functions within modules, documented too.
 WITHIN = {"collectives": ("activations",), "layers": ("regions",)}
 
 LISTS = ("Args", "Attributes", "Call arguments", "Raises")
@@ -134,24 +140,15 @@ def describe(name: str, member: Any, level: int) -> list[str]:
     return lines
 
 
-def first_line(member: Any) -> str:
-    return (inspect.getdoc(member) or "").partition("\n")[0]
-
-
 def describe_module(name: str, module: ModuleType) -> list[str]:
-    """Returns the section of a module: in full, or a table of its members."""
+    """Returns the section of a module, member by member."""
     lines = [f"## tfdist.{name}", "", *markdown(inspect.getdoc(module))]
-    members = {own: getattr(module, own) for own in getattr(module, "__all__", ())}
-    members = {own: member for own, member in members.items() if not inspect.ismodule(member) and own not in tfdist.__all__}
-    if name in IN_FULL:
-        for own in sorted(members, key=str.lower):
-            lines += describe(f"tfdist.{name}.{own}", members[own], 3)
-        for within in WITHIN.get(name, ()):
-            lines += describe_functions(f"tfdist.{name}.{within}", getattr(module, within))
-    elif members:
-        lines += ["| name | |", "|---|---|"]
-        lines += [f"| `{own}` | {first_line(member)} |" for own, member in members.items() if callable(member)]
-        lines += [""]
+    for own in sorted(module.__all__, key=str.lower):
+        member = getattr(module, own)
+        if not inspect.ismodule(member) and own not in tfdist.__all__:
+            lines += describe(f"tfdist.{name}.{own}", member, 3)
+    for within in WITHIN.get(name, ()):
+        lines += describe_functions(f"tfdist.{name}.{within}", getattr(module, within))
     return lines
 
 

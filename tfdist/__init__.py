@@ -7,20 +7,9 @@ with strategy.scope():
 model.fit(dataset)
 """
 
-from tfdist import (
-    autograph,
-    checkpoint,
-    collectives,
-    data,
-    kernels,
-    layers,
-    losses,
-    mesh,
-    metrics,
-    optimizers,
-    pipeline,
-    sharding,
-)
+# What Keras loads by name (layers, losses, models) must be registered before a file is read, so all packages are imported here;
+# `__all__` lists what a program calls.
+from tfdist import checkpoint, collectives, data, kernels, layers, losses, metrics, optimizers, pipeline  # noqa: F401
 from tfdist.mesh import use_logical_cpus
 from tfdist.optimizers import global_norm
 from tfdist.pipeline import PipelineModel
@@ -35,21 +24,13 @@ __all__ = [
     "PipelineModel",
     "ShardedStrategy",
     "TensorPlan",
-    "autograph",
-    "checkpoint",
     "collectives",
-    "data",
     "global_norm",
-    "kernels",
     "layers",
-    "losses",
     "memory_report",
-    "mesh",
-    "metrics",
     "optimizers",
     "parallelize",
     "pipeline",
-    "sharding",
     "suggest_plan",
     "use_logical_cpus",
 ]

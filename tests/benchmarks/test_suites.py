@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-import tfdist
 from benchmarks import suites
 from benchmarks.cases import STAGES, Case
 from benchmarks.suites import CONTENDERS, SUITES, select
+from tfdist.sharding import placements_of
 
 
 def all_of(name, **changes):
@@ -95,5 +95,5 @@ def test_tokens_of_a_step():
 @pytest.mark.parametrize("contender", STAGES)
 def test_the_floor_is_the_formula_of_the_stage(contender, ranks):
     case = Case(contender, "mlp", ranks, layers=1, width=1, global_batch_size=4, loop="shared")
-    placements = tfdist.sharding.placements_of(STAGES[contender])
+    placements = placements_of(STAGES[contender])
     assert math.isclose(case.floor_bytes_per_parameter, placements.bytes_per_parameter(ranks))

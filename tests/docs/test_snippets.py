@@ -10,7 +10,7 @@ from snippets import blocks, expected_outputs, links, printed, script
 from tests import forks
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_CODE = [page for page in PAGES if any(block.language == "python" for block in blocks(page.read_text("utf-8")))]
 
 

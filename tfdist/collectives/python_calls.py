@@ -3,7 +3,7 @@
 `tf.numpy_function` costs more time and more memory. It runs a function in an AutoGraph context of its own, and asks for NumPy's
 version with every array which it returns: a call takes 54 to 62 microseconds, here 28 to 33, and a pipeline of many microbatches
 has hundreds in a step. And what a function returns is NumPy's: TensorFlow cannot free it without Python's lock, so that it stays
-until the next call of any function ends (docs/performance.md). Here TensorFlow allocates what the function fills.
+until the next call of any function ends (docs/notes/performance.md). Here TensorFlow allocates what the function fills.
 
 The names are private to TensorFlow: tests/test_private_names.py fails when they change.
 """

@@ -56,7 +56,7 @@ class Transport:
 
 RING = Transport("ring", has_reduce_scatter=False)
 # Between two processes gRPC carries pieces of some MiB more than twice as fast as tens of MiB; between four, as fast or somewhat
-# faster (benchmarks/transport.py, docs/benchmarks.md).
+# faster (benchmarks/transport.py, docs/notes/benchmarks.md).
 RING_BETWEEN_WORKERS = Transport("ring", has_reduce_scatter=False, chunk_bytes=8 * 2**20)
 MEMORY_BETWEEN_WORKERS = dataclasses.replace(RING_BETWEEN_WORKERS, shares_memory=True)
 NCCL = Transport("nccl", has_reduce_scatter=True)

@@ -3,8 +3,8 @@
     loss_i = log sum_v exp(s_iv) - s_iy,     s_iv = l_iv - max_v l_iv
     d loss_i / d l_iv = exp(s_iv) / sum_v exp(s_iv) - [v = y]
 
-TensorFlow's own kernel goes over the logits in a scalar loop, and takes three times as long on one core (docs/performance.md).
-Both hold one tensor of the logits' size from forward to backward.
+TensorFlow's own kernel goes over the logits in a scalar loop, and takes three times as long on one core
+(docs/notes/performance.md). Both hold one tensor of the logits' size from forward to backward.
 
 The name is private to Keras: tests/losses/test_private_names_of_losses.py fails when it changes.
 

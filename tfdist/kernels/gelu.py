@@ -2,8 +2,8 @@
 
 TensorFlow's is several operations, each of which keeps what its own derivative needs: three tensors of the hidden layer's size,
 of the tanh approximation more, where one is enough. In a Transformer's block the hidden layer is the largest (its share:
-docs/performance.md). What they give to the derivative is computed early, too, of all layers at once, since it does not wait for
-the gradient from above. Here
+docs/notes/performance.md). What they give to the derivative is computed early, too, of all layers at once, since it does not
+wait for the gradient from above. Here
 
     gelu'(x) = Phi(x) + x phi(x)
 

@@ -3,7 +3,7 @@
 oneDNN multiplies matrices without packing them when one side of the result is short. An operand whose rows are the sum's index
 is then read in steps as long as its rows, and with steps of 2,048 bytes, or a multiple, as usual widths make them, what is
 read seems to push each other out of the first cache. Transposed first, such an operand is read along its rows: 13.8 ms become 8.9
-for the gradient of 1,024 positions, 256 inputs and 1,024 outputs (docs/performance.md). TensorFlow's own kernels would
+for the gradient of 1,024 positions, 256 inputs and 1,024 outputs (docs/notes/performance.md). TensorFlow's own kernels would
 not gain, and oneDNN's for AVX-512 were not measured.
 """
 

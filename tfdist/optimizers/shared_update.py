@@ -8,9 +8,9 @@ It holds for Keras's own elementwise optimizers, whose `update_step` depends on 
 may look at a name or a path, and is traced parameter by parameter.
 
 On a CPU very large parameters have functions that XLA compiles: Keras's Adam goes over memory ten times and more, the compiled
-one once (docs/performance.md). The compiler itself takes some 70 MB of a process, so it is there where that is little: beside
-what the rank stores, or beside the results of Keras's operations, of which three or so are there at once, each as large as the
-parameter.
+one once (docs/notes/performance.md). The compiler itself takes some 70 MB of a process, so it is there where that is little:
+beside what the rank stores, or beside the results of Keras's operations, of which three or so are there at once, each as large
+as the parameter.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 TensorFlow gives each process a pool of as many threads as there are cores, and cuts every operation in as many parts. With a rank
 on every core these parts wait for each other's cores: a pipeline of small operations takes 1.4 to 1.5
-times as long on two cores (`docs/benchmarks.md`).
+times as long on two cores (`docs/notes/benchmarks.md`).
 """
 
 from __future__ import annotations

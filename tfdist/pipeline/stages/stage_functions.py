@@ -7,7 +7,7 @@
     of_input     d left, saved              -> d arrived, passed on
     of_weights   d left, saved, passed on   -> d weights, those of the last layers first
 
-They stay functions when the step runs (`_noinline`): there is one set of kernels, whatever m is (docs/performance.md). The
+They stay functions when the step runs (`_noinline`): there is one set of kernels, whatever m is (docs/notes/performance.md). The
 backward is several, so that what arrived has its gradient, which another rank waits for, before the weights have theirs; and
 because a function holds what it takes until it has returned. Weights are read anew in each function, not saved.
 
