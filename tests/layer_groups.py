@@ -6,7 +6,7 @@ would be gathered ahead, freed and gathered again. Tests of groups pass a `group
 
 from __future__ import annotations
 
-from tfdist.sharding import DEFAULT_GROUP_BYTES, ParameterGroups
+from tfdist.sharding import ParameterGroups, ShardingConfig
 
 
 def gather_each_layer_alone() -> None:
@@ -14,6 +14,6 @@ def gather_each_layer_alone() -> None:
     original = ParameterGroups.__init__
 
     def init(self: ParameterGroups, group_bytes: int) -> None:
-        original(self, 0 if group_bytes == DEFAULT_GROUP_BYTES else group_bytes)
+        original(self, 0 if group_bytes == ShardingConfig.group_bytes else group_bytes)
 
     ParameterGroups.__init__ = init

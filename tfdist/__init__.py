@@ -14,6 +14,7 @@ from tfdist.mesh import use_logical_cpus
 from tfdist.optimizers import global_norm
 from tfdist.pipeline import PipelineModel
 from tfdist.profiling import memory_report
+from tfdist.sharding import ShardingConfig
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
 from tfdist.tensor_plans import TensorPlan, parallelize, suggest_plan
 
@@ -23,6 +24,7 @@ __all__ = [
     "MultiWorkerShardedStrategy",
     "PipelineModel",
     "ShardedStrategy",
+    "ShardingConfig",
     "TensorPlan",
     "collectives",
     "global_norm",

@@ -26,3 +26,10 @@ def message(expected: str, *, fix: str = "", **received: Any) -> str:
     if fix:
         parts.append(fix)
     return " ".join(parts)
+
+
+def check_integer(name: str, value: Any, least: int, *, fix: str = "") -> None:
+    """Raises ValueError when the argument called `name` is not an integer (True and False are none) of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(message(f"`{name}` must be {expected}.", fix=fix, **{name: value}))

@@ -24,6 +24,8 @@ import tfdist
         ({"tensor_parallel_size": 3}, ValueError, ["`tensor_parallel_size`", "4", "divide"]),
         ({"pipeline_parallel_size": 8}, ValueError, ["`pipeline_parallel_size`", "divide"]),
         ({"tensor_parallel_size": 0}, ValueError, ["`tensor_parallel_size`", "positive"]),
+        ({"zero_stag": 3}, TypeError, ["`zero_stag`", "zero_stag=3", "`zero_stage`"]),
+        ({"config": {"zero_stage": 3}}, ValueError, ["`config`", "tfdist.ShardingConfig"]),
         ({"bucket_bytes": 0}, ValueError, ["`bucket_bytes`", "bucket_bytes=0"]),
         ({"prefetch": -1}, ValueError, ["`prefetch`", "prefetch=-1"]),
         ({"reshard_after_forward": 1}, ValueError, ["`reshard_after_forward`"]),

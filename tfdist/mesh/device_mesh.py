@@ -59,9 +59,7 @@ class DeviceMesh:
         if not self.devices:
             raise ValueError(errors.message("`devices` must name at least one device.", devices=self.devices))
         for name in ("pipeline_parallel_size", "tensor_parallel_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(errors.message(f"`{name}` must be a positive integer.", fix="1 turns it off.", **{name: value}))
+            errors.check_integer(name, getattr(self, name), 1, fix="1 turns it off.")
         model_ranks = self.pipeline_parallel_size * self.tensor_parallel_size
         if len(self.devices) % model_ranks:
             raise ValueError(

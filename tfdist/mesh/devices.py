@@ -31,8 +31,7 @@ def use_logical_cpus(n: int) -> list[str]:
         ValueError: `n` is not a positive integer.
         RuntimeError: TensorFlow is already initialised with another number of CPU devices.
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(errors.message("`n` must be a positive integer.", n=n))
+    errors.check_integer("n", n, 1)
     cpu = tf.config.list_physical_devices("CPU")[0]
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * n)

@@ -10,10 +10,10 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.reduction import buckets_of
 from tfdist.optimizers.variables import is_data_sharded, is_stored, local_part, variable_of
-from tfdist.sharding import ShardingConfig, packing
+from tfdist.sharding import MeshConfig, packing
 
 
-def update_averages(optimizer: Any, config: ShardingConfig, program: RankProgram) -> None:
+def update_averages(optimizer: Any, config: MeshConfig, program: RankProgram) -> None:
     """Moves each average towards its weight, as Keras does after a step, and overwrites the weights when it is time.
 
     An average is a slot: sharded from stage 1 on. Overwriting is local at stages 0 and 3; at stages 1 and 2 the averages are
@@ -40,7 +40,7 @@ def update_averages(optimizer: Any, config: ShardingConfig, program: RankProgram
         program.cond(is_due, overwrite, lambda: tf.constant(False))
 
 
-def _overwrite(pairs: Sequence[tuple[tf.Variable, tf.Variable]], config: ShardingConfig, program: RankProgram) -> None:
+def _overwrite(pairs: Sequence[tuple[tf.Variable, tf.Variable]], config: MeshConfig, program: RankProgram) -> None:
     gathered = []
     for variable, average in pairs:
         if is_data_sharded(average) and not is_data_sharded(variable):

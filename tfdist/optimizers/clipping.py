@@ -15,12 +15,10 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, current_program, wire
 from tfdist.optimizers.reduction import ReducedGradient, reduce_gradients
 from tfdist.optimizers.variables import layout_of, variable_of
-from tfdist.sharding import Shard, ShardingConfig, config_of
+from tfdist.sharding import MeshConfig, Shard, config_of
 
 
-def clip(
-    optimizer: Any, reduced: Sequence[ReducedGradient], config: ShardingConfig, program: RankProgram
-) -> list[ReducedGradient]:
+def clip(optimizer: Any, reduced: Sequence[ReducedGradient], config: MeshConfig, program: RankProgram) -> list[ReducedGradient]:
     """Returns `reduced`, clipped by `optimizer`'s `clipnorm`, `global_clipnorm` or `clipvalue`, as Keras does on one device."""
     if optimizer.clipnorm and optimizer.clipnorm > 0:
         norms = tf.unstack(tf.sqrt(_squared_norms(reduced, config, program, "clipnorm")), num=len(reduced))
@@ -70,12 +68,12 @@ def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
     return _global_norm(reduced, config, program)
 
 
-def _global_norm(reduced: Sequence[ReducedGradient], config: ShardingConfig, program: RankProgram) -> tf.Tensor:
+def _global_norm(reduced: Sequence[ReducedGradient], config: MeshConfig, program: RankProgram) -> tf.Tensor:
     return tf.sqrt(_squared_norms(reduced, config, program, "global_norm", together=True))
 
 
 def _squared_norms(
-    reduced: Sequence[ReducedGradient], config: ShardingConfig, program: RankProgram, label: str, together: bool = False
+    reduced: Sequence[ReducedGradient], config: MeshConfig, program: RankProgram, label: str, together: bool = False
 ) -> tf.Tensor:
     """Returns the squared norm of each gradient, (len(reduced),), or of all of them `together`, ()."""
     with tf.device(program.device):

@@ -11,13 +11,13 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.reduction import buckets_of
 from tfdist.optimizers.variables import is_data_sharded, local_part, variable_of
-from tfdist.sharding import ShardedVariable, ShardingConfig, packing, tensor_cut
+from tfdist.sharding import MeshConfig, ShardedVariable, packing, tensor_cut
 
 # These look at one element at a time, and so may look at a shard.
 _ELEMENTWISE = (keras.constraints.NonNeg,)
 
 
-def constrain(variables: Sequence[Any], config: ShardingConfig, program: RankProgram) -> None:
+def constrain(variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> None:
     """Applies to each of `variables` its constraint, if it has one.
 
     A replicated weight (stages 0 to 2) is whole on every rank and needs no message. A sharded one (stage 3, or cut over the

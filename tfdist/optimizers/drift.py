@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.variables import layout_of, local_part, variable_of
-from tfdist.sharding import ShardingConfig
+from tfdist.sharding import MeshConfig
 
 
-def check_drift(optimizer: Any, variables: Sequence[Any], config: ShardingConfig, program: RankProgram) -> None:
+def check_drift(optimizer: Any, variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> None:
     """Compares, in every `config.check_drift_every`-th step, a fingerprint of each whole weight over the tensor group.
 
     Two messages of one number a weight. Where they differ the step raises `tf.errors.InvalidArgumentError`, which names them.

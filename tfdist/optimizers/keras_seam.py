@@ -31,10 +31,10 @@ from tfdist.optimizers.step import accumulates_partial_sums, apply_gradients, up
 from tfdist.optimizers.support import check_no_overwriting, check_variables, is_elementwise
 from tfdist.optimizers.variables import layout_of, variable_of
 from tfdist.override import override
-from tfdist.sharding import Shard, ShardingConfig, config_of
+from tfdist.sharding import MeshConfig, Shard, config_of
 
 
-def _config(optimizer: Any) -> ShardingConfig | None:
+def _config(optimizer: Any) -> MeshConfig | None:
     return config_of(getattr(optimizer, "_distribution_strategy", None))
 
 

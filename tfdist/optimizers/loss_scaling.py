@@ -11,10 +11,10 @@ from tfdist.collectives import RankProgram, current_program, wire
 from tfdist.optimizers.reduction import ReducedGradient, reduce_gradients
 from tfdist.optimizers.step import accumulates_partial_sums
 from tfdist.optimizers.variables import variable_of
-from tfdist.sharding import Shard, ShardingConfig
+from tfdist.sharding import MeshConfig, Shard
 
 
-def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None, config: ShardingConfig) -> None:
+def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None, config: MeshConfig) -> None:
     """Divides `grads` by the dynamic scale and lets the inner optimizer step; skips the step where they are not finite.
 
     The gradients are reduced first: an inf of one rank is then seen by all (stage 0), or by the one that holds its shard, and
@@ -62,7 +62,7 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     program.cond(is_finite, step, skip)
 
 
-def _agreed(grads: Sequence[tf.Tensor], config: ShardingConfig, program: RankProgram, is_partial: bool) -> tf.Tensor:
+def _agreed(grads: Sequence[tf.Tensor], config: MeshConfig, program: RankProgram, is_partial: bool) -> tf.Tensor:
     """Returns, the same on all ranks, whether all of `grads` are finite on all of them.
 
     Partial sums must be so small that the sum over the ranks is finite too.

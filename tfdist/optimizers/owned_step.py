@@ -18,7 +18,7 @@ from tfdist.optimizers.parameter_shard import ParameterShard, parameter_shard, u
 from tfdist.optimizers.reduction import ReducedGradient, buckets_of
 from tfdist.optimizers.slots import slots_of
 from tfdist.optimizers.variables import is_data_sharded, layout_of, local_part
-from tfdist.sharding import Layout, ShardedVariable, ShardingConfig, packing, tensor_cut
+from tfdist.sharding import Layout, MeshConfig, ShardedVariable, packing, tensor_cut
 
 _WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
@@ -27,7 +27,7 @@ def step_on_owners(
     optimizer: Any,
     reduced: Sequence[ReducedGradient],
     learning_rate: tf.Tensor,
-    config: ShardingConfig,
+    config: MeshConfig,
     program: RankProgram,
 ) -> None:
     """Updates the variables of `reduced` each on its owner, and publishes them.
@@ -42,9 +42,7 @@ def step_on_owners(
 class _OwnedBucket:
     """Variables that travel together, on one rank."""
 
-    def __init__(
-        self, optimizer: Any, members: Sequence[ReducedGradient], number: int, config: ShardingConfig, program: RankProgram
-    ):
+    def __init__(self, optimizer: Any, members: Sequence[ReducedGradient], number: int, config: MeshConfig, program: RankProgram):
         self._optimizer = optimizer
         self._members = members
         self._number = number

@@ -13,10 +13,10 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.slots import slots_of
 from tfdist.optimizers.variables import local_part, variable_of
-from tfdist.sharding import ShardedVariable, ShardingConfig, packing
+from tfdist.sharding import MeshConfig, ShardedVariable, packing
 
 
-def share_plain_slots(optimizer: Any, config: ShardingConfig, program: RankProgram) -> None:
+def share_plain_slots(optimizer: Any, config: MeshConfig, program: RankProgram) -> None:
     """Sends the plain slots of every stage's weights to the other ranks of the pipeline: one message for each stage's."""
     if config.mesh.pipeline_parallel_size == 1:
         return

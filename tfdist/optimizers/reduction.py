@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, assign_buckets, wire
 from tfdist.optimizers.variables import is_data_sharded, layout_of
 from tfdist.optimizers.whole_gradients import reduced_shard
-from tfdist.sharding import Shard, ShardingConfig, UnshardSchedule, packing
+from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 
 
@@ -77,7 +77,7 @@ class _Known:
 
 
 def reduce_gradients(
-    grads: Sequence[Any], variables: Sequence[tf.Variable], config: ShardingConfig, program: RankProgram
+    grads: Sequence[Any], variables: Sequence[tf.Variable], config: MeshConfig, program: RankProgram
 ) -> list[ReducedGradient]:
     """Sums `grads` over the data axis; each comes back as what this rank keeps of it.
 
@@ -95,7 +95,7 @@ def reduce_gradients(
 
 
 def reduced_when_asked(
-    grads: Sequence[Any], variables: Sequence[tf.Variable], config: ShardingConfig, program: RankProgram
+    grads: Sequence[Any], variables: Sequence[tf.Variable], config: MeshConfig, program: RankProgram
 ) -> list[ReducedGradient]:
     """As `reduce_gradients`; but a bucket of gradients is reduced when the value of one, or of a later bucket's, is asked for.
 
@@ -115,7 +115,7 @@ def reduced_when_asked(
     return reduced
 
 
-def _dense(grad: Any, variable: tf.Variable, config: ShardingConfig) -> tf.Tensor:
+def _dense(grad: Any, variable: tf.Variable, config: MeshConfig) -> tf.Tensor:
     """Returns a gradient as a tensor of static shape: that of rows of a batch of unknown size is forgotten on the way."""
     grad = tf.convert_to_tensor(grad)
     if not is_data_sharded(variable) and not grad.shape.is_fully_defined():
@@ -124,7 +124,7 @@ def _dense(grad: Any, variable: tf.Variable, config: ShardingConfig) -> tf.Tenso
 
 
 def _reduced(
-    grads: Sequence[tf.Tensor], variables: Sequence[tf.Variable], config: ShardingConfig, program: RankProgram
+    grads: Sequence[tf.Tensor], variables: Sequence[tf.Variable], config: MeshConfig, program: RankProgram
 ) -> list[ReducedGradient]:
     reduced: dict[int, ReducedGradient] = {}
     full = []
@@ -143,9 +143,7 @@ def _reduced(
 class _Buckets:
     """Full gradients that are reduced in buckets, one after the other."""
 
-    def __init__(
-        self, grads: Sequence[tf.Tensor], variables: Sequence[tf.Variable], config: ShardingConfig, program: RankProgram
-    ):
+    def __init__(self, grads: Sequence[tf.Tensor], variables: Sequence[tf.Variable], config: MeshConfig, program: RankProgram):
         self._grads = grads
         self._variables = variables
         self._config = config
@@ -200,7 +198,7 @@ def buckets_of(tensors: Sequence[tf.Tensor], bucket_bytes: int) -> list[list[int
     return assign_buckets(sizes, bucket_bytes, [tensor.dtype for tensor in tensors])
 
 
-def _all_reduce(grads: Sequence[tf.Tensor], label: str, config: ShardingConfig, program: RankProgram) -> list[tf.Tensor]:
+def _all_reduce(grads: Sequence[tf.Tensor], label: str, config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:
     flat = packing.side_by_side(grads, program.constant)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
     is_half = flat.dtype in (tf.float16, tf.bfloat16)
@@ -210,7 +208,7 @@ def _all_reduce(grads: Sequence[tf.Tensor], label: str, config: ShardingConfig, 
 
 
 def _reduce_scatter(
-    grads: Sequence[tf.Tensor], layouts: Sequence[Any], label: str, config: ShardingConfig, program: RankProgram
+    grads: Sequence[tf.Tensor], layouts: Sequence[Any], label: str, config: MeshConfig, program: RankProgram
 ) -> list[tf.Tensor]:
     """Returns this rank's shards of the sums."""
     dtype = grads[0].dtype

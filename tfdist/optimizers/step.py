@@ -32,10 +32,10 @@ from tfdist.optimizers.reduction import ReducedGradient, buckets_of, reduce_grad
 from tfdist.optimizers.shared_update import SharedUpdates, compiler_pays, is_large
 from tfdist.optimizers.support import may_share
 from tfdist.optimizers.variables import is_data_sharded, layout_of, local_part, variable_of
-from tfdist.sharding import Layout, Shard, ShardingConfig, UnshardSchedule, packing
+from tfdist.sharding import Layout, MeshConfig, Shard, UnshardSchedule, packing
 
 
-def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: ShardingConfig) -> None:
+def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig) -> None:
     """Lets `optimizer` update `variables` with the sum of `grads` over the data axis; all but counting the step.
 
     The order is Keras's: unscale, accumulate, clip, decay, update, average, constrain.
@@ -72,7 +72,7 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
         check_drift(optimizer, variables, config, program)
 
 
-def accumulates_partial_sums(optimizer: Any, config: ShardingConfig) -> bool:
+def accumulates_partial_sums(optimizer: Any, config: MeshConfig) -> bool:
     """Whether gradients are accumulated before they are reduced: at stages 0 and 1, where a rank has room for whole ones.
 
     Not with a tensor or a pipeline axis: what TensorFlow sums over ranks when it is read has one shape on all of them.
@@ -85,7 +85,7 @@ def accumulates_partial_sums(optimizer: Any, config: ShardingConfig) -> bool:
 class _Step:
     """One call of `optimizer.apply` on one rank."""
 
-    def __init__(self, optimizer: Any, variables: Sequence[Any], config: ShardingConfig, program: RankProgram):
+    def __init__(self, optimizer: Any, variables: Sequence[Any], config: MeshConfig, program: RankProgram):
         self._optimizer = optimizer
         self._variables = [variable_of(variable) for variable in variables]
         self._config = config
@@ -145,7 +145,7 @@ class _Step:
         program.cond(is_last, last, not_last)
 
 
-def update_step(optimizer: Any, reduced: Sequence[ReducedGradient], learning_rate: Any, config: ShardingConfig) -> None:
+def update_step(optimizer: Any, reduced: Sequence[ReducedGradient], learning_rate: Any, config: MeshConfig) -> None:
     """Steps on what this rank holds of each variable, and publishes the results. In the place of Keras's loop."""
     program = current_program("`optimizer.apply`")
     learning_rate = tf.convert_to_tensor(learning_rate)
@@ -168,7 +168,7 @@ def update_step(optimizer: Any, reduced: Sequence[ReducedGradient], learning_rat
 class _Update:
     """The optimizer's own update, on one rank."""
 
-    def __init__(self, optimizer: Any, learning_rate: tf.Tensor, is_compiled: bool, config: ShardingConfig, program: RankProgram):
+    def __init__(self, optimizer: Any, learning_rate: tf.Tensor, is_compiled: bool, config: MeshConfig, program: RankProgram):
         self._optimizer = optimizer
         self._learning_rate = learning_rate
         self._config = config

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.sharding import Layout, ShardedVariable, ShardingConfig
+from tfdist.sharding import Layout, MeshConfig, ShardedVariable
 
 
 def variable_of(variable: Any) -> tf.Variable:
@@ -15,7 +15,7 @@ def variable_of(variable: Any) -> tf.Variable:
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
-def layout_of(variable: tf.Variable, config: ShardingConfig) -> Layout:
+def layout_of(variable: tf.Variable, config: MeshConfig) -> Layout:
     """Returns the layout of a parameter, also of one that every rank stores whole."""
     return variable.layout if isinstance(variable, ShardedVariable) else config.parameter_layout(variable.shape)
 

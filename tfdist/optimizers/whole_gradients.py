@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, wire
-from tfdist.sharding import ShardedVariable, ShardingConfig, UnshardSchedule, packing
+from tfdist.sharding import MeshConfig, ShardedVariable, UnshardSchedule, packing
 
 
-def reduced_shard(grad: tf.Tensor, variable: ShardedVariable, config: ShardingConfig, program: RankProgram) -> tf.Tensor:
+def reduced_shard(grad: tf.Tensor, variable: ShardedVariable, config: MeshConfig, program: RankProgram) -> tf.Tensor:
     """Returns this rank's part, (L,), of the summed gradient of `variable`.
 
     Args:

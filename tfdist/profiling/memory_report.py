@@ -172,7 +172,7 @@ def _describe(model: keras.Model) -> str:
     strategy = model.distribute_strategy
     config = config_of(strategy)
     if config is not None:
-        sizes = {name: getattr(config.mesh, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+        sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
         above_one = [f"{name}={size}" for name, size in sizes.items() if size > 1]
         settings = ", ".join([f"zero_stage={config.zero_stage}", *above_one])
         return f"{type(strategy).__name__}, {settings}, {config.mesh.world_size} devices"

@@ -1,8 +1,9 @@
 """Level 4: what part of a variable each rank stores, and how a parameter is gathered, dropped and gathered again."""
 
 from tfdist.sharding import autocast
-from tfdist.sharding.config import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_BYTES, ShardingConfig, config_of
+from tfdist.sharding.config import ShardingConfig, settings_of, with_settings_listed
 from tfdist.sharding.layout import Layout
+from tfdist.sharding.mesh_config import MeshConfig, config_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.placements import Own, Partial, Placement, Replicate, Shard
 from tfdist.sharding.stage_owners import current_owners, place
@@ -12,10 +13,9 @@ from tfdist.sharding.variable import ShardedVariable
 from tfdist.sharding.zero import ZERO_STAGES, ZeroPlacements, placements_of
 
 __all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "DEFAULT_GROUP_BYTES",
     "ZERO_STAGES",
     "Layout",
+    "MeshConfig",
     "Own",
     "ParameterGroup",
     "ParameterGroups",
@@ -33,4 +33,6 @@ __all__ = [
     "cut_over_tensor",
     "place",
     "placements_of",
+    "settings_of",
+    "with_settings_listed",
 ]

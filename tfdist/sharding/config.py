@@ -1,86 +1,171 @@
-"""What a strategy tells the levels below about sharding."""
+"""The settings of a strategy. A setting stands here and nowhere else: its name, type, default, check and description."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.mesh import DeviceMesh
-from tfdist.sharding.layout import Layout
-from tfdist.sharding.placements import Replicate, Shard
-from tfdist.sharding.zero import ZeroPlacements, placements_of
+from tfdist.sharding.zero import placements_of
 
-DEFAULT_BUCKET_BYTES = 8 * 2**20
-DEFAULT_GROUP_BYTES = 2 * 2**20
+_Check = Callable[[str, Any], Any]
+# The line of a docstring in whose place `with_settings_listed` puts the settings.
+_LIST = "...: the settings"
 
 
-@dataclasses.dataclass(frozen=True)
+def _setting(default: Any, check: _Check, about: str) -> Any:
+    """Returns a field of `ShardingConfig`; `check` raises, or returns what is stored; `about` is the field's description."""
+    return dataclasses.field(default=default, metadata={"check": check, "about": about})
+
+
+def _zero_stage(name: str, value: Any) -> int:
+    placements_of(value)
+    return value
+
+
+def _at_least(least: int, fix: str = "") -> _Check:
+    def check(name: str, value: Any) -> int:
+        errors.check_integer(name, value, least, fix=fix)
+        return value
+
+    return check
+
+
+def _true_or_false(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(errors.message(f"`{name}` must be True or False.", **{name: value}))
+    return value
+
+
+def _floating_dtype_or_none(name: str, value: Any) -> tf.DType | None:
+    if value is None:
+        return None
+    try:
+        dtype = tf.as_dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        raise ValueError(errors.message(f"`{name}` must be a floating dtype or None (the variable's own).", **{name: value}))
+    return dtype
+
+
+def with_settings_listed(owner: type) -> type:
+    """Class decorator: replaces the line `...: the settings` in the docstring of `owner` by a description of each setting."""
+    if owner.__doc__ is None:  # python -OO
+        return owner
+    lines = inspect.cleandoc(owner.__doc__).splitlines()
+    place = lines.index(f"    {_LIST}")
+    fill = functools.partial(textwrap.fill, width=124, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+    described = [fill(f"{field.name}: {field.metadata['about']}") for field in dataclasses.fields(ShardingConfig)]
+    owner.__doc__ = "\n".join([*lines[:place], *described, *lines[place + 1 :]])
+    return owner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """The settings of one strategy, checked.
+    """The settings of a strategy, checked when they are given. They name no devices, so that one object may serve many programs.
 
-    Attributes:
-        mesh: the devices.
-        zero_stage: 0 to 3.
-        bucket_bytes: aimed-at size of a message in the reduction of gradients, in bytes (stages 0-2).
-        group_bytes: aimed-at size of a parameter group, what is gathered in one message, in bytes (stage 3); 0: one layer.
-        prefetch: parameter groups that may be gathered ahead of the one in use (stage 3).
-        reshard_after_forward: whether stage 3 frees gathered parameters after forward and gathers them again for backward.
-        reduce_dtype: dtype in which gradients travel; None: their own, and sums of half precision are made in float32.
-        check_drift_every: in every so many-th step weights that tensor ranks hold alike are compared; 0: never.
+    A strategy takes them as one object, as keyword arguments, or both, where a keyword replaces what the object says:
+
+        config = tfdist.ShardingConfig(zero_stage=3, reduce_dtype="bfloat16")
+        strategy = tfdist.ShardedStrategy(config=config)
+        strategy = tfdist.ShardedStrategy(zero_stage=3, reduce_dtype="bfloat16")  # the same
+        strategy = tfdist.ShardedStrategy(config=config, zero_stage=2)
+
+    Args:
+        ...: the settings
+
+    Raises:
+        ValueError: a setting is out of range.
     """
 
-    mesh: DeviceMesh
-    zero_stage: int = 2
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    group_bytes: int = DEFAULT_GROUP_BYTES
-    prefetch: int = 1
-    reshard_after_forward: bool = True
-    reduce_dtype: tf.DType | None = None
-    check_drift_every: int = 0
+    zero_stage: int = _setting(
+        2,
+        _zero_stage,
+        "0, 1, 2 or 3: what is sharded over the data ranks: nothing (0), the optimizer's state (1), gradients too (2), "
+        "parameters too (3).",
+    )
+    tensor_parallel_size: int = _setting(
+        1,
+        _at_least(1, fix="1 turns it off."),
+        "how many ranks share each sharded layer: those of `tfdist.layers`, or of a model that `tfdist.parallelize` has sharded. "
+        "The batch is divided among `devices / tensor_parallel_size` replicas.",
+    )
+    pipeline_parallel_size: int = _setting(
+        1,
+        _at_least(1, fix="1 turns it off."),
+        "how many ranks share the layers of a `tfdist.PipelineModel`, which the model to train must then be. `zero_stage` must "
+        "be 0, 1 or 2.",
+    )
+    bucket_bytes: int = _setting(
+        8 * 2**20,
+        _at_least(1),
+        "stages 0-2: gradients travel in messages of about this many bytes.",
+    )
+    group_bytes: int = _setting(
+        2 * 2**20,
+        _at_least(0),
+        "stage 3: what is gathered, and freed, at once: a layer, or consecutive layers up to this many bytes, because small "
+        "messages cost what large ones do; 0: each layer alone.",
+    )
+    prefetch: int = _setting(
+        1,
+        _at_least(0),
+        "stage 3: how many groups may be gathered ahead of the one in use. Each costs a gathered group of memory.",
+    )
+    reshard_after_forward: bool = _setting(
+        True,
+        _true_or_false,
+        "stage 3: True frees a gathered layer after forward and gathers it again for backward; False keeps it: a third less "
+        "traffic, and all parameters gathered at the end of forward.",
+    )
+    reduce_dtype: str | tf.DType | None = _setting(
+        None,
+        _floating_dtype_or_none,
+        'dtype in which gradients travel, such as "bfloat16"; None: their own, and half-precision gradients are summed in '
+        "float32. Over NCCL a bfloat16 reduction is widened to float32 for the trip, which TensorFlow's kernels need.",
+    )
+    check_drift_every: int = _setting(
+        0,
+        _at_least(0),
+        "for debugging layers of one's own: in every so many-th step the weights that all tensor ranks hold are compared, and "
+        "the step raises when they differ; 0: never.",
+    )
 
     def __post_init__(self) -> None:
-        placements_of(self.zero_stage)
-        for name, least in (("bucket_bytes", 1), ("group_bytes", 0), ("prefetch", 0), ("check_drift_every", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(errors.message(f"`{name}` must be an integer of at least {least}.", **{name: value}))
-        if not isinstance(self.reshard_after_forward, bool):
-            raise ValueError(
-                errors.message("`reshard_after_forward` must be True or False.", reshard_after_forward=self.reshard_after_forward)
-            )
-        if self.reduce_dtype is not None:
-            try:
-                dtype = tf.as_dtype(self.reduce_dtype)
-            except TypeError:
-                dtype = None
-            if dtype not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
-                raise ValueError(
-                    errors.message(
-                        "`reduce_dtype` must be a floating dtype or None (the variable's own).",
-                        reduce_dtype=self.reduce_dtype,
-                    )
-                )
-            object.__setattr__(self, "reduce_dtype", dtype)
+        for name, field in self.__dataclass_fields__.items():
+            if "check" in field.metadata:
+                object.__setattr__(self, name, field.metadata["check"](name, getattr(self, name)))
 
-    @property
-    def placements(self) -> ZeroPlacements:
-        return placements_of(self.zero_stage)
-
-    def travel_dtype(self, dtype: tf.DType) -> tf.DType:
-        """Returns the dtype in which gradients of `dtype` are sent."""
-        return self.reduce_dtype or dtype
-
-    def parameter_layout(self, shape: tuple[int, ...], tensor: Replicate | Shard | None = None) -> Layout:
-        """Returns the layout of a trainable variable of global `shape`, cut over the tensor axis as `tensor` says (None: not)."""
-        return Layout(tuple(shape), self.mesh, tensor=tensor or Replicate(), data=self.placements.parameter)
-
-    def slot_layout(self, parameter: Layout) -> Layout:
-        """Returns the layout of an optimizer slot of `parameter`: cut as it, and flat over data where the stage says so."""
-        return dataclasses.replace(parameter, data=self.placements.optimizer_state)
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(ShardingConfig)}
 
 
-def config_of(strategy: tf.distribute.Strategy) -> ShardingConfig | None:
-    """Returns the sharding configuration of a tfdist strategy, None for every other strategy."""
-    return getattr(strategy, "sharding_config", None)
+with_settings_listed(ShardingConfig)
+
+
+def settings_of(config: ShardingConfig | None, changes: dict[str, Any]) -> ShardingConfig:
+    """Returns `config`, or the defaults when it is None, with the settings `changes` in the place of its own.
+
+    Raises:
+        TypeError: a name in `changes` is not that of a setting.
+        ValueError: `config` is no `ShardingConfig`, or a setting is out of range.
+    """
+    if config is not None and not isinstance(config, ShardingConfig):
+        fix = "Make one: `tfdist.ShardingConfig(zero_stage=3)`."
+        raise ValueError(errors.message("`config` must be a `tfdist.ShardingConfig` or None.", config=config, fix=fix))
+    known = {field.name for field in dataclasses.fields(ShardingConfig)}
+    for name, value in changes.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            fix = f"Did you mean `{close[0]}`?" if close else f"The settings are {', '.join(sorted(known))}."
+            raise TypeError(errors.message(f"`{name}` is no setting of a strategy.", fix=fix, **{name: value}))
+    return ShardingConfig(**{**(config.settings() if config is not None else {}), **changes})

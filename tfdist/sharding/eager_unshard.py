@@ -13,12 +13,10 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, ops, wire
 from tfdist.sharding import packing, tape
-from tfdist.sharding.config import ShardingConfig
+from tfdist.sharding.mesh_config import MeshConfig
 
 
-def read(
-    variable: Any, dtype: tf.DType, program: RankProgram, config: ShardingConfig, on_gradient: Callable[[], None]
-) -> tf.Tensor:
+def read(variable: Any, dtype: tf.DType, program: RankProgram, config: MeshConfig, on_gradient: Callable[[], None]) -> tf.Tensor:
     """Returns the full (local) value of `variable` in `dtype`, on this rank's tapes; calls `on_gradient` when these want it."""
     shard = variable.component(program.rank).value()  # on the tapes that watch the variable
     with tape.stop_recording():
@@ -32,7 +30,7 @@ def read(
 def _reduced(
     variable: Any,
     program: RankProgram,
-    config: ShardingConfig,
+    config: MeshConfig,
     on_gradient: Callable[[], None],
     upstream: tf.Tensor | tf.IndexedSlices,
 ) -> list[tf.Tensor]:

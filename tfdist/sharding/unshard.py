@@ -28,8 +28,8 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, ops, wire
 from tfdist.sharding import eager_unshard, keras_scope, packing, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
-from tfdist.sharding.config import ShardingConfig
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
+from tfdist.sharding.mesh_config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup
 
 # Operations whose first input is only moved or cast.
@@ -113,7 +113,7 @@ class UnshardSchedule:
         self._live: dict[tuple[ParameterGroup, tf.DType | None], Unit] = {}
         self._pending: list[PendingGradient] = []
         self._emitting = False
-        self._config: ShardingConfig | None = None
+        self._config: MeshConfig | None = None
         self._has_regathered = False
         self._differentiated: set[int] = set()
         program.before_collective.append(self.flush)
@@ -121,7 +121,7 @@ class UnshardSchedule:
 
     # Forward
 
-    def read(self, variable: Any, config: ShardingConfig, dtype: tf.DType) -> tf.Tensor:
+    def read(self, variable: Any, config: MeshConfig, dtype: tf.DType) -> tf.Tensor:
         """Returns the full (local) value of `variable` in `dtype`, gathered with its group, on this rank's tapes."""
         if self._program.is_eager:
             note = functools.partial(self._differentiated.add, id(variable))

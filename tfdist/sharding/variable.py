@@ -16,8 +16,8 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, cross_replica_of, current_program, find_program, wire
 from tfdist.mesh import Coordinate
 from tfdist.sharding import keras_scope, packing, tensor_cut
-from tfdist.sharding.config import config_of
 from tfdist.sharding.layout import Layout
+from tfdist.sharding.mesh_config import config_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.unshard import UnshardSchedule
 

@@ -41,11 +41,11 @@ from tfdist.optimizers import owner_of
 from tfdist.runtime import give_back_free_memory
 from tfdist.sharding import (
     Layout,
+    MeshConfig,
     Own,
     ParameterGroups,
     Replicate,
     ShardedVariable,
-    ShardingConfig,
     current_owners,
     keras_scope,
     tensor_cut,
@@ -57,7 +57,7 @@ _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 class ShardedExtendedMixin:
     """What every tfdist strategy adds to a mirrored one, whatever transport it stands on."""
 
-    def _setup(self, sharding: ShardingConfig, local_ranks: Iterable[int] | None = None, implementation: str = "AUTO") -> None:
+    def _setup(self, sharding: MeshConfig, local_ranks: Iterable[int] | None = None, implementation: str = "AUTO") -> None:
         self._sharding = sharding
         ranks = range(sharding.mesh.world_size) if local_ranks is None else tuple(local_ranks)
         transport = choose_transport(sharding.mesh.devices, implementation, len(ranks) < sharding.mesh.world_size)
@@ -383,7 +383,7 @@ class ShardedMirroredExtended(ShardedExtendedMixin, mirrored_strategy.MirroredEx
     # Two strategies of one process must not share group keys.
     _next_key_base = itertools.count(1)
 
-    def __init__(self, strategy: tf.distribute.Strategy, sharding: ShardingConfig):
+    def __init__(self, strategy: tf.distribute.Strategy, sharding: MeshConfig):
         strategy._collective_key_base = 1000 * next(self._next_key_base)
         self._setup(sharding)
         super().__init__(strategy, devices=list(sharding.mesh.devices))

@@ -13,7 +13,7 @@ from tfdist import errors
 from tfdist.collectives import CollectivePlan, PlanAgreement, connect_exchanges, find_kernel_orders
 from tfdist.data import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.runtime import Cluster, Coordination, coordination
-from tfdist.sharding import Layout, ShardingConfig
+from tfdist.sharding import Layout, MeshConfig
 from tfdist.strategy.extended import ShardedExtendedMixin
 
 
@@ -32,7 +32,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        sharding: ShardingConfig,
+        sharding: MeshConfig,
         cluster: Cluster | None,
         cluster_resolver: Any,
         communication_options: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -12,15 +13,17 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.mesh import worker_devices
 from tfdist.runtime import Cluster, Coordination, coordination, read_cluster, share_cores, wait_for_workers
-from tfdist.sharding import DEFAULT_BUCKET_BYTES, DEFAULT_GROUP_BYTES
+from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
 from tfdist.strategy.failure_watch import FailureWatch
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
-from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, sharding_config
+from tfdist.strategy.settings import takes_settings
+from tfdist.strategy.sharded_mixin import ShardedStrategyMixin
 
 # What one worker may do while the others wait for it outside of steps: write a large model, prepare a data set.
 _SLOWEST_SECONDS = 3600.0
 
 
+@takes_settings
 class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorkerMirroredStrategy):
     """Trains a Keras model on the devices of several workers without keeping a copy of everything on each.
 
@@ -50,13 +53,14 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         communication_options: `tf.distribute.experimental.CommunicationOptions`: `bytes_per_pack` replaces `bucket_bytes`,
             `implementation` RING keeps workers of one machine from sharing memory and GPUs from NCCL, NCCL asks for it,
             `timeout_seconds` replaces `step_timeout_seconds`; None chooses all.
-        zero_stage, bucket_bytes, group_bytes, prefetch, reshard_after_forward, reduce_dtype, tensor_parallel_size,
-            pipeline_parallel_size, check_drift_every: as of `ShardedStrategy`.
+        config: the settings as one object; None: their defaults. Settings given by name replace those of `config`.
         rendezvous_timeout_seconds: how long to wait for the other workers to start.
         step_timeout_seconds: how long a step, or another worker's part in a collective, may take before the job is ended.
+        ...: the settings
 
     Raises:
         ValueError: an argument or TF_CONFIG is malformed, or the workers differ in their settings or numbers of devices.
+        TypeError: an argument is not the name of a setting.
         RuntimeError: the worker's port is in use, TensorFlow is already initialised, or workers do not arrive in time.
 
     Source: ZeRO, Rajbhandari et al. 2020.
@@ -71,17 +75,10 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         *,
-        zero_stage: int = 2,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        group_bytes: int = DEFAULT_GROUP_BYTES,
-        prefetch: int = 1,
-        reshard_after_forward: bool = True,
-        reduce_dtype: Any = None,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        check_drift_every: int = 0,
+        config: ShardingConfig | None = None,
         rendezvous_timeout_seconds: float = 300.0,
         step_timeout_seconds: float = 600.0,
+        **settings: Any,
     ):
         for name, value in (
             ("rendezvous_timeout_seconds", rendezvous_timeout_seconds),
@@ -89,6 +86,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         ):
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(errors.message(f"`{name}` must be a positive number of seconds.", **{name: value}))
+        config = settings_of(config, settings)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         if not hasattr(options, "bytes_per_pack"):
             raise ValueError(
@@ -105,18 +103,8 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         devices = [f"{task}/device:{kind}:{index}" for task in tasks for index in range(number)]
         self._cluster = cluster
         self._step_timeout_seconds = options.timeout_seconds or step_timeout_seconds
-        self._sharding_config = sharding_config(
-            devices,
-            zero_stage=zero_stage,
-            bucket_bytes=options.bytes_per_pack or bucket_bytes,
-            group_bytes=group_bytes,
-            prefetch=prefetch,
-            reshard_after_forward=reshard_after_forward,
-            reduce_dtype=reduce_dtype,
-            check_drift_every=check_drift_every,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-        )
+        config = dataclasses.replace(config, bucket_bytes=options.bytes_per_pack or config.bucket_bytes)
+        self._sharding_config = MeshConfig.over(devices, config)
         serial = next(self._serials)
         self._collective_key_base = 1000 * serial
         server_runs = cluster is not None and coordination.is_started()
@@ -161,13 +149,10 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         config, mesh = self._sharding_config, self.mesh
         each = mesh.world_size // self._cluster.num_workers
         kind = tf.DeviceSpec.from_string(mesh.devices[0]).device_type
-        settings = ("zero_stage", "bucket_bytes", "group_bytes", "prefetch", "reshard_after_forward", "check_drift_every")
+        settings = {name: value.name if isinstance(value, tf.DType) else value for name, value in config.settings().items()}
         return {
             "devices per worker": f"{each} {kind}",
-            "tensor_parallel_size": mesh.tensor_parallel_size,
-            "pipeline_parallel_size": mesh.pipeline_parallel_size,
-            **{name: getattr(config, name) for name in settings},
-            "reduce_dtype": config.reduce_dtype.name if config.reduce_dtype else None,
+            **settings,
             "cluster": [str(task) for task in self._cluster.tasks],
             "TensorFlow version": tf.__version__,
             "Keras version": keras.__version__,
