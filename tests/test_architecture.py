@@ -44,6 +44,7 @@ PRIVATE = {
     "collectives/program.py",
     "collectives/python_calls.py",
     "collectives/unordered.py",
+    "collectives/where.py",
     "sharding/tape.py",
     "sharding/autocast.py",
     "sharding/keras_scope.py",

@@ -13,7 +13,6 @@ from tfdist.collectives import (
     all_to_all,
     broadcast,
     current_program,
-    find_program,
     receive,
     reduce_scatter,
     send,
@@ -149,22 +148,3 @@ def test_an_error_of_one_rank_is_raised():
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
 def test_in_a_function_of_an_eager_rank(name):
     refused("Eager ranks meet in Python", lambda: tf.function(OPS[name], autograph=False)(X()))
-
-
-def test_the_program_is_found_in_eager_ranks_only():
-    assert find_program() is None
-    strategy = strategy_on(2)
-    found = strategy.run(lambda: tf.constant(find_program().is_eager))
-    assert all(strategy.experimental_local_results(found))
-    traced = tf.function(lambda: strategy.run(lambda: tf.constant(find_program().is_eager)))()
-    assert not any(strategy.experimental_local_results(traced))
-    none = []
-    with strategy.scope():
-        none.append(find_program())
-
-    def in_init_scope():
-        with tf.init_scope():
-            none.append(find_program())
-
-    tf.function(lambda: strategy.run(in_init_scope))()
-    assert none == [None] * 3

@@ -1,6 +1,5 @@
 """Random numbers of the ranks: different, reproducible, and one state for all."""
 
-import dataclasses
 import inspect
 
 import keras
@@ -11,7 +10,6 @@ from training import CLASSES, FEATURES, fit, one_device, strategy_for
 
 import tfdist  # noqa: F401  (installs the override)
 from tfdist.layers import randomness
-from tfdist.mesh import DeviceMesh
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(120)]
 
@@ -61,9 +59,7 @@ def test_a_seed_gives_the_same_masks_again():
 
 def test_ranks_of_one_data_index_draw_alike():
     """Tensor and pipe peers compute parts of one model copy."""
-    strategy = strategy_for(4, 0)
-    devices = strategy.mesh.devices
-    strategy._sharding_config = dataclasses.replace(strategy.sharding_config, mesh=DeviceMesh(devices, tensor_parallel_size=2))
+    strategy = strategy_for(4, 0, tensor_parallel_size=2)
     ((first, peer, second, its_peer),), _ = masks(strategy)
     np.testing.assert_array_equal(first, peer)
     np.testing.assert_array_equal(second, its_peer)

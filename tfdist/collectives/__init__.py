@@ -13,8 +13,9 @@ from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_b
 from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
-from tfdist.collectives.program import Communicator, RankProgram, current_program, find_program
+from tfdist.collectives.program import Communicator, RankProgram
 from tfdist.collectives.transport import NCCL, RING, Transport, choose_transport
+from tfdist.collectives.where import Where, current_program, rank_program, where
 from tfdist.collectives.wire import find_kernel_orders
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "PlanAgreement",
     "RankProgram",
     "Transport",
+    "Where",
     "abort_exchanges",
     "activations",
     "all_gather",
@@ -41,11 +43,12 @@ __all__ = [
     "cross_replica_of",
     "current_program",
     "find_kernel_orders",
-    "find_program",
     "gather_to_master_all_reduce",
     "naive_master_bytes",
+    "rank_program",
     "receive",
     "reduce_scatter",
     "ring_bytes",
     "send",
+    "where",
 ]

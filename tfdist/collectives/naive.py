@@ -16,7 +16,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.collectives import ops, point_to_point
-from tfdist.collectives.program import current_program
+from tfdist.collectives.where import current_program
 
 
 def gather_to_master_all_reduce(x: tf.Tensor, mesh_axis: str = "data") -> tf.Tensor:

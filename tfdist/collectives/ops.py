@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import wire
-from tfdist.collectives.program import RankProgram, current_program, log2_ceiling
+from tfdist.collectives.program import RankProgram, log2_ceiling
+from tfdist.collectives.where import current_program
 
 _REDUCE_OPS = ("sum", "mean", "max", "min")
 

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import wire
-from tfdist.collectives.program import RankProgram, current_program
+from tfdist.collectives.program import RankProgram
+from tfdist.collectives.where import current_program
 
 
 def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str = "send") -> tf.Tensor:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable_ops
+from tensorflow.python.ops import resource_variable_ops
 
-from tfdist import errors
 from tfdist.collectives.instance_keys import KEYS_PER_COLLECTIVE, InstanceKeys
 from tfdist.collectives.mailbox import Mailbox
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
@@ -21,7 +20,6 @@ from tfdist.mesh import MESH_AXES, DeviceMesh
 _PROGRAM = "_tfdist_program"
 # Room for all pairs of 350 ranks, twice; keys are int32, so that a process may have 8,000 communicators.
 _KEYS_PER_COMMUNICATOR = 1 << 18
-_LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 
 
 # A token counts: odd while its rank runs a program, even between programs. Its upper bits are the program's number while odd.
@@ -314,43 +312,6 @@ def log2_ceiling(length: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.cast(powers < length, tf.int32))
 
 
-def find_program() -> RankProgram | None:
-    """Returns the program of the rank that is being traced or runs eagerly, or None outside `strategy.run`."""
-    program = getattr(tf.distribute.get_replica_context(), _PROGRAM, None)
-    # Eager code in a traced rank stands in `tf.init_scope` and belongs to no rank.
-    return program if program is None or program.is_eager or not tf.executing_eagerly() else None
-
-
-def current_program(what: str = "A collective") -> RankProgram:
-    """Returns the program of the rank that is being traced or runs eagerly.
-
-    Raises:
-        RuntimeError: outside `strategy.run` of a tfdist strategy; or in a loop of one traced rank, where collectives hang.
-    """
-    program = find_program()
-    if program is not None:
-        if not program.is_eager and _in_loop(program.graph):
-            raise RuntimeError(
-                errors.message(
-                    f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that "
-                    "is passed to `strategy.run`. TensorFlow's collectives hang there.",
-                    fix="Use a Python loop, or put the loop around `strategy.run`.",
-                )
-            )
-        return program
-    raise RuntimeError(
-        errors.message(
-            f"{what} was called outside `strategy.run` of a tfdist strategy.",
-            fix="Call it in the function that is passed to `strategy.run`.",
-        )
-    )
-
-
-def _in_loop(outermost: tf.Graph) -> bool:
-    """Whether the code being traced stands in a loop within `outermost`."""
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None and graph is not outermost:
-        if isinstance(graph, _LOOPS):
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
+def installed_program(replica_context: tf.distribute.ReplicaContext | None) -> RankProgram | None:
+    """Returns the program that was installed in `replica_context`, None if there is none. For `where` alone: ask there."""
+    return getattr(replica_context, _PROGRAM, None)

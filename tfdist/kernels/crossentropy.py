@@ -19,8 +19,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 
-from tfdist.collectives import RankProgram
-from tfdist.losses.sharing import rank_program
+from tfdist.collectives import RankProgram, rank_program
 from tfdist.override import override
 
 

@@ -24,9 +24,8 @@ import keras
 import tensorflow as tf
 from keras.src.ops import nn as keras_nn
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import RankProgram, rank_program
 from tfdist.kernels.input_gradients import input_gradient_scope
-from tfdist.losses.sharing import rank_program
 from tfdist.override import override
 from tfdist.sharding import tape
 

@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 
-from tfdist.losses.sharing import rank_program
+from tfdist.collectives import rank_program
 from tfdist.override import override
 
 

@@ -21,9 +21,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import numpy as keras_numpy
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import RankProgram, rank_program
 from tfdist.kernels.kernel_products import is_slow, product
-from tfdist.losses.sharing import rank_program
 from tfdist.override import override
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn
 
-from tfdist.losses.sharing import sharing_program
+from tfdist.collectives import rank_program
 from tfdist.override import override
 
 OPERATIONS = (
@@ -50,7 +50,7 @@ def fed_with_rows(operation: Callable[..., tf.Tensor], inputs: tf.Tensor, *args:
 def _guard(name: str) -> None:
     @override(name, nn)
     def guarded(original: Callable[..., tf.Tensor], inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
-        if inputs.shape[0] or sharing_program() is None:
+        if inputs.shape[0] or rank_program(peers_on="data") is None:
             return original(inputs, *args, **kwargs)
         return fed_with_rows(original, inputs, *args, **kwargs)
 

@@ -28,15 +28,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import all_gather
+from tfdist.collectives import all_gather, rank_program
 from tfdist.layers.statistics import Statistics
-from tfdist.losses.sharing import sharing_program
 from tfdist.override import override
 
 
 @override("_moments", keras.layers.BatchNormalization)
 def _moments(original: Callable[..., Any], self: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
-    program = sharing_program()
+    program = rank_program(peers_on="data")
     if program is None:
         return original(self, inputs, mask)
     axes = self._reduction_axes

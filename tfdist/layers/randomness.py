@@ -32,10 +32,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import find_program
+from tfdist.collectives import rank_program
 from tfdist.override import override
-from tfdist.sharding import config_of
-from tfdist.sharding.keras_scope import in_symbolic_scope
 
 _local = threading.local()
 
@@ -72,12 +70,9 @@ def fold_in(seed: tf.Tensor, stream: int) -> tf.Tensor:
 
 def _stream() -> int:
     """Returns r of the rank that computes here; 0 outside the replicas of a tfdist strategy."""
-    config = config_of(tf.distribute.get_strategy())
-    context = tf.distribute.get_replica_context()
-    if config is None or context is None or in_symbolic_scope():
+    program = rank_program()
+    if program is None:
         return 0
-    program = find_program()
-    rank = int(context.replica_id_in_sync_group) if program is None else program.rank
-    coordinate = config.mesh.coordinate(rank)
+    coordinate = program.mesh.coordinate(program.rank)
     is_cut = getattr(_local, "is_cut", False)
-    return coordinate.data + (config.mesh.data_parallel_size * coordinate.tensor if is_cut else 0)
+    return coordinate.data + (program.mesh.data_parallel_size * coordinate.tensor if is_cut else 0)

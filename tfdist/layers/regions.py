@@ -30,10 +30,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, activations, find_program
+from tfdist.collectives import RankProgram, activations, rank_program
 from tfdist.mesh import current_mesh
 from tfdist.sharding import tape
-from tfdist.sharding.keras_scope import in_symbolic_scope
 
 
 def tensor_program() -> RankProgram | None:
@@ -41,10 +40,7 @@ def tensor_program() -> RankProgram | None:
 
     None outside replicas, in Keras's symbolic build, under other strategies and where the tensor axis has one rank.
     """
-    if in_symbolic_scope():
-        return None
-    program = find_program()
-    return program if program is not None and program.mesh.tensor_parallel_size > 1 else None
+    return rank_program(peers_on="tensor")
 
 
 def tensor_rank() -> int:

@@ -28,9 +28,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, wire
+from tfdist.collectives import RankProgram, rank_program, wire
 from tfdist.losses.batch_rows import BatchRows
-from tfdist.losses.sharing import sharing_program
 from tfdist.override import override
 from tfdist.sharding import ShardedVariable, keras_scope
 
@@ -91,7 +90,7 @@ def _direct_assign(original: Callable[..., None], self: Any, value: Any) -> None
     variable = self._value
     if not _is_statistic(variable):
         return
-    program = sharing_program()
+    program = rank_program(peers_on="data")
     if program is not None and not isinstance(keras_scope.current_layer(), keras.layers.RNN | keras.optimizers.Optimizer):
         program.attachment(Statistics).assigned(variable)
 

@@ -9,6 +9,6 @@ gradients, which `optimizer.apply` sums over the ranks, to its gradient. In a tr
     strategy.reduce("SUM", losses_of_the_ranks, axis=None)      # the global loss
 """
 
-from tfdist.losses import batch_rows, keras_seam, shares, sharing
+from tfdist.losses import batch_rows, keras_seam, shares
 
-__all__ = ["batch_rows", "keras_seam", "shares", "sharing"]
+__all__ = ["batch_rows", "keras_seam", "shares"]

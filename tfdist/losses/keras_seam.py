@@ -41,11 +41,10 @@ import keras
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 
-from tfdist.collectives import RankProgram, all_reduce
+from tfdist.collectives import RankProgram, all_reduce, rank_program
 from tfdist.losses.batch_rows import BatchRows
 from tfdist.losses.microbatches import MicrobatchLosses, current_losses
 from tfdist.losses.shares import Shares
-from tfdist.losses.sharing import sharing_program
 from tfdist.override import override
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -60,7 +59,7 @@ def _reduce_weighted_values(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Any:
-    program, microbatch = sharing_program(), current_losses()
+    program, microbatch = rank_program(peers_on="data"), current_losses()
     if reduction not in _MEANS or program is None and microbatch is None:
         return original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     values, weights, mask = (
@@ -116,7 +115,7 @@ def _noted(share: tf.Tensor, program: RankProgram | None) -> tf.Tensor:
 
 @override("scale_loss_for_distribution", keras_loss)
 def _scale_loss_for_distribution(original: Callable[..., Any], value: Any) -> Any:
-    program, microbatch = sharing_program(), current_losses()
+    program, microbatch = rank_program(peers_on="data"), current_losses()
     if program is None and microbatch is None:
         return original(value)
     value = tf.convert_to_tensor(value)
@@ -127,7 +126,7 @@ def _scale_loss_for_distribution(original: Callable[..., Any], value: Any) -> An
 
 @override("unscale_loss_for_distribution", keras_loss)
 def _unscale_loss_for_distribution(original: Callable[..., Any], value: Any) -> Any:
-    program, microbatch = sharing_program(), current_losses()
+    program, microbatch = rank_program(peers_on="data"), current_losses()
     if program is None and microbatch is None:
         return original(value)
     value = tf.stop_gradient(tf.convert_to_tensor(value))

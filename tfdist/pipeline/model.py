@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, find_program
+from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.keras_seam import unscale_loss
 from tfdist.mesh import current_mesh
 from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy, positive_integer
@@ -24,7 +24,6 @@ from tfdist.pipeline.stages.costs import node_costs
 from tfdist.pipeline.stages.cuts import resolve_cuts
 from tfdist.pipeline.stages.split import Stages
 from tfdist.pipeline.step import Step
-from tfdist.sharding import keras_scope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +229,7 @@ class PipelineModel(keras.Model):
 
     def _program(self) -> RankProgram | None:
         """Returns the program of the rank that computes here; None where all stages are computed in one place."""
-        program = None if keras_scope.in_symbolic_scope() else find_program()
+        program = rank_program()
         if program is not None and program.is_eager and self._schedule.num_ranks > 1:
             raise NotImplementedError(
                 errors.message(

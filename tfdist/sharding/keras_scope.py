@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.common.symbolic_scope import SymbolicScope, in_symbolic_scope
+from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.backend.common.variables import get_autocast_scope
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "current_layer",
     "in_optimizer",
     "in_stateless_scope",
-    "in_symbolic_scope",
     "own_variables",
 ]
 

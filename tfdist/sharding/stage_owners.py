@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import find_program
+from tfdist.collectives import rank_program
 from tfdist.mesh import current_mesh
 from tfdist.override import override
 from tfdist.sharding import keras_scope
@@ -74,7 +74,7 @@ class _Later:
         self._path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if find_program() is not None and not keras_scope.in_symbolic_scope():
+        if rank_program() is not None:
             raise RuntimeError(
                 errors.message(
                     f"Weight {self._path!r} was made under a strategy with a pipeline, but is in no pipeline.",

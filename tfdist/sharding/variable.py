@@ -13,7 +13,7 @@ from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, cross_replica_of, current_program, find_program, wire
+from tfdist.collectives import RankProgram, Where, cross_replica_of, current_program, rank_program, where, wire
 from tfdist.mesh import Coordinate
 from tfdist.sharding import keras_scope, packing, tensor_cut
 from tfdist.sharding.layout import Layout
@@ -70,7 +70,7 @@ class ShardedVariable(values.DistributedVariable):
     def shape(self) -> tf.TensorShape:
         """The global shape; inside a replica that of this rank's tensor cut, as the variable reads there."""
         layout = self.layout
-        if layout.is_tensor_sharded and find_program() is not None and not keras_scope.in_symbolic_scope():
+        if layout.is_tensor_sharded and rank_program() is not None:
             return tf.TensorShape(layout.local_shape)
         return self._full_shape
 
@@ -110,34 +110,33 @@ class ShardedVariable(values.DistributedVariable):
         return tf.cast(self._read(dtype), dtype)
 
     def _read(self, dtype: tf.DType | None = None) -> tf.Tensor | tf.Variable:
-        """Returns what a read means here: the full value, the local shard, or, in an update, the local component.
+        """Returns what a read means where it is made: the full value, the local shard, or, in an update, the local component.
 
         Args:
             dtype: the dtype in which a gathered value is wanted; None: the variable's.
         """
-        if values_util.is_saving_non_distributed():
-            return self._assemble()
         # Outside `scope()` TensorFlow's default context reports replica 0 and would read one shard.
         with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
-            if distribute_lib.get_update_replica_id() is not None:
-                return self._local_component()
-            if tf.distribute.in_cross_replica_context():
-                return self._assemble()
-            if not self.is_parameter:
-                return self._local_component()
-            program = find_program()
-            if program is not None and not keras_scope.in_symbolic_scope():
-                self._check_stage(program)
-            if program is not None and not self.layout.is_data_sharded and not keras_scope.in_symbolic_scope():
-                return self._local_component()
-            if program is None or keras_scope.in_symbolic_scope():
-                if self._is_elsewhere and not keras_scope.in_symbolic_scope():
-                    current_program(f"Reading the sharded variable {self.name!r}")  # raises: parts are elsewhere
-                return self._assemble()
-            if self.group is None:
-                self.group = self._groups.adopt(self, self._maker())
-            config = config_of(self._distribute_strategy)
-            return program.attachment(UnshardSchedule).read(self, config, dtype or self.dtype)
+            match where():
+                case Where.SYMBOLIC_BUILD | Where.CROSS_REPLICA:
+                    return self._assemble()
+                case Where.TRACED_RANK | Where.EAGER_RANK if self.is_parameter:
+                    return self._read_parameter(rank_program(), dtype or self.dtype)
+                case Where.NO_RANK if self.is_parameter:
+                    if self._is_elsewhere:
+                        current_program(f"Reading the sharded variable {self.name!r}")  # raises: parts are elsewhere
+                    return self._assemble()
+                case _:
+                    return self._local_component()
+
+    def _read_parameter(self, program: RankProgram, dtype: tf.DType) -> tf.Tensor | tf.Variable:
+        """Returns what the rank of `program` computes with: its component, or where that is a flat shard, the gathered value."""
+        self._check_stage(program)
+        if not self.layout.is_data_sharded:
+            return self._local_component()
+        if self.group is None:
+            self.group = self._groups.adopt(self, self._maker())
+        return program.attachment(UnshardSchedule).read(self, config_of(self._distribute_strategy), dtype)
 
     def _check_stage(self, program: RankProgram) -> None:
         """Raises RuntimeError on a rank of a pipeline stage that does not hold the variable."""
@@ -161,7 +160,7 @@ class ShardedVariable(values.DistributedVariable):
     def _assemble(self) -> tf.Tensor:
         """Returns the full value. Where other workers hold some of the parts it is a collective: all workers call it at once."""
         if self._is_elsewhere:
-            if keras_scope.in_symbolic_scope():
+            if where() is Where.SYMBOLIC_BUILD:
                 return tf.zeros(self._full_shape, self.dtype)  # a scratch graph, which only wants the shape
             cross_replica = cross_replica_of(self._distribute_strategy)
             parts = [component.read_value() for component in self._values]
@@ -275,7 +274,7 @@ class ShardedVariable(values.DistributedVariable):
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         index = values_util.get_current_replica_id_as_int()
-        program = find_program()
+        program = rank_program()
         if program is not None and self.is_parameter:
             self._check_stage(program)
             program.attachment(UnshardSchedule).invalidate()

@@ -32,8 +32,10 @@ from tfdist.collectives import (
     EagerProgram,
     Meeting,
     RankProgram,
+    Where,
     choose_transport,
-    find_program,
+    rank_program,
+    where,
 )
 from tfdist.data import split_batches
 from tfdist.layers import cut_tensors
@@ -321,7 +323,7 @@ class ShardedExtendedMixin:
         return cross_device_ops.ReductionToOneDevice()
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        if find_program() is None:
+        if where() is Where.NO_RANK:
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
         op = {tf.distribute.ReduceOp.SUM: "sum", tf.distribute.ReduceOp.MEAN: "mean"}[reduce_op]
         return tf.nest.map_structure(lambda tensor: collectives.all_reduce(tensor, "data", reduce_op=op), value)
@@ -369,7 +371,7 @@ class ShardedExtendedMixin:
     # Updates
 
     def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        program = find_program()
+        program = rank_program()
         if not isinstance(var, ShardedVariable) or program is None:
             return super()._replica_ctx_update(var, fn, args, kwargs, group)
         component = var.component(program.rank)

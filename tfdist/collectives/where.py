@@ -1,0 +1,110 @@
+"""Where the code that runs now stands: in which rank, or outside all of them.
+
+Whoever must know asks here, and nowhere else. The names are private to Keras and TensorFlow: tests/test_private_names.py fails
+when they change.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.ops import control_flow_v2_func_graphs
+
+from tfdist import errors
+from tfdist.collectives.program import RankProgram, installed_program
+
+_LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
+
+
+class Where(enum.Enum):
+    """Where code stands.
+
+    Attributes:
+        SYMBOLIC_BUILD: Keras works out shapes in a scratch graph. Only shapes and dtypes matter, and nothing is communicated.
+        UPDATE: TensorFlow updates one rank's component of a variable, from outside replicas.
+        CROSS_REPLICA: outside replicas, where a variable is whole: saving, loading, building a model.
+        TRACED_RANK: the function given to `strategy.run` is traced for one rank.
+        EAGER_RANK: that function runs for one rank, outside any `tf.function`.
+        NO_RANK: in a replica of another strategy (TensorFlow's default one, outside every scope, too); or in eager code
+            (`tf.init_scope`) within a traced rank, which runs once, when the rank is traced.
+    """
+
+    SYMBOLIC_BUILD = enum.auto()
+    UPDATE = enum.auto()
+    CROSS_REPLICA = enum.auto()
+    TRACED_RANK = enum.auto()
+    EAGER_RANK = enum.auto()
+    NO_RANK = enum.auto()
+
+
+def where() -> Where:
+    """Returns where the caller stands, seen from the strategy whose scope this is."""
+    if in_symbolic_scope():
+        return Where.SYMBOLIC_BUILD
+    if distribute_lib.get_update_replica_id() is not None:
+        return Where.UPDATE
+    if tf.distribute.in_cross_replica_context():
+        return Where.CROSS_REPLICA
+    program = _program_here()
+    if program is None:
+        return Where.NO_RANK
+    return Where.EAGER_RANK if program.is_eager else Where.TRACED_RANK
+
+
+def rank_program(*, peers_on: str | None = None) -> RankProgram | None:
+    """Returns the program of the rank that is being traced, or that runs; None where no rank computes.
+
+    Args:
+        peers_on: a mesh axis; the program of a rank that has no peers along it does not count.
+    """
+    if where() not in (Where.TRACED_RANK, Where.EAGER_RANK):
+        return None
+    program = _program_here()
+    return program if peers_on is None or program.mesh.size(peers_on) > 1 else None
+
+
+def current_program(what: str = "A collective") -> RankProgram:
+    """Returns the program of the rank that is being traced or runs eagerly, for what cannot be done without one.
+
+    Unlike `rank_program` it finds the rank from within a symbolic build that the rank makes, too: a collective is then traced
+    in a graph that is thrown away, alike on all ranks.
+
+    Raises:
+        RuntimeError: outside `strategy.run` of a tfdist strategy; or in a loop of one traced rank, where collectives hang.
+    """
+    program = _program_here()
+    if program is None:
+        raise RuntimeError(
+            errors.message(
+                f"{what} was called outside `strategy.run` of a tfdist strategy.",
+                fix="Call it in the function that is passed to `strategy.run`.",
+            )
+        )
+    if not program.is_eager and _in_loop(program.graph):
+        raise RuntimeError(
+            errors.message(
+                f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that is passed to "
+                "`strategy.run`. TensorFlow's collectives hang there.",
+                fix="Use a Python loop, or put the loop around `strategy.run`.",
+            )
+        )
+    return program
+
+
+def _program_here() -> RankProgram | None:
+    program = installed_program(tf.distribute.get_replica_context())
+    # Eager code in a traced rank stands in `tf.init_scope` and belongs to no rank.
+    return program if program is None or program.is_eager or not tf.executing_eagerly() else None
+
+
+def _in_loop(outermost: tf.Graph) -> bool:
+    """Whether the code being traced stands in a loop within `outermost`."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not outermost:
+        if isinstance(graph, _LOOPS):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
