@@ -1,6 +1,7 @@
 """What tfdist costs beside TensorFlow's strategies, one device, PyTorch and DeepSpeed, measured. Relative figures only; no tests.
 
     python -m benchmarks.run                the suite: data parallelism of all, side by side in rounds, with tables and plots
+    python -m benchmarks.compare_trees      two source trees, before and after a change, in turns
     python -m benchmarks.memory             peak memory, against the stage's formula
     python -m benchmarks.throughput         steps per second, all contenders taking turns in one run
     python -m benchmarks.tensor_parallel    tensor parallelism beside PyTorch's
