@@ -239,6 +239,21 @@ def test_scalar_losses_are_weighted_by_rows():
     compare(2, 0, small, x, np.eye(CLASSES)[y], loss, metrics=["mae"])
 
 
+def test_sums_of_ranks_without_rows_are_numbers():
+    """In a loop whose step is traced for the shapes of one batch: two of four ranks know that they have no rows."""
+    strategy, loss = strategy_for(4, 2), crossentropy("sum")
+    (batch,) = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(vectors(2)).batch(2))
+
+    @tf.function
+    def sums(x, y):
+        return strategy.run(lambda x, y: loss(y, x[:, :CLASSES]), args=(x, y))
+
+    found = [value.numpy() for value in strategy.experimental_local_results(sums(*batch))]
+    x, y = vectors(2)
+    assert [value.shape for value in found] == [()] * 4 and found[2:] == [0, 0]
+    np.testing.assert_allclose(sum(found), loss(y, x[:, :CLASSES]))
+
+
 class BatchLogs(keras.callbacks.Callback):
     def __init__(self):
         self.logs = []

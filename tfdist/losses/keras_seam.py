@@ -61,7 +61,9 @@ def _reduce_weighted_values(
 ) -> Any:
     program, microbatch = rank_program(peers_on="data"), current_losses()
     if reduction not in _MEANS or program is None and microbatch is None:
-        return original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+        reduced = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+        # The sum over a rank without rows: Keras returns values of shape (0,) as they are, which is no number.
+        return tf.reduce_sum(reduced) if reduction == "sum" and program is not None else reduced
     values, weights, mask = (
         x if x is None else keras.ops.convert_to_tensor(x, dtype=dtype) for x in (values, sample_weight, mask)
     )
