@@ -59,7 +59,7 @@ PRIVATE = {
     "strategy/keras_seam.py",
     "losses/keras_seam.py",
     "metrics/keras_seam.py",
-    "pipeline/stages/masks.py",
+    "pipeline/masks.py",
     "layers/checkpoint_names.py",
     "layers/cut_tensors.py",
     "layers/empty_batches.py",

@@ -80,7 +80,22 @@ def printed(stdout: str, mark: str) -> str:
     return re.split(_MARK.format(r"\d+"), stdout.partition(mark)[0])[-1].strip("\n")
 
 
-def links(text: str, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the files that a Markdown text in `folder` links to; web addresses and places in the text are left out."""
+def links(text: str, page: pathlib.Path) -> list[tuple[pathlib.Path, str]]:
+    """Returns what a Markdown `page` with this `text` links to: files, each with an anchor or "". Web addresses are left out."""
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
-    return [folder / target.partition("#")[0] for target in targets if not re.match(r"https?:|#", target)]
+    places = [target.partition("#") for target in targets if not re.match(r"https?:", target)]
+    return [(page.parent / file if file else page, anchor) for file, _, anchor in places]
+
+
+def anchors(text: str) -> set[str]:
+    """Returns the anchors of a Markdown text's headings, as GitHub makes them; of equal headings the first only."""
+    within = {number for block in blocks(text) for number in range(block.first, block.last)}
+    lines = [line for number, line in enumerate(text.splitlines()) if number not in within]
+    headings = [line.lstrip("#").strip() for line in lines if re.match(r"#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dotted_names(text: str) -> set[str]:
+    """Returns the names that begin with `tfdist.`, such as `tfdist.layers.regions`; not those of files."""
+    names = re.findall(r"(?<![\w./'\"<])tfdist(?:\.[A-Za-z_]\w*)+(?!\w*[/\[])", text)
+    return {name for name in names if not re.search(r"\.(py|md)$", name)}

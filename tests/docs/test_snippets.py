@@ -2,10 +2,11 @@
 
 import os
 import pathlib
+import pydoc
 import runpy
 
 import pytest
-from snippets import blocks, expected_outputs, links, printed, script
+from snippets import anchors, blocks, dotted_names, expected_outputs, links, printed, script
 
 from tests import forks
 
@@ -35,8 +36,8 @@ def test_blocks_run(page, tmp_path):
 
 def test_the_pages_with_code():
     """So that a page whose blocks are no longer found does not pass in silence."""
-    pages = ["collectives.md", "concepts.md", "multi_worker.md", "pipeline.md", "strategy.md", "tensor_parallel.md"]
-    assert [page.name for page in WITH_CODE] == ["README.md", *pages]
+    pages = "choosing collectives concepts first_run multi_worker pipeline saving tensor_parallel training tuning"
+    assert [page.stem for page in WITH_CODE] == ["README", *pages.split()]
 
 
 def test_few_blocks_are_not_run():
@@ -46,9 +47,23 @@ def test_few_blocks_are_not_run():
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_links_lead_to_files(page):
-    for target in links(page.read_text("utf-8"), page.parent):
+def test_links_lead_to_files_and_headings(page):
+    for target, anchor in links(page.read_text("utf-8"), page):
         assert target.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(target.read_text("utf-8")), f"{page.name}: {target.name} has no #{anchor}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_names_of_tfdist_exist(page):
+    for name in sorted(dotted_names(page.read_text("utf-8"))):
+        assert pydoc.locate(name) is not None, f"{page.name} speaks of {name}"
+
+
+def test_the_index_has_every_page():
+    text = (ROOT / "README.md").read_text("utf-8")
+    linked = {target.resolve() for target, _ in links(text, ROOT / "README.md")}
+    assert {page for page in PAGES if page != ROOT / "README.md"} <= linked
+    assert len(text.splitlines()) <= 150
 
 
 PAGE = """\
@@ -87,6 +102,13 @@ def test_outputs_belong_to_the_block_before():
     assert printed(f"0\n{mark.replace('3', '1')}\n1\n{mark}\n2\n", mark) == "1"
     with pytest.raises(ValueError, match="line 1 follows no Python block"):
         expected_outputs("```output\n1\n```\n")
+
+
+def test_anchors_and_names():
+    text = "# What `x` is\n```sh\n# no heading\n```\n[x](#what-x-is) tfdist.pipeline.draw, tfdist/a.py, tfdist[test], tfdist.a.py"
+    assert anchors(text) == {"what-x-is"}
+    assert links(text, ROOT / "README.md") == [(ROOT / "README.md", "what-x-is")]
+    assert dotted_names(text) == {"tfdist.pipeline.draw"}
 
 
 def test_an_open_block_is_an_error():
