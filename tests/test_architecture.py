@@ -129,6 +129,17 @@ def test_no_imports_inside_functions(name):
             assert not inside, f"tfdist/{name}:{inside}"
 
 
+def test_schedules_are_data():
+    """They can be made, checked, drawn and costed without TensorFlow, by the command line for instance."""
+    names = [name for name in TREES if name.startswith("pipeline/schedules/")]
+    assert "pipeline/schedules/schedule.py" in names
+    for name in names:
+        for module, line in imports(TREES[name]):
+            assert module.partition(".")[0] not in ("tensorflow", "keras"), f"tfdist/{name}:{line}"
+            if module.partition(".")[0] == "tfdist":
+                assert module.startswith(("tfdist.pipeline.schedules.", "tfdist.errors")), f"tfdist/{name}:{line}"
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_private_names_of_tensorflow_and_keras(name):
     found = [

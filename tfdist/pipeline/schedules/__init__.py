@@ -1,1 +1,1 @@
-"""Schedules as data: who does what, in which order. No TensorFlow here."""
+"""Schedules as data: which rank does what, in which order. No file here imports TensorFlow: a test says so."""

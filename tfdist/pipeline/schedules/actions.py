@@ -17,10 +17,11 @@ _TEXT = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 class Phase(enum.Enum):
     """What an action computes, and what it leaves in memory. The value is the letter of the text form.
 
-    * `FORWARD`, F: the output of the stage. From here on the stage holds the microbatch's activations.
-    * `BACKWARD`, B: the gradients of the stage's input and weights. Frees the activations.
-    * `BACKWARD_INPUT`, I: the gradient of the stage's input only, which is all that the stage before waits for. Frees nothing.
-    * `BACKWARD_WEIGHT`, W: the gradients of the weights, some time after I. Frees the activations.
+    * `FORWARD`, F: computes the output of the stage. From here on the stage holds the microbatch's activations.
+    * `BACKWARD`, B: computes the gradients of the stage's input and weights, and frees the activations.
+    * `BACKWARD_INPUT`, I: computes the gradient of the stage's input only, which is all that the stage before waits for. It
+      frees nothing.
+    * `BACKWARD_WEIGHT`, W: computes the gradients of the weights, some time after I, and frees the activations.
 
     A microbatch goes back through a stage by B, or by I and W.
     """
@@ -37,7 +38,7 @@ class Action:
 
     Args:
         stage_index: the stage, from 0.
-        phase: what is computed.
+        phase: what the action computes.
         microbatch: the microbatch, from 0.
 
     Raises:

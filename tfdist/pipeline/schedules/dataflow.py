@@ -1,10 +1,10 @@
-"""What each action of a pipeline waits for, when it can start, and what a rank holds meanwhile.
+"""What each action of a pipeline waits for, when it can start, and what its rank holds meanwhile.
 
     F(s, m)         after F(s-1, m)
     B or I (s, m)   after F(s, m), and after B or I (s+1, m)
     W(s, m)         after I(s, m)
 
-and every action after the one before it on its rank.
+(phase F, B, I or W of stage s for microbatch m), and every action after the action before it on its rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tfdist.pipeline.schedules.actions import Action, Phase
 
 _AFTER_BACKWARD = ((0, Phase.FORWARD), (1, Phase.BACKWARD), (1, Phase.BACKWARD_INPUT))
 
-# What a phase takes in: (stage relative to its own, phase), where there is such an action.
+# The actions whose results a phase needs, where the schedule has them: (stage relative to the phase's own, phase).
 _INPUTS = {
     Phase.FORWARD: ((-1, Phase.FORWARD),),
     Phase.BACKWARD: _AFTER_BACKWARD,
@@ -30,7 +30,7 @@ _FREES_ACTIVATIONS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 
 
 def inputs_of(action: Action, actions: Container[Action]) -> list[Action]:
-    """Returns those of `actions`, all of a schedule's, whose results `action` needs."""
+    """Returns the actions whose results `action` needs, of all the `actions` of a schedule."""
     inputs = [
         Action(action.stage_index + offset, phase, action.microbatch)
         for offset, phase in _INPUTS[action.phase]
@@ -42,15 +42,16 @@ def inputs_of(action: Action, actions: Container[Action]) -> list[Action]:
 def earliest_starts(
     orders: Mapping[int, Iterable[Action]], durations: Mapping[Phase, float] = ONE_SLOT, transfer: float = 0
 ) -> dict[Action, float]:
-    """Returns when each action starts if every rank goes through its own in order, each as soon as its inputs are there.
+    """Returns when each action starts if every rank runs its actions in order, each as soon as its inputs are there.
 
-    The result is ordered so that an action stands behind what it waits for. Actions that wait for each other in a circle, and
-    those behind them, are missing.
+    In the result an action stands behind what it waits for. Actions that wait for each other in a circle, and those behind them,
+    are missing.
 
     Args:
-        orders: the actions of each rank; no action twice.
-        durations: the time of each phase.
-        transfer: the time from the end of an action to the arrival of its result on another rank. It keeps neither rank busy.
+        orders: the actions of each rank, in order; no action stands there twice.
+        durations: the time that each phase takes.
+        transfer: the time from the end of an action to the arrival of its result on another rank. A transfer keeps neither rank
+            busy.
     """
     waiting = {rank: deque(actions) for rank, actions in orders.items()}
     rank_of = {action: rank for rank, actions in waiting.items() for action in actions}
@@ -75,7 +76,7 @@ def earliest_starts(
 
 
 def held_activations(actions: Iterable[Action]) -> list[int]:
-    """Returns, for each of a rank's actions, how many (stage, microbatch) the rank holds the activations of while it runs."""
+    """Returns, for each of a rank's actions, of how many (stage, microbatch) the rank holds activations while the action runs."""
     held, counts = 0, []
     for action in actions:
         held += action.phase is Phase.FORWARD

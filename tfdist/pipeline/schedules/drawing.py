@@ -32,12 +32,12 @@ _LEAST_WIDTH, _LARGEST_WIDTH = 6.0, 40.0  # inches
 def draw(spans: Sequence[Span], path: str | os.PathLike[str], *, title: str = "") -> None:
     """Draws when each rank did what, simulated or measured, and writes the picture to a file.
 
-    A box is an action, its colour the phase, the number in it the microbatch; with several stages on a rank the later ones are
-    paler. It needs matplotlib, which tfdist itself does without: `pip install 'tfdist[examples]'`.
+    A box is an action, its colour the phase, the number in it the microbatch; with several stages on a rank the later stages are
+    paler. `draw` needs matplotlib, which tfdist itself does without: `pip install 'tfdist[examples]'`.
 
     Args:
-        spans: the times, of all ranks; `simulate(schedule).spans`, for instance. The first start is drawn at 0.
-        path: the file; its suffix (".png", ".svg", ".pdf") says in which format.
+        spans: the actions and times of all ranks; `simulate(schedule).spans`, for instance. The first start is drawn at 0.
+        path: the file; its suffix (".png", ".svg", ".pdf") says in which format the picture is.
         title: a line above the picture.
 
     Raises:

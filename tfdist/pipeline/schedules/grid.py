@@ -42,7 +42,7 @@ def render_grid(table: Table, marked: Collection[Action] = ()) -> str:
 
     Args:
         table: the rows.
-        marked: actions to put between > and <. With any, only the slots near them are shown of a long grid.
+        marked: actions that stand between > and <. Of a long grid with marked actions only the slots near these are shown.
     """
     num_slots = max(map(len, table.values()), default=0)
     places = [slot for row in table.values() for slot, action in enumerate(row) if action in marked]

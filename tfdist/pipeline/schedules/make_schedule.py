@@ -1,4 +1,4 @@
-"""Whatever a user may call a schedule, made one of the sizes at hand."""
+"""A `Schedule` from whatever a user may give as one: a name, a text, a table, a function."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def make_schedule(
     """Returns a schedule by its name, from its text or table, or as it is.
 
     Args:
-        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble", in any case and also as the name of the function; the text of a
-            grid; a table {rank: row}; a `Schedule`; or a function like `Schedule1F1B` that makes one.
-        num_stages: stages in all. A name and a function need it; a schedule that is there must agree with it if it is given.
-        num_microbatches: likewise.
-        stages_per_rank: likewise, but a name or function that is given None takes 1.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble", in upper or lower case, or the name of the function that makes
+            it; the text of a grid; a table {rank: row}; a `Schedule`; or a function like `Schedule1F1B` that makes one.
+        num_stages: how many stages there are in all. A name and a function need it; a schedule that exists must agree with it, if
+            it is given.
+        num_microbatches: how many microbatches there are; needed and compared likewise.
+        stages_per_rank: how many stages each rank has; compared likewise. A name and a function take None as 1.
 
     Raises:
-        ValueError: `schedule` is none of these, the sizes are missing or not possible for it, it has other ones, or it cannot run
-            (`validate`).
+        ValueError: `schedule` is none of these, sizes are missing or impossible, the schedule has other sizes than those given,
+            or it cannot run (`validate`).
     """
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
     if isinstance(schedule, Schedule):
@@ -102,12 +103,12 @@ def _called(
 
 
 def _key(name: str) -> str:
-    """Returns a name without what people spell differently: "Zero-Bubble" and "ScheduleZeroBubble" are "zerobubble"."""
+    """Returns a name without what people spell differently: of "Zero-Bubble" and "ScheduleZeroBubble" it is "zerobubble"."""
     return "".join(character for character in name.casefold() if character not in "-_ ").removeprefix("schedule")
 
 
 def _is_grid(text: str) -> bool:
-    """Whether any word is an action; the others are then judged by `Schedule.from_text`."""
+    """Whether any word of `text` is an action; `Schedule.from_text` judges the other words."""
     return any(_is_action(word) for word in text.split())
 
 

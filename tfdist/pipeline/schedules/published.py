@@ -22,18 +22,18 @@ from tfdist.pipeline.schedules.schedule import Schedule
 
 
 def ScheduleGPipe(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """All forwards, then all backwards. The simplest one, and it holds the activations of the whole batch.
+    """All forwards, then all backwards: the simplest schedule, and each rank holds the activations of the whole batch.
 
-    With several stages on a rank every stage takes all its microbatches before the next one of the rank begins.
+    With several stages on a rank each stage takes all microbatches before the rank's next stage begins.
 
         0F0 0F1 0F2 0F3   .   .   .   . 0B0 0B1 0B2 0B3
           . 1F0 1F1 1F2 1F3   .   . 1B0 1B1 1B2 1B3   .
           .   . 2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3   .   .
 
     Args:
-        num_stages: parts that the model is cut in.
-        num_microbatches: slices of a batch.
-        stages_per_rank: stages on each rank; must divide `num_stages`.
+        num_stages: how many stages the model has.
+        num_microbatches: how many microbatches a batch has.
+        stages_per_rank: how many stages each rank has; it must divide `num_stages`.
 
     Returns:
         The schedule, "gpipe".
@@ -64,8 +64,8 @@ def Schedule1F1B(num_stages: int, num_microbatches: int, stages_per_rank: int = 
           .   . 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3   .   .
 
     Args:
-        num_stages: parts that the model is cut in, one on each rank.
-        num_microbatches: slices of a batch.
+        num_stages: how many stages the model has, one on each rank.
+        num_microbatches: how many microbatches a batch has.
         stages_per_rank: 1.
 
     Returns:
@@ -96,13 +96,13 @@ def ScheduleInterleaved1F1B(num_stages: int, num_microbatches: int, stages_per_r
         0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1   . 2B2   . 2B3 0B2 0B3
           . 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3   .
 
-    Where p does not divide m the groups are larger than p, of sizes that differ by one at most. That idles no longer, but holds
-    more: (v-1) (g-p) activations for a first group of g microbatches.
+    Where p does not divide m the groups are larger than p, of sizes that differ by one at most. Larger groups idle no longer, but
+    a rank holds more: (v-1) (g-p) activations for a first group of g microbatches.
 
     Args:
-        num_stages: parts that the model is cut in, v p.
-        num_microbatches: slices of a batch, best a multiple of the number of ranks.
-        stages_per_rank: v, stages on each rank; at least 2, must divide `num_stages`.
+        num_stages: how many stages the model has: v p.
+        num_microbatches: how many microbatches a batch has, best a multiple of the number of ranks.
+        stages_per_rank: v, how many stages each rank has; it must be at least 2 and divide `num_stages`.
 
     Returns:
         The schedule, "interleaved".
@@ -141,17 +141,17 @@ def ScheduleZeroBubble(num_stages: int, num_microbatches: int, stages_per_rank: 
     """ZB-H1: 1F1B with the backwards split in I and W; a third of its idle time, and the memory of its first rank on each rank.
 
     The rank before waits for I only, which is done sooner than B. Rank r runs W, the gradients of its weights, r microbatches
-    later, and fills the cooldown with what is left. So every rank holds up to p microbatches, not p - r.
+    later, and fills the cooldown with the W that remain. So every rank holds up to p microbatches, not p - r.
 
         0F0 0F1 0F2   .   . 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
           . 1F0 1F1   . 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
           .   . 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
-    With durations F, I and W it idles (p-1) (F + I - W), where W is the shortest.
+    With phases of durations F, I and W, of which W is the shortest, a rank idles (p-1) (F + I - W).
 
     Args:
-        num_stages: parts that the model is cut in, one on each rank.
-        num_microbatches: slices of a batch.
+        num_stages: how many stages the model has, one on each rank.
+        num_microbatches: how many microbatches a batch has.
         stages_per_rank: 1.
 
     Returns:

@@ -1,4 +1,4 @@
-"""A schedule of a pipeline, as data: who does what, in which order."""
+"""A schedule of a pipeline, as data: which rank does what, in which order."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Schedule:
         rank 0  0F0 0F1  .  0B0 0F2 0B1  .  0B2        F(s, m) before F(s+1, m), B(s+1, m) before B(s, m)
         rank 1   .  1F0 1B0 1F1 1B1 1F2 1B2  .         stage s lives on rank s % num_ranks
 
-    It is a value: made, checked, then run as often as wanted. What counts is the order of each rank; the slots, and None for an
-    idle one, are for reading, and a rank that is ready earlier starts earlier. A schedule that has been made can run: it
-    is complete and no rank waits for itself (`validate`).
+    A schedule is a value: made and checked once, then run as often as wanted. Only the order of each rank's actions counts when
+    it runs: the slots of time, and None for an idle slot, are for people to read, and a rank that is ready earlier starts
+    earlier. A schedule that could be made can run: it is complete, and no rank waits for itself (`validate`).
 
     Args:
-        table: for each rank a row of actions and None, all of equal length. `from_table` and `from_text` take looser forms.
-        name: for messages and pictures.
+        table: for each rank a row of actions and None, all rows of equal length. `from_table` and `from_text` take looser forms.
+        name: the name in messages and pictures.
 
     Attributes:
-        num_stages: parts that the model is cut in; inferred from the table, like the next two.
-        num_microbatches: slices of a batch.
-        stages_per_rank: stages on each rank; above 1 the stages go around the ranks as often.
+        num_stages: how many stages the model has; inferred from the table, like the next two.
+        num_microbatches: how many microbatches a batch has.
+        stages_per_rank: how many stages each rank has; with several the stages go around the ranks as often.
 
     Raises:
         ValueError: the table cannot run; see `validate`.
@@ -59,7 +59,7 @@ class Schedule:
         Args:
             table: {rank: row} or the rows in the order of the ranks. A row has actions, their texts ("2F0"), and None or "." for
                 an idle slot; the end of a short row is idle.
-            name: for messages and pictures.
+            name: the name in messages and pictures.
 
         Raises:
             ValueError: a text is not an action, or the table cannot run; see `validate`.
@@ -74,9 +74,9 @@ class Schedule:
         """Returns the schedule that a grid shows; the inverse of `to_text`.
 
         Args:
-            text: a line for each rank, with actions and, for idle slots, dots between spaces. Empty lines and those that start
-                with # are left out.
-            name: for messages and pictures.
+            text: a line for each rank, with actions and, for idle slots, dots between spaces. Empty lines and lines that start
+                with # do not count.
+            name: the name in messages and pictures.
 
         Raises:
             ValueError: a word is neither an action nor a dot, or the table cannot run; see `validate`.
@@ -91,14 +91,14 @@ class Schedule:
         return self.to_text()
 
     def render(self, mark: Action | None = None) -> str:
-        """Returns the grid with the names of the ranks, and with `mark` between > and <.
+        """Returns the grid with the names of the ranks, and with the action `mark` between > and <.
 
-        With a mark only the slots near it are shown of a long grid.
+        Of a long grid with a mark only the slots near the mark are shown.
         """
         return render_grid(self.table, () if mark is None else (mark,))
 
     def aligned(self) -> Schedule:
-        """Returns the same schedule with every action in the first slot behind all that it waits for."""
+        """Returns the same schedule with every action in the first slot behind all actions that it waits for."""
         starts = earliest_starts(self.orders)
         num_slots = 1 + max(starts.values())
         table = {rank: [None] * num_slots for rank in self.table}
@@ -111,11 +111,11 @@ class Schedule:
         return self.num_stages // self.stages_per_rank
 
     def rank_of(self, stage_index: int) -> int:
-        """Returns the rank that the stage lives on."""
+        """Returns the rank that computes the stage."""
         return stage_index % self.num_ranks
 
     def actions(self, rank: int) -> list[Action]:
-        """Returns what `rank` does, in order, without the idle slots."""
+        """Returns the actions of `rank`, in order, without the idle slots."""
         return [action for action in self.table[rank] if action is not None]
 
     @property

@@ -1,4 +1,4 @@
-"""When every action of a schedule runs, what idles and what is held: the arithmetic of a pipeline, without running one."""
+"""When every action of a schedule runs, how long ranks idle and what they hold: the arithmetic of a pipeline, without one."""
 
 from __future__ import annotations
 
@@ -26,24 +26,29 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """A schedule and when its actions run, in the order of their starts; `spans` may also be measured ones."""
+    """A schedule and when its actions run.
+
+    Attributes:
+        schedule: the schedule.
+        spans: its actions with their times, simulated or measured, in the order of their starts.
+    """
 
     schedule: Schedule
     spans: list[Span]
 
     @property
     def total_time(self) -> float:
-        """From the first start to the last end."""
+        """The time from the first start to the last end."""
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time / busy time, over all ranks: what the step takes longer than without any waiting."""
+        """Idle time / busy time, over all ranks: by how much the step takes longer than without any waiting."""
         busy = sum(span.end - span.start for span in self.spans)
         return (self.total_time * self.schedule.num_ranks - busy) / busy
 
     def peak_in_flight(self, rank: int) -> int:
-        """Returns how many activations `rank` holds at most, counted in (stage, microbatch), from F to the end of B or W."""
+        """Returns of how many (stage, microbatch) `rank` holds activations at most: it holds them from F to the end of B or W."""
         return max(held_activations(self.schedule.actions(rank)))
 
     def peak_microbatches(self, rank: int) -> float:
@@ -52,17 +57,17 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, durations: Mapping[Phase, float] | None = None, transfer: float = 0.0) -> Simulation:
-    """Runs a schedule on paper: every rank goes through its actions in order, each as soon as its inputs are there.
+    """Computes when the actions of a schedule run if every rank runs its own in order, each as soon as its inputs are there.
 
-    The slots of the table have no part in it.
+    The slots of the schedule's table do not matter.
 
     Args:
         schedule: the schedule.
-        durations: the time that a phase takes on a stage, in any unit, where it is not F 1, B 2, I 1, W 1.
-        transfer: the time that a result takes to another rank, in the same unit; it keeps neither rank busy.
+        durations: the time that each phase takes on a stage, in any unit; a phase that is not there takes F 1, B 2, I 1, W 1.
+        transfer: the time that a result takes to another rank, in the same unit. A transfer keeps neither rank busy.
 
     Returns:
-        The times, with `total_time`, `bubble_fraction`, `peak_in_flight(rank)` and `peak_microbatches(rank)`.
+        The times, and with them `total_time`, `bubble_fraction`, `peak_in_flight(rank)` and `peak_microbatches(rank)`.
 
     Raises:
         ValueError: a duration is not positive, `transfer` is negative, or one of them is not finite.

@@ -1,4 +1,4 @@
-"""Whether a schedule can run: complete, every action on its rank, and no rank waiting for itself.
+"""Whether a schedule can run: it is complete, every action is on its rank, and no rank waits for itself.
 
 Note: order of microbatches. Any order that the flow of data permits is legal, also one in which a stage takes microbatch 1
 before 0. Results are addressed by stage and microbatch, and the gradient is a sum over the microbatches, which another order
@@ -27,7 +27,7 @@ def validate(schedule: Table | Any, *, max_in_flight: int | None = None) -> None
     Raises:
         ValueError: the rows do not make a table; the number of ranks does not divide the number of stages; an action is missing,
             there twice or on another rank than `stage_index % num_ranks`; actions wait for each other in a circle; or a rank
-            holds more than `max_in_flight`. The text ends with the grid, in which the actions that it is about are marked.
+            holds more than `max_in_flight`. The error's text ends with the grid, in which the actions in question are marked.
     """
     table = getattr(schedule, "table", schedule)
     num_stages, num_microbatches, _ = sizes_of(table)
