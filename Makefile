@@ -1,5 +1,6 @@
 # make train   trains the example GPT, sharded, in a fresh .venv:  make train ARGS="--devices 4 --zero-stage 2"
-# make test    lint and the tests;  make test-exhaustive: with every case of their grids
+# make test    lint, the tests and what they cover;  make test-exhaustive: with every case of their grids
+# make lint    ruff and mypy;  make format: what ruff mends
 # make bench   the benchmarks beside TensorFlow, PyTorch and DeepSpeed:  make bench ARGS="--suite full --torch-python PYTHON"
 #
 # Needs Python 3.11 or later and make; another interpreter: make test PYTHON=python3.12
@@ -9,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP     = $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: train test test-exhaustive bench lint clean
+.PHONY: train test test-exhaustive bench lint format clean
 .DEFAULT_GOAL := test
 
 train: $(VENV)/.installed-examples
@@ -27,6 +28,12 @@ bench: $(VENV)/.installed-examples
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
 
 # The stamps below keep a second `make` from installing again; a change of setup.py installs anew.
 $(VENV)/.installed-examples: setup.py | $(BIN)/pip
@@ -43,5 +50,5 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis out
+	rm -rf $(VENV) build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

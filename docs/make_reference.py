@@ -8,6 +8,7 @@ up to date.
 
 from __future__ import annotations
 
+import enum
 import inspect
 import math
 import pathlib
@@ -128,7 +129,8 @@ def describe(name: str, member: Any, level: int) -> list[str]:
     lines = [f"{'#' * level} `{name}`", ""]
     if not callable(member):  # a constant
         return [*lines, f"`{member!r}`", ""]
-    lines += ["```text", f"{name.rpartition('.')[2]}{signature(member, WIDTH)}", "```", ""]
+    if not (inspect.isclass(member) and issubclass(member, enum.Enum)):  # nobody calls an enum
+        lines += ["```text", f"{name.rpartition('.')[2]}{signature(member, WIDTH)}", "```", ""]
     lines += markdown(inspect.getdoc(member) or "")
     if inspect.isclass(member):
         for own, method in class_members(member):

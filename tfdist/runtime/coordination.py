@@ -52,7 +52,7 @@ def configure(cluster: Cluster, rendezvous_timeout_seconds: float) -> None:
                 fix="Make the strategy first: before any tensor, variable, dataset or list of logical devices.",
             )
         )
-    jobs = {}
+    jobs: dict[str, int] = {}
     for task in cluster.tasks:
         jobs[task.type] = jobs.get(task.type, 0) + 1
     here.configure_coordination_service(
