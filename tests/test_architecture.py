@@ -48,6 +48,7 @@ PRIVATE = {
     "sharding/tape.py",
     "sharding/autocast.py",
     "sharding/keras_scope.py",
+    "sharding/replicated_variables.py",
     "sharding/variable.py",
     "data/device_iterators.py",
     "checkpoint/discarding.py",

@@ -179,9 +179,11 @@ def test_pipe_owners_must_be_in_the_mesh(owners):
     assert f"Received: pipe_owners={owners}" in str(error.value)
 
 
-@pytest.mark.parametrize("argument", ["tensor", "data"])
-@pytest.mark.parametrize("placement", [Partial(), None, "shard"])
-def test_only_replicate_and_shard_are_layouts(argument, placement):
+@pytest.mark.parametrize(
+    ("argument", "placement"),
+    [("tensor", Partial()), ("tensor", None), ("tensor", "shard"), ("data", None), ("data", "shard"), ("data", "partial")],
+)
+def test_only_placements_are_layouts(argument, placement):
     with pytest.raises(ValueError, match=f"`{argument}`") as error:
         Layout((4,), mesh_of((2, 1, 2)), **{argument: placement})
     assert f"Received: {argument}={placement!r}" in str(error.value)
@@ -190,3 +192,15 @@ def test_only_replicate_and_shard_are_layouts(argument, placement):
 def test_a_value_of_another_shape_is_refused():
     with pytest.raises(ValueError, match="reshape"):
         Layout((4, 3), mesh_of((2, 1, 1)), data=Shard()).shard(np.zeros((4, 4)), Coordinate())
+
+
+def test_summands_add_up():
+    """The first data rank's summand is all of what is sharded; any summands unshard to their sum."""
+    layout = Layout((3, 5), mesh_of((3, 1, 1)), data=Partial())
+    full = np.arange(15.0).reshape(3, 5)
+    components = {coordinate: layout.shard(full, coordinate) for coordinate in layout.mesh.coordinates()}
+    assert [component.sum() for component in components.values()] == [full.sum(), 0, 0]
+    np.testing.assert_array_equal(layout.unshard(components), full)
+    np.testing.assert_array_equal(layout.unshard({c: full + i for i, c in enumerate(components)}), 3 * full + 3)
+    assert layout.is_partial and not layout.is_sharded
+    assert layout.component_shape == (3, 5)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.layers import regions
 from tfdist.layers.checkpoint_names import save_as
-from tfdist.sharding import Shard, ShardedVariable, cut_over_tensor
+from tfdist.sharding import Shard, cut_over_tensor
 
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
@@ -117,8 +117,7 @@ def check_divisible(argument: str, size: int, parts: int, layer: str) -> None:
 
 def check_is_cut(layer: Any, variable: keras.Variable) -> None:
     """Raises RuntimeError when `layer`, which computes its part here, has a weight that is whole."""
-    stored = variable._value
-    if regions.tensor_program() is None or isinstance(stored, ShardedVariable) and stored.layout.is_tensor_sharded:
+    if regions.tensor_program() is None or variable._value.layout.is_tensor_sharded:
         return
     raise RuntimeError(
         errors.message(

@@ -31,7 +31,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, rank_program, wire
 from tfdist.losses.batch_rows import BatchRows
 from tfdist.override import override
-from tfdist.sharding import ShardedVariable, keras_scope
+from tfdist.sharding import keras_scope
 
 
 class Statistics:
@@ -88,17 +88,17 @@ class Statistics:
 def _direct_assign(original: Callable[..., None], self: Any, value: Any) -> None:
     original(self, value)
     variable = self._value
-    if not _is_statistic(variable):
-        return
     program = rank_program(peers_on="data")
-    if program is not None and not isinstance(keras_scope.current_layer(), keras.layers.RNN | keras.optimizers.Optimizer):
+    if program is None or not _is_statistic(variable):
+        return
+    if not isinstance(keras_scope.current_layer(), keras.layers.RNN | keras.optimizers.Optimizer):
         program.attachment(Statistics).assigned(variable)
 
 
 def _is_statistic(variable: tf.Variable) -> bool:
     return (
         isinstance(variable, tf.distribute.DistributedValues)
-        and not (isinstance(variable, ShardedVariable) and variable.layout.pipe_owners is None)  # else of a pipeline's stage
+        and not variable.layout.is_data_sharded
         and variable.dtype.is_floating
         and not variable.trainable
         and variable.aggregation == tf.VariableAggregation.NONE

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.sharding import Layout, MeshConfig, ShardedVariable
+from tfdist.sharding import Layout, MeshConfig
 
 
 def variable_of(variable: Any) -> tf.Variable:
@@ -17,12 +17,13 @@ def variable_of(variable: Any) -> tf.Variable:
 
 def layout_of(variable: tf.Variable, config: MeshConfig) -> Layout:
     """Returns the layout of a parameter, also of one that every rank stores whole."""
-    return variable.layout if isinstance(variable, ShardedVariable) else config.parameter_layout(variable.shape)
+    del config
+    return variable.layout
 
 
 def is_data_sharded(variable: tf.Variable) -> bool:
     """Whether each data rank stores a flat shard of `variable` only."""
-    return isinstance(variable, ShardedVariable) and variable.layout.is_data_sharded
+    return variable.layout.is_data_sharded
 
 
 def local_part(variable: tf.Variable, program: RankProgram) -> tf.Variable:
@@ -32,4 +33,4 @@ def local_part(variable: tf.Variable, program: RankProgram) -> tf.Variable:
 
 def is_stored(variable: tf.Variable, program: RankProgram) -> bool:
     """Whether this rank stores `variable`, or a part of it: not of a layer in another stage of a pipeline."""
-    return not isinstance(variable, ShardedVariable) or variable.layout.stores(program.mesh.coordinate(program.rank))
+    return variable.layout.stores(program.mesh.coordinate(program.rank))

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.sharding import ShardedVariable, config_of
+from tfdist.sharding import config_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _short_name(device: str) -> str:
 
 def _stored_bytes(variable: keras.Variable, index: int) -> int:
     value = _value(variable)
-    if isinstance(value, ShardedVariable):
+    if config_of(getattr(value, "distribute_strategy", None)) is not None:
         # By the layout, since parts of other workers are not here: shards are padded to one size.
         is_stored = value.layout.stores(value.layout.mesh.coordinate(index))
         return _bytes(value.layout.component_shape, value.dtype) if is_stored else 0
@@ -149,7 +149,7 @@ def _gradient_bytes(variable: keras.Variable, index: int) -> int:
     config = config_of(getattr(value, "distribute_strategy", None))
     if config is None:
         return _bytes(value.shape, value.dtype)
-    layout = value.layout if isinstance(value, ShardedVariable) else config.parameter_layout(value.shape.as_list())
+    layout = value.layout
     if not layout.stores(config.mesh.coordinate(index)):
         return 0
     is_sharded = config.placements.fraction("gradient", config.mesh.data_parallel_size) < 1

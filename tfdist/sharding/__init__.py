@@ -6,6 +6,7 @@ from tfdist.sharding.layout import Layout
 from tfdist.sharding.mesh_config import MeshConfig, config_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.placements import Own, Partial, Placement, Replicate, Shard
+from tfdist.sharding.replicated_variables import PartialSyncOnReadVariable, ReplicatedMirroredVariable, with_layout
 from tfdist.sharding.stage_owners import current_owners, place
 from tfdist.sharding.tensor_cut import cut_over_tensor
 from tfdist.sharding.unshard import UnshardSchedule
@@ -20,8 +21,10 @@ __all__ = [
     "ParameterGroup",
     "ParameterGroups",
     "Partial",
+    "PartialSyncOnReadVariable",
     "Placement",
     "Replicate",
+    "ReplicatedMirroredVariable",
     "Shard",
     "ShardedVariable",
     "ShardingConfig",
@@ -33,6 +36,7 @@ __all__ = [
     "cut_over_tensor",
     "place",
     "placements_of",
+    "with_layout",
     "settings_of",
     "with_settings_listed",
 ]

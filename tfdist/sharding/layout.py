@@ -21,7 +21,7 @@ import numpy as np
 
 from tfdist import errors
 from tfdist.mesh import Coordinate, DeviceMesh
-from tfdist.sharding.placements import Own, Replicate, Shard
+from tfdist.sharding.placements import Own, Partial, Replicate, Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Layout:
         shape: the global shape.
         mesh: the mesh; only its axis sizes matter.
         tensor: `Replicate()` or `Shard(axis)` over the mesh's tensor axis.
-        data: `Replicate()`, `Shard()` (flat) or `Own(rank)` over the mesh's data axis.
+        data: `Replicate()`, `Shard()` (flat), `Own(rank)` or `Partial()` over the mesh's data axis.
         pipe_owners: the pipeline coordinates that store the variable, ascending; None: all of them.
 
     Raises:
@@ -47,15 +47,16 @@ class Layout:
     shape: tuple[int, ...]
     mesh: DeviceMesh
     tensor: Replicate | Shard = Replicate()
-    data: Replicate | Shard | Own = Replicate()
+    data: Replicate | Shard | Own | Partial = Replicate()
     pipe_owners: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         if not isinstance(self.tensor, Replicate | Shard):
             raise ValueError(errors.message("`tensor` must be `Replicate()` or `Shard(axis)`.", tensor=self.tensor))
-        if not isinstance(self.data, Replicate | Shard | Own):
-            raise ValueError(errors.message("`data` must be `Replicate()`, `Shard()` or `Own(rank)`.", data=self.data))
+        if not isinstance(self.data, Replicate | Shard | Own | Partial):
+            expected = "`data` must be `Replicate()`, `Shard()`, `Own(rank)` or `Partial()`."
+            raise ValueError(errors.message(expected, data=self.data))
         if isinstance(self.data, Own) and not 0 <= self.data.rank < self.mesh.data_parallel_size:
             raise ValueError(
                 errors.message(f"`data` must be owned by a rank in [0, {self.mesh.data_parallel_size}).", data=self.data)
@@ -91,6 +92,16 @@ class Layout:
     @property
     def is_tensor_sharded(self) -> bool:
         return isinstance(self.tensor, Shard)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some rank stores less than all of the variable."""
+        return isinstance(self.data, Shard | Own) or self.is_tensor_sharded or self.pipe_owners is not None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether each data rank stores a summand of the variable."""
+        return isinstance(self.data, Partial)
 
     @property
     def num_elements(self) -> int:
@@ -167,13 +178,15 @@ class Layout:
     def shard(self, full: np.ndarray, coordinate: Coordinate) -> np.ndarray:
         """Returns the component that the rank at `coordinate` stores of the global array `full`; `unshard` inverts it.
 
-        Empty for a rank that another one owns the variable for.
+        Empty for a rank that another one owns the variable for. Of summands the first data rank's is all of it.
         """
         if not self.stores(coordinate):
             return np.zeros((0,), np.asarray(full).dtype)
         local = np.asarray(full).reshape(self.shape)[self.tensor_slices(coordinate)]
         if self.is_tensor_sharded:
             local = np.pad(local, self.tensor_padding(coordinate))
+        if self.is_partial and coordinate.data:
+            return np.zeros_like(local)
         if not self.is_data_sharded:
             return local.copy()
         start, stop = self.flat_range(coordinate)
@@ -186,7 +199,7 @@ class Layout:
         pipe = self.first_pipe
         full = np.empty(self.shape, next(iter(components.values())).dtype)
         for tensor in range(self.mesh.tensor_parallel_size):
-            local = np.empty(self.local_elements, full.dtype)
+            local = np.zeros(self.local_elements, full.dtype)
             for data in range(self.mesh.data_parallel_size) if self.data_owner is None else [self.data_owner]:
                 coordinate = Coordinate(data, pipe, tensor)
                 component = np.asarray(components[coordinate])
@@ -194,7 +207,7 @@ class Layout:
                     start, stop = self.flat_range(coordinate)
                     local[start:stop] = component[: stop - start]
                 else:
-                    local = component.reshape(-1)
+                    local = component.reshape(-1) + (local if self.is_partial else 0)
             place = self.tensor_slices(Coordinate(0, pipe, tensor))
             sizes = tuple(slice(0, len(range(*index.indices(size)))) for index, size in zip(place, self.shape, strict=True))
             full[place] = local.reshape(self.local_shape)[sizes]

@@ -51,6 +51,7 @@ from tfdist.sharding import (
     current_owners,
     keras_scope,
     tensor_cut,
+    with_layout,
 )
 
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
@@ -89,7 +90,7 @@ class ShardedExtendedMixin:
         if layout is None or not is_slot:
             self._share_initial_value(kwargs, layout)
         if layout is None:
-            return super()._create_variable(next_creator, **kwargs)
+            return with_layout(super()._create_variable(next_creator, **kwargs), self._sharding.mesh)
         kwargs.pop("colocate_with", None)
         return self._create_sharded(next_creator, layout, is_slot, kwargs)
 
@@ -113,14 +114,13 @@ class ShardedExtendedMixin:
             return None if keras_scope.in_optimizer() else self._parameter_layout(kwargs)
         if not isinstance(reference, values.DistributedVariable):
             return None
-        layout = reference.layout if isinstance(reference, ShardedVariable) else None
-        if layout is None and isinstance(self._sharding.placements.optimizer_state, Replicate):
+        layout = reference.layout
+        owners = layout.pipe_owners
+        if not layout.is_sharded and isinstance(self._sharding.placements.optimizer_state, Replicate):
             return None
-        owners = layout.pipe_owners if layout is not None else None
         full = self._initial_spec(kwargs, owners)
         if not full.dtype.is_floating or full.shape != reference.shape:
             return None if owners is None else Layout(full.shape, self._sharding.mesh, pipe_owners=owners)
-        layout = layout or self._sharding.parameter_layout(full.shape.as_list())
         owner = owner_of(keras_scope.current_layer(), reference)
         if owner is not None:
             return dataclasses.replace(layout, tensor=Replicate(), data=Own(owner))

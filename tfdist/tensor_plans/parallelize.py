@@ -20,7 +20,7 @@ from tfdist.layers import (
     VocabParallelEmbedding,
     VocabParallelReversibleEmbedding,
 )
-from tfdist.sharding import ShardedVariable, config_of
+from tfdist.sharding import config_of
 from tfdist.tensor_plans.layer_cuts import LayerCut, resolve
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, VOCAB
 
@@ -172,5 +172,4 @@ def _size(variable: keras.Variable) -> int:
 
 
 def _local_size(variable: keras.Variable) -> int:
-    value = variable._value
-    return value.layout.local_elements if isinstance(value, ShardedVariable) else _size(variable)
+    return variable._value.layout.local_elements

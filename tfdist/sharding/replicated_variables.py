@@ -1,0 +1,56 @@
+"""Variables that no rank stores a mere part of: TensorFlow's own kinds, with a layout as every variable has.
+
+Note: identity. A variable that is not sharded stays a `MirroredVariable`, and one that ranks add up stays a `SyncOnReadVariable`,
+since TensorFlow, Keras and users' code test for these classes (Keras's own tests for the name, too). This file is the one
+exception to a variable being a `ShardedVariable`.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+from tensorflow.python.distribute import values
+
+from tfdist.mesh import DeviceMesh
+from tfdist.sharding.layout import Layout
+from tfdist.sharding.placements import Partial, Replicate
+
+
+class _WithLayout:
+    """The part that both kinds share: made from TensorFlow's variable, whose components they take over.
+
+    Args:
+        variable: TensorFlow's, just made; it is not used any more.
+        mesh: the strategy's.
+    """
+
+    _data: Replicate | Partial
+
+    def __init__(self, variable: values.DistributedVariable, mesh: DeviceMesh):
+        super().__init__(variable.distribute_strategy, variable._values, variable.aggregation, variable._policy)
+        self.layout = Layout(tuple(variable.shape.as_list()), mesh, data=self._data)
+
+
+class ReplicatedMirroredVariable(_WithLayout, values.MirroredVariable):
+    """A variable of which every rank stores all."""
+
+    _data = Replicate()
+
+
+class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
+    """A variable of which every rank stores a summand: metrics' totals, gradients that are added up before they are reduced."""
+
+    _data = Partial()
+
+
+def with_layout(variable: tf.Variable, mesh: DeviceMesh) -> tf.Variable:
+    """Returns a variable that TensorFlow has made as one that has a layout.
+
+    Left alone is what no layout describes: a shape that is not known, and values of ranks that are averaged when they are read.
+    """
+    if not variable.shape.is_fully_defined():
+        return variable
+    if type(variable) is values.MirroredVariable:
+        return ReplicatedMirroredVariable(variable, mesh)
+    if type(variable) is values.SyncOnReadVariable and variable.aggregation == tf.VariableAggregation.SUM:
+        return PartialSyncOnReadVariable(variable, mesh)
+    return variable
