@@ -16,6 +16,7 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="u
 LEVELS = {
     "errors": 0,
     "autograph": 0,
+    "custom_gradients": 0,
     "override": 0,
     "runtime": 1,
     "mesh": 2,
@@ -40,6 +41,7 @@ TOP = "__init__.py"  # may import everything
 
 PRIVATE = {
     "autograph.py",
+    "custom_gradients.py",
     "runtime/coordination.py",
     "collectives/program.py",
     "collectives/python_calls.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import warnings
@@ -10,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework import func_graph
 
 import tfdist
 from tfdist.collectives import (
@@ -49,10 +51,12 @@ def run_everything() -> dict[str, Any]:
         found[f"{implementation} groups"] = sorted(strategy.extended.communicator.exchanges)
         found[f"{implementation} directories"] = [call.kwargs["dir"] for call in made.call_args_list]
         found[implementation] = collectives_of(strategy)
+        found[f"{implementation} graphs of collectives"] = graphs_kept(strategy, every_collective)
         strategy = strategy_of(implementation, pipeline_parallel_size=WORKERS)
         mailbox = strategy.extended.communicator.mailbox
         found[f"{implementation} mailbox"] = None if mailbox is None else sorted(mailbox.peers)
         found[f"{implementation} messages"] = messages_of(strategy)
+        found[f"{implementation} graphs of messages"] = graphs_kept(strategy, pass_on)
     found["left behind"] = [str(path) for path in pathlib.Path("/dev/shm").glob(f"tfdist-{os.getpid()}-*")]
     found["other groups"] = groups_where_memory_cannot_be_shared()
     return found
@@ -92,23 +96,13 @@ def messages_of(strategy: Any) -> dict[str, Any]:
     """What a pipeline's ranks receive that send each other, in a ring: of every dtype, of lengths known when it runs only, and in
     a loop; some of it is read by nobody."""
     rank = strategy.cluster.worker_index
-    before, behind = (rank - 1) % WORKERS, (rank + 1) % WORKERS
-
-    def exchange(x: tf.Tensor) -> dict[str, tf.Tensor]:
-        program, rows, found = current_program(), tf.shape(x)[0], {}
-        for name in (*DTYPES, "bool", "unread"):
-            mine = tf.cast(x, name) if name in DTYPES else tf.cast(tf.cast(x, tf.int32) % 2, "bool")
-            edges.send(program, mine, behind, name)
-            found[name] = edges.receive(program, tf.TensorSpec(mine.shape, mine.dtype), rows, before, name)
-        return {name: tf.cast(x, tf.float64) for name, x in found.items() if name != "unread"}
-
-    step = tf.function(lambda x: strategy.run(exchange, args=(x,)), autograph=False)
+    step = tf.function(lambda x: strategy.run(pass_on, args=(x,)), autograph=False)
     varying = tf.function(step.python_function, [tf.TensorSpec([None, 2])], autograph=False)
 
     @tf.function
     def loop(x: tf.Tensor) -> tf.Tensor:
         for _ in tf.range(5):
-            x = tf.cast(strategy.run(exchange, args=(x,))["float64"], tf.float32) + 1.0
+            x = tf.cast(strategy.run(pass_on, args=(x,))["float64"], tf.float32) + 1.0
         return x
 
     values = np.arange(14.0, dtype=np.float32).reshape(7, 2) + 100 * rank
@@ -117,6 +111,27 @@ def messages_of(strategy: Any) -> dict[str, Any]:
     mailbox = strategy.extended.communicator.mailbox
     found["unread"] = None if mailbox is None else sum(map(len, mailbox._arrived.values()))
     return found | {"loop": loop(tf.constant(values)).numpy()}
+
+
+def pass_on(x: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Sends `x` to the rank behind and receives that of the rank before, in every dtype."""
+    program, rows, found = current_program(), tf.shape(x)[0], {}
+    before, behind = (program.rank - 1) % WORKERS, (program.rank + 1) % WORKERS
+    for name in (*DTYPES, "bool", "unread"):
+        mine = tf.cast(x, name) if name in DTYPES else tf.cast(tf.cast(x, tf.int32) % 2, "bool")
+        edges.send(program, mine, behind, name)
+        found[name] = edges.receive(program, tf.TensorSpec(mine.shape, mine.dtype), rows, before, name)
+    return {name: tf.cast(x, tf.float64) for name, x in found.items() if name != "unread"}
+
+
+def graphs_kept(strategy: Any, on_rank: Any) -> list[int]:
+    """Returns how many graphs of functions there are after each of some traces of one step, of which none is used any more."""
+    counts = []
+    for _ in range(5):
+        tf.function(lambda x: strategy.run(on_rank, args=(x,)), autograph=False)(tf.ones([6, 2]))
+        gc.collect()
+        counts.append(sum(isinstance(one, func_graph.FuncGraph) for one in gc.get_objects()))
+    return counts
 
 
 def digest(values: np.ndarray) -> np.ndarray:

@@ -40,6 +40,14 @@ def test_messages_of_a_pipeline(found, way):
         assert received["unread"] == (0 if way == "AUTO" else None), "what nobody needs is taken all the same"
 
 
+@pytest.mark.parametrize("what", ["collectives", "messages"])
+@pytest.mark.parametrize("way", ["AUTO", "RING"])
+def test_a_step_that_is_traced_again_leaves_no_graph_behind(found, way, what):
+    for worker in found:
+        counts = worker[f"{way} graphs of {what}"]
+        assert len(set(counts[1:])) == 1, counts
+
+
 def test_both_ways_agree(found):
     """All values are small whole numbers, of which every sum is exact."""
     for worker in found:

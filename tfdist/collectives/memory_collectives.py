@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,8 +103,16 @@ def _move(
         # That it reads its turn keeps it from being folded.
         turn = tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)
 
-    def run(key: Any, _: Any, *arrays: np.ndarray) -> None:
-        move(arrays[: len(parts)], arrays[len(parts) :], key=int(key))
-
     results = [(shape, dtype) for shape in shapes]
-    return call_python(program, run, [key, turn, *parts], results, program.token())
+    return call_python(program, _Turns(move, len(parts)), [key, turn, *parts], results, program.token())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """What one such operation calls. It is kept for ever, and so holds no tensor, which would keep its graph."""
+
+    move: Callable[..., None]
+    num_parts: int
+
+    def __call__(self, key: Any, _: Any, *arrays: np.ndarray) -> None:
+        self.move(arrays[: self.num_parts], arrays[self.num_parts :], key=int(key))

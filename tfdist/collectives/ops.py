@@ -20,6 +20,7 @@ from tfdist import errors
 from tfdist.collectives import wire
 from tfdist.collectives.program import RankProgram, log2_ceiling
 from tfdist.collectives.where import current_program
+from tfdist.custom_gradients import custom_gradient
 
 _REDUCE_OPS = ("sum", "mean", "max", "min")
 
@@ -52,7 +53,7 @@ def all_reduce(x: tf.Tensor, mesh_axis: str = "data", *, reduce_op: str = "sum",
             raise ValueError(errors.message('`reduce_op="mean"` needs a floating dtype.', dtype=x.dtype.name))
         return all_reduce(x, mesh_axis, label=label) / len(ranks)
 
-    @tf.custom_gradient
+    @custom_gradient
     def reduce(x):
         def gradient(upstream):
             if reduce_op != "sum":
@@ -94,7 +95,7 @@ def all_gather(x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, l
     if uneven or x.shape[0] is None or program.is_eager:
         return all_gather_uneven(program, x, ranks, mesh_axis, label)
 
-    @tf.custom_gradient
+    @custom_gradient
     def gather(x):
         def gradient(upstream):
             return reduce_scatter(upstream, mesh_axis, label=f"{label}/gradient")
@@ -117,7 +118,7 @@ def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...]
     # The padding and the mask are ordinary differentiable ops; only the trip in the middle needs an adjoint.
     padded = tf.pad(x, [[0, rows - length]] + [[0, 0]] * inner.rank)
 
-    @tf.custom_gradient
+    @custom_gradient
     def gather(padded):
         def gradient(upstream):
             pieces = tf.ensure_shape(tf.reshape(upstream, [len(ranks), rows, *inner]), [len(ranks), None, *inner])
@@ -154,7 +155,7 @@ def reduce_scatter(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "reduc
     mine = max(0, min((index + 1) * chunk, rows) - index * chunk)
     padding = [[0, chunk * size - rows]] + [[0, 0]] * (x.shape.rank - 1)
 
-    @tf.custom_gradient
+    @custom_gradient
     def scatter(x):
         def gradient(upstream):
             short = [[0, chunk - mine]] + [[0, 0]] * (x.shape.rank - 1)
@@ -192,7 +193,7 @@ def all_to_all(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "all_to_al
             )
         )
 
-    @tf.custom_gradient
+    @custom_gradient
     def exchange(x):
         def gradient(upstream):
             return all_to_all(upstream, mesh_axis, label=f"{label}/gradient")
@@ -225,7 +226,7 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
     _check_static("broadcast", x)
     is_root = ranks[root] == program.rank
 
-    @tf.custom_gradient
+    @custom_gradient
     def copy(x):
         def gradient(upstream):
             total = all_reduce(upstream, mesh_axis, label=f"{label}/gradient")

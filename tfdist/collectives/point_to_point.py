@@ -16,6 +16,7 @@ from tfdist import errors
 from tfdist.collectives import wire
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.where import current_program
+from tfdist.custom_gradients import custom_gradient
 
 
 def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str = "send") -> tf.Tensor:
@@ -42,7 +43,7 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
     if not x.shape.is_fully_defined():
         raise ValueError(errors.message("`send` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`."))
 
-    @tf.custom_gradient
+    @custom_gradient
     def leave(x):
         def gradient(_):
             # Not times the receipt's gradient: what arrives is the whole gradient of the receiver's loss, scaled as that is.
@@ -87,7 +88,7 @@ def receive(
         raise ValueError(errors.message("`receive` needs a static `shape`.", shape=shape))
     wire.check_dtype("receive", tf.TensorSpec(shape, dtype))
 
-    @tf.custom_gradient
+    @custom_gradient
     def arrive(anchor):
         def gradient(upstream):
             sent = wire.broadcast_send(program, upstream, pair, "send", f"{label}/gradient")

@@ -31,6 +31,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, activations, rank_program
+from tfdist.custom_gradients import custom_gradient
 from tfdist.mesh import current_mesh
 from tfdist.sharding import tape
 
@@ -170,7 +171,7 @@ def _region(x: tf.Tensor, forward: _Step, backward: _Step) -> tf.Tensor:
     if program is None:
         return x
 
-    @tf.custom_gradient
+    @custom_gradient
     def border(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         y = forward(program, x)
 

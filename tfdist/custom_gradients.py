@@ -1,0 +1,66 @@
+"""`tf.custom_gradient` without its leak: TensorFlow's keeps the graph of every traced call as long as the process lives.
+
+TensorFlow registers the gradient function of every traced call under a new name, for ever, and that function holds tensors of the
+graph. A step that is traced again (for a last batch of another size) would leave its whole graph behind. Here one function is
+registered under one name, and finds the gradient of an operation on that operation's graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+_NAME = "TfdistCustomGradient"
+_GRADIENTS_OF_GRAPH = "_tfdist_custom_gradients"
+
+
+def custom_gradient(function: Callable[..., tuple[Any, Callable[..., Any]]]) -> Callable[..., Any]:
+    """Decorates `function`, which returns its result and the function of its gradient, as `tf.custom_gradient` does.
+
+    Args:
+        function: takes tensors, reads no variables, and returns (result, gradient). The result is a tensor or several.
+            `gradient(*upstream)` takes one upstream gradient per tensor of the result and returns one gradient per argument.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        if tf.executing_eagerly():
+            return tf.custom_gradient(function)(*arguments)
+        inputs = [tf.convert_to_tensor(x) for x in arguments]
+        result, gradient = function(*inputs)
+        results = tf.nest.flatten(result)
+
+        def gradients(*upstream: Any) -> list[Any]:
+            return tf.nest.flatten(gradient(*upstream))
+
+        with record.stop_recording():
+            outputs = _with_gradient(results, inputs, gradients)
+        record.record_operation(function.__name__, outputs, inputs, gradients)
+        return tf.nest.pack_sequence_as(result, outputs)
+
+    return call
+
+
+def _with_gradient(results: list[tf.Tensor], inputs: list[tf.Tensor], gradients: Callable[..., list[Any]]) -> list[tf.Tensor]:
+    """Returns `results` as outputs of an operation that has `gradients` also where no tape looks: in branches and functions."""
+    _register()
+    graph = tf.compat.v1.get_default_graph()
+    with graph.gradient_override_map({"IdentityN": _NAME}):
+        outputs = tf.identity_n([*results, *inputs])
+    if not hasattr(graph, _GRADIENTS_OF_GRAPH):
+        setattr(graph, _GRADIENTS_OF_GRAPH, {})
+    count = len(results)
+    known = getattr(graph, _GRADIENTS_OF_GRAPH)
+    known[outputs[0].op.name] = lambda *upstream: [*[None] * count, *gradients(*upstream[:count])]
+    return outputs[:count]
+
+
+@functools.cache
+def _register() -> None:
+    @tf.RegisterGradient(_NAME)
+    def of_operation(operation: tf.Operation, *upstream: Any) -> list[Any]:
+        return getattr(operation.graph, _GRADIENTS_OF_GRAPH)[operation.name](*upstream)
