@@ -254,7 +254,7 @@ def test_refusals():
                 split_batches(scalars, num_parts, (0,))
     with pytest.raises(ValueError, match=r"same number of rows, not \[4, 5\]"):
         split_batches(Dataset.from_tensors((np.zeros((4, 2)), np.zeros(5))), 2, (0,))
-    with pytest.raises(NotImplementedError, match="a DatasetSpec has no rows to cut"):
+    with pytest.raises(NotImplementedError, match="a DatasetSpec has no rows to split"):
         split_batches(Dataset.range(8).window(4), 2, (0,))
-    with pytest.raises(NotImplementedError, match="a OptionalSpec has no rows to cut"):
+    with pytest.raises(NotImplementedError, match="a OptionalSpec has no rows to split"):
         split_batches(batches.map(tf.experimental.Optional.from_value), 2, (0,))

@@ -1,7 +1,7 @@
-"""What a worker that is not the chief saves into: the stores of Keras, without the files.
+"""What a worker that is not the chief saves a model into: the stores of Keras, without the files.
 
-Everything but the file is Keras's own code, so a variable is read here when, and only when, the chief reads it. Each value is
-dropped as soon as it is read. The names are private to Keras (`keras.src.saving.saving_lib`):
+Everything but the file is Keras's own code, so such a worker reads a variable when, and only when, the chief reads it. Each value
+is dropped as soon as it is read. The names of the stores are private to Keras (`keras.src.saving.saving_lib`):
 tests/checkpoint/test_private_names_of_saving.py fails when they change.
 """
 
@@ -72,7 +72,7 @@ class DiscardingGroup:
 
 
 class DiscardingFile(DiscardingGroup, h5py.File):
-    """An HDF5 file open for writing, for whoever looks at the class, and no file at all."""
+    """No file at all, and an HDF5 file that is open for writing to whoever looks at the class."""
 
     def __init__(self, filename: Any = ""):
         DiscardingGroup.__init__(self)  # not h5py's, which opens a file
@@ -93,7 +93,7 @@ class DiscardingFile(DiscardingGroup, h5py.File):
 
 
 class DiscardingStore(saving_lib.H5IOStore):
-    """Where a reader's variables go."""
+    """Takes the variables that a worker reads while the chief saves them, and drops them."""
 
     def __init__(self) -> None:
         super().__init__("discarded", mode="w")
@@ -103,7 +103,7 @@ class DiscardingStore(saving_lib.H5IOStore):
 
 
 class DiscardingShardedStore(saving_lib.ShardedH5IOStore):
-    """The same for weights in several files: a variable larger than a file may be is refused as on the chief."""
+    """Does the same for weights in several files. It refuses a variable larger than a file may be, as Keras does on the chief."""
 
     def __init__(self, path: str | pathlib.Path, max_shard_size: float):
         super().__init__(path, max_shard_size, mode="w")
@@ -112,11 +112,14 @@ class DiscardingShardedStore(saving_lib.ShardedH5IOStore):
         return DiscardingFile(path_or_io)
 
     def close(self) -> None:
-        self.h5_file = None  # Keras's own also writes the index
+        self.h5_file = None  # Keras's own `close` also writes the index
 
 
 class DiscardingAssets(saving_lib.DiskIOStore):
-    """Where a reader's assets go: `save_assets` may read variables too, so it must run. Its directory goes with the next."""
+    """Gives a layer's `save_assets`, which may read variables and so must run, a temporary directory.
+
+    The directory is removed when the next layer is given one, or at the end.
+    """
 
     def __init__(self) -> None:
         self._directory: str | None = None  # not Keras's `__init__`, which makes a directory before any is needed

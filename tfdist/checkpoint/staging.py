@@ -10,17 +10,17 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def staged(path: str | os.PathLike) -> Iterator[str]:
-    """Gives a path to write to; what was written there takes the place of `path` when the block ends without an error.
+    """Gives a path to write to; what the block writes there takes the place of `path` when the block ends without an error.
 
-    A process that is killed inside the block leaves the old file as it was. It also leaves the staging directory, which the
-    next `staged` of the same path removes.
+    A process that is killed inside the block leaves the old file as it was. The process also leaves the staging directory, which
+    the next `staged` of the same path removes.
 
         model.keras                                     the old file
         .tfdist-saving-model.keras/model.keras          what the block writes
-        .tfdist-saving-model.keras/model_00000.h5       it may write more files beside it; they are moved first
+        .tfdist-saving-model.keras/model_00000.h5       more files that the block may write beside it; they are moved first
 
-    One file is replaced atomically. Several files, or a directory that exists already, are replaced file by file: each is
-    whole, but a kill between two moves leaves new ones beside old ones. Disk: old and new at the same time.
+    One file is replaced atomically. Several files, or a directory that exists already, are replaced file by file: each file is
+    whole, but a kill between two moves leaves new files beside old ones. The disk holds old and new files at the same time.
 
     Args:
         path: a file or directory on a local file system (also a mounted one), in a directory that exists.
@@ -30,7 +30,7 @@ def staged(path: str | os.PathLike) -> Iterator[str]:
     """
     target = os.path.abspath(os.fspath(path))
     directory, name = os.path.split(target)
-    # Beside the file that a link points to: only on the same file system is a move atomic.
+    # The staging directory is beside the file that a link points to: only on the same file system is a move atomic.
     staging = os.path.join(os.path.dirname(os.path.realpath(target)), f".tfdist-saving-{name}")
     shutil.rmtree(staging, ignore_errors=True)
     os.mkdir(staging)
@@ -55,6 +55,7 @@ def _flush(path: str) -> None:
 
 
 def _move(source: str, destination: str) -> None:
+    """Moves a file over another, or all files of a directory over those of another."""
     if os.path.isdir(source) and os.path.isdir(destination):
         for name in sorted(os.listdir(source)):
             _move(os.path.join(source, name), os.path.join(destination, name))

@@ -1,4 +1,4 @@
-"""What this worker does when a model is saved."""
+"""What this worker does when a model is saved: all, nothing but reading, or what Keras does without tfdist."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from typing import Any
 class WritingRole(enum.Enum):
     """What this worker does when a model is saved, and what that costs beyond the model.
 
-    Reading a variable that is sharded over workers is a collective: all workers must read the same ones in the same order.
+    Reading a variable that is sharded over workers is a collective: all workers must read the same variables in the same order.
     """
 
     ALONE = "alone"
-    """No tfdist strategy over several workers made the model: everything is Keras's own affair."""
+    """The worker saves as Keras does: no tfdist strategy over several workers made the model."""
     CHIEF = "chief"
-    """Reads and writes. Disk: the new file beside the old one until it is whole."""
+    """The worker reads the variables and writes the file. The disk holds the new file beside the old one until the new one is
+    whole."""
     READER = "reader"
-    """Reads what the chief reads and drops it. Memory: one variable. Disk: nothing, but for what a layer's `save_assets` writes
-    in a temporary directory, layer by layer."""
+    """The worker reads what the chief reads and drops it. It holds one variable at a time in memory, and on disk nothing but what
+    a layer's `save_assets` writes in a temporary directory, layer by layer."""
 
 
 def cluster_strategy(model: Any) -> Any | None:
     """Returns the tfdist strategy over several workers that made `model`, None where there is none.
 
     Such a strategy has `cluster` (with `is_chief` and `num_workers`), `barrier(name)`, which returns when all workers have
-    called it, and `share(name, value)`, which returns the chief's value on all of them. Both take a name again and again.
+    called it, and `share(name, value)`, which returns the chief's value on all of them. Both may be called with one name again
+    and again.
     """
     for strategy in _strategies(model):
         cluster = getattr(strategy, "cluster", None)
@@ -56,15 +58,15 @@ def writing_role(model: Any) -> WritingRole:
 
 
 def chief_decides(strategy: Any, name: str, decision: bool) -> bool:
-    """Returns the chief's `decision` on every worker: where workers decide each for itself, one may save and the other not."""
+    """Returns the chief's `decision` on every worker: if each decided for itself, one worker might save and another not."""
     return strategy.share(name, "yes" if decision else "no") == "yes"
 
 
 @contextlib.contextmanager
 def all_workers_inside(strategy: Any, name: str) -> Iterator[None]:
-    """A block that no worker enters before all are there, nor leaves before all have come to its end.
+    """A block that no worker enters before all workers are there, nor leaves before all have come to its end.
 
-    Where only such blocks change files, no worker reads a file while the chief changes it. An error leaves the block at once.
+    If only such blocks change files, no worker reads a file while the chief changes it. An error leaves the block at once.
     """
     strategy.barrier(f"{name}/begin")
     yield

@@ -1,6 +1,6 @@
 """What two workers compare to find out that they read the same data in the same order.
 
-A signature lists the pipeline from its end to its sources, without running it:
+A signature lists the transformations of a dataset from its end to its sources, without running it:
 
     dataset                        element_spec, cardinality, deterministic     the whole
     BatchDataset                   batch_size, drop_remainder
@@ -11,19 +11,19 @@ A signature lists the pipeline from its end to its sources, without running it:
 
 Note: seeds
     TensorFlow derives two numbers from the global seed (`keras.utils.set_random_seed`) and an op's own `seed` when the op or the
-    dataset is *built*. Built in the same order after the same `set_random_seed`, they are the same on every worker; an extra
-    random op on one worker shifts all that follow, which shows here. With neither seed both numbers are 0, and the op asks the
-    operating system when it runs: then no two workers agree.
+    dataset is *built*. If workers build their ops in the same order after the same `set_random_seed`, these numbers are the same
+    on every worker; an extra random op on one worker shifts those of all ops that follow, which the signature shows. With neither
+    seed both numbers are 0, and the op asks the operating system when it runs: then no two workers agree.
 
 Note: what is not seen
-    Python code (generators, `py_function`); the state of a `tf.random.Generator` or of Keras's random layers; what a function
-    captures; floats; `interleave(deterministic=False)`; the choices of `choose_from_datasets`, which TensorFlow hides in a
-    `VariantDataset`; how often a dataset was iterated before (each time moves its reshuffling on); random ops in a parallel
-    `map`, which draw in the order in which they happen to run.
+    A signature does not show Python code (generators, `py_function`); the state of a `tf.random.Generator` or of Keras's random
+    layers; what a function captures; floats; `interleave(deterministic=False)`; the choices of `choose_from_datasets`, which
+    TensorFlow hides in a `VariantDataset`; how often a dataset was iterated before (each iteration moves its reshuffling on);
+    random ops in a parallel `map`, which draw in the order in which they happen to run.
 
-The walk reads private attributes of TensorFlow's objects: `_inputs`, `_functions` and `_ATTRIBUTES` of datasets, `_functions` of
-graphs. Of a dataset that lacks one it lists the rest, so a name that TensorFlow changes goes unnoticed here;
-tests/data/test_signature.py notices.
+The walk through a dataset reads private attributes of TensorFlow's objects: `_inputs`, `_functions` and `_ATTRIBUTES` of
+datasets, `_functions` of graphs. Of a dataset that lacks an attribute the signature lists the others, so a name that TensorFlow
+changes goes unnoticed here; tests/data/test_signature.py notices.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ _ATTRIBUTES = """
     _cycle_length _block_length _deterministic _stop_on_empty_dataset
 """.split()
 
-# They pass every element on, in order: workers may differ in them.
+# Datasets that pass every element on, in order: workers may differ in them.
 _TRANSPARENT = {"PrefetchDataset", "OptionsDataset"}
 
-_HEAD_VALUES = 64  # of a source, and of a constant
+_HEAD_VALUES = 64  # so many values of a source, or of a constant, are compared
 
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSignature:
     """What can be told about the elements of a dataset and their order without running it; `dataset_signature` makes it.
 
-    Two equal signatures do not prove equal data, see "Note: what is not seen" in this module; two different ones prove that the
-    workers run different pipelines.
+    Two equal signatures do not prove equal data, see "Note: what is not seen" in this module; two different signatures prove that
+    the workers read different datasets.
 
     Args:
-        entries: pairs of a name ("ShuffleDataset", "RandomUniform in MapDataset") and what is known of it by attribute; the
-            whole first, then from the end of the pipeline to its sources.
+        entries: pairs of a name ("ShuffleDataset", "RandomUniform in MapDataset") and what is known of it by attribute; first the
+            dataset as a whole, then its transformations from the end to the sources.
     """
 
     entries: tuple[tuple[str, _Values], ...]
@@ -84,13 +84,13 @@ class DatasetSignature:
 def dataset_signature(dataset: tf.data.Dataset) -> DatasetSignature:
     """Lists what the elements of `dataset` and their order depend on.
 
-    Takes milliseconds: nothing is iterated, and of data in memory only the first values are read.
+    Making a signature takes milliseconds: nothing is iterated, and of data in memory only the first values are read.
 
     Args:
-        dataset: any dataset. Of kinds unknown to this module it lists the names.
+        dataset: any dataset. Of a kind that this module does not know, the signature has the name only.
 
     Returns:
-        Its signature.
+        The signature of `dataset`.
 
     Raises:
         ValueError: `dataset` is not a `tf.data.Dataset`.
@@ -106,15 +106,15 @@ def dataset_signature(dataset: tf.data.Dataset) -> DatasetSignature:
 
 
 def unseeded(signature: DatasetSignature) -> list[str]:
-    """Returns the parts of a pipeline that shuffle or draw at random without any seed: they differ on every worker.
+    """Returns the parts of a dataset that shuffle or draw at random without any seed: they differ on every worker.
 
-    `keras.utils.set_random_seed(...)` before the pipeline is built, or a `seed` argument, seeds them.
+    `keras.utils.set_random_seed(...)` before the dataset is built, or a `seed` argument, seeds them.
 
     Args:
-        signature: of the pipeline.
+        signature: the signature of the dataset.
 
     Returns:
-        One text each, such as "ShuffleDataset(buffer_size=1024)"; empty when all is seeded.
+        One text for each such part, like "ShuffleDataset(buffer_size=1024)"; empty when all parts are seeded.
     """
     return [
         _text(name, {key: values[key] for key in ("buffer_size",) if key in values})
@@ -124,13 +124,13 @@ def unseeded(signature: DatasetSignature) -> list[str]:
 
 
 def unordered(signature: DatasetSignature) -> list[str]:
-    """Returns the parts of a pipeline that may yield their elements in another order on each run (`deterministic=False`).
+    """Returns the parts of a dataset that may yield their elements in another order on each run (`deterministic=False`).
 
     Args:
-        signature: of the pipeline.
+        signature: the signature of the dataset.
 
     Returns:
-        One text each, such as "ParallelMapDataset(deterministic='false')"; "dataset(...)" stands for the option
+        One text for each such part, like "ParallelMapDataset(deterministic='false')"; "dataset(...)" stands for the option
         `tf.data.Options.deterministic`. An `interleave(deterministic=False)` cannot be seen.
     """
     return [
@@ -141,11 +141,11 @@ def unordered(signature: DatasetSignature) -> list[str]:
 
 
 def difference(mine: DatasetSignature, theirs: DatasetSignature) -> str | None:
-    """Returns the first difference of two signatures in words ("here" is `mine`, "there" is `theirs`), None if there is none.
+    """Returns the first difference of two signatures in words ("here" is `mine`, "there" is `theirs`), None if they are equal.
 
     Args:
         mine: the signature of this worker's dataset.
-        theirs: that of another worker's.
+        theirs: the signature of another worker's dataset.
     """
     for one, other in itertools.zip_longest(mine.entries, theirs.entries):
         if one == other:
@@ -167,7 +167,7 @@ def _text(name: str, values: _Values) -> str:
 def _walk(dataset: tf.data.Dataset) -> Iterator[tuple[str, _Values]]:
     """Yields the entries of `dataset` and of what it reads from: each dataset before its inputs, these in order."""
     seen: set[int] = set()
-    waiting = [dataset]  # a stack of our own: pipelines built in a loop are deeper than Python's
+    waiting = [dataset]  # a stack of our own: datasets built in a loop are deeper than Python's
     while waiting:
         node = waiting.pop()
         while isinstance(node, tf.compat.v1.data.Dataset) and hasattr(node, "_dataset"):

@@ -1,4 +1,4 @@
-"""A dataset of global batches, cut in the pieces of this process's devices.
+"""A dataset of global batches, split in the pieces of this process's devices.
 
     a global batch of 10 rows, `num_parts` = 4        data 0    data 1    data 2  data 3
                                                       0 1 2  |  3 4 5  |  6 7  |  8 9
@@ -6,13 +6,13 @@
     worker 1, parts (2, 3), yields                                        6 7  ,  8 9
 
 Note: every worker reads the global batch
-    All workers run the same program, so all build the same dataset of global batches. Each iterates it whole and keeps its own
-    rows: order, shuffling, partial last batches and what `batch` drops are those of one process, by construction. TensorFlow's
-    auto-sharding instead cuts the *source* and batches what is left, which changes the examples that meet in a batch. The
-    price is that every worker reads and transforms all examples; who cannot pay it lets each worker read its own part and
-    batch it by the per-worker size.
+    All workers run the same program, so all build the same dataset of global batches. Each worker iterates the whole dataset and
+    keeps its own rows: order, shuffling, partial last batches and what `batch` drops are those of one process, by construction.
+    TensorFlow's auto-sharding instead shards the *source* and batches each worker's shard, which changes the examples that meet
+    in a batch. The price is that every worker reads and transforms all examples; who cannot pay it lets each worker read its own
+    part of the data and batch it by the per-worker size (`distribute_datasets_from_function`).
 
-    It holds as far as the workers' datasets agree; `tfdist.data.dataset_signature` compares them.
+    Batches are those of one process only if the workers' datasets agree; `tfdist.data.dataset_signature` compares them.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
 def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]) -> tf.data.Dataset:
-    """Cuts each global batch in `num_parts` pieces along axis 0 and yields the pieces `parts` of it, one element a piece.
+    """Splits each global batch in `num_parts` pieces along axis 0 and yields the pieces `parts` of it, one element a piece.
 
     With `n = q * num_parts + r` rows in a batch, piece `p` holds the rows
 
-        [p * q + min(p, r),  (p + 1) * q + min(p + 1, r))          the cuts of `numpy.array_split`
+        [p * q + min(p, r),  (p + 1) * q + min(p + 1, r))          the pieces of `numpy.array_split`
 
     so sizes differ by at most one, larger pieces come first, and pieces are empty where `n < num_parts`. All pieces in order are
     the batch. A worker passes the data indices of its devices; an index that several devices share may be repeated.
 
     A dense piece is a view of the batch where it begins at a multiple of 64 bytes, a copy elsewhere; a view costs nothing, and
-    keeps the global batch in memory as long as it lives. The cut draws no random numbers and leaves the pipeline's seeds as
-    they are.
+    keeps the global batch in memory as long as it lives. Splitting draws no random numbers and leaves the dataset's seeds as they
+    are.
 
     Args:
-        dataset: yields global batches: any structure of dense, ragged and sparse tensors whose axis 0 is the batch; None passes
-            unchanged. A batch size that is known (`batch(..., drop_remainder=True)`) and divisible by `num_parts` gives pieces
-            of static size `n / num_parts`; any other gives pieces of unknown size, the same for every part.
-        num_parts: pieces per batch: the data-parallel size of the whole job.
-        parts: the pieces to keep, each in [0, num_parts), in the order in which they are to come.
+        dataset: a dataset of global batches: any structure of dense, ragged and sparse tensors whose axis 0 is the batch; None
+            passes unchanged. A batch size that is known (`batch(..., drop_remainder=True)`) and divisible by `num_parts` gives
+            pieces of static size `n / num_parts`; any other gives pieces of unknown size, the same for every piece.
+        num_parts: how many pieces a batch has: the data-parallel size of the whole job.
+        parts: the pieces to keep, each in [0, num_parts), in the order in which the dataset yields them.
 
     Returns:
-        A dataset of the same structure with `len(parts)` elements for each of `dataset`, with its options.
+        A dataset of the same structure, with the options of `dataset` and `len(parts)` elements for each of its batches.
 
     Raises:
         ValueError: `num_parts` or `parts` are out of range, or an element of `dataset` holds a scalar, or tensors with different
@@ -66,10 +66,10 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
     def pieces(*batch: Any) -> list[Any]:
         if type(dataset.element_spec) is not tuple:  # a tuple, and nothing else, comes as several arguments
             (batch,) = batch
-        cuts = _cuts(_rows(batch), num_parts)
+        bounds = _bounds(_rows(batch), num_parts)
 
         def piece(part: int) -> Any:
-            return tf.nest.map_structure(lambda leaf: _piece(leaf, cuts[part], cuts[part + 1], piece_rows), batch)
+            return tf.nest.map_structure(lambda leaf: _piece(leaf, bounds[part], bounds[part + 1], piece_rows), batch)
 
         return [piece(part) for part in parts]
 
@@ -93,8 +93,7 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
 def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int, ...]) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         raise ValueError(errors.message("`dataset` must be a `tf.data.Dataset`.", dataset=dataset))
-    if isinstance(num_parts, bool) or not isinstance(num_parts, int) or num_parts < 1:
-        raise ValueError(errors.message("`num_parts` must be a positive integer.", num_parts=num_parts))
+    errors.check_integer("num_parts", num_parts, least=1)
     if not parts or not all(isinstance(part, int) and 0 <= part < num_parts for part in parts):
         raise ValueError(
             errors.message(f"`parts` must name at least one piece, each an integer in [0, {num_parts}).", parts=parts)
@@ -102,13 +101,16 @@ def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int,
 
 
 def _static_rows(element_spec: Any) -> int | None:
-    """Returns the number of rows of every batch, None where it is known at run time only; refuses what cannot be cut."""
+    """Returns how many rows every batch has, None where that is known at run time only.
+
+    Raises ValueError or NotImplementedError for batches that cannot be split by rows.
+    """
     specs = [spec for spec in tf.nest.flatten(element_spec) if not isinstance(spec, tf.NoneTensorSpec)]
     for spec in specs:
         if not isinstance(spec, _TENSOR_SPECS):
             raise NotImplementedError(
                 errors.message(
-                    f"`dataset` must yield dense, ragged or sparse tensors; a {type(spec).__name__} has no rows to cut.",
+                    f"`dataset` must yield dense, ragged or sparse tensors; a {type(spec).__name__} has no rows to split.",
                     element_spec=element_spec,
                     fix="Turn it into tensors with `dataset.map(...)`.",
                 )
@@ -134,7 +136,7 @@ def _static_rows(element_spec: Any) -> int | None:
 
 
 def _with_cardinality(dataset: tf.data.Dataset, num_batches: tf.Tensor, num_pieces: int) -> tf.data.Dataset:
-    """Tells `dataset`, a result of `flat_map`, its length: `num_pieces` for each of `num_batches` batches."""
+    """Returns `dataset`, a result of `flat_map`, with its length: `num_pieces` for each of `num_batches` batches."""
     cardinality = tf.get_static_value(num_batches)
     if cardinality is None or cardinality == tf.data.UNKNOWN_CARDINALITY:
         return dataset
@@ -143,11 +145,11 @@ def _with_cardinality(dataset: tf.data.Dataset, num_batches: tf.Tensor, num_piec
     return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))
 
 
-# What follows runs in the graph of the cut.
+# What follows runs in the graph that splits a batch.
 
 
 def _rows(batch: Any) -> tf.Tensor:
-    """Returns the number of rows of `batch`, after checking that its tensors agree on it."""
+    """Returns how many rows `batch` has, after a check that all of its tensors have as many."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     rows, *others = map(_leaf_rows, leaves)
     # The raw op: TensorFlow's function would put each in a branch of its own, which takes longest to trace of all that is here.
@@ -164,7 +166,7 @@ def _rows(batch: Any) -> tf.Tensor:
         for index, other in enumerate(others, start=1)
     ]
     with tf.control_dependencies(checks):
-        # Opaque to shape inference: else a piece of an uneven cut gets a static size, and the workers' shapes differ.
+        # Opaque to shape inference: else an uneven piece gets a static size, and the workers' shapes differ.
         return tf.compat.v1.placeholder_with_default(rows, [])
 
 
@@ -178,14 +180,14 @@ def _leaf_rows(leaf: Any) -> tf.Tensor:
         return tf.shape(leaf, out_type=tf.int64)[0]
 
 
-def _cuts(rows: tf.Tensor, num_parts: int) -> list[tf.Tensor]:
-    """Returns where each part begins, and the last one ends: `num_parts + 1` of shape (1,), as a slice takes them."""
+def _bounds(rows: tf.Tensor, num_parts: int) -> list[tf.Tensor]:
+    """Returns where each piece begins, and the last one ends: `num_parts + 1` tensors of shape (1,), as a slice takes them."""
     part = tf.range(num_parts + 1, dtype=tf.int64)
     return tf.split(part * (rows // num_parts) + tf.minimum(part, rows % num_parts), num_parts + 1)
 
 
 def _piece(leaf: Any, start: tf.Tensor, stop: tf.Tensor, static_rows: int | None) -> Any:
-    """Returns the rows [start, stop) of `leaf`, both (1,); `static_rows` is their number where it is known."""
+    """Returns the rows [start, stop) of `leaf`; both bounds have shape (1,), and `static_rows` is None where it is not known."""
     if leaf is None:
         return None
     if isinstance(leaf, tf.SparseTensor):
@@ -205,7 +207,7 @@ def _sparse_piece(leaf: tf.SparseTensor, start: tf.Tensor, stop: tf.Tensor, stat
     piece = tf.sparse.slice(leaf, tf.concat([start, tf.zeros_like(row_shape)], 0), tf.concat([stop - start, row_shape], 0))
     if leaf.shape.rank is None:
         return piece
-    # Again with what is known of the shape, which the slice forgets.
+    # Made again with what is known of the shape: the slice forgets it.
     shape = [static_rows, *leaf.shape[1:]]
     sizes = [piece.dense_shape[axis] if size is None else tf.constant(size, tf.int64) for axis, size in enumerate(shape)]
     return tf.SparseTensor(piece.indices, piece.values, tf.stack(sizes))
