@@ -10,6 +10,7 @@ import pytest
 
 import tfdist
 from tests import garbage, graph_optimizer, layer_groups, op_creation
+from tfdist import keras_hooks
 from tfdist.kernels import kernel_products
 
 CPUS = tfdist.use_logical_cpus(4)
@@ -17,6 +18,7 @@ graph_optimizer.only_for_calls()
 layer_groups.gather_each_layer_alone()
 garbage.collect_seldom()
 op_creation.simplify()
+keras_hooks.install()  # many tests are of what Keras does then without a strategy, or with another one
 
 # The same examples on every run, and no failure because the machine is busy.
 hypothesis.settings.register_profile("tfdist", derandomize=True, database=None, deadline=None)

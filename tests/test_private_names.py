@@ -92,7 +92,7 @@ def test_what_has_a_control_flow_context_is_not_chained():
         assert (first in second.control_inputs) == (not are_unordered)
 
 
-# tfdist/autograph.py
+# tfdist/keras_hooks/tensorflow.py
 
 
 def test_autograph_rules():
@@ -548,11 +548,11 @@ def test_functions_can_be_cloned():
     assert with_signature._clone(python_function=lambda x: x * 2.0).input_signature == (tf.TensorSpec([None]),)
 
 
-# tfdist/sharding/autocast.py, keras_scope.py
+# tfdist/keras_hooks/variables.py, tfdist/sharding/keras_scope.py
 
 
 def test_keras_casts_by_the_overridden_method():
-    original = AutocastScope.maybe_cast._tfdist_override
+    original = AutocastScope.maybe_cast._tfdist_original
     assert parameters(original) == ["self", "value"]
     variable = keras.Variable(np.ones((2,), "float32"))
     pinned = keras.Variable(np.ones((2,), "float32"), autocast=False)
@@ -564,7 +564,7 @@ def test_keras_casts_by_the_overridden_method():
         assert variable._value.dtype == pinned.value.dtype == tf.float32
 
 
-# tfdist/optimizers/keras_seam.py, tfdist/strategy/keras_seam.py
+# tfdist/keras_hooks/optimizers.py, trainer.py
 
 OVERRIDDEN = {
     (TFOptimizer, "build"): ["self", "variables"],
@@ -586,14 +586,14 @@ OVERRIDDEN = {
 @pytest.mark.parametrize(("owner", "name"), OVERRIDDEN, ids=lambda value: getattr(value, "__name__", value))
 def test_methods_that_the_seam_overrides(owner, name):
     method = getattr(owner, name)
-    original = method._tfdist_override
+    original = method._tfdist_original
     assert original.__module__.startswith("keras.src.")
-    assert not hasattr(original, "_tfdist_override"), "overridden twice"
+    assert not hasattr(original, "_tfdist_original"), "overridden twice"
     assert parameters(original) == OVERRIDDEN[owner, name]
 
 
 def test_compile_is_overridden():
-    original = Trainer.compile._tfdist_override
+    original = Trainer.compile._tfdist_original
     assert {"optimizer", "loss", "metrics", "run_eagerly", "jit_compile"} <= set(parameters(original))
 
 

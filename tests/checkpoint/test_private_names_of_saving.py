@@ -16,11 +16,7 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_api, saving_lib
 from keras.src.utils import file_utils, io_utils
 
-from tfdist import checkpoint
-
 pytestmark = pytest.mark.timeout(120)
-
-assert checkpoint.keras_saving, "the overrides are installed"
 
 
 def parameters(function):
@@ -28,13 +24,13 @@ def parameters(function):
 
 
 OVERRIDDEN = {
-    # tfdist/checkpoint/keras_saving.py
+    # tfdist/keras_hooks/saving.py
     (saving_lib, "save_model"): ["model", "filepath", "weights_format", "zipped"],
     (saving_lib, "save_weights_only"): ["model", "filepath", "max_shard_size", "objects_to_skip"],
     (legacy_h5_format, "save_model_to_hdf5"): ["model", "filepath", "overwrite", "include_optimizer"],
     (saving_api, "save_model"): ["model", "filepath", "overwrite", "zipped", "kwargs"],
     (saving_api, "save_weights"): ["model", "filepath", "overwrite", "max_shard_size", "kwargs"],
-    # tfdist/checkpoint/keras_callbacks.py
+    # tfdist/keras_hooks/callbacks.py
     (ModelCheckpoint, "_should_save_model"): ["self", "epoch", "batch", "logs", "filepath"],
     (ModelCheckpoint, "_get_file_path"): ["self", "epoch", "batch", "logs"],
     (BackupAndRestore, "on_train_begin"): ["self", "logs"],
@@ -50,9 +46,9 @@ OVERRIDDEN = {
 
 @pytest.mark.parametrize(("owner", "name"), OVERRIDDEN, ids=lambda value: getattr(value, "__name__", value).rpartition(".")[2])
 def test_what_is_overridden(owner, name):
-    original = getattr(owner, name)._tfdist_override
+    original = getattr(owner, name)._tfdist_original
     assert original.__module__.startswith("keras.src.")
-    assert not hasattr(original, "_tfdist_override"), "overridden twice"
+    assert not hasattr(original, "_tfdist_original"), "overridden twice"
     assert parameters(original) == OVERRIDDEN[owner, name]
 
 
@@ -61,7 +57,7 @@ def test_every_export_of_the_functions_is_overridden():
         "save_model": (saving_api, keras.saving, keras.models),
         "save_weights": (saving_api, keras.saving),
     }.items():
-        originals = {getattr(exporter, name)._tfdist_override for exporter in exporters}
+        originals = {getattr(exporter, name)._tfdist_original for exporter in exporters}
         assert len(originals) == 1, name
     assert not hasattr(keras.models, "save_weights")
 

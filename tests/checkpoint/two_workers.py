@@ -14,9 +14,9 @@ import h5py
 import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable as KerasVariable
 
-import tfdist.checkpoint
+from tfdist import keras_hooks
 
-assert tfdist.checkpoint.keras_saving, "the overrides are installed"
+keras_hooks.install()
 
 TIMEOUT_SECONDS = 100
 CHIEF, READER = "chief", "reader"

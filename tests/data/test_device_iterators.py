@@ -40,12 +40,12 @@ def test_the_users_dataset_keeps_its_tuning(cpus):
 
 @pytest.mark.parametrize("owner", [input_lib.DistributedDataset, input_lib.DistributedDatasetsFromFunction])
 def test_where_iterators_are_made(owner):
-    assert owner.__iter__._tfdist_override.__module__.startswith("tensorflow.python.distribute")
+    assert owner.__iter__._tfdist_original.__module__.startswith("tensorflow.python.distribute")
     assert "_strategy" in inspect.getsource(owner.__init__)
 
 
 def test_what_makes_a_devices_dataset():
-    original = multi_device_iterator_ops._create_device_dataset._tfdist_override
+    original = multi_device_iterator_ops._create_device_dataset._tfdist_original
     names = ["prototype_ds", "incarnation_id", "prefetch_buffer_size", "experimental_slack"]
     assert list(inspect.signature(original).parameters) == names
     source = inspect.getsource(multi_device_iterator_ops.OwnedMultiDeviceIterator)
@@ -53,7 +53,7 @@ def test_what_makes_a_devices_dataset():
 
 
 def signature(owner):
-    return list(inspect.signature(owner.__init__._tfdist_override).parameters)
+    return list(inspect.signature(owner.__init__._tfdist_original).parameters)
 
 
 def test_what_traces_the_functions_of_a_device():

@@ -228,7 +228,7 @@ def own_messages(strategy):
 
 
 def test_private_names_of_batch_normalization():
-    original = keras.layers.BatchNormalization._moments._tfdist_override
+    original = keras.layers.BatchNormalization._moments._tfdist_original
     assert list(inspect.signature(original).parameters) == ["self", "inputs", "mask"]
     layer = keras.layers.BatchNormalization(axis=1)
     layer.build((None, 4, 3))

@@ -8,11 +8,9 @@ from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.ops import nn as keras_ops_nn
 from keras.src.trainers.trainer import Trainer
 
-from tfdist.override import _INSTALLED
-
 
 def original(function):
-    return inspect.unwrap(getattr(function, _INSTALLED))
+    return inspect.unwrap(function._tfdist_original)
 
 
 def test_a_variable_is_made_from_its_initializer_at_once_or_later():

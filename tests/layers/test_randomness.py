@@ -162,7 +162,7 @@ def test_training_twice_is_bitwise_equal(devices, zero_stage, settings):
 
 def test_the_method_that_keras_draws_seeds_with():
     """Every function of `keras.random` that is given a generator calls `next`; only tfdist replicas get another seed."""
-    original = keras.random.SeedGenerator.next._tfdist_override
+    original = keras.random.SeedGenerator.next._tfdist_original
     assert list(inspect.signature(original).parameters) == ["self", "ordered"]
     assert original.__module__ == "keras.src.random.seed_generator"
     generator = keras.random.SeedGenerator(5)

@@ -141,7 +141,7 @@ def test_one_rank_and_other_strategies_send_nothing(cpus):
 
 def test_private_names_of_assignment():
     """Every assignment of a Keras variable outside a stateless scope comes through `_direct_assign`."""
-    original = keras.Variable._direct_assign._tfdist_override
+    original = keras.Variable._direct_assign._tfdist_original
     assert list(inspect.signature(original).parameters) == ["self", "value"]
     assert original.__module__ == "keras.src.backend.tensorflow.core"
     variable = keras.Variable(1.0)

@@ -1,4 +1,4 @@
-"""The private names of Keras that tfdist/losses/keras_seam.py stands on: a failure names what an upgrade changed."""
+"""The private names of Keras that tfdist/keras_hooks/losses.py stands on: a failure names what an upgrade changed."""
 
 import ast
 import inspect
@@ -32,9 +32,9 @@ def parameters(function):
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
 def test_functions_that_the_seam_overrides(name):
-    original = getattr(keras_loss, name)._tfdist_override
+    original = getattr(keras_loss, name)._tfdist_original
     assert original.__module__ == "keras.src.losses.loss"
-    assert not hasattr(original, "_tfdist_override"), "overridden twice"
+    assert not hasattr(original, "_tfdist_original"), "overridden twice"
     assert parameters(original) == OVERRIDDEN[name]
 
 
@@ -45,7 +45,7 @@ def test_functions_that_the_seam_calls(name):
 
 def test_the_backends_crossentropy():
     """What `keras.ops` calls as an attribute of the backend's module, with these names."""
-    original = keras_nn.sparse_categorical_crossentropy._tfdist_override
+    original = keras_nn.sparse_categorical_crossentropy._tfdist_original
     assert original.__module__ == "keras.src.backend.tensorflow.nn"
     assert parameters(original) == ["target", "output", "from_logits", "axis"]
     assert "backend.nn.sparse_categorical_crossentropy(" in inspect.getsource(keras.ops.sparse_categorical_crossentropy)

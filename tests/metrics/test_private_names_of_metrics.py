@@ -1,4 +1,4 @@
-"""The private names of Keras on which tfdist/metrics/keras_seam.py stands."""
+"""The private names of Keras on which tfdist/keras_hooks/metrics.py stands."""
 
 import inspect
 
@@ -14,7 +14,7 @@ def test_functions_that_the_seam_overrides():
         (TensorFlowTrainer, "_make_function", ["self", "step_function"]),
         (tensorflow_trainer, "reduce_per_replica", ["values", "strategy", "reduction"]),
     ):
-        original = getattr(owner, name)._tfdist_override
+        original = getattr(owner, name)._tfdist_original
         assert original.__module__ == "keras.src.backend.tensorflow.trainer"
         assert list(inspect.signature(original).parameters) == parameters
 

@@ -1,6 +1,6 @@
-"""Level 6: saving a model that several workers hold. Importing it installs the seams (`keras_saving`, `keras_callbacks`)."""
+"""Level 6: saving a model that several workers hold."""
 
-from tfdist.checkpoint import keras_callbacks, keras_saving
-from tfdist.checkpoint.writing_role import WritingRole, writing_role
+from tfdist.checkpoint import backups, saving
+from tfdist.checkpoint.writing_role import WritingRole, chief_decides, cluster_strategy, writing_role
 
-__all__ = ["WritingRole", "keras_callbacks", "keras_saving", "writing_role"]
+__all__ = ["WritingRole", "backups", "chief_decides", "cluster_strategy", "saving", "writing_role"]

@@ -1,9 +1,6 @@
-"""Level 6: each process's part of the data, and whether all processes read the same.
+"""Level 6: each process's part of the data, and whether all processes read the same."""
 
-Importing it installs a seam (`device_iterators`).
-"""
-
-from tfdist.data import device_iterators
+from tfdist.data import device_iterators, rank_specs
 from tfdist.data.signature import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.data.split import split_batches
 
@@ -12,6 +9,7 @@ __all__ = [
     "dataset_signature",
     "device_iterators",
     "difference",
+    "rank_specs",
     "split_batches",
     "unordered",
     "unseeded",

@@ -10,30 +10,22 @@ it are different for tfdist's strategies:
   to a minute; and who deletes the iterator waits, with Python's lock held, until it wakes. So the end of every epoch stood still
   for up to as long again as the epoch had taken. The user's own dataset keeps its tuning.
 
-The names are private to TensorFlow: tests/data/test_device_iterators.py fails when they change.
-
-    DistributedDataset.__iter__, DistributedDatasetsFromFunction.__iter__    know the strategy
-    multi_device_iterator_ops._PerDeviceGenerator                            traces the functions of a device
-    multi_device_iterator_ops._ReincarnatedPerDeviceGenerator                a copy of it
-    multi_device_iterator_ops._create_device_dataset                         makes a device's dataset
-    context.context()                                                        owns the functions: a reset makes another
+`generator` and `iterator` below stand for TensorFlow's objects, whose attributes are private: tests/data/test_device_iterators.py
+fails when they change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.data.ops import multi_device_iterator_ops
-from tensorflow.python.distribute import device_util, input_lib
+from tensorflow.python.distribute import device_util
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_dataset_ops
-
-from tfdist.override import override
-from tfdist.sharding import config_of
 
 _making = threading.local()
 # Of so many kinds of elements, times devices, the functions are kept.
@@ -67,20 +59,25 @@ def _kept() -> dict[Hashable, _Functions]:
     return vars(context.context()).setdefault("_tfdist_iterator_functions", {})
 
 
-@override("__iter__", input_lib.DistributedDataset, input_lib.DistributedDatasetsFromFunction)
-def _iter(original: Callable[..., Iterator[Any]], self: Any) -> Iterator[Any]:
+@contextlib.contextmanager
+def making(*, ours: bool) -> Iterator[None]:
+    """Within it, the iterator of a tfdist strategy is made, or, not `ours`, of another."""
     before = getattr(_making, "ours", False)
-    _making.ours = config_of(self._strategy) is not None
+    _making.ours = ours
     try:
-        return original(self)
+        yield
     finally:
         _making.ours = before
 
 
-@override("__init__", multi_device_iterator_ops._PerDeviceGenerator)
-def _init_generator(
+def is_ours() -> bool:
+    """Whether the iterator that is being made is a tfdist strategy's."""
+    return getattr(_making, "ours", False)
+
+
+def init_generator(
     original: Callable[..., None],
-    self: Any,
+    generator: Any,
     shard_num: int,
     multi_device_iterator_resource: tf.Tensor,
     incarnation_id: tf.Tensor,
@@ -88,18 +85,18 @@ def _init_generator(
     element_spec: Any,
     iterator_is_anonymous: bool,
 ) -> None:
+    """Makes a device's generator from functions that are kept, or by `original`, TensorFlow's `__init__`, whose are then kept."""
     key = (device_util.current(), shard_num, tuple(tf.nest.flatten(element_spec)))
-    may_be_kept = getattr(_making, "ours", False) and iterator_is_anonymous and tf.executing_eagerly()
+    may_be_kept = is_ours() and iterator_is_anonymous and tf.executing_eagerly()
     kept = _kept() if may_be_kept else {}
     functions = kept.get(key)
     if functions is None:
-        original(
-            self, shard_num, multi_device_iterator_resource, incarnation_id, source_device, element_spec, iterator_is_anonymous
-        )
+        iterator = (multi_device_iterator_resource, incarnation_id, source_device)
+        original(generator, shard_num, *iterator, element_spec, iterator_is_anonymous)
         if may_be_kept:
             if len(kept) >= _KEPT:
                 kept.clear()
-            kept[key] = _Functions.of(self, source_device, incarnation_id)
+            kept[key] = _Functions.of(generator, source_device, incarnation_id)
         return
     arguments = {
         "source device": source_device,
@@ -107,34 +104,33 @@ def _init_generator(
         "iterator": multi_device_iterator_resource,
         "handle": gen_dataset_ops.multi_device_iterator_to_string_handle(multi_device_iterator_resource),
     }
-    self._element_spec = element_spec
-    self._name = f"device_generator_{shard_num}"
-    self._is_ready = True
+    generator._element_spec = element_spec
+    generator._name = f"device_generator_{shard_num}"
+    generator._is_ready = True
     variant = gen_dataset_ops.generator_dataset(
         *([arguments[name] for name in names] for _, names in (functions.init, functions.next, functions.finalize)),
         init_func=functions.init[0],
         next_func=functions.next[0],
         finalize_func=functions.finalize[0],
-        **self._flat_structure,
+        **generator._flat_structure,
     )
-    tf.data.Dataset.__init__(self, variant)
+    tf.data.Dataset.__init__(generator, variant)
 
 
-@override("__init__", multi_device_iterator_ops._ReincarnatedPerDeviceGenerator)
-def _init_copy(original: Callable[..., None], self: Any, per_device_dataset: Any, incarnation_id: tf.Tensor) -> None:
-    if not getattr(per_device_dataset, "_is_ready", False):
-        original(self, per_device_dataset, incarnation_id)
-        return
-    self._element_spec = per_device_dataset.element_spec
-    self._name = per_device_dataset._name
-    tf.data.Dataset.__init__(self, per_device_dataset._variant_tensor)
+def is_made_of_kept_functions(generator: Any) -> bool:
+    """Whether `init_generator` has made a device's generator without TensorFlow's `__init__`."""
+    return getattr(generator, "_is_ready", False)
 
 
-@override("_create_device_dataset", multi_device_iterator_ops)
-def _create_device_dataset(original: Callable[..., tf.data.Dataset], *args: Any) -> tf.data.Dataset:
-    dataset = original(*args)
-    if not getattr(_making, "ours", False):
-        return dataset
-    untuned = tf.data.Options()
-    untuned.autotune.enabled = False
-    return dataset.with_options(untuned)
+def init_copy(copy: Any, generator: Any) -> None:
+    """Makes a copy of a generator that is made of kept functions."""
+    copy._element_spec = generator.element_spec
+    copy._name = generator._name
+    tf.data.Dataset.__init__(copy, generator._variant_tensor)
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset` without a tuning thread."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)

@@ -1,4 +1,4 @@
-"""Operations of Keras written anew, faster on CPUs or leaner. Importing it installs the seams.
+"""Operations of Keras written anew, faster on CPUs or leaner.
 
 * GELU keeps one tensor for the backward pass instead of three (`gelu`), and normalization over features one instead of two
   (`feature_norms`);

@@ -5,10 +5,6 @@
 
 TensorFlow's own kernel goes over the logits in a scalar loop, and takes three times as long on one core
 (docs/notes/performance.md). Both hold one tensor of the logits' size from forward to backward.
-
-The name is private to Keras: tests/losses/test_private_names_of_losses.py fails when it changes.
-
-    nn.sparse_categorical_crossentropy    of logits on a CPU: this one in the place of TensorFlow's kernel
 """
 
 from __future__ import annotations
@@ -17,10 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn
-
-from tfdist.collectives import RankProgram, rank_program
-from tfdist.override import override
 
 
 def sparse_crossentropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
@@ -65,27 +57,23 @@ def exponential_sums(
     return (tf.reduce_sum(exponentials, -1), of_label), gradient
 
 
-@override("sparse_categorical_crossentropy", keras_nn)
-def _sparse_categorical_crossentropy(
-    original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
-) -> Any:
-    if not (_on_a_cpu(rank_program()) and from_logits and _are_logits(output, axis)):
-        return original(target, output, from_logits=from_logits, axis=axis)
+def of_classes(target: Any, output: tf.Tensor) -> tf.Tensor | None:
+    """Returns the loss of each position of `output`, logits that `are_logits`; None if the labels are not of its shape.
+
+    Args:
+        target: labels, of the shape of `output` without its last axis, or with a last axis of size 1.
+        output: (..., classes).
+    """
     labels = tf.cast(tf.convert_to_tensor(target), tf.int64)
     if labels.shape.rank == output.shape.rank and labels.shape[-1] == 1:
         labels = tf.squeeze(labels, -1)
     if labels.shape.rank is None or not labels.shape.is_compatible_with(output.shape[:-1]):
-        return original(target, output, from_logits=from_logits, axis=axis)  # which raises
+        return None
     losses = sparse_crossentropy(tf.reshape(output, [-1, output.shape[-1]]), tf.reshape(labels, [-1]))
     return tf.reshape(losses, tf.shape(labels))
 
 
-def _on_a_cpu(program: RankProgram | None) -> bool:
-    """On a GPU TensorFlow's kernel is good, and another would not notice a label that is out of range."""
-    return program is not None and program.is_on_cpu
-
-
-def _are_logits(output: Any, axis: int) -> bool:
+def are_logits(output: Any, axis: int) -> bool:
     """Whether Keras takes `output` as it is: of a softmax's result it takes the argument."""
     if not isinstance(output, tf.Tensor) or output.dtype not in (tf.float32, tf.float64):
         return False

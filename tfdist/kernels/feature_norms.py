@@ -11,8 +11,7 @@ keeps n and r (Ba et al. 2016, https://arxiv.org/abs/1607.06450; RMS, which has 
 https://arxiv.org/abs/1910.07467). Keras's values to rounding, in at least float32 as there. The sums over rows are BiasAddGrad,
 which is faster than Sum on a CPU.
 
-Other axes, and parameters of another shape than the axis, are left to Keras. The names are private to Keras:
-tests/layers/test_private_names_of_layers.py fails when they change.
+Other axes, and parameters of another shape than the axis, are left to Keras.
 """
 
 from __future__ import annotations
@@ -22,41 +21,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.ops import nn as keras_nn
 
-from tfdist.collectives import RankProgram, rank_program
+from tfdist.collectives import RankProgram
 from tfdist.kernels.input_gradients import input_gradient_scope
-from tfdist.override import override
 from tfdist.sharding import tape
 
 
-@override("_layer_normalization", keras_nn)
-def _layer_normalization(
-    original: Callable[..., Any],
-    x: Any,
-    gamma: Any = None,
-    beta: Any = None,
-    axis: Any = -1,
-    epsilon: float | None = None,
-    rms_scaling: bool = False,
-) -> Any:
-    program = rank_program()
-    if program is None or rms_scaling or not _is_ours(x, axis, gamma, beta):
-        return original(x, gamma=gamma, beta=beta, axis=axis, epsilon=epsilon, rms_scaling=rms_scaling)
-    return _normalized(program, x, gamma, beta, epsilon, subtract_mean=True)
-
-
-@override("_rms_normalization", keras_nn)
-def _rms_normalization(
-    original: Callable[..., Any], x: Any, scale: Any = None, axis: Any = -1, epsilon: float | None = None
-) -> Any:
-    program = rank_program()
-    if program is None or not _is_ours(x, axis, scale):
-        return original(x, scale=scale, axis=axis, epsilon=epsilon)
-    return _normalized(program, x, scale, None, epsilon, subtract_mean=False)
-
-
-def _is_ours(x: Any, axis: int | Sequence[int], *parameters: Any) -> bool:
+def is_over_features(x: Any, axis: int | Sequence[int], *parameters: Any) -> bool:
+    """Whether this is a normalization over the last axis, with parameters of that axis's shape."""
     if not (isinstance(x, tf.Tensor) and x.dtype.is_floating and (x.shape.rank or 0) > 1):
         return False
     axes, size = [axis] if isinstance(axis, int) else list(axis), x.shape[-1]
@@ -64,9 +36,10 @@ def _is_ours(x: Any, axis: int | Sequence[int], *parameters: Any) -> bool:
     return is_last and bool(size) and all(value is None or tuple(value.shape) == (size,) for value in parameters)
 
 
-def _normalized(
+def normalized(
     program: RankProgram, x: tf.Tensor, gamma: Any, beta: Any, epsilon: float | None, *, subtract_mean: bool
 ) -> tf.Tensor:
+    """Returns `x`, which `is_over_features`, normalized; scaled by `gamma` and moved by `beta` where they are not None."""
     epsilon = keras.config.epsilon() if epsilon is None else epsilon
     result, dtype = x.dtype, keras.backend.result_type(x.dtype.name, "float32")
     parameters = [tf.cast(keras.ops.convert_to_tensor(value), dtype) for value in (gamma, beta) if value is not None]

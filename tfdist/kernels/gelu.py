@@ -11,42 +11,39 @@ is computed from x when that gradient is there, as TensorFlow has it for `tf.nn.
 
 Values are TensorFlow's own, bit by bit, but for the exact GELU in float32 on CPUs, where TensorFlow's erfc takes four times as
 long as its erf: Phi(x) is (1 + erf(x / sqrt 2)) / 2, as in PyTorch, which differs from erfc's by rounding of 1.
-
-The name is private to Keras: tests/layers/test_private_names_of_layers.py fails when it changes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn
 
-from tfdist.collectives import rank_program
-from tfdist.override import override
+from tfdist.collectives import RankProgram
 
 
-@override("gelu", keras_nn)
-def _gelu(original: Callable[..., Any], x: Any, approximate: bool = True) -> Any:
-    x, program = keras.ops.convert_to_tensor(x), rank_program()
-    if program is None or not (isinstance(x, tf.Tensor) and x.dtype.is_floating):
-        return original(x, approximate)
+def gelu(x: tf.Tensor, approximate: bool, program: RankProgram) -> tf.Tensor:
+    """Returns the GELU of `x`, a tensor of floating-point numbers.
+
+    Args:
+        x: of any shape.
+        approximate: whether of the tanh approximation.
+        program: of the rank that computes.
+    """
     derivative = _derivative_of_approximation if approximate else _derivative
     has_slow_erfc = not approximate and x.dtype == tf.float32 and program.is_on_cpu
 
     @tf.custom_gradient
-    def gelu(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    def activate(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([upstream]):
                 return upstream * derivative(x)
 
-        return _by_erf(x) if has_slow_erfc else original(x, approximate), gradient
+        return _by_erf(x) if has_slow_erfc else tf.nn.gelu(x, approximate), gradient
 
-    return gelu(x)
+    return activate(x)
 
 
 # As TensorFlow has them, rounded to float32 whatever the dtype: the gradient is that of the values.

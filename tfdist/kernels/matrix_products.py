@@ -6,33 +6,35 @@ contracts the last axes of its input with the first ones of its kernel is one pr
 example by example, and sums up as many gradients of the kernel. Some products are `kernel_products`' affair, those of
 `Dense` as well.
 
-Keras's values to rounding. Equations of any other form are left to Keras. The names are private to Keras:
-tests/layers/test_private_names_of_layers.py fails when they change.
+Keras's values to rounding. Equations of any other form are left to Keras. `_get_large_negative` is private to Keras:
+tests/layers/test_private_names_of_layers.py fails when it changes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
-from keras.src.backend.tensorflow import numpy as keras_numpy
 
-from tfdist.collectives import RankProgram, rank_program
-from tfdist.kernels.kernel_products import is_slow, product
-from tfdist.override import override
+from tfdist.collectives import RankProgram
+from tfdist.kernels.kernel_products import product
 
 
-@override("_dot_product_attention_xla", keras_nn)
-def _dot_product_attention(
-    original: Callable[..., Any], query: Any, key: Any, value: Any, bias: Any, mask: Any, is_causal: bool, scale: Any
-) -> Any:
-    """Arguments and result (batch, positions, heads, size), all of one dtype; `bias` and `mask` broadcast to the scores."""
-    if rank_program() is None:
-        return original(query, key, value, bias, mask, is_causal, scale)
+def attention(query: Any, key: Any, value: Any, bias: Any, mask: Any, is_causal: bool, scale: Any) -> tf.Tensor:
+    """Returns the attention's output.
+
+    Args:
+        query, key, value: (batch, positions, heads, size), all of one dtype.
+        bias, mask: added to the scores, and True where a score counts; both broadcast to the scores. None: neither.
+        is_causal: whether no position sees later ones.
+        scale: what the scores are multiplied with.
+
+    Returns:
+        (batch, positions, heads, size).
+    """
     # The scores, their softmax and what is added to them: at least float32, as in Keras.
     dtype = keras.backend.result_type(query.dtype.name, "float32")
     scale = tf.cast(scale, dtype)
@@ -63,28 +65,7 @@ def _heads_swapped(x: tf.Tensor) -> tf.Tensor:
     return tf.transpose(x, [0, 2, 1, 3])
 
 
-@override("einsum", keras_numpy)
-def _einsum(original: Callable[..., Any], subscripts: str, *operands: Any, **kwargs: Any) -> Any:
-    program = rank_program()
-    if program is None or kwargs or len(operands) != 2:
-        return original(subscripts, *operands, **kwargs)
-    x, kernel = (keras.ops.convert_to_tensor(operand) for operand in operands)
-    contracted = contracted_axes(subscripts)
-    if not contracted or x.dtype != kernel.dtype or not x.dtype.is_floating or not kernel.shape.is_fully_defined():
-        return original(subscripts, x, kernel)
-    return _projection(x, kernel, contracted, program)
-
-
-@override("matmul", keras_numpy)
-def _matmul(original: Callable[..., Any], x1: Any, x2: Any) -> Any:
-    program = rank_program()
-    if program is None or any(isinstance(operand, (tf.SparseTensor, tf.RaggedTensor)) for operand in (x1, x2)):
-        return original(x1, x2)
-    x, kernel = tf.convert_to_tensor(x1), tf.convert_to_tensor(x2)
-    return _projection(x, kernel, 1, program) if is_slow(x, kernel, program) else original(x, kernel)
-
-
-def _projection(x: tf.Tensor, kernel: tf.Tensor, contracted: int, program: RankProgram) -> tf.Tensor:
+def projection(x: tf.Tensor, kernel: tf.Tensor, contracted: int, program: RankProgram) -> tf.Tensor:
     """Contracts the last axes of `x`, that many, with the first ones of `kernel`, whose shape is static."""
     size = math.prod(kernel.shape[:contracted])
     result = product(tf.reshape(x, [-1, size]), tf.reshape(kernel, [size, -1]), program)

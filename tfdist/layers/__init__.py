@@ -1,6 +1,6 @@
-"""Level 6: tensor-parallel layers, and what Keras layers must know of the ranks. Importing it installs the seams.
+"""Level 6: tensor-parallel layers, and what Keras layers must know of the ranks.
 
-Of the seams nothing is called by hand. Inside `strategy.run` of a tfdist strategy
+Of the modules below nothing is called by hand. Inside `strategy.run` of a tfdist strategy
 
 * data ranks draw different random numbers from one seed: a dropout mask is not repeated on every part of the batch
   (`randomness`);

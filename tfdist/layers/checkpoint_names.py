@@ -3,18 +3,11 @@
 In a `.weights.h5` or `.keras` file Keras names the weights of a model's layers by their classes: "dense_1". Under the name
 "column_parallel_dense_1" a model that has not been cut would not find them. So a parallel layer takes the name of the layer that
 it is outside replicas, and files are exchanged between the two.
-
-`saving_lib._get_unique_name` is private to Keras: tests/layers/test_checkpoint_names.py fails when it changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from keras.src.saving import saving_lib
 from keras.src.utils import naming
-
-from tfdist.override import override
 
 _SAVED_AS: dict[str, str] = {}
 
@@ -24,6 +17,6 @@ def save_as(parallel_class: type, layer_class: type) -> None:
     _SAVED_AS[naming.to_snake_case(parallel_class.__name__)] = naming.to_snake_case(layer_class.__name__)
 
 
-@override("_get_unique_name", saving_lib)
-def _get_unique_name(original: Callable[[str, dict[str, int]], str], name: str, used_names: dict[str, int]) -> str:
-    return original(_SAVED_AS.get(name, name), used_names)
+def saved_name(name: str) -> str:
+    """Returns the name under which a layer is saved whose class gives it `name`."""
+    return _SAVED_AS.get(name, name)

@@ -8,21 +8,15 @@ A layer with `gather_output=False` returns this rank's part of its output. The t
 * what leaves the function given to `strategy.run` (the outputs of `predict`) is gathered on its way out.
 
 Such a layer also says so before it computes, in its attribute `output_cut`, for a pipeline that is cut behind it.
-
-`Loss.__call__` and `Trainer.compute_metrics` have no hook: tests/layers/test_private_names_of_layers.py fails when they change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
-from keras.src.trainers.trainer import Trainer
 
 from tfdist.layers import regions
-from tfdist.override import override
 from tfdist.sharding.cut_activations import Cut, cut_of, set_cut
 
 
@@ -58,14 +52,6 @@ def takes_cut_predictions(loss_class: type) -> type:
     return loss_class
 
 
-@override("__call__", keras.losses.Loss)
-def _call(original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
-    if not getattr(self, "_takes_cut_predictions", False):
-        y_pred = all_whole(y_pred)
-    return original(self, y_true, y_pred, *args, **kwargs)
-
-
-@override("compute_metrics", Trainer)
-def _compute_metrics(original: Callable[..., Any], self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-    # Without metrics nothing is gathered: a compiled model has its own mean of the loss, which sees no predictions.
-    return original(self, x, y, all_whole(y_pred) if self._compile_metrics is not None else y_pred, sample_weight)
+def takes_parts(loss: Any) -> bool:
+    """Whether `loss`, a Keras loss, computes on this rank's part of cut predictions."""
+    return getattr(loss, "_takes_cut_predictions", False)

@@ -11,8 +11,6 @@ none, and its result is cut back to no rows:
 A batch whose size is known while tracing (`drop_remainder=True`) needs no such care and gets none; else it costs two branches an
 operation and no copy. Operations of TensorFlow itself (`tf.nn.conv2d`), and layers that cannot work on no rows by what they
 compute, such as a mean over the batch, are the author's.
-
-The functions are private to Keras: tests/layers/test_empty_batches.py fails when they change.
 """
 
 from __future__ import annotations
@@ -21,19 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn
-
-from tfdist.collectives import rank_program
-from tfdist.override import override
-
-OPERATIONS = (
-    "conv",
-    "depthwise_conv",
-    "separable_conv",
-    "conv_transpose",
-    "max_pool",
-    "average_pool",
-)
 
 
 def fed_with_rows(operation: Callable[..., tf.Tensor], inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
@@ -45,15 +30,3 @@ def fed_with_rows(operation: Callable[..., tf.Tensor], inputs: tf.Tensor, *args:
     some = tf.ensure_shape(some, [None, *inputs.shape[1:]])
     outputs = operation(some, *args, **kwargs)
     return tf.ensure_shape(tf.cond(rows > 0, lambda: outputs, lambda: outputs[:0]), [None, *outputs.shape[1:]])
-
-
-def _guard(name: str) -> None:
-    @override(name, nn)
-    def guarded(original: Callable[..., tf.Tensor], inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
-        if inputs.shape[0] or rank_program(peers_on="data") is None:
-            return original(inputs, *args, **kwargs)
-        return fed_with_rows(original, inputs, *args, **kwargs)
-
-
-for _name in OPERATIONS:
-    _guard(_name)

@@ -15,8 +15,6 @@ how much the ranks' means differ. Those of a synchronized layer are equal on all
 
 On no rows Keras's mean is NaN, and with it the gradient of `gamma`; here it is 0, as is that gradient.
 
-`_moments` and `_reduction_axes` are private to Keras: tests/layers/test_normalization.py fails when they change.
-
 Source: the algebra is that of Chan, Golub and LeVeque 1979; PyTorch's SyncBatchNorm gathers as much.
 """
 
@@ -30,26 +28,34 @@ import tensorflow as tf
 
 from tfdist.collectives import all_gather, rank_program
 from tfdist.layers.statistics import Statistics
-from tfdist.override import override
 
 
-@override("_moments", keras.layers.BatchNormalization)
-def _moments(original: Callable[..., Any], self: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
+def moments(
+    layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor | None, local_moments: Callable[..., Any]
+) -> Any:
+    """Returns the mean and the variance by which `layer` normalizes, and notes what its moving statistics weigh.
+
+    Args:
+        layer: the layer.
+        inputs: this rank's part of the batch, which may have no rows.
+        mask: of the shape of `inputs` without the last axis; True where an element counts. None: all do.
+        local_moments: computes them from the rank's own part, as Keras does.
+    """
     program = rank_program(peers_on="data")
     if program is None:
-        return original(self, inputs, mask)
-    axes = self._reduction_axes
+        return local_moments(inputs, mask)
+    axes = layer._reduction_axes
     statistics = program.attachment(Statistics)
-    if self.synchronized:
-        statistics.agree(self._non_trainable_variables)
+    if layer.synchronized:
+        statistics.agree(layer._non_trainable_variables)
         return moments_over_ranks(inputs, axes, mask)
-    mean, variance = original(self, inputs, mask)
+    mean, variance = local_moments(inputs, mask)
     if mask is not None:
         valid = tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(inputs))
-        statistics.weigh(self._non_trainable_variables, tf.math.count_nonzero(valid))
+        statistics.weigh(layer._non_trainable_variables, tf.math.count_nonzero(valid))
         return mean, variance
     elements = _elements(inputs, axes)
-    statistics.weigh(self._non_trainable_variables, elements)
+    statistics.weigh(layer._non_trainable_variables, elements)
     return tuple(tf.where(elements > 0, moment, tf.zeros_like(moment)) for moment in (mean, variance))
 
 

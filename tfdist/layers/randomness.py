@@ -18,22 +18,17 @@ call, and so on each rank. Layers turn their `seed=3` into a generator. A functi
 replica, as it does under tf.distribute's own strategies: Keras's global generator is a variable of the thread, and replicas are
 traced in threads of their own. Initial values are drawn outside replicas, once. `tf.random.uniform` and the like are
 TensorFlow's own, not Keras's, and are left alone.
-
-The name is private to Keras: tests/layers/test_randomness.py fails when it changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import keras
 import tensorflow as tf
 
 from tfdist.collectives import rank_program
-from tfdist.override import override
 
 _local = threading.local()
 
@@ -49,9 +44,8 @@ def cut_region() -> Iterator[None]:
         _local.is_cut = before
 
 
-@override("next", keras.random.SeedGenerator)
-def _next(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    seed = original(self, *args, **kwargs)
+def of_this_rank(seed: tf.Tensor) -> tf.Tensor:
+    """Returns the seed that this rank draws from, where `seed` is what one device would draw from."""
     stream = _stream()
     return seed if stream == 0 else fold_in(seed, stream)
 

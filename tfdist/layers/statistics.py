@@ -16,13 +16,11 @@ recurrent layers, and variables that were made trainable, frozen or not. A count
 
 The mistake to avoid: a nested `tf.function` around the assignment. It is traced once, and a second trace of the step that reuses
 it does not see the assignment.
-
-`_direct_assign` and `_value` are private to Keras: tests/layers/test_statistics.py fails when they change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -30,7 +28,6 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program, wire
 from tfdist.losses.batch_rows import BatchRows
-from tfdist.override import override
 from tfdist.sharding import keras_scope
 
 
@@ -84,10 +81,8 @@ class Statistics:
         return weight if self._program.exists_here(weight) else rows
 
 
-@override("_direct_assign", keras.Variable)
-def _direct_assign(original: Callable[..., None], self: Any, value: Any) -> None:
-    original(self, value)
-    variable = self._value
+def note_assigned(variable: tf.Variable) -> None:
+    """Notes that this rank has assigned to `variable`, of any kind: if it is a running statistic, it will be averaged."""
     program = rank_program(peers_on="data")
     if program is None or not _is_statistic(variable):
         return

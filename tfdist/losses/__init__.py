@@ -1,4 +1,4 @@
-"""Level 5: Keras losses of the global batch. Importing it installs the seam (`keras_seam`).
+"""Level 5: Keras losses of the global batch.
 
 Under a tfdist strategy a Keras loss whose reduction is a mean is, inside `strategy.run`, the rank's *share* of the global
 batch's loss, whatever part of the batch the rank got. The shares add up to the loss that one device would compute, and their
@@ -9,6 +9,6 @@ gradients, which `optimizer.apply` sums over the ranks, to its gradient. In a tr
     strategy.reduce("SUM", losses_of_the_ranks, axis=None)      # the global loss
 """
 
-from tfdist.losses import batch_rows, keras_seam, shares
+from tfdist.losses import batch_rows, global_losses, shares
 
-__all__ = ["batch_rows", "keras_seam", "shares"]
+__all__ = ["batch_rows", "global_losses", "shares"]

@@ -1,6 +1,6 @@
 """Losses of a batch that is fed in microbatches.
 
-A loss of microbatch i is its share of the whole batch's loss, as a rank's is (see `keras_seam`): the weighted sum S_i of its
+A loss of microbatch i is its share of the whole batch's loss, as a rank's is (see `global_losses`): the weighted sum S_i of its
 examples' losses over the divisor of all microbatches of all data ranks. Most divisors are counts that follow from the
 shapes. Those that look at the data (masks, `mean_with_sample_weight`) must be known before the first microbatch's gradient
 is: the loss function is then called once on every microbatch, for the divisors alone, on predictions of zeros.

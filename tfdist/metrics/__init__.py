@@ -1,5 +1,5 @@
-"""Level 5: Keras metrics of the global batch. Importing it installs the seam (`keras_seam`)."""
+"""Level 5: Keras metrics of the global batch."""
 
-from tfdist.metrics import keras_seam
+from tfdist.metrics import global_results
 
-__all__ = ["keras_seam"]
+__all__ = ["global_results"]

@@ -62,3 +62,10 @@ def _local_weight(variable: tf.Variable, average: tf.Variable, program: RankProg
     if is_data_sharded(average) and not is_data_sharded(variable):
         return packing.cut_shard(local, average.layout, program.mesh.coordinate(program.rank).data)
     return local
+
+
+def overwrite_with_averages(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Gives each of `variables` its moving average. Outside replicas, when training is over: one variable at a time is whole."""
+    for variable, average in zip(variables, optimizer._model_variables_moving_average, strict=True):
+        if average is not None:
+            variable_of(variable).assign(variable_of(average).read_value())

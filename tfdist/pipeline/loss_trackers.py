@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.losses.keras_seam import unscale_loss
+from tfdist.losses.global_losses import unscale_loss
 
 
 class LossTrackers:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
-from tfdist.losses.keras_seam import unscale_loss
+from tfdist.losses.global_losses import unscale_loss
 from tfdist.mesh import current_mesh
 from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy, positive_integer
 from tfdist.pipeline.clock import NoClock

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce, edges
 from tfdist.collectives.unordered import leave_unordered
-from tfdist.losses.keras_seam import scale_loss
+from tfdist.losses.global_losses import scale_loss
 from tfdist.losses.microbatches import MicrobatchLosses
 from tfdist.pipeline.clock import NoClock
 from tfdist.pipeline.executor import Executor

@@ -1,6 +1,6 @@
 """Level 4: what part of a variable each rank stores, and how a parameter is gathered, dropped and gathered again."""
 
-from tfdist.sharding import autocast
+from tfdist.sharding import stage_owners
 from tfdist.sharding.config import ShardingConfig, settings_of, with_settings_listed
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.mesh_config import MeshConfig, config_of
@@ -30,7 +30,6 @@ __all__ = [
     "ShardingConfig",
     "UnshardSchedule",
     "ZeroPlacements",
-    "autocast",
     "config_of",
     "current_owners",
     "cut_over_tensor",
@@ -38,5 +37,6 @@ __all__ = [
     "placements_of",
     "with_layout",
     "settings_of",
+    "stage_owners",
     "with_settings_listed",
 ]

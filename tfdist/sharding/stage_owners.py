@@ -3,11 +3,7 @@
 Under a strategy with a pipeline a layer's weights are not made where the layer is built: nobody knows yet in which stage it will
 be, and a rank of another stage is never to hold them. They keep their initializer, and are made when `place` says where.
 
-    Variable._initialize_with_initializer, _deferred_initialize   put off under such a strategy
-    Variable.assign                                               makes a weight that is put off, on every rank: its value
-                                                                  must be kept
-
-`_value` and `_initializer` are private to Keras, too: tests/pipeline/test_private_names_of_pipeline.py fails when they
+`_value` and `_initializer` are private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when they
 change.
 """
 
@@ -24,7 +20,6 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import rank_program
 from tfdist.mesh import current_mesh
-from tfdist.override import override
 from tfdist.sharding import keras_scope
 from tfdist.sharding.tensor_cut import CutInitializer
 from tfdist.sharding.variable import ShardedVariable
@@ -94,32 +89,25 @@ def _later(variable: keras.Variable) -> _Later | None:
     return initializer if isinstance(initializer, _Later) else None
 
 
-def _is_put_off() -> bool:
-    """Whether a variable that is being made is a layer's, and its place is not known."""
+def put_off(variable: keras.Variable, initializer: Callable[..., Any]) -> bool:
+    """Puts a variable off that is a layer's and whose place is not known; returns whether it did."""
     mesh = current_mesh()
     if mesh is None or mesh.pipeline_parallel_size == 1 or current_owners() is not None:
         return False
-    return isinstance(keras_scope.current_layer(), keras.layers.Layer | keras.random.SeedGenerator)
+    if not isinstance(keras_scope.current_layer(), keras.layers.Layer | keras.random.SeedGenerator):
+        return False
+    variable._value = None
+    variable._initializer = _Later(initializer, variable.path)
+    return True
 
 
-@override("_initialize_with_initializer", keras.Variable)
-def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
-    if _is_put_off():
-        self._value = None
-        self._initializer = _Later(initializer, self.path)
-    else:
-        original(self, initializer)
+def stays_put_off(variable: keras.Variable) -> bool:
+    """Whether a variable that Keras wants to make now is put off, and its place is still not known."""
+    return _later(variable) is not None and current_owners() is None
 
 
-@override("_deferred_initialize", keras.Variable)
-def _deferred_initialize(original: Callable[..., None], self: Any) -> None:
-    if _later(self) is None or current_owners() is not None:
-        original(self)
-
-
-@override("assign", keras.Variable)
-def _assign(original: Callable[..., Any], self: Any, value: Any) -> Any:
-    later = _later(self)
+def make_to_assign(variable: keras.Variable) -> None:
+    """Makes a variable that is put off on every rank, before it is assigned: its value must be kept."""
+    later = _later(variable)
     if later is not None and not keras_scope.in_stateless_scope():
-        place(self, range(later.strategy.mesh.pipeline_parallel_size), later.strategy)
-    return original(self, value)
+        place(variable, range(later.strategy.mesh.pipeline_parallel_size), later.strategy)

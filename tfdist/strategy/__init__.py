@@ -1,7 +1,6 @@
-"""Level 7: the strategies, which compose everything below. Importing it installs the seam (`keras_seam`)."""
+"""Level 7: the strategies, which compose everything below."""
 
-from tfdist.strategy import keras_seam
 from tfdist.strategy.multi_worker_strategy import MultiWorkerShardedStrategy
 from tfdist.strategy.sharded_strategy import ShardedStrategy
 
-__all__ = ["MultiWorkerShardedStrategy", "ShardedStrategy", "keras_seam"]
+__all__ = ["MultiWorkerShardedStrategy", "ShardedStrategy"]

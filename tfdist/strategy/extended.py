@@ -24,7 +24,7 @@ from tensorflow.python.distribute import (
 from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
-from tfdist import collectives, errors
+from tfdist import collectives, errors, keras_hooks
 from tfdist.collectives import (
     CollectivePlan,
     Communicator,
@@ -61,6 +61,7 @@ class ShardedExtendedMixin:
     """What every tfdist strategy adds to a mirrored one, whatever transport it stands on."""
 
     def _setup(self, sharding: MeshConfig, local_ranks: Iterable[int] | None = None, implementation: str = "AUTO") -> None:
+        keras_hooks.install()
         self._sharding = sharding
         ranks = range(sharding.mesh.world_size) if local_ranks is None else tuple(local_ranks)
         transport = choose_transport(sharding.mesh.devices, implementation, len(ranks) < sharding.mesh.world_size)

@@ -1,17 +1,13 @@
-"""Where Keras logs the mean of the replicas' own metrics after every batch: the two functions that tfdist overrides.
+"""What is logged after a batch: metrics computed from the sums over the ranks, not the mean of the ranks' own metrics.
 
 Every rank counts its own examples, and at the end of an epoch Keras adds the counts up before it computes a metric. After a
 batch, though, it computes the metric on every replica and logs the mean: of N areas under N curves, of ratios with different
-denominators. Here what is logged after a batch is computed from the sums too.
-
-    TensorFlowTrainer._make_function     the step's logs are given the model's name with them
-    trainer.reduce_per_replica           a model's logs become its metrics' results, as Keras's end of an epoch does it: when they
-                                         have the same names. Other logs of a custom `train_step` stay means over the ranks
+denominators. Here what is logged after a batch is computed from the sums too, as Keras's end of an epoch does it, when the step's
+logs have the names of the model's metrics. Other logs of a custom `train_step` stay means over the ranks.
 
 `train_on_batch` and `test_on_batch` give every rank the whole batch; sums would count it N times, and the mean is exact.
 
-Over several workers the sums are one message (of a dtype) for all metrics; in one process they are additions. The names are
-private to Keras: tests/metrics/test_private_names_of_metrics.py fails when they change.
+Over several workers the sums are one message (of a dtype) for all metrics; in one process they are additions.
 """
 
 from __future__ import annotations
@@ -22,13 +18,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as tensorflow_trainer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tensorflow.python.distribute import values as distribute_values
 
 from tfdist.collectives import cross_replica_of
-from tfdist.override import override
-from tfdist.sharding import config_of
 
 # Put beside the batch of `train_on_batch` and `test_on_batch`. A string, by which a `tf.function` tells its traces apart.
 _ON_EVERY_RANK = "tfdist: every rank gets this batch"
@@ -41,18 +33,22 @@ class _Owner:
     model: Any
 
 
-@override("_make_function", TensorFlowTrainer)
-def _make_function(original: Callable[..., Any], self: Any, step_function: Callable[..., Any]) -> Any:
-    if config_of(self._distribute_strategy) is None:
-        return original(self, step_function)
-    owner = _Owner(self)
+def naming_the_model(model: Any, step: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `make(step)`, a function of an iterator, whose step returns its logs with `model` beside them.
 
-    def step(data: Any) -> Any:
+    Args:
+        model: whose step it is.
+        step: the step on a batch.
+        make: makes the function of an iterator from a step, as Keras does.
+    """
+    owner = _Owner(model)
+
+    def step_with_owner(data: Any) -> Any:
         if isinstance(data, tuple) and isinstance(data[-1], str) and data[-1] == _ON_EVERY_RANK:
-            return step_function(data[0])
-        return step_function(data), owner
+            return step(data[0])
+        return step(data), owner
 
-    function = original(self, step)
+    function = make(step_with_owner)
 
     def call(iterator: Any) -> Any:
         if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
@@ -62,19 +58,19 @@ def _make_function(original: Callable[..., Any], self: Any, step_function: Calla
     return call
 
 
-@override("reduce_per_replica", tensorflow_trainer)
-def _reduce_per_replica(original: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
-    if config_of(strategy) is not None and not cross_replica_of(strategy).is_multi_worker:
+def reduce_logs(values: Any, strategy: Any, reduce: Callable[[Any], Any]) -> Any:
+    """Returns what a step has returned on each rank, reduced: its model's metrics, from sums; all else as `reduce` does it."""
+    if not cross_replica_of(strategy).is_multi_worker:
         values = tf.nest.map_structure(strategy.extended.one_per_replica, values)
     if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], _Owner)):
-        return original(values, strategy, reduction)
+        return reduce(values)
     logs, model = values[0], values[1].model
     if isinstance(logs, dict):
         with _summed(model.metrics_variables, strategy):
             results = model.get_metrics_result()
         if set(results) == set(logs):
             return {name: results[name] for name in logs}
-    return original(logs, strategy, reduction)
+    return reduce(logs)
 
 
 def _summed(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras.StatelessScope:

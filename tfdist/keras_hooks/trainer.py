@@ -1,15 +1,4 @@
-"""Where Keras's `Trainer` assumes mirrored variables and equal batches: the few methods that tfdist overrides.
-
-Every override looks at the strategy first and falls through, untouched, for all but tfdist's. The names are private to Keras:
-tests/test_private_names.py fails when they change.
-
-    Trainer.compile                    model, optimizer and strategy must belong together; no XLA
-    TensorFlowTrainer._maybe_symbolic_build   Keras reads and averages the ranks' first batches only to learn their shape:
-                                              that fails for uneven batches and strings, and moves a shuffled dataset on
-    TensorFlowTrainer.predict_on_batch        every rank predicts the whole batch: return it once
-    trainer._multi_worker_concat              `predict` over workers: Keras deals the rows to all workers' first devices
-                                              first; here a worker's devices are neighbours, and `gather` keeps their order
-"""
+"""Models: `compile` checks that model, optimizer and strategy belong together; `fit` and `predict` do without equal batches."""
 
 from __future__ import annotations
 
@@ -17,18 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer as tensorflow_trainer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.trainers.trainer import Trainer
 
 from tfdist import errors
+from tfdist.data import rank_specs
+from tfdist.keras_hooks.table import replaces
+from tfdist.layers import cut_tensors
 from tfdist.optimizers.support import check_variables, describe
-from tfdist.override import override
 from tfdist.pipeline import PipelineModel
 from tfdist.sharding import config_of
 
+_TRAINER = "keras.src.trainers.trainer.Trainer"
+_TF_TRAINER = "keras.src.backend.tensorflow.trainer"
 
-@override("compile", Trainer)
+
+@replaces(
+    _TRAINER,
+    "compile",
+    signature="""(self, optimizer='rmsprop', loss=None, loss_weights=None, metrics=None, weighted_metrics=None, \
+run_eagerly=False, steps_per_execution=1, jit_compile='auto', auto_scale_loss=True)""",
+    why="Model, optimizer and strategy must belong together, and XLA has no collectives; Keras does not look.",
+)
 def _compile(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     scope = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
     made_by = getattr(self, "_distribute_strategy", None)
@@ -78,35 +75,34 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
         check_variables(optimizer, model.trainable_variables, strategy)
 
 
-@override("_maybe_symbolic_build", TensorFlowTrainer)
+@replaces(
+    f"{_TF_TRAINER}.TensorFlowTrainer",
+    "_maybe_symbolic_build",
+    signature="(self, iterator=None, data_batch=None)",
+    why="""Keras reads and averages the ranks' first batches only to learn their shape: that fails for uneven batches and strings,
+    and moves a shuffled dataset on.""",
+)
 def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: Any = None, data_batch: Any = None) -> None:
     strategy = self._distribute_strategy
     if config_of(strategy) is None or iterator is None:
         original(self, iterator=iterator, data_batch=data_batch)
         return
-    batch = tf.nest.map_structure(_rank_spec, iterator._distributed_dataset.element_spec)
-    if any(isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec) for spec in tf.nest.flatten(batch)):
+    batch = rank_specs.of_one_rank(iterator._distributed_dataset.element_spec)
+    if rank_specs.has_ragged_or_sparse(batch):
         return  # Keras would take them for dense ones; as on one device, what is not built yet is built in the first step
-    if not all(_has_known_shape(spec) for spec in tf.nest.flatten(batch)):
+    if not rank_specs.has_known_shapes(batch):
         for _, _, batches in iterator:
             batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
             break
     original(self, data_batch=batch)
 
 
-def _rank_spec(spec: Any) -> Any:
-    """Returns the spec of one rank's value, from that of the values of all; None for a value that is always None."""
-    spec = getattr(spec, "_value_specs", (spec,))[0]
-    return None if isinstance(spec, tf.NoneTensorSpec) else spec
-
-
-def _has_known_shape(spec: Any) -> bool:
-    """Whether all but the number of rows is known."""
-    is_dense = isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None
-    return spec is None or is_dense and spec.shape[1:].is_fully_defined()
-
-
-@override("predict_on_batch", TensorFlowTrainer)
+@replaces(
+    f"{_TF_TRAINER}.TensorFlowTrainer",
+    "predict_on_batch",
+    signature="(self, x)",
+    why="Every rank predicts the whole batch, and Keras returns it once for each of them.",
+)
 def _predict_on_batch(original: Callable[..., Any], self: Any, x: Any) -> Any:
     outputs = original(self, x)
     if config_of(self._distribute_strategy) is None:
@@ -115,6 +111,23 @@ def _predict_on_batch(original: Callable[..., Any], self: Any, x: Any) -> Any:
     return tf.nest.map_structure(lambda output: output[:rows], outputs)
 
 
-@override("_multi_worker_concat", tensorflow_trainer)
+@replaces(
+    _TF_TRAINER,
+    "_multi_worker_concat",
+    signature="(v, strategy)",
+    why="Keras puts the predictions of all workers' first devices first; a worker's devices are neighbours here.",
+)
 def _multi_worker_concat(original: Callable[..., Any], value: Any, strategy: tf.distribute.Strategy) -> Any:
     return original(value, strategy) if config_of(strategy) is None else strategy.gather(value, axis=0)
+
+
+@replaces(
+    _TRAINER,
+    "compute_metrics",
+    signature="(self, x, y, y_pred, sample_weight=None)",
+    why="Metrics must see whole predictions, also of a layer that leaves its output sharded over the tensor axis.",
+)
+def _compute_metrics(original: Callable[..., Any], self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    # Without metrics nothing is gathered: a compiled model has its own mean of the loss, which sees no predictions.
+    whole = cut_tensors.all_whole(y_pred) if self._compile_metrics is not None else y_pred
+    return original(self, x, y, whole, sample_weight)

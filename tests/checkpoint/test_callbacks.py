@@ -15,7 +15,7 @@ import two_workers
 from grids import exhaustive
 from saved_models import X, Y, sequential
 
-from tfdist.checkpoint import keras_callbacks
+from tfdist.checkpoint import backups
 from tfdist.strategy import ShardedStrategy
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
@@ -250,12 +250,12 @@ def test_keras_without_tfdist_reads_the_backup_and_the_reverse(tmp_path, monkeyp
 
 def test_killed_between_the_weights_and_the_epoch(tmp_path, monkeypatch):
     """The new weights are there, the metadata are of the epoch before: the attribute counts."""
-    staged = keras_callbacks.staged
-    backups = []
+    staged = backups.staged
+    kept = []
 
     def dying(path):
-        backups.append(path)
-        if len(backups) == 4:  # the metadata of the second epoch
+        kept.append(path)
+        if len(kept) == 4:  # the metadata of the second epoch
             raise Interrupted
         return staged(path)
 
@@ -265,7 +265,7 @@ def test_killed_between_the_weights_and_the_epoch(tmp_path, monkeypatch):
         fit(worker.model, [keras.callbacks.BackupAndRestore(str(tmp_path))])
 
     with monkeypatch.context() as patch:
-        patch.setattr(keras_callbacks, "staged", dying)
+        patch.setattr(backups, "staged", dying)
         chief, reader, _ = two_workers.run(patch, program)
     assert isinstance(chief.error, Interrupted)
     assert isinstance(reader.error, threading.BrokenBarrierError)
@@ -389,8 +389,9 @@ def test_orbax_is_refused(cpus):
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_other_strategies_are_left_alone(ours, cpus, tmp_path, monkeypatch):
-    for name in ("staged", "_write_backup", "_backup", "chief_decides", "all_workers_inside"):
-        monkeypatch.setattr(keras_callbacks, name, None)
+    for name in ("staged", "write", "_backup", "chief_decides", "all_workers_inside"):
+        monkeypatch.setattr(backups, name, None)
+    monkeypatch.setattr("tfdist.keras_hooks.callbacks.chief_decides", None)
     strategy = ShardedStrategy(cpus[:2]) if ours else tf.distribute.get_strategy()
     callbacks = [
         keras.callbacks.BackupAndRestore(str(tmp_path / "backup"), delete_checkpoint=False),

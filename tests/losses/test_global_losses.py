@@ -7,7 +7,7 @@ import tensorflow as tf
 from grids import exhaustive
 from training import CLASSES, FEATURES, one_device, small, strategy_for, vectors
 
-from tfdist.losses.keras_seam import keras_loss
+from tfdist.losses.global_losses import keras_loss
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -259,7 +259,7 @@ def shares_of(strategy):
 def test_other_strategies(cpus, monkeypatch):
     ours = shares_of(tf.distribute.MirroredStrategy(cpus[:2]))
     for name in ("reduce_weighted_values", "scale_loss_for_distribution", "unscale_loss_for_distribution"):
-        monkeypatch.setattr(keras_loss, name, getattr(keras_loss, name)._tfdist_override)
+        monkeypatch.setattr(keras_loss, name, getattr(keras_loss, name)._tfdist_original)
     np.testing.assert_array_equal(ours, shares_of(tf.distribute.MirroredStrategy(cpus[:2])))
 
 

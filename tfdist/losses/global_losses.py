@@ -1,4 +1,4 @@
-"""Keras's losses inside `strategy.run`: the functions that tfdist overrides, which take the mean over a replica's own batch.
+"""Losses inside `strategy.run`: a rank's share of the mean over the global batch.
 
 Rank r has the weighted sum S_r of its examples' losses and a divisor D_r: how many they are (valid ones, under a mask), or what
 their weights sum to. N ranks:
@@ -9,16 +9,12 @@ their weights sum to. N ranks:
 The two differ as soon as the D_r do: in a last partial batch, with masks or with weights. Here rank r's loss is its share,
 S_r / sum_s D_s: shares, and so their gradients, add up to those of the global batch, and a rank without examples has share 0.
 
-Every override looks at the strategy first and falls through, untouched, for all but tfdist's; also in eager code, in
-cross-replica context and in Keras's symbolic build, where no rank computes. The names are private to Keras:
-tests/losses/test_private_names_of_losses.py fails when they change. Metrics add up numerators and counts already (see
-`tfdist.metrics`).
+Nobody shares in cross-replica context and in Keras's symbolic build, where no rank computes. Metrics add up numerators and counts
+already (see `tfdist.metrics`).
 
-    loss.reduce_weighted_values           a rank's share instead of the scaled local mean. One all-reduce of 1 number, of 3
-                                          with a mask; none for the reductions "sum" and None
-    loss.scale_loss_for_distribution      `add_loss` and regularizers: weighted by rows. One all-reduce of 1 number a step
-    loss.unscale_loss_for_distribution    what Keras logs: the sum of the shares. One all-reduce of 1 number, of 2 for the
-                                          reduction None
+    reduce_weighted_values    a rank's share instead of the scaled local mean. One all-reduce of 1 number, of 3 with a mask
+    scale_loss                `add_loss` and regularizers: weighted by rows. One all-reduce of 1 number a step
+    unscale_loss              what is logged: the sum of the shares. One all-reduce of 1 number, of 2 for the reduction None
 
 A loss in a loop inside `strategy.run` (`tf.map_fn`) raises, as every collective does there.
 
@@ -34,7 +30,6 @@ twice).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -45,25 +40,18 @@ from tfdist.collectives import RankProgram, all_reduce, rank_program
 from tfdist.losses.batch_rows import BatchRows
 from tfdist.losses.microbatches import MicrobatchLosses, current_losses
 from tfdist.losses.shares import Shares
-from tfdist.override import override
 
-_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-@override("reduce_weighted_values", keras_loss)
-def _reduce_weighted_values(
-    original: Callable[..., Any],
-    values: Any,
-    sample_weight: Any = None,
-    mask: Any = None,
-    reduction: str | None = "sum_over_batch_size",
-    dtype: Any = None,
-) -> Any:
+def is_shared() -> bool:
+    """Whether the batch of which losses are computed here is a part of one: a rank's, or a microbatch."""
+    return rank_program(peers_on="data") is not None or current_losses() is not None
+
+
+def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
+    """As Keras's function of this name, for one of the reductions `MEANS` where the batch `is_shared`: this part's share."""
     program, microbatch = rank_program(peers_on="data"), current_losses()
-    if reduction not in _MEANS or program is None and microbatch is None:
-        reduced = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-        # The sum over a rank without rows: Keras returns values of shape (0,) as they are, which is no number.
-        return tf.reduce_sum(reduced) if reduction == "sum" and program is not None else reduced
     values, weights, mask = (
         x if x is None else keras.ops.convert_to_tensor(x, dtype=dtype) for x in (values, sample_weight, mask)
     )
@@ -115,22 +103,22 @@ def _noted(share: tf.Tensor, program: RankProgram | None) -> tf.Tensor:
     return share if program is None else program.attachment(Shares).add(share)
 
 
-@override("scale_loss_for_distribution", keras_loss)
-def _scale_loss_for_distribution(original: Callable[..., Any], value: Any) -> Any:
+def scale_loss(value: Any) -> Any:
+    """Returns what a mean over a part of the batch, such as a layer's loss, counts in the step's loss."""
     program, microbatch = rank_program(peers_on="data"), current_losses()
     if program is None and microbatch is None:
-        return original(value)
+        return value
     value = tf.convert_to_tensor(value)
     if program is not None and program.attachment(Shares).is_share(value):
         return value
     return (program.attachment(BatchRows) if microbatch is None else microbatch).weigh(value)
 
 
-@override("unscale_loss_for_distribution", keras_loss)
-def _unscale_loss_for_distribution(original: Callable[..., Any], value: Any) -> Any:
+def unscale_loss(value: Any) -> Any:
+    """Returns what is logged of a step's loss, of which each rank has its share."""
     program, microbatch = rank_program(peers_on="data"), current_losses()
     if program is None and microbatch is None:
-        return original(value)
+        return value
     value = tf.stop_gradient(tf.convert_to_tensor(value))
     if microbatch is not None:
         return value  # `pipeline` adds the microbatches' shares up before they are logged
@@ -152,13 +140,3 @@ def _widened(x: tf.Tensor) -> tf.Tensor:
 def _sums_over_ranks(scalars: list[tf.Tensor], label: str) -> list[tf.Tensor]:
     """Sums each of `scalars` over the ranks, all in one message."""
     return tf.unstack(all_reduce(tf.stack(scalars), "data", label=label))
-
-
-def scale_loss(loss: tf.Tensor) -> tf.Tensor:
-    """Returns what a loss of a layer counts in the step's (see `_scale_loss_for_distribution`)."""
-    return keras_loss.scale_loss_for_distribution(loss)
-
-
-def unscale_loss(loss: tf.Tensor) -> tf.Tensor:
-    """Returns what is logged of a step's loss (see `_unscale_loss_for_distribution`)."""
-    return keras_loss.unscale_loss_for_distribution(loss)

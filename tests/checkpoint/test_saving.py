@@ -265,7 +265,7 @@ def test_every_worker_fills_its_own_object_in_memory(monkeypatch):
 def test_remote_files_are_written_by_keras(monkeypatch):
     """Not staged: the chief hands the path to Keras."""
     paths = []
-    original = saving_lib.save_weights_only._tfdist_override
+    original = saving_lib.save_weights_only._tfdist_original
 
     class Remote(io.BytesIO):
         def write(self, data):
@@ -295,7 +295,7 @@ def test_a_model_put_together_outside_the_scope(tmp_path, monkeypatch):
 
 def test_other_strategies_are_left_alone(cpus, tmp_path, monkeypatch):
     """No staging, no cluster: `staged` is not even called."""
-    monkeypatch.setattr("tfdist.checkpoint.keras_saving.staged", None)
+    monkeypatch.setattr("tfdist.checkpoint.saving.staged", None)
     one_worker = two_workers.attach_cluster(tf.distribute.OneDeviceStrategy("CPU:0"), two_workers.CHIEF, num_workers=1)
     for index, strategy in enumerate([tf.distribute.get_strategy(), ShardedStrategy(cpus[:2]), one_worker]):
         with strategy.scope():

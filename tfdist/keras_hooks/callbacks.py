@@ -1,0 +1,129 @@
+"""Callbacks: under several workers all join in reading the model, and the chief alone makes, replaces and removes files.
+
+Each worker must be given the same callbacks. The mistake to avoid: a callback for the chief alone, which waits for the others for
+ever. `TensorBoard` is left alone: the event files of two workers differ in name, so they may share a directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from keras.src.utils import file_utils
+
+from tfdist import errors
+from tfdist.checkpoint import WritingRole, backups, chief_decides, cluster_strategy, writing_role
+from tfdist.keras_hooks.table import replaces
+
+_CHECKPOINT, _BACKUP, _CSV = (f"keras.callbacks.{name}" for name in ("ModelCheckpoint", "BackupAndRestore", "CSVLogger"))
+_ONE_FILE = "Every worker would write the same file."
+
+
+@replaces(
+    _CHECKPOINT,
+    "_should_save_model",
+    signature="(self, epoch, batch, logs, filepath)",
+    why="Each worker would decide for itself whether this epoch is the best; saving needs all of them.",
+)
+def _should_save(original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any) -> bool:
+    wanted = original(self, *args, **kwargs)
+    strategy = cluster_strategy(self.model)
+    return wanted if strategy is None else chief_decides(strategy, "ModelCheckpoint", wanted)
+
+
+@replaces(
+    _CHECKPOINT,
+    "_get_file_path",
+    signature="(self, epoch, batch, logs)",
+    why="Keras makes the directory of the path, on workers too that write nothing.",
+)
+def _checkpoint_path(original: Callable[..., str], self: Any, *args: Any, **kwargs: Any) -> str:
+    path = original(self, *args, **kwargs)
+    return os.path.basename(path) if writing_role(self.model) is WritingRole.READER else path
+
+
+@replaces(
+    _BACKUP,
+    "on_train_begin",
+    signature="(self, logs=None)",
+    why="Each worker would decide for itself which backup is whole, and copy it.",
+)
+def _restore(original: Callable[..., None], self: Any, logs: Any = None) -> None:
+    strategy = cluster_strategy(self.model)
+    if strategy is None:
+        original(self, logs)
+    else:
+        backups.restore(self, strategy)
+
+
+@replaces(
+    _BACKUP,
+    "_load_model",
+    signature="(self)",
+    why="Workers that see different backups would train on from different epochs.",
+)
+def _load_backup(original: Callable[..., None], self: Any) -> None:
+    strategy = cluster_strategy(self.model)
+    if strategy is None:
+        original(self)
+    else:
+        backups.load(self, strategy, lambda: original(self))
+
+
+@replaces(
+    _BACKUP,
+    "_save_model",
+    signature="(self)",
+    why="""Every worker would write the same files; and Keras writes weights and epoch one after the other, so that a worker that
+    is killed in between leaves a backup that is an epoch ahead.""",
+)
+def _save_backup(original: Callable[..., None], self: Any) -> None:
+    role = writing_role(self.model)
+    if role is WritingRole.READER:
+        self.model.save_weights(self._weights_path, overwrite=True)
+    elif role is WritingRole.ALONE or file_utils.is_remote_path(self.backup_dir):
+        original(self)
+    else:
+        backups.write(self)
+
+
+@replaces(
+    _BACKUP,
+    "on_train_end",
+    signature="(self, logs=None)",
+    why="Every worker would remove the directory, while others may still read it.",
+)
+def _remove_backup(original: Callable[..., None], self: Any, logs: Any = None) -> None:
+    strategy = cluster_strategy(self.model)
+    if strategy is None:
+        original(self, logs)
+    else:
+        backups.remove(strategy, lambda: original(self, logs))
+
+
+@replaces(_CSV, "on_train_begin", signature="(self, logs=None)", why=_ONE_FILE)
+@replaces(_CSV, "on_epoch_end", signature="(self, epoch, logs=None)", why=_ONE_FILE)
+@replaces(_CSV, "on_train_end", signature="(self, logs=None)", why=_ONE_FILE)
+def _log(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    if writing_role(self.model) is not WritingRole.READER:
+        original(self, *args, **kwargs)
+
+
+@replaces(
+    "keras.callbacks.OrbaxCheckpoint",
+    "set_model",
+    signature="(self, model)",
+    why="Every worker would write the same files; it is refused.",
+)
+def _refuse_orbax(original: Callable[..., None], self: Any, model: Any) -> None:
+    if writing_role(model) is not WritingRole.ALONE:
+        raise NotImplementedError(
+            errors.message(
+                "`OrbaxCheckpoint` is not supported under a tfdist strategy over several workers: each worker would write the "
+                "same files.",
+                directory=str(self.directory),
+                fix="Use `ModelCheckpoint` or `BackupAndRestore`.",
+            )
+        )
+    original(self, model)

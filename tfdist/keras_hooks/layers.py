@@ -1,0 +1,70 @@
+"""Layers: normalization, random numbers, convolutions and poolings, and losses of sharded outputs, on a part of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import rank_program
+from tfdist.keras_hooks.table import replaces
+from tfdist.layers import cut_tensors, empty_batches, normalization, randomness
+
+_BACKEND = "keras.src.backend.tensorflow.nn"
+
+
+@replaces(
+    "keras.layers.BatchNormalization",
+    "_moments",
+    signature="(self, inputs, mask)",
+    why="""The statistics must be those of the global batch (`synchronized=True`), also under a mask and where a rank has no
+    rows, and say how much they weigh.""",
+)
+def _moments(original: Callable[..., Any], self: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
+    return normalization.moments(self, inputs, mask, lambda inputs, mask: original(self, inputs, mask))
+
+
+@replaces(
+    "keras.random.SeedGenerator",
+    "next",
+    signature="(self, ordered=True)",
+    why="All ranks would draw the same numbers from the one state: the same dropout mask, each for its part of the batch.",
+)
+def _next(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    return randomness.of_this_rank(original(self, *args, **kwargs))
+
+
+def _for_no_rows(name: str, signature: str) -> Callable[..., Any]:
+    why = "A rank's piece of the batch may be empty, and TensorFlow's kernel on CPUs fails on no rows."
+    return replaces(_BACKEND, name, signature=signature, why=why)
+
+
+_CONV = "strides=1, padding='valid', data_format=None, dilation_rate=1)"
+_POOL = "(inputs, pool_size, strides=None, padding='valid', data_format=None)"
+
+
+@_for_no_rows("conv", f"(inputs, kernel, {_CONV}")
+@_for_no_rows("depthwise_conv", f"(inputs, kernel, {_CONV}")
+@_for_no_rows("separable_conv", f"(inputs, depthwise_kernel, pointwise_kernel, {_CONV}")
+@_for_no_rows(
+    "conv_transpose",
+    "(inputs, kernel, strides=1, padding='valid', output_padding=None, data_format=None, dilation_rate=1)",
+)
+@_for_no_rows("max_pool", _POOL)
+@_for_no_rows("average_pool", _POOL)
+def _fed_with_rows(original: Callable[..., tf.Tensor], inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
+    if inputs.shape[0] or rank_program(peers_on="data") is None:
+        return original(inputs, *args, **kwargs)
+    return empty_batches.fed_with_rows(original, inputs, *args, **kwargs)
+
+
+@replaces(
+    "keras.losses.Loss",
+    "__call__",
+    signature="(self, y_true, y_pred, sample_weight=None)",
+    why="A loss must see whole predictions, also of a layer that leaves its output sharded over the tensor axis.",
+)
+def _call(original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+    y_pred = y_pred if cut_tensors.takes_parts(self) else cut_tensors.all_whole(y_pred)
+    return original(self, y_true, y_pred, *args, **kwargs)

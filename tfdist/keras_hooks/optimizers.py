@@ -1,0 +1,161 @@
+"""Optimizers: what every optimizer, `LossScaleOptimizer`, `Nadam` and the callback `SwapEMAWeights` do in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdist.keras_hooks.table import replaces
+from tfdist.optimizers.application import apply, assign_owners_if_needed, decay_weights
+from tfdist.optimizers.averaging import overwrite_with_averages
+from tfdist.optimizers.loss_scaling import apply_unscaled
+from tfdist.optimizers.step import accumulates_partial_sums, update_step
+from tfdist.optimizers.support import check_no_overwriting, check_variables
+from tfdist.optimizers.variables import variable_of
+from tfdist.sharding import MeshConfig, config_of
+
+_TF_OPTIMIZER = "keras.src.backend.tensorflow.optimizer.TFOptimizer"
+
+
+def _config(optimizer: Any) -> MeshConfig | None:
+    return config_of(getattr(optimizer, "_distribution_strategy", None))
+
+
+@replaces(
+    _TF_OPTIMIZER,
+    "build",
+    signature="(self, variables)",
+    why="""Variables and optimizer must belong to one strategy, and Keras does not look. An optimizer that looks at whole tensors
+    needs an owner for each before it makes its state.""",
+)
+def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
+    config = _config(self)
+    if config is not None or any(config_of(getattr(variable_of(v), "distribute_strategy", None)) for v in variables):
+        check_variables(self, variables, self._distribution_strategy)
+    if config is not None:
+        check_no_overwriting(self, variables)
+    original(self, variables)  # averages and accumulators: elementwise, whatever the optimizer
+    if config is not None:
+        assign_owners_if_needed(self, variables, config)
+
+
+@replaces(
+    "keras.optimizers.Nadam",
+    "build",
+    signature="(self, var_list)",
+    why="It makes a scalar that is trainable outside the optimizer's name scope: it would be taken for a layer's weight.",
+)
+def _build_in_scope(original: Callable[..., None], self: Any, var_list: Any) -> None:
+    with keras.name_scope(self.name, caller=self):
+        original(self, var_list)
+
+
+@replaces(
+    _TF_OPTIMIZER,
+    "add_variable_from_reference",
+    signature="(self, reference_variable, name=None, initializer='zeros')",
+    why="In stages 0 and 1 a gradient accumulator holds each rank's own sum; Keras makes it like its weight.",
+)
+def _add_variable_from_reference(
+    original: Callable[..., Any], self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+) -> Any:
+    config = _config(self)
+    if config is None or name != "gradient_accumulator" or not accumulates_partial_sums(self, config):
+        return original(self, reference_variable, name=name, initializer=initializer)
+    with self._distribution_strategy.extended.summed_on_read():
+        return original(self, reference_variable, name=name, initializer=initializer)
+
+
+@replaces(
+    "keras.src.optimizers.base_optimizer.BaseOptimizer",
+    "apply",
+    signature="(self, grads, trainable_variables=None)",
+    why="Keras clips, accumulates and averages each rank's own gradients, before they are reduced.",
+)
+def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    config = _config(self)
+    # A rank of a pipeline may have no weights, and still takes part in a norm and counts the step.
+    if config is None or not len(grads) and config.mesh.pipeline_parallel_size == 1:
+        original(self, grads, trainable_variables)
+    else:
+        apply(self, grads, trainable_variables, config)
+
+
+@replaces(
+    _TF_OPTIMIZER,
+    "_apply_weight_decay",
+    signature="(self, variables)",
+    why="Keras decays the whole variables; a rank decays what it steps on.",
+)
+def _apply_weight_decay(original: Callable[..., None], self: Any, variables: Any) -> None:
+    (original if _config(self) is None else decay_weights)(self, variables)
+
+
+@replaces(
+    _TF_OPTIMIZER,
+    "_backend_update_step",
+    signature="(self, grads, trainable_variables, learning_rate)",
+    why="Keras sums the gradients over the ranks and updates whole variables; a rank updates its shards and publishes them.",
+)
+def _backend_update_step(
+    original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any, learning_rate: Any
+) -> None:
+    config = _config(self)
+    if config is None:
+        original(self, grads, trainable_variables, learning_rate)
+    else:
+        update_step(self, grads, learning_rate, config)
+
+
+@replaces(
+    _TF_OPTIMIZER,
+    "_overwrite_model_variables_with_average_value",
+    signature="(self, trainable_variables)",
+    why="Keras copies each rank's average into its weight; weights and averages may be sharded differently.",
+)
+def _overwrite_with_average(original: Callable[..., None], self: Any, trainable_variables: Any) -> None:
+    (original if _config(self) is None else overwrite_with_averages)(self, trainable_variables)
+
+
+@replaces(
+    "keras.callbacks.SwapEMAWeights",
+    "_tf_swap_variables",
+    signature="(self, optimizer)",
+    why="Keras swaps each rank's average and weight; they may be sharded differently.",
+)
+def _swap(original: Callable[..., None], self: Any, optimizer: Any) -> None:
+    if _config(optimizer) is None:
+        original(self, optimizer)
+    else:
+        self._backend_swap_variables(optimizer)
+
+
+@replaces(
+    "keras.callbacks.SwapEMAWeights",
+    "_tf_finalize_ema_values",
+    signature="(self, optimizer)",
+    why="Keras copies each rank's average into its weight; they may be sharded differently.",
+)
+def _finalize_averages(original: Callable[..., None], self: Any, optimizer: Any) -> None:
+    if _config(optimizer) is None:
+        original(self, optimizer)
+    else:
+        self._backend_finalize_ema_values(optimizer)
+
+
+@replaces(
+    "keras.optimizers.LossScaleOptimizer",
+    "_tf_apply",
+    signature="(self, grads, trainable_variables=None)",
+    why="Each rank would decide for itself whether its gradients have overflowed, and the ranks would part.",
+)
+def _loss_scaled_apply(original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    config = _config(self)
+    if config is None:
+        original(self, grads, trainable_variables)
+        return
+    # The scope says that an optimizer assigns the scale: it is no statistic of a layer.
+    with keras.name_scope(self.name, caller=self):
+        apply_unscaled(self, grads, trainable_variables, config)

@@ -1,0 +1,105 @@
+"""Saving: under several workers all read the model's variables, and the chief alone writes the file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tfdist.checkpoint import WritingRole, saving, writing_role
+from tfdist.keras_hooks.table import replaces
+from tfdist.layers import checkpoint_names
+
+_MANY_WRITERS = "Every worker would write the same file, and a variable that is sharded can only be read by all workers together."
+
+
+@replaces(
+    "keras.src.saving.saving_lib",
+    "save_model",
+    signature="(model, filepath, weights_format='h5', zipped=True)",
+    why=_MANY_WRITERS,
+)
+def _save_model(
+    original: Callable[..., None], model: Any, filepath: Any, weights_format: str = "h5", zipped: bool = True
+) -> None:
+    path = str(filepath)
+    refused = zipped != path.endswith(".keras") or (zipped and path.startswith("hf://"))
+    # An object in memory is no file: each worker fills its own. What Keras refuses, it refuses on every worker.
+    if writing_role(model) is WritingRole.ALONE or isinstance(filepath, io.IOBase) or refused:
+        original(model, filepath, weights_format, zipped)
+    else:
+        saving.save_model(model, filepath, weights_format, lambda target: original(model, target, weights_format, zipped))
+
+
+@replaces(
+    "keras.src.saving.saving_lib",
+    "save_weights_only",
+    signature="(model, filepath, max_shard_size=None, objects_to_skip=None)",
+    why=_MANY_WRITERS,
+)
+def _save_weights_only(
+    original: Callable[..., None],
+    model: Any,
+    filepath: Any,
+    max_shard_size: float | None = None,
+    objects_to_skip: Iterable[Any] | None = None,
+) -> None:
+    def write(target: Any) -> None:
+        original(model, target, max_shard_size, objects_to_skip)
+
+    suffixes = (".weights.h5",) if max_shard_size is None else ("weights.h5", "weights.json")
+    refused = not model.built or not str(filepath).endswith(suffixes)
+    if writing_role(model) is WritingRole.ALONE or refused:
+        write(filepath)
+    else:
+        saving.save_weights(model, filepath, max_shard_size, objects_to_skip, write)
+
+
+@replaces(
+    "keras.src.legacy.saving.legacy_h5_format",
+    "save_model_to_hdf5",
+    signature="(model, filepath, overwrite=True, include_optimizer=True)",
+    why=_MANY_WRITERS,
+)
+def _save_model_to_hdf5(
+    original: Callable[..., None], model: Any, filepath: Any, overwrite: bool = True, include_optimizer: bool = True
+) -> None:
+    if writing_role(model) is WritingRole.ALONE:
+        original(model, filepath, overwrite, include_optimizer)
+    else:
+        saving.save_model_to_hdf5(model, filepath, lambda target: original(model, target, True, include_optimizer))
+
+
+def _asked_once(owner: str, name: str, signature: str) -> Callable[..., Any]:
+    """The row of a function that asks before it overwrites. Keras binds it by name in each module that exports it."""
+    return replaces(owner, name, signature=signature, why="Every worker would ask whether to overwrite the file.")
+
+
+_SAVE_MODEL = "(model, filepath, overwrite=True, zipped=None, **kwargs)"
+_SAVE_WEIGHTS = "(model, filepath, overwrite=True, max_shard_size=None, **kwargs)"
+
+
+@_asked_once("keras.src.saving.saving_api", "save_model", _SAVE_MODEL)
+@_asked_once("keras.saving", "save_model", _SAVE_MODEL)
+@_asked_once("keras.models", "save_model", _SAVE_MODEL)
+@_asked_once("keras.src.saving.saving_api", "save_weights", _SAVE_WEIGHTS)
+@_asked_once("keras.saving", "save_weights", _SAVE_WEIGHTS)
+def _ask_once(
+    original: Callable[..., None], model: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
+) -> None:
+    if not overwrite and writing_role(model) is not WritingRole.ALONE:
+        overwrite = saving.may_write(model, filepath)
+        if not overwrite:
+            return
+    original(model, filepath, overwrite, *args, **kwargs)
+
+
+@replaces(
+    "keras.src.saving.saving_lib",
+    "_get_unique_name",
+    signature="(name, used_names)",
+    why="""Keras names a layer's weights in a file after its class: a tensor-parallel layer's must be found under the name of the
+    layer that it is outside replicas.""",
+)
+def _get_unique_name(original: Callable[[str, dict[str, int]], str], name: str, used_names: dict[str, int]) -> str:
+    return original(checkpoint_names.saved_name(name), used_names)

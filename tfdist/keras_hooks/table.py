@@ -1,0 +1,157 @@
+"""The table of what tfdist changes in Keras and TensorFlow, and how it is installed.
+
+Keras has no hook for much of what a sharded step needs: its optimizers, losses and callbacks assume that every device has a copy
+of everything. What tfdist replaces stands here, a row each; every replacement looks at the strategy first and calls the
+original, untouched, for all but tfdist's.
+
+    import tfdist                     the table is filled; Keras and TensorFlow are as they were
+    the first tfdist strategy         every row is checked against what is installed; then all are replaced, at once
+    every further strategy            nothing
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+
+SUPPORTED = "Keras 3.15, TensorFlow 2.21"
+_ORIGINAL = "_tfdist_original"
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """One function, method or value of Keras or TensorFlow that tfdist replaces.
+
+    Args:
+        owner: the dotted name of the module or class that has it.
+        name: the attribute.
+        signatures: the parameters of the functions that the replacement was written for, one of each version of Keras, as in
+            "(self, grads, learning_rate=None)"; none for a value that is no function.
+        why: what goes wrong without it, and so why there is no other way.
+        binding: `binding(original, *args, **kwargs)` is called instead of the function; for a value, `binding(original)` is
+            what replaces it.
+    """
+
+    owner: str
+    name: str
+    signatures: tuple[str, ...]
+    why: str
+    binding: Callable[..., Any]
+
+    def found(self) -> tuple[Any, Any]:
+        """Returns the owner and the present attribute.
+
+        Raises:
+            AttributeError: one of them does not exist.
+        """
+        owner = resolve(self.owner)
+        return owner, getattr(owner, self.name)
+
+    def misfit(self) -> str:
+        """Returns in what the row differs from the installed packages, in a few words; "" if in nothing."""
+        try:
+            _, attribute = self.found()
+        except AttributeError:
+            return f"{self.owner}.{self.name} does not exist"
+        signature = signature_of(attribute) if self.signatures else ""
+        if self.signatures and signature not in self.signatures:
+            return f"{self.owner}.{self.name} has the parameters {signature}, not {' or '.join(self.signatures)}"
+        return ""
+
+    def replacing(self, original: Any) -> Any:
+        """Returns what stands in the place of `original`."""
+        if not self.signatures:
+            return self.binding(original)
+
+        @functools.wraps(original)
+        def replacing(*args: Any, **kwargs: Any) -> Any:
+            return self.binding(original, *args, **kwargs)
+
+        setattr(replacing, _ORIGINAL, original)
+        return replacing
+
+
+class Table:
+    """Rows that are installed together, once."""
+
+    def __init__(self) -> None:
+        self.rows: list[Replacement] = []
+        self._is_installed = False
+        self._lock = threading.Lock()
+
+    def replaces(self, owner: str, name: str, *, signature: str | Sequence[str], why: str) -> Callable[..., Any]:
+        """A decorator that adds a row; the decorated function stays as it is. See `Replacement` for the arguments."""
+        signatures = (signature,) if isinstance(signature, str) else tuple(signature)
+        return self._adding(owner, name, signatures, why)
+
+    def replaces_value(self, owner: str, name: str, *, why: str) -> Callable[..., Any]:
+        """As `replaces`, for an attribute that is no function: the decorated function returns the new value, from the old."""
+        return self._adding(owner, name, (), why)
+
+    def _adding(self, owner: str, name: str, signatures: tuple[str, ...], why: str) -> Callable[..., Any]:
+        def add(binding: Callable[..., Any]) -> Callable[..., Any]:
+            self.rows.append(Replacement(owner, name, signatures, " ".join(why.split()), binding))
+            return binding
+
+        return add
+
+    def install(self) -> None:
+        """Replaces what the rows name, all at once; does nothing when called again.
+
+        Raises:
+            NotImplementedError: a row is not true of the installed Keras or TensorFlow; nothing has been changed then.
+        """
+        with self._lock:
+            if self._is_installed:
+                return
+            misfits = [misfit for row in self.rows if (misfit := row.misfit())]
+            if misfits:
+                raise NotImplementedError(
+                    errors.message(
+                        f"tfdist was not written for these versions of Keras and TensorFlow: {'; '.join(misfits)}.",
+                        versions=f"Keras {keras.__version__}, TensorFlow {tf.__version__}",
+                        fix=f"Install what it was written for: {SUPPORTED}.",
+                    )
+                )
+            found = [(row, *row.found()) for row in self.rows]
+            for row, owner, original in found:
+                setattr(owner, row.name, row.replacing(original))
+            self._is_installed = True
+
+
+def resolve(name: str) -> Any:
+    """Returns the module or class of a dotted name.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    parts = name.split(".")
+    for number in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:number]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[number:]:
+            found = getattr(found, part)
+        return found
+    raise AttributeError(f"There is no module {parts[0]}.")
+
+
+def signature_of(function: Any) -> str:
+    """Returns the parameters of a function, without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    return str(inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]))
+
+
+TABLE = Table()
+replaces, replaces_value, install = TABLE.replaces, TABLE.replaces_value, TABLE.install

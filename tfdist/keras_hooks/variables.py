@@ -1,0 +1,58 @@
+"""Variables: where and when a weight is made, in which dtype it is read, and what is noted when a layer assigns to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_hooks.table import replaces
+from tfdist.layers.statistics import note_assigned
+from tfdist.sharding import ShardedVariable, stage_owners
+
+_LATER = """Under a pipeline nobody knows in which stage a layer will be when it is built: its weights are made when that is
+known, and never on another stage's ranks."""
+
+
+@replaces("keras.Variable", "_initialize_with_initializer", signature="(self, initializer)", why=_LATER)
+def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
+    if not stage_owners.put_off(self, initializer):
+        original(self, initializer)
+
+
+@replaces("keras.Variable", "_deferred_initialize", signature="(self)", why=_LATER)
+def _deferred_initialize(original: Callable[..., None], self: Any) -> None:
+    if not stage_owners.stays_put_off(self):
+        original(self)
+
+
+@replaces(
+    "keras.Variable", "assign", signature="(self, value)", why=f"{_LATER} Assigned before, it is made on all: its value counts."
+)
+def _assign(original: Callable[..., Any], self: Any, value: Any) -> Any:
+    stage_owners.make_to_assign(self)
+    return original(self, value)
+
+
+@replaces(
+    "keras.Variable",
+    "_direct_assign",
+    signature="(self, value)",
+    why="Each rank's running statistics are of its own examples: those that were assigned in a step are averaged at its end.",
+)
+def _direct_assign(original: Callable[..., None], self: Any, value: Any) -> None:
+    original(self, value)
+    note_assigned(self._value)
+
+
+@replaces(
+    "keras.src.backend.common.variables.AutocastScope",
+    "maybe_cast",
+    signature="(self, value)",
+    why="Keras casts a weight after it has read it; a sharded one is cast before it travels, in half the bytes.",
+)
+def _maybe_cast(original: Callable[..., Any], self: Any, value: Any) -> Any:
+    if isinstance(value, ShardedVariable) and self.dtype is not None and value.dtype.is_floating:
+        return value.cast_read(tf.as_dtype(self.dtype))
+    return original(self, value)

@@ -1,0 +1,70 @@
+"""What an optimizer does when it is built and applied under a tfdist strategy, in the place of Keras's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.optimizers.ownership import assign_owners
+from tfdist.optimizers.step import apply_gradients
+from tfdist.optimizers.support import is_elementwise
+from tfdist.optimizers.variables import layout_of, variable_of
+from tfdist.sharding import MeshConfig, Shard
+
+
+def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: MeshConfig) -> None:
+    """Gives an owner to each variable that `optimizer` can only step on whole, and that no rank would hold whole otherwise."""
+    is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer)
+    if is_elementwise(optimizer) or is_wrapper:
+        return
+    if not isinstance(config.placements.optimizer_state, Shard):
+        # Ranks that hold a variable whole may step on it; what is cut over the tensor axis needs an owner to be whole.
+        variables = [v for v in variables if layout_of(variable_of(v), config).is_tensor_sharded]
+    assign_owners(optimizer, variables, config.mesh.data_parallel_size)
+
+
+def apply(optimizer: Any, grads: Any, trainable_variables: Any, config: MeshConfig) -> None:
+    """Takes a step: as `keras.optimizers.Optimizer.apply`, with this rank's gradients. Builds the optimizer if it must.
+
+    Raises:
+        RuntimeError: the optimizer is not built, under a strategy with a pipeline.
+        ValueError: the variables are not given, and there are not as many gradients as the optimizer was built with.
+    """
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        if not optimizer.built and trainable_variables is not None:
+            if config.mesh.pipeline_parallel_size > 1:
+                raise RuntimeError(
+                    errors.message(
+                        "With a pipeline an optimizer must be built before the first step, on the weights of all stages.",
+                        optimizer=type(optimizer).__name__,
+                        fix="Call `optimizer.build(model.trainable_variables)` in `strategy.scope()`.",
+                    )
+                )
+            optimizer.build(list(trainable_variables))
+        if trainable_variables is None and len(grads) != len(optimizer._trainable_variables):
+            raise ValueError(
+                errors.message(
+                    f"`grads` must have one gradient for each of the {len(optimizer._trainable_variables)} variables that "
+                    f"{type(optimizer).__name__} was built with.",
+                    grads=f"{len(grads)} gradients",
+                    fix="Pass the variables too: `optimizer.apply(grads, trainable_variables)`.",
+                )
+            )
+        variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+        optimizer._check_variables_are_known(variables)
+        if grads:
+            grads, variables = optimizer._filter_empty_gradients(grads, variables)
+        apply_gradients(optimizer, grads, variables, config)
+    optimizer._iterations.assign_add(1)
+
+
+def decay_weights(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
+    """Takes the optimizer's weight decay from each of `variables`, what this rank steps on."""
+    for variable in variables if optimizer.weight_decay is not None else ():
+        if optimizer._use_weight_decay(variable):
+            rate = tf.cast(optimizer.learning_rate, variable.dtype)
+            variable.assign_sub(variable * tf.cast(optimizer.weight_decay, variable.dtype) * rate)
