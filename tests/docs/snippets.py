@@ -99,3 +99,8 @@ def dotted_names(text: str) -> set[str]:
     """Returns the names that begin with `tfdist.`, such as `tfdist.layers.regions`; not those of files."""
     names = re.findall(r"(?<![\w./'\"<])tfdist(?:\.[A-Za-z_]\w*)+(?!\w*[/\[])", text)
     return {name for name in names if not re.search(r"\.(py|md)$", name)}
+
+
+def file_names(text: str) -> set[str]:
+    """Returns the files of this repository that a text names, such as `tests/docs/snippets.py`."""
+    return set(re.findall(r"(?<![\w./])((?:tfdist|tests|benchmarks|examples|docs)/[\w/]+\.(?:py|md|png))", text))

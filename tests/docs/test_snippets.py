@@ -6,7 +6,7 @@ import pydoc
 import runpy
 
 import pytest
-from snippets import anchors, blocks, dotted_names, expected_outputs, links, printed, script
+from snippets import anchors, blocks, dotted_names, expected_outputs, file_names, links, printed, script
 
 from tests import forks
 
@@ -54,9 +54,11 @@ def test_links_lead_to_files_and_headings(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
-def test_names_of_tfdist_exist(page):
+def test_names_exist(page):
     for name in sorted(dotted_names(page.read_text("utf-8"))):
         assert pydoc.locate(name) is not None, f"{page.name} speaks of {name}"
+    for name in sorted(file_names(page.read_text("utf-8"))):
+        assert (ROOT / name).exists(), f"{page.name} speaks of {name}"
 
 
 def test_the_index_has_every_page():
@@ -109,6 +111,7 @@ def test_anchors_and_names():
     assert anchors(text) == {"what-x-is"}
     assert links(text, ROOT / "README.md") == [(ROOT / "README.md", "what-x-is")]
     assert dotted_names(text) == {"tfdist.pipeline.draw"}
+    assert file_names(text) == {"tfdist/a.py"}
 
 
 def test_an_open_block_is_an_error():
