@@ -60,7 +60,7 @@ PRIVATE = {
     "metrics/global_results.py",
     "strategy/extended.py",
     "strategy/multi_worker_extended.py",
-    "pipeline/masks.py",
+    "pipeline/stages/masks.py",
     "kernels/kernel_products.py",
     "kernels/matrix_products.py",
     "tensor_plans/keras_tracing.py",

@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, wire
-from tfdist.optimizers.reduction import buckets_of
+from tfdist.collectives import RankProgram
 from tfdist.optimizers.variables import is_data_sharded, is_stored, local_part, variable_of
 from tfdist.sharding import MeshConfig, packing
+from tfdist.sharding.shard_messages import gather_shards_in_buckets
 
 
 def update_averages(optimizer: Any, config: MeshConfig, program: RankProgram) -> None:
@@ -48,12 +48,9 @@ def _overwrite(pairs: Sequence[tuple[tf.Variable, tf.Variable]], config: MeshCon
         else:
             local_part(variable, program).assign(local_part(average, program), read_value=False)
     shards = [tf.convert_to_tensor(local_part(average, program)) for _, average in gathered]
-    for number, bucket in enumerate(buckets_of(shards, config.bucket_bytes)):
-        layouts = [gathered[place][1].layout for place in bucket]
-        members, label = [shards[place] for place in bucket], f"all_gather/average_{number}"
-        parts = wire.all_gather_parts(program, members, program.group_ranks("data"), label)
-        for place, value in zip(bucket, packing.fulls_of(parts, layouts), strict=True):
-            local_part(gathered[place][0], program).assign(value, read_value=False)
+    layouts = [average.layout for _, average in gathered]
+    for place, whole in gather_shards_in_buckets(program, shards, layouts, config.bucket_bytes, "all_gather/average"):
+        local_part(gathered[place][0], program).assign(whole, read_value=False)
 
 
 def _local_weight(variable: tf.Variable, average: tf.Variable, program: RankProgram) -> tf.Tensor:

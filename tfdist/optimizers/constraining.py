@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, wire
-from tfdist.optimizers.reduction import buckets_of
+from tfdist.collectives import RankProgram
 from tfdist.optimizers.variables import is_data_sharded, local_part, variable_of
 from tfdist.sharding import MeshConfig, ShardedVariable, packing, tensor_cut
+from tfdist.sharding.shard_messages import gather_shards_in_buckets
 
 # These look at one element at a time, and so may look at a shard.
 _ELEMENTWISE = (keras.constraints.NonNeg,)
@@ -34,20 +34,17 @@ def constrain(variables: Sequence[Any], config: MeshConfig, program: RankProgram
             gathered.append((value, constraint))
         else:
             local.assign(constraint(tf.convert_to_tensor(local)), read_value=False)
-    cut = [(value, constraint) for value, constraint in gathered if not is_data_sharded(value)]
-    for value, constraint in cut:
-        local_part(value, program).assign(_constrained(local_part(value, program), value, constraint, program))
+    for value, constraint in gathered:
+        if not is_data_sharded(value):
+            local_part(value, program).assign(_constrained(local_part(value, program), value, constraint, program))
     gathered = [pair for pair in gathered if is_data_sharded(pair[0])]
-    ranks = program.group_ranks("data")
     shards = [tf.convert_to_tensor(local_part(value, program)) for value, _ in gathered]
-    for number, bucket in enumerate(buckets_of(shards, config.bucket_bytes)):
-        layouts = [gathered[place][0].layout for place in bucket]
-        parts = wire.all_gather_parts(program, [shards[place] for place in bucket], ranks, f"all_gather/constraint_{number}")
-        for place, whole in zip(bucket, packing.fulls_of(parts, layouts), strict=True):
-            value, constraint = gathered[place]
-            whole = _constrained(whole, value, constraint, program)
-            shard = packing.cut_shard(whole, value.layout, ranks.index(program.rank))
-            local_part(value, program).assign(shard, read_value=False)
+    layouts = [value.layout for value, _ in gathered]
+    for place, whole in gather_shards_in_buckets(program, shards, layouts, config.bucket_bytes, "all_gather/constraint"):
+        value, constraint = gathered[place]
+        whole = _constrained(whole, value, constraint, program)
+        shard = packing.cut_shard(whole, value.layout, program.mesh.coordinate(program.rank).data)
+        local_part(value, program).assign(shard, read_value=False)
 
 
 def _constrained(local: tf.Tensor, variable: ShardedVariable, constraint: Any, program: RankProgram) -> tf.Tensor:

@@ -1,12 +1,12 @@
-"""Level 6: pipelines. A schedule is data, checked when it is made; what it costs is known before it runs. One executor runs any.
+"""Level 6: pipelines. A schedule is data, checked when it is made; its cost is known before it runs; one executor runs it.
 
-actions ──> grid, dataflow ──> validation ──> schedule ──> schedules ──> make_schedule
-                                                 ├───────> simulation ──> drawing
-stage ──> masks ──> split ─────────────────────────────────┴──> executor ──> step ──> model ──> measuring
-stage ──> costs (flops, stopwatch) ──> cuts (balance) ────────────────────────────────┘
+schedules/  actions ──> grid, dataflow ──> validation ──> schedule ──> published ──> make_schedule
+                                                             ├───────> simulation ──> drawing
+stages/     stage ──> masks ──> staged_model, stage_functions┴──> executor ──> step ──> model ──> measured_schedule
+            stage ──> costs (flops, measured_cost) ──> split_points (balance) ──────────┘
 """
 
-from tfdist.pipeline.measuring import measure
+from tfdist.pipeline.measured_schedule import measure
 from tfdist.pipeline.model import PipelineModel, Stage
 from tfdist.pipeline.schedules.actions import Action, Phase
 from tfdist.pipeline.schedules.drawing import draw

@@ -1,4 +1,4 @@
-"""What a pipelined model refuses when it is made, or before it trains."""
+"""Checks of what a pipelined model is given, when it is made and before it trains."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from tfdist import errors
 from tfdist.sharding import config_of
 
 
-def positive_integer(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(errors.message(f"`{name}` must be a positive integer.", **{name: value}))
-
-
 def check_module(module: keras.Model) -> None:
-    """Raises NotImplementedError for a model that is no graph of layers."""
+    """Raises NotImplementedError for a model that is no graph of layers, and so cannot be cut between layers."""
     if isinstance(module, keras.Sequential) or hasattr(module, "_nodes_by_depth"):
         return
     raise NotImplementedError(
@@ -31,7 +26,7 @@ def check_module(module: keras.Model) -> None:
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> None:
-    """Raises NotImplementedError under a strategy of several devices that is not tfdist's, and for what stage 3 cannot do."""
+    """Raises NotImplementedError for a strategy of several devices that is not tfdist's, and for `zero_stage=3`."""
     config = config_of(strategy)
     if config is None:
         if strategy.num_replicas_in_sync > 1:
@@ -55,7 +50,15 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
 
 
 def check_batch_size(x: Any, batch_size: int | None, validation_split: float, num_microbatches: int, replicas: int) -> None:
-    """Raises ValueError when arrays do not divide in batches of whole microbatches."""
+    """Raises ValueError for arrays that do not divide into batches whose microbatches are all equal.
+
+    Args:
+        x: the first argument of `fit`; only arrays are checked.
+        batch_size: the argument of `fit`; None: Keras's 32.
+        validation_split: the part of the rows that `fit` does not train on.
+        num_microbatches: microbatches of a data rank's batch.
+        replicas: the number of data ranks.
+    """
     multiple = num_microbatches * replicas
     leaves = tf.nest.flatten(x)
     if not leaves or not all(hasattr(leaf, "shape") and len(leaf.shape) for leaf in leaves):

@@ -1,79 +1,98 @@
 """Runs one rank's part of a schedule: any schedule, one action after the other.
 
-An action begins when the one before it on its rank has ended: that is what bounds the activations in flight. Between ranks it
-begins when what it needs has arrived. Transfers belong to no action, and so overlap with them.
+An action begins when the action before it on its rank has ended: that is what bounds the activations in flight. An action that
+needs a message of another rank begins when the message has arrived. Transfers belong to no action, and so overlap with them.
 
-    F   arriving boundary (and the batch) -> leaving boundary, or the loss on the last stage
-    B   gradients of what left -> gradients of what arrived, sent back; gradients of the weights, added up
-    I   the same, but operations that only the weights' gradients need wait for
+    F   the stage's inputs, and the batch -> the stage's outputs, sent on; or the loss, on the last stage
+    B   gradients of the outputs -> gradients of the inputs, sent back; gradients of the weights, added up
+    I   the same, but operations that only the weights' gradients need are kept for
     W   ...
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, edges
-from tfdist.pipeline.clock import NoClock
+from tfdist.pipeline.action_clock import NoClock
 from tfdist.pipeline.gradients import GradientSum, added
-from tfdist.pipeline.masks import Masks
 from tfdist.pipeline.schedules.actions import Action, Phase
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, floats
 from tfdist.sharding import tape
-from tfdist.sharding.cut_activations import Cut, cut_of_output, set_cut
+
+
+class Work(Protocol):
+    """What the executor asks about the batch: all that is neither order nor transport nor a gradient."""
+
+    def model_inputs(self, microbatch: int) -> list[tf.Tensor]:
+        """Returns the model's inputs of a microbatch, flat."""
+
+    def num_rows(self, microbatch: int) -> tf.Tensor:
+        """Returns how many examples a microbatch has, an int32 scalar."""
+
+    def input_specs(self, stage: StageLayer, microbatch: int) -> list[tf.TensorSpec]:
+        """Returns shapes and dtypes of what `stage` receives on this rank; only the number of rows may be unknown."""
+
+    def annotate(self, stage: StageLayer, microbatch: int, stage_inputs: Sequence[tf.Tensor]) -> None:
+        """Puts on the inputs of `stage` what layers note on a tensor and no message carries, such as a Keras mask."""
+
+    def losses(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the scalars with whose gradients a stage's backward begins, from the stage's outputs."""
+
+    def observe(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor], losses: list[tf.Tensor]) -> None:
+        """Takes note of the outputs and losses of a stage; it is called once for each stage and microbatch."""
+
+    def scale(self, loss: tf.Tensor) -> tf.Tensor:
+        """Returns the scalar whose gradient is taken in the place of a loss's."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Forward:
-    """What backward needs of a forward that has been computed.
-
-    With a `call` the tape begins behind it, with what left.
-    """
+    """What a backward needs of its forward. With a `call` the tape begins behind the call, with the stage's outputs."""
 
     tape: tf.GradientTape
     call: StageCall | None
-    arrived: list[tf.Tensor]
+    stage_inputs: list[tf.Tensor]
     targets: list[tf.Tensor]
-    left: list[tf.Tensor]
-    began: int  # operations that the graph had before
+    outputs: list[tf.Tensor]
+    began: int  # how many operations the graph had before the forward
 
 
 @dataclasses.dataclass(eq=False)
 class _Gradients:
     """What one backward makes."""
 
-    back: list[tf.Tensor]
+    of_inputs: list[tf.Tensor]
     of_weights: list[Any]
-    made: list[tf.Operation]  # what has to wait for its turn
-    in_turn: list[tf.Operation]  # those that TensorFlow orders
+    made: list[tf.Operation]  # operations that wait for their action's turn
+    in_turn: list[tf.Operation]  # those of `made` that TensorFlow runs in the order of tracing
 
 
 class Executor:
-    """One step of a pipeline on one rank.
+    """Runs one step of a pipeline on one rank.
 
     Args:
         schedule: what every rank does.
-        stages: all stages; those of other ranks are not computed here.
-        program: the rank's program; None: one device runs all stages.
+        stages: all stages; the executor computes those of its rank.
+        program: the rank's program; None: one device computes all stages.
+        work: the batch.
         weights: per stage, the variables whose gradients are wanted.
-        count: how many microbatches there are: when training, the schedule's.
-        inputs_of: returns the model's inputs of a microbatch.
-        rows_of: returns its rows, an int32 scalar.
-        losses_of: `(stage, microbatch, left) -> losses`: the scalars whose gradients a stage's backward begins with, from what
-            left it: on the last stage, the model's outputs.
-        observe: is called with the same arguments and the losses, once for each microbatch.
-        scale: what of a loss the gradient is taken of.
-        masks: the Keras masks of what arrives.
+        num_microbatches: how many microbatches the batch has: when training, as many as the schedule.
+        functions: traced functions that compute stages; None: every microbatch's operations are traced for themselves.
         training: whether there is a backward.
-        recompute: keep what arrived only, and compute the forward again for the backward.
+        recompute: whether a forward keeps its stage's inputs only, and is computed again for the backward.
         clock: is told when actions start and end.
+
+    Attributes:
+        pipe_rank: the rank's coordinate on the mesh axis "pipe".
+        gradients: after `run`, the sums over the microbatches of the weights' gradients.
     """
 
     def __init__(
@@ -81,15 +100,11 @@ class Executor:
         schedule: Schedule,
         stages: Sequence[StageLayer],
         program: RankProgram | None,
+        work: Work,
         *,
         weights: Sequence[Sequence[Any]],
-        count: int,
-        inputs_of: Callable[[int], Sequence[tf.Tensor]],
-        rows_of: Callable[[int], tf.Tensor],
-        losses_of: Callable[[int, int, list[tf.Tensor]], list[tf.Tensor]],
-        observe: Callable[[int, int, list[tf.Tensor], list[tf.Tensor]], None],
-        scale: Callable[[tf.Tensor], tf.Tensor],
-        masks: Masks,
+        num_microbatches: int,
+        functions: StageFunctions | None,
         training: bool,
         recompute: bool,
         clock: NoClock,
@@ -97,31 +112,25 @@ class Executor:
         self._schedule = schedule
         self._stages = stages
         self._program = program
+        self._work = work
         self._weights = weights
-        self._count = count
-        self._inputs_of = inputs_of
-        self._rows_of = rows_of
-        self._losses_of = losses_of
-        self._observe = observe
-        self._scale = scale
-        self._masks = masks
+        self._num_microbatches = num_microbatches
+        self._functions = functions
         self._training = training
         self._recompute = recompute
         self._clock = clock
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
-        is_alone = program is None or program.mesh.tensor_parallel_size == 1
-        self._functions = StageFunctions(program, weights, training) if is_alone else None
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
-        self._here: dict[tuple[str, int, int], list[tf.Tensor]] = {}
+        self._handed_on: dict[tuple[str, int, int], list[tf.Tensor]] = {}  # messages between stages of this rank
         self._forwards: dict[tuple[int, int], _Forward] = {}
-        self._recomputed: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
+        self._to_recompute: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
         self._held_back: dict[tuple[int, int], _Gradients] = {}
-        self._last: list[tf.Operation] = []
+        self._last: list[tf.Operation] = []  # the end of the last action
         self._last_but_one: list[tf.Operation] = []
         self.gradients = GradientSum()
 
     def run(self) -> None:
-        """Computes the rank's actions. Afterwards `gradients` holds the sums over the microbatches."""
+        """Computes the rank's actions in the schedule's order."""
         run_phase = {
             Phase.FORWARD: self._forward,
             Phase.BACKWARD: self._backward,
@@ -129,7 +138,7 @@ class Executor:
             Phase.BACKWARD_WEIGHT: self._backward_weight,
         }
         for action in self._schedule.actions(self.pipe_rank):
-            if not self._training and (action.phase is not Phase.FORWARD or action.microbatch >= self._count):
+            if not self._training and (action.phase is not Phase.FORWARD or action.microbatch >= self._num_microbatches):
                 continue
             before = self._last
             try:
@@ -144,62 +153,23 @@ class Executor:
     # Actions
 
     def _forward(self, action: Action) -> None:
-        stage, number = self._stages[action.stage_index], action.microbatch
-        arrived = self._arrivals(stage, number)
-        self._last = self._clock.start(action, self._last, arrived)
+        stage, microbatch = self._stages[action.stage_index], action.microbatch
+        stage_inputs = self._receive_inputs(stage, microbatch)
+        self._last = self._clock.start(action, self._last, stage_inputs)
         with tf.control_dependencies(self._last):
-            if self._recompute and self._training:
-                state = [(variable, tf.convert_to_tensor(variable.value)) for variable in stage.state()]
-                left, losses = self._computed(stage, number, arrived)
-                self._recomputed[stage.index, number] = (arrived, state)
-            elif self._training:
-                left, losses = self._record(stage, number, arrived)
+            if self._training and not self._recompute:
+                outputs, losses = self._record(stage, microbatch, stage_inputs)
             else:
-                left, losses = self._computed(stage, number, arrived)
-            self._observe(stage.index, number, left, losses)
+                if self._training:
+                    state = [(variable, tf.convert_to_tensor(variable.value)) for variable in stage.state()]
+                    self._to_recompute[stage.index, microbatch] = (stage_inputs, state)
+                call = self._call(stage, microbatch, stage_inputs, has_backward=False)
+                outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
+                losses = self._work.losses(stage.index, microbatch, outputs)
+            self._work.observe(stage.index, microbatch, outputs, losses)
         if stage.index < len(self._stages) - 1:
-            self._send("F", stage.index, stage.index + 1, number, left)
-        self._done([*left, *losses])
-
-    def _call(self, stage: StageLayer, number: int, arrived: list[tf.Tensor], *, has_backward: bool) -> StageCall | None:
-        """Computes `stage` by its functions; None if it has none."""
-        if self._functions is None:
-            return None
-        return self._functions.call(stage, arrived, list(self._inputs_of(number)), has_backward=has_backward)
-
-    def _traced(self, stage: StageLayer, number: int, arrived: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Computes `stage` by operations of its own."""
-        return stage(arrived, list(self._inputs_of(number)), training=self._training)
-
-    def _computed(self, stage: StageLayer, number: int, arrived: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Returns what leaves `stage`, and its losses."""
-        call = self._call(stage, number, arrived, has_backward=False)
-        left = self._traced(stage, number, arrived) if call is None else call.left
-        return left, self._losses_of(stage.index, number, left)
-
-    def _record(
-        self, stage: StageLayer, number: int, arrived: list[tf.Tensor], *, is_past: bool = False
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Computes `stage` and keeps what its backward needs. If it `is_past`, its layers' state is that of another time."""
-        began = tape.operations_so_far()
-        call = None if is_past else self._call(stage, number, arrived, has_backward=True)
-        with tf.GradientTape() as recorder:
-            recorder.watch(floats(arrived if call is None else call.left))
-            left = self._traced(stage, number, arrived) if call is None else call.left
-            losses = self._losses_of(stage.index, number, left)
-            starts = [self._scale(loss) for loss in losses]
-        self._forwards[stage.index, number] = _Forward(recorder, call, arrived, starts, left, began)
-        return left, losses
-
-    def _compute_again(self, action: Action) -> None:
-        """With `recompute`: computes the forward of a backward, from the state that its layers had, which stays as it is."""
-        key = (action.stage_index, action.microbatch)
-        if key in self._recomputed:
-            arrived, state = self._recomputed.pop(key)
-            # Keras's attention takes the masks off what it is called on.
-            self._masks.put(action.stage_index - 1, arrived, self._inputs_of(action.microbatch))
-            with tf.control_dependencies(self._last), keras.StatelessScope(state_mapping=state, collect_losses=True):
-                self._record(self._stages[action.stage_index], action.microbatch, arrived, is_past=bool(state))
+            self._send("F", stage.index, stage.index + 1, microbatch, outputs)
+        self._end_after([*outputs, *losses])
 
     def _backward(self, action: Action) -> None:
         self._compute_again(action)
@@ -207,105 +177,131 @@ class Executor:
         tape.run_all_after(gradients.made, self._last)
         with tf.control_dependencies(self._last):
             sums = self._add_up(action, gradients)
-        self._done([*gradients.back, *sums])
+        self._end_after([*gradients.of_inputs, *sums])
 
     def _backward_input(self, action: Action) -> None:
         self._compute_again(action)
         gradients = self._take_gradients(action)
-        # What has a turn takes it: later actions of this rank have theirs after it.
-        needed = tape.ancestors([*gradients.back, *gradients.in_turn], gradients.made)
+        # Operations that TensorFlow orders run now: it has put those of later actions of this rank behind them.
+        needed = tape.ancestors([*gradients.of_inputs, *gradients.in_turn], gradients.made)
         tape.run_all_after([operation for operation in gradients.made if operation in needed], self._last)
         gradients.made = [operation for operation in gradients.made if operation not in needed]
         self._held_back[action.stage_index, action.microbatch] = gradients
-        self._done(gradients.back)
+        self._end_after(gradients.of_inputs)
 
     def _backward_weight(self, action: Action) -> None:
         gradients = self._held_back.pop((action.stage_index, action.microbatch))
         self._last = self._clock.start(action, self._last)
         tape.run_all_after(gradients.made, self._last)
         with tf.control_dependencies(self._last):
-            self._done(self._add_up(action, gradients))
+            self._end_after(self._add_up(action, gradients))
+
+    # Computing
+
+    def _call(self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor], *, has_backward: bool) -> StageCall | None:
+        """Computes `stage` by its traced functions; None: the stage has none."""
+        if self._functions is None:
+            return None
+        return self._functions.call(stage, stage_inputs, self._work.model_inputs(microbatch), has_backward=has_backward)
+
+    def _traced(self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Computes `stage` by operations that this microbatch has for itself."""
+        return stage(stage_inputs, self._work.model_inputs(microbatch), training=self._training)
+
+    def _record(
+        self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor], *, is_past: bool = False
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Returns the outputs and losses of `stage`, and keeps what the backward needs.
+
+        A forward that `is_past` is computed from an earlier state of the stage's layers, which no traced function reads.
+        """
+        began = tape.operations_so_far()
+        call = None if is_past else self._call(stage, microbatch, stage_inputs, has_backward=True)
+        with tf.GradientTape() as recorder:
+            recorder.watch(floats(stage_inputs if call is None else call.outputs))
+            outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
+            losses = self._work.losses(stage.index, microbatch, outputs)
+            targets = [self._work.scale(loss) for loss in losses]
+        self._forwards[stage.index, microbatch] = _Forward(recorder, call, stage_inputs, targets, outputs, began)
+        return outputs, losses
+
+    def _compute_again(self, action: Action) -> None:
+        """With `recompute`: computes the forward of a backward, from the layers' state of then, and leaves their state alone."""
+        stage, key = self._stages[action.stage_index], (action.stage_index, action.microbatch)
+        if key in self._to_recompute:
+            stage_inputs, state = self._to_recompute.pop(key)
+            # Keras's attention takes the masks off what it is called on.
+            self._work.annotate(stage, action.microbatch, stage_inputs)
+            with tf.control_dependencies(self._last), keras.StatelessScope(state_mapping=state, collect_losses=True):
+                self._record(stage, action.microbatch, stage_inputs, is_past=bool(state))
 
     def _take_gradients(self, action: Action) -> _Gradients:
-        """Takes the gradients of the weights and of what arrived, which are sent back."""
-        stage, number = self._stages[action.stage_index], action.microbatch
-        forward = self._forwards.pop((stage.index, number))
-        upstream = self._upstream(stage, forward, number)
+        """Takes the gradients of the stage's weights and of its inputs, and sends the latter back."""
+        stage, microbatch = self._stages[action.stage_index], action.microbatch
+        forward = self._forwards.pop((stage.index, microbatch))
+        upstream = self._receive_gradients(stage, forward, microbatch)
         self._last = self._clock.start(action, self._last, upstream)
         before = tape.operations_so_far()
-        weights = self._weights[stage.index]
+        weights, inputs = self._weights[stage.index], floats(forward.stage_inputs)
         if forward.call is None:
-            back, of_weights = _gradients_of_tape(forward, upstream, floats(forward.arrived), weights)
+            of_inputs, of_weights = _gradients_of_tape(forward, upstream, inputs, weights)
         else:
-            left = floats(forward.left)
-            of_left, of_losses = _gradients_of_tape(forward, [], left, weights)
-            back = forward.call.gradients_of_input(upstream or _with_zeros(of_left, left))
+            outputs = floats(forward.outputs)
+            of_outputs, of_losses = _gradients_of_tape(forward, [], outputs, weights)
+            of_inputs = forward.call.gradients_of_inputs(upstream or _with_zeros(of_outputs, outputs))
             of_weights = list(map(added, forward.call.gradients_of_weights(), of_losses))
-        back = _with_zeros(back, floats(forward.arrived))
+        of_inputs = _with_zeros(of_inputs, inputs)
         # The gradient of a loop changes the loop's forward, and some of what it adds comes before that.
         made = tape.operations_since(before)
         before_forward = tape.ancestors(tape.operations_since(forward.began)[: -len(made) or None], made)
         if stage.index > 0:
-            self._send("B", stage.index, stage.index - 1, number, back)
+            self._send("B", stage.index, stage.index - 1, microbatch, of_inputs)
         made = [operation for operation in made if operation not in before_forward]
         in_turn = [operation for operation in made if tape.has_a_turn(operation)] if forward.call is None else []
-        return _Gradients(back, of_weights, made, in_turn)
+        return _Gradients(of_inputs, of_weights, made, in_turn)
 
     def _add_up(self, action: Action, gradients: _Gradients) -> list[tf.Tensor]:
         return self.gradients.add(self._weights[action.stage_index], gradients.of_weights)
 
-    # Between stages
+    # Messages between stages
 
-    def _arrivals(self, stage: StageLayer, number: int) -> list[tf.Tensor]:
+    def _receive_inputs(self, stage: StageLayer, microbatch: int) -> list[tf.Tensor]:
         if stage.index == 0:
             return []
-        inputs = self._inputs_of(number)
-        rows = inputs[0].shape[0]
-        is_cut = self._program is not None and self._program.mesh.tensor_parallel_size > 1
-        cuts = [cut_of_output(tensor) if is_cut else None for tensor in stage.arriving]
-        specs = [
-            tf.TensorSpec([rows, *self._local_shape(tensor.shape, cut)[1:]], tensor.dtype)
-            for tensor, cut in zip(stage.arriving, cuts, strict=True)
-        ]
-        arrived = self._receive("F", stage.index - 1, number, specs)
-        for x, cut in zip(arrived, cuts, strict=True):
-            set_cut(x, cut)
-        self._masks.put(stage.index - 1, arrived, inputs)
-        return arrived
+        received = self._receive("F", stage.index - 1, microbatch, self._work.input_specs(stage, microbatch))
+        self._work.annotate(stage, microbatch, received)
+        return received
 
-    def _local_shape(self, shape: Sequence[int | None], cut: Cut | None) -> Sequence[int | None]:
-        return shape if cut is None else cut.local_shape(shape, self._program.mesh.tensor_parallel_size)
-
-    def _upstream(self, stage: StageLayer, forward: _Forward, number: int) -> list[tf.Tensor]:
+    def _receive_gradients(self, stage: StageLayer, forward: _Forward, microbatch: int) -> list[tf.Tensor]:
         if stage.index == len(self._stages) - 1:
             return []
-        specs = [tf.TensorSpec(x.shape, x.dtype) for x in floats(forward.left)]
-        return self._receive("B", stage.index + 1, number, specs)
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in floats(forward.outputs)]
+        return self._receive("B", stage.index + 1, microbatch, specs)
 
-    def _send(self, phase: str, source: int, destination: int, number: int, tensors: Sequence[tf.Tensor]) -> None:
-        to = self._schedule.rank_of(destination)
-        if to == self.pipe_rank:
-            self._here[phase, source, number] = list(tensors)
+    def _send(self, phase: str, source: int, destination: int, microbatch: int, tensors: Sequence[tf.Tensor]) -> None:
+        """Sends what stage `source` has made of a microbatch to stage `destination`."""
+        pipe_rank = self._schedule.rank_of(destination)
+        if pipe_rank == self.pipe_rank:
+            self._handed_on[phase, source, microbatch] = list(tensors)
             return
         for place, x in enumerate(tensors):
-            edges.send(self._program, x, self._ranks[to], f"pipe/{source}{phase}{number}/{place}")
+            edges.send(self._program, x, self._ranks[pipe_rank], f"pipe/{source}{phase}{microbatch}/{place}")
 
-    def _receive(self, phase: str, source: int, number: int, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-        at = self._schedule.rank_of(source)
-        if at == self.pipe_rank:
-            return self._here.pop((phase, source, number))
-        rows, label = self._rows_of(number), f"pipe/{source}{phase}{number}"
+    def _receive(self, phase: str, source: int, microbatch: int, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+        """Returns what stage `source` has made of a microbatch."""
+        pipe_rank = self._schedule.rank_of(source)
+        if pipe_rank == self.pipe_rank:
+            return self._handed_on.pop((phase, source, microbatch))
+        rank, rows, label = self._ranks[pipe_rank], self._work.num_rows(microbatch), f"pipe/{source}{phase}{microbatch}"
         # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
         # would wait: that action may need it.
-        is_held = edges.holds_thread(self._program, self._ranks[at])
+        is_held = edges.holds_thread(self._program, rank)
         with tf.control_dependencies(self._last if is_held else self._last_but_one):
-            return [
-                edges.receive(self._program, spec, rows, self._ranks[at], f"{label}/{place}") for place, spec in enumerate(specs)
-            ]
+            return [edges.receive(self._program, spec, rows, rank, f"{label}/{place}") for place, spec in enumerate(specs)]
 
     # Order
 
-    def _done(self, made: Sequence[tf.Tensor]) -> None:
+    def _end_after(self, made: Sequence[tf.Tensor]) -> None:
         """Says that the action ends when all of `made` exist."""
         if not tf.executing_eagerly():
             made = [x for x in made if x is not None]
@@ -315,8 +311,8 @@ class Executor:
 def _gradients_of_tape(
     forward: _Forward, upstream: Sequence[tf.Tensor], sources: Sequence[tf.Tensor], weights: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns the gradients of `sources` and of `weights`: of what left, if it has an `upstream`, and of the losses."""
-    targets = [*(floats(forward.left) if upstream else ()), *forward.targets]
+    """Returns the gradients of `sources` and of `weights`: those of the losses and, given an `upstream`, of the outputs."""
+    targets = [*(floats(forward.outputs) if upstream else ()), *forward.targets]
     starts = [*upstream, *map(tf.ones_like, forward.targets)]
     if not targets:
         return [None] * len(sources), [None] * len(weights)
@@ -325,4 +321,5 @@ def _gradients_of_tape(
 
 
 def _with_zeros(gradients: Sequence[Any], of: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns gradients with zeros in the place of None."""
     return [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(of, gradients, strict=True)]

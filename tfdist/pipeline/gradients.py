@@ -9,16 +9,17 @@ import tensorflow as tf
 
 
 class GradientSum:
-    """A running sum per variable.
+    """A running sum of gradients for each variable.
 
-    Rows of an embedding stay rows, those of all microbatches one after the other, while they are fewer than the table's.
+    The gradient of an embedding stays rows of its table, those of all microbatches one after the other, while they are fewer than
+    the table's own rows.
     """
 
     def __init__(self) -> None:
         self._sums: dict[int, Any] = {}
 
     def add(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:
-        """Adds `gradients`, None for none; returns tensors that exist when the sums do."""
+        """Adds one gradient for each of `variables`, None for none; returns tensors that exist when the sums do."""
         made = []
         for variable, gradient in zip(variables, gradients, strict=True):
             if gradient is None:
@@ -29,7 +30,7 @@ class GradientSum:
         return made
 
     def of(self, variable: Any) -> Any:
-        """Returns the sum for `variable`, None if it had no gradient."""
+        """Returns the sum for `variable`, None if the variable had no gradient."""
         return self._sums.get(id(variable))
 
 
@@ -45,7 +46,7 @@ def added(one: Any, other: Any) -> Any:
 
 
 def _are_few(slices: Sequence[tf.IndexedSlices]) -> bool:
-    """Whether they have fewer rows than their table, as far as is known."""
+    """Whether the gradients have fewer rows than their table, as far as the sizes are known."""
     table = tf.get_static_value(slices[0].dense_shape)
     rows = [one.values.shape[0] for one in slices]
     return table is None or None in rows or sum(rows) < table[0]

@@ -1,7 +1,7 @@
 """What Keras logs of each loss of a model with several outputs.
 
-`CompileLoss` notes a loss in a metric whenever it is called: here, for every microbatch. What is to be noted is the batch's, and
-so the microbatches' shares are added up first.
+Keras's `CompileLoss` updates a metric for each loss, its tracker, whenever the loss is called: in a pipeline, for every
+microbatch. The tracker should get the loss of the batch, so the microbatches' shares of it are added up first.
 
 `_compile_loss` and its `_metrics` are private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when they change.
 """
@@ -19,7 +19,11 @@ from tfdist.losses.global_losses import unscale_loss
 
 
 class LossTrackers:
-    """The metrics of the losses of one batch of `model`."""
+    """The trackers of a model's losses, while the losses of one batch are computed.
+
+    Args:
+        model: a compiled model.
+    """
 
     def __init__(self, model: keras.Model):
         self._compile_loss = model._compile_loss
@@ -28,21 +32,24 @@ class LossTrackers:
         self._seen: set[int] = set()
 
     @contextlib.contextmanager
-    def collected(self, number: int) -> Iterator[None]:
-        """Within it, what the trackers would note of microbatch `number` is added up; nothing when it is computed again."""
-        sums = [_Sum() for _ in self._trackers] if number in self._seen else self._sums
-        self._seen.add(number)
+    def collected(self, microbatch: int) -> Iterator[None]:
+        """A block in which the losses of a microbatch are added up, and the trackers get none.
+
+        A microbatch whose losses are computed a second time adds nothing.
+        """
+        sums = [_Sum() for _ in self._trackers] if microbatch in self._seen else self._sums
+        self._seen.add(microbatch)
         with self._replaced(sums):
             yield
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Within it, nothing is noted."""
+        """A block in which losses are neither added up nor tracked."""
         with self._replaced([_Sum() for _ in self._trackers]):
             yield
 
     def update(self, rows: int | None) -> None:
-        """Notes the batch's losses, weighted by its `rows`, if they are known, as Keras does."""
+        """Updates the trackers with the batch's losses, weighted by the batch's number of rows, if that is known, as by Keras."""
         for tracker, total in zip(self._trackers, self._sums, strict=True):
             if total.parts:
                 tracker.update_state(unscale_loss(tf.add_n(total.parts)), sample_weight=rows)
@@ -61,7 +68,7 @@ class LossTrackers:
 
 
 class _Sum:
-    """Takes the place of a metric."""
+    """Takes the place of a tracker and keeps what the tracker would have got."""
 
     def __init__(self) -> None:
         self.parts: list[tf.Tensor] = []

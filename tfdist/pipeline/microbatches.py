@@ -1,4 +1,4 @@
-"""Cutting a rank's batch in microbatches."""
+"""The microbatches of a rank's batch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from tfdist import errors
 
 
 class Microbatches:
-    """The microbatches of one rank's batch: equal parts, one after the other.
+    """The microbatches of one rank's batch: equal slices, one after the other.
 
     Args:
         data: nested tensors, the first axis of each being the batch; None stays None.
-        count: how many are wanted.
-        is_training: whether the batch must be a multiple of `count`. Otherwise parts differ by a row at most, and there are fewer
-            of a batch that is known to have fewer rows.
-        replicas: data ranks, for the error's numbers.
+        count: how many microbatches are wanted.
+        is_training: whether the batch must be a multiple of `count`. Otherwise microbatches differ by a row at most, and a batch
+            that is known to have fewer rows than `count` has as many microbatches as rows.
+        replicas: the number of data ranks, for the error's numbers.
 
     Attributes:
-        count: how many there are.
-        known_rows: rows of the batch, None where they are known at run time only.
-        rows: rows of each microbatch, int64 scalars.
+        count: how many microbatches the batch has.
+        known_rows: how many rows the batch has; None where that is known at run time only.
+        rows: how many rows each microbatch has, int64 scalars.
 
     Raises:
-        ValueError: a batch of known size is no multiple of `count`. One of unknown size raises
+        ValueError: a batch of known size is no multiple of `count`. A batch of unknown size that is none raises
             `tf.errors.InvalidArgumentError` when the step runs.
     """
 
@@ -59,18 +59,18 @@ class Microbatches:
         self._size = known // count if known is not None and known % count == 0 else None
         bounds = [tf.cast(rows * index // count, tf.int32) for index in range(count + 1)]
         self.rows = [tf.cast(stop - start, tf.int64) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
-        self._parts = [
-            tf.nest.map_structure(lambda x: self._cut(x, start, stop), data)  # noqa: B023
+        self._microbatches = [
+            tf.nest.map_structure(lambda x: self._slice(x, start, stop), data)  # noqa: B023
             for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
         ]
 
     def __getitem__(self, index: int) -> Any:
-        return self._parts[index]
+        return self._microbatches[index]
 
-    def _cut(self, x: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    def _slice(self, x: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
         if not tf.is_tensor(x):
             return x
-        part = x[start:stop]
-        if isinstance(part, tf.Tensor):
-            part.set_shape([self._size, *x.shape[1:]])
-        return part
+        rows = x[start:stop]
+        if isinstance(rows, tf.Tensor):
+            rows.set_shape([self._size, *x.shape[1:]])
+        return rows

@@ -14,15 +14,15 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.global_losses import unscale_loss
 from tfdist.mesh import current_mesh
-from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy, positive_integer
-from tfdist.pipeline.clock import NoClock
+from tfdist.pipeline.action_clock import NoClock
+from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy
 from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.published import Schedule1F1B
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.balance_report import report
 from tfdist.pipeline.stages.costs import node_costs
-from tfdist.pipeline.stages.cuts import resolve_cuts
-from tfdist.pipeline.stages.split import Stages
+from tfdist.pipeline.stages.split_points import resolve_split_points
+from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.pipeline.step import Step
 
 
@@ -31,7 +31,7 @@ class Stage:
     """Layers that make up one stage, for `PipelineModel([Stage([...]), Stage([...]), ...])`.
 
     Attributes:
-        layers: one after the other.
+        layers: the layers, each of which computes on what the one before it returns.
     """
 
     layers: Sequence[keras.layers.Layer]
@@ -42,7 +42,7 @@ class PipelineModel(keras.Model):
     """Trains a model whose layers live on different devices, on microbatches of every batch.
 
     Under `ShardedStrategy(pipeline_parallel_size=p)` each of p ranks has a part of the layers, a *stage*: their weights,
-    optimizer state and activations exist on that rank's device only. A batch is cut in microbatches, which follow each other
+    optimizer state and activations exist on that rank's device only. A batch is split in microbatches, which follow each other
     through the stages, forward and back, in the order of a *schedule*. The gradients are those of the whole batch, exactly, and
     so are the loss, masks, sample weights and metrics; `compile`, `fit`, `evaluate`, `predict`, `get_weights` and `save_weights`
     are those of the model inside. Dropout and BatchNormalization see microbatches, as on one device that is fed them one by one.
@@ -56,31 +56,30 @@ class PipelineModel(keras.Model):
     microbatches. What it costs: at the start and end of a step ranks wait for each other, (p-1)/m of the ideal time with m
     microbatches; and the activations that pass between stages.
 
-    The life of a weight: under a strategy with a pipeline, layers put off making their weights. `PipelineModel` makes them, each
-    on the ranks whose stages use it. A weight that stages share (an embedding that is the output head, too) is on several;
+    The life of a weight: under a strategy with a pipeline, layers put off making their weights. `PipelineModel` makes each weight
+    on the ranks whose stages use it. A weight that stages share (an embedding that is the output head, too) is on several ranks;
     its gradients are summed.
 
     The mistakes to avoid: loading weights into the model before it is wrapped, which makes them on every rank first; a batch
-    size that is no multiple of `num_microbatches` times the data ranks; a last partial batch (drop it). They raise, except the
-    first.
+    size that is no multiple of `num_microbatches` times the data ranks; a last partial batch (drop it). The last two raise.
 
-    Without a strategy, or with `pipeline_parallel_size=1`, it trains on the same microbatches in one place.
+    Without a strategy, or with `pipeline_parallel_size=1`, the model trains on the same microbatches on one device.
 
     Args:
         layers_or_model: a functional model, also with several inputs and outputs and with skip connections; a Sequential; a list
             of layers; or a list of `tfdist.pipeline.Stage`, one per stage.
-        num_microbatches: how many parts a replica's batch is cut in.
+        num_microbatches: how many microbatches a replica's batch is split in.
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; or one's own (see `tfdist.pipeline.schedules.make_schedule`).
-        stages: where to cut: the names of the layers with which stages 1, 2, ... begin, or their places in `model.layers`; None:
-            so that stages cost alike.
-        stages_per_rank: stages of each rank, for "interleaved".
+        stages: where the model is split: the names of the layers with which stages 1, 2, ... begin, or the places of these layers
+            in `model.layers`; None: so that the stages cost alike.
+        stages_per_rank: how many stages each rank has, for "interleaved".
         recompute: True keeps, of a microbatch, only what arrives at each stage, and computes the stage's forward again for its
             backward: a third more work, and the same gradients (random numbers and statistics are those of the first time).
         name: the model's name.
 
     Raises:
-        ValueError: an argument is out of range, there are more stages than layers, a cut does not exist, or the schedule cannot
-            run.
+        ValueError: an argument is out of range, there are more stages than layers, a layer of `stages` does not exist, or the
+            schedule cannot run.
         NotImplementedError: a model that is no graph of layers, another strategy, or `zero_stage=3` with a pipeline.
 
     Source: GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2021 (PipeDream-Flush); interleaved, Narayanan et al. 2021
@@ -99,30 +98,30 @@ class PipelineModel(keras.Model):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        positive_integer("num_microbatches", num_microbatches)
-        positive_integer("stages_per_rank", stages_per_rank)
+        errors.check_integer("num_microbatches", num_microbatches, least=1)
+        errors.check_integer("stages_per_rank", stages_per_rank, least=1)
         check_strategy(tf.distribute.get_strategy())
         mesh = current_mesh()
         ranks = 1 if mesh is None else mesh.pipeline_parallel_size
-        module, stages = _module_of(layers_or_model, stages)
+        module, split_points = _module_of(layers_or_model, stages)
         check_module(module)
         self.num_microbatches = num_microbatches
         self.stages_per_rank = stages_per_rank
         self.recompute = bool(recompute)
         self.module = module
-        self._cuts = stages
+        self._split_points = split_points
         if ranks > 1:
             self._schedule = make_schedule(schedule, ranks * stages_per_rank, num_microbatches, stages_per_rank)
         else:
             _check_schedule(schedule, num_microbatches, stages_per_rank)
             self._schedule = Schedule1F1B(1, num_microbatches)
         self._given_schedule = schedule
-        self._stages: Stages | None = None
+        self._staged: StagedModel | None = None
         self._hides_layer_losses = False
         if module.built:
             self.build(None)
 
-    # Cutting
+    # Stages
 
     @property
     def schedule(self) -> Schedule:
@@ -130,25 +129,25 @@ class PipelineModel(keras.Model):
         return self._schedule
 
     def build(self, input_shape: Any) -> None:
-        """Builds the model inside, cuts it in stages, and makes the weights on their ranks."""
+        """Builds the model inside, splits it in stages, and makes each weight on the ranks whose stages use it."""
         if not self.module.built:
             self.module.build(input_shape)
         functional = getattr(self.module, "_functional", None) or self.module
-        cuts = resolve_cuts(functional, self._cuts, self._schedule.num_stages)
-        self._stages = Stages(functional, cuts, self._schedule)
+        split_points = resolve_split_points(functional, self._split_points, self._schedule.num_stages)
+        self._staged = StagedModel(functional, split_points, self._schedule)
         if self._schedule.num_ranks > 1:
-            self._stages.place(self.distribute_strategy)
+            self._staged.place(self.distribute_strategy)
         self.built = True
 
     def stage_report(self) -> str:
-        """Returns a table of the stages: their ranks and layers, their shares of the work, their bytes, and how even they are.
+        """Returns a table with each stage's rank, layers, share of the work and bytes, and a line on how even the stages are.
 
         Raises:
             ValueError: the model is not built yet.
         """
-        if self._stages is None:
+        if self._staged is None:
             raise ValueError(errors.message("The model is not cut yet.", fix="Build it first: `model.build(input_shape)`."))
-        return report(self._stages, node_costs(self._stages.module))
+        return report(self._staged, node_costs(self._staged.module))
 
     @property
     def layers(self) -> list[keras.layers.Layer]:
@@ -197,16 +196,17 @@ class PipelineModel(keras.Model):
     def compute_gradients(self, x: Any, y: Any = None, sample_weight: Any = None) -> tuple[tf.Tensor, list[tuple[Any, Any]]]:
         """Runs the schedule on one batch: for training loops of one's own, in the function given to `strategy.run`.
 
-        Metrics are updated, too. The model must be compiled, with the loss and the optimizer, which `apply_gradients` updates.
+        It also updates the metrics. The model must be compiled, with the loss and with the optimizer that is to be given the
+        gradients.
 
         Args:
             x: this replica's batch, any structure of tensors (batch, ...).
-            y: its targets.
-            sample_weight: its weights.
+            y: the batch's targets.
+            sample_weight: the batch's weights.
 
         Returns:
             This replica's share of the loss, a float32 scalar (the shares of all replicas add up to the loss of the global
-            batch), and (gradient, variable) for the weights of this rank's stages: what `optimizer.apply_gradients` takes.
+            batch), and (gradient, variable) of the weights of this rank's stages: what `optimizer.apply_gradients` takes.
 
         Raises:
             ValueError: the batch is no multiple of `num_microbatches`.
@@ -222,13 +222,13 @@ class PipelineModel(keras.Model):
 
     def _step(self, data: Any, *, training: bool, has_loss: bool, clock: NoClock | None = None) -> Step:
         clock = clock or NoClock()
-        return Step(self, self._stages, self._program(), data, training=training, has_loss=has_loss, clock=clock)
+        return Step(self, self._staged, self._program(), data, training=training, has_loss=has_loss, clock=clock)
 
     def _track(self, loss: tf.Tensor, x: Any) -> None:
         self._loss_tracker.update_state(unscale_loss(loss), sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
 
     def _program(self) -> RankProgram | None:
-        """Returns the program of the rank that computes here; None where all stages are computed in one place."""
+        """Returns the program of the rank that computes here; None where one device computes all stages."""
         program = rank_program()
         if program is not None and program.is_eager and self._schedule.num_ranks > 1:
             raise NotImplementedError(
@@ -246,7 +246,7 @@ class PipelineModel(keras.Model):
 
     @contextlib.contextmanager
     def without_layer_losses(self) -> Iterator[None]:
-        """Within it `losses`, which `compute_loss` adds up, is empty: every stage has its own."""
+        """A block in which `losses`, which Keras's `compute_loss` adds up, is empty: every stage adds up those of its layers."""
         self._hides_layer_losses = True
         try:
             yield
@@ -271,7 +271,7 @@ class PipelineModel(keras.Model):
             "layers_or_model": keras.saving.serialize_keras_object(self.module),
             "num_microbatches": self.num_microbatches,
             "schedule": schedule if isinstance(schedule, str) else self._schedule.to_text(),
-            "stages": None if self._cuts is None else list(self._cuts),
+            "stages": None if self._split_points is None else list(self._split_points),
             "stages_per_rank": self.stages_per_rank,
             "recompute": self.recompute,
             "name": self.name,
@@ -284,7 +284,7 @@ class PipelineModel(keras.Model):
 
 
 def _check_schedule(schedule: Any, num_microbatches: int, stages_per_rank: int) -> None:
-    """Raises for what could be no schedule, where there is no pipeline and it is not needed."""
+    """Raises ValueError for what could be no schedule, under a strategy without a pipeline, which needs none."""
     is_grid = isinstance(schedule, Schedule | Mapping) or isinstance(schedule, str) and " " in schedule.strip()
     if is_grid:
         make_schedule(schedule)
@@ -293,7 +293,7 @@ def _check_schedule(schedule: Any, num_microbatches: int, stages_per_rank: int) 
 
 
 def _module_of(given: Any, stages: Sequence[str | int] | None) -> tuple[keras.Model, Sequence[str | int] | None]:
-    """Returns one model, and where it is to be cut."""
+    """Returns one model, and the `stages` at which it is to be split."""
     if isinstance(given, keras.Model):
         return given, stages
     given = list(given)

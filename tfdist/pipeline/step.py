@@ -11,32 +11,34 @@ from tfdist.collectives import RankProgram, all_reduce, edges
 from tfdist.collectives.unordered import leave_unordered
 from tfdist.losses.global_losses import scale_loss
 from tfdist.losses.microbatches import MicrobatchLosses
-from tfdist.pipeline.clock import NoClock
+from tfdist.pipeline.action_clock import NoClock
 from tfdist.pipeline.executor import Executor
 from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches
-from tfdist.pipeline.stages.split import Stages
+from tfdist.pipeline.stages.stage import StageLayer
+from tfdist.pipeline.stages.stage_functions import StageFunctions
+from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.sharding import tape
-from tfdist.sharding.cut_activations import gathered
+from tfdist.sharding.cut_activations import gathered, held_spec, mark_as_held, may_hold_parts
 
 
 class Step:
-    """What one rank computes of one batch.
+    """What one rank computes of one batch. It is the `Work` of an `Executor`.
 
     Args:
         model: the `PipelineModel`, for its loss and metrics.
-        stages: how it is cut.
+        staged: the model in stages.
         program: the rank's program; None: one device computes all stages.
         data: (x, y, sample_weight), the batch of this rank's data index. y and sample_weight may be None.
         training: whether there is a backward.
         has_loss: whether the loss and metrics are computed.
-        clock: what is told when actions start and end.
+        clock: is told when actions start and end.
     """
 
     def __init__(
         self,
         model: Any,
-        stages: Stages,
+        staged: StagedModel,
         program: RankProgram | None,
         data: Any,
         *,
@@ -46,14 +48,15 @@ class Step:
     ):
         self._began = tape.operations_so_far()
         self._model = model
-        self._stages = stages
+        self._staged = staged
         self._program = program
         self._training = training
         self._has_loss = has_loss
+        schedule, weights = staged.schedule, staged.weights
         replicas = 1 if program is None else program.mesh.data_parallel_size
         x, *rest = data
         self._data = Microbatches(
-            (stages.flat_inputs(x), *rest), stages.num_microbatches, is_training=training, replicas=replicas
+            (staged.flat_inputs(x), *rest), schedule.num_microbatches, is_training=training, replicas=replicas
         )
         self._losses = MicrobatchLosses(program, self._data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
@@ -63,17 +66,13 @@ class Step:
             self._build_trackers()
         self._trackers = LossTrackers(model)
         self._executor = Executor(
-            stages.schedule,
-            stages.layers,
+            schedule,
+            staged.stages,
             program,
-            weights=stages.weights,
-            count=self._data.count,
-            inputs_of=lambda number: self._data[number][0],
-            rows_of=lambda number: tf.cast(self._data.rows[number], tf.int32),
-            losses_of=self._losses_of,
-            observe=self._observe,
-            scale=self._scaled,
-            masks=stages.masks,
+            self,
+            weights=weights,
+            num_microbatches=self._data.count,
+            functions=None if may_hold_parts(program) else StageFunctions(program, weights, training),
             training=training,
             recompute=model.recompute,
             clock=clock,
@@ -88,40 +87,43 @@ class Step:
     @property
     def is_last(self) -> bool:
         """Whether this rank has the model's outputs."""
-        return self._stages.schedule.rank_of(len(self._stages.layers) - 1) == self._executor.pipe_rank
+        return self._staged.schedule.rank_of(self._staged.last_stage) == self._executor.pipe_rank
 
     def loss(self) -> tf.Tensor:
-        """Returns this replica's share of the loss of the batch, the same on all of its ranks."""
+        """Returns this replica's share of the loss of the batch, the same on all of the replica's ranks."""
         loss = tf.add_n(self._reported) if self._reported else tf.zeros([])
-        if self._program is None or self._stages.schedule.num_ranks == 1:
+        if self._program is None or self._staged.schedule.num_ranks == 1:
             return loss
         return all_reduce(loss, "pipe", label="pipe/loss")
 
     def outputs(self) -> Any:
-        """Returns the model's outputs for the batch; zeros on ranks other than the last."""
-        rows, leaving = self._data.known_rows, self._stages.layers[-1].leaving
+        """Returns the model's outputs for the batch; zeros of their shapes on ranks other than the last."""
+        rows = self._data.known_rows
         if self.is_last:
             flat = [tf.concat(parts, 0) for parts in zip(*self._outputs, strict=True)]
         else:
             size = tf.cast(tf.add_n(self._data.rows), tf.int32) if rows is None else rows
             flat = self._zeros(size)
         # One static shape on all ranks: they may send it to each other.
-        flat = [tf.ensure_shape(x, [rows, *tensor.shape[1:]]) for x, tensor in zip(flat, leaving, strict=True)]
-        return self._stages.outputs_like_model(flat)
+        flat = [tf.ensure_shape(x, [rows, *out.shape[1:]]) for x, out in zip(flat, self._staged.outputs, strict=True)]
+        return self._staged.outputs_like_model(flat)
 
     def gradients(self) -> list[tuple[Any, Any]]:
-        """Returns (gradient, variable) for the weights of this rank's stages, summed over microbatches and over tied uses."""
+        """Returns (gradient, variable) of the weights of this rank's stages, summed over the microbatches.
+
+        The gradient of a weight that stages share is the sum over all of these stages, on each of their ranks.
+        """
         found = []
-        for variable in self._stages.weights_of_rank(self._executor.pipe_rank):
+        for variable in self._staged.weights_of_rank(self._executor.pipe_rank):
             gradient = self._executor.gradients.of(variable)
-            owners = self._stages.owners(variable)
+            owners = self._staged.owners(variable)
             if len(owners) > 1:
                 gradient = self._sum_over(owners, variable, gradient)
             found.append((gradient, variable))
         return found
 
     def _sum_over(self, owners: Sequence[int], variable: Any, gradient: Any) -> tf.Tensor:
-        """Returns the sum of the gradients of a weight that several ranks use, added in the same order on each."""
+        """Returns the sum of the gradients of a weight that several ranks use, added in the same order on each of them."""
         program, here = self._program, self._executor.pipe_rank
         mine = tf.zeros(variable.shape, variable.dtype) if gradient is None else tf.convert_to_tensor(gradient)
         mine = tf.ensure_shape(mine, variable.value.shape)
@@ -133,50 +135,73 @@ class Step:
         parts = [mine if owner == here else edges.receive(program, spec, tf.constant(0), ranks[owner], label) for owner in owners]
         return tf.add_n(parts)
 
-    # What the executor asks
+    # What the executor asks: see `Work`
 
-    def _losses_of(self, stage: int, number: int, left: list[tf.Tensor]) -> list[tf.Tensor]:
+    def model_inputs(self, microbatch: int) -> list[tf.Tensor]:
+        return list(self._data[microbatch][0])
+
+    def num_rows(self, microbatch: int) -> tf.Tensor:
+        return tf.cast(self._data.rows[microbatch], tf.int32)
+
+    def input_specs(self, stage: StageLayer, microbatch: int) -> list[tf.TensorSpec]:
+        rows = self._data[microbatch][0][0].shape[0]
+        return [held_spec(self._program, tensor, rows) for tensor in stage.stage_inputs]
+
+    def annotate(self, stage: StageLayer, microbatch: int, stage_inputs: Sequence[tf.Tensor]) -> None:
+        for x, tensor in zip(stage_inputs, stage.stage_inputs, strict=True):
+            mark_as_held(self._program, x, tensor)
+        self._staged.masks.put(stage.index - 1, stage_inputs, self._data[microbatch][0])
+
+    def losses(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor]) -> list[tf.Tensor]:
         if not self._has_loss:
             return []
-        with self._losses.of(number):
-            layer = self._stages.layers[stage]
-            found = [scale_loss(tf.reduce_sum(loss)) for loss in (*layer.added_losses(), *self._stages.regularization(stage))]
-            if stage == len(self._stages.layers) - 1:
-                self._first_outputs = self._first_outputs or left
-                with self._trackers.collected(number):
-                    found.append(self._loss(number, left))
+        with self._losses.of(microbatch):
+            of_layers = (*self._staged.stages[stage_index].added_losses(), *self._staged.regularization(stage_index))
+            found = [scale_loss(tf.reduce_sum(loss)) for loss in of_layers]
+            if stage_index == self._staged.last_stage:
+                self._first_outputs = self._first_outputs or stage_outputs
+                with self._trackers.collected(microbatch):
+                    found.append(self._loss(microbatch, stage_outputs))
         return found
 
-    def _loss(self, number: int, left: Sequence[tf.Tensor]) -> tf.Tensor:
-        x, y, sample_weight = self._data[number]
-        predictions = self._stages.outputs_like_model(left)
-        with self._model.without_layer_losses():
-            return self._model._compute_loss(
-                x=self._stages.inputs_like_model(x), y=y, y_pred=predictions, sample_weight=sample_weight, training=self._training
-            )
-
-    def _loss_on_zeros(self, number: int) -> None:
-        zeros = self._zeros(tf.cast(self._data.rows[number], tf.int32), self._first_outputs)
-        self._stages.masks.put(len(self._stages.layers) - 1, zeros, self._data[number][0])
-        with self._trackers.ignored():
-            self._loss(number, zeros)
-
-    def _observe(self, stage: int, number: int, left: list[tf.Tensor], losses: list[tf.Tensor]) -> None:
+    def observe(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor], losses: list[tf.Tensor]) -> None:
         self._reported.extend(tf.cast(tf.stop_gradient(loss), tf.float32) for loss in losses)
-        if stage < len(self._stages.layers) - 1:
+        if stage_index < self._staged.last_stage:
             return
         if not self._has_loss:
-            self._outputs.append(left if self._program is None else [gathered(self._program, x) for x in left])
+            self._outputs.append([gathered(self._program, x) for x in stage_outputs])
             return
-        x, y, sample_weight = self._data[number]
+        x, y, sample_weight = self._data[microbatch]
         self._model.compute_metrics(
-            self._stages.inputs_like_model(x), y, self._stages.outputs_like_model(left), sample_weight=sample_weight
+            self._staged.inputs_like_model(x), y, self._staged.outputs_like_model(stage_outputs), sample_weight=sample_weight
         )
 
+    def scale(self, loss: tf.Tensor) -> tf.Tensor:
+        optimizer = self._model.optimizer
+        return loss if optimizer is None else optimizer.scale_loss(loss)
+
+    # Losses
+
+    def _loss(self, microbatch: int, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns the model's loss of a microbatch, without the losses of layers."""
+        x, y, sample_weight = self._data[microbatch]
+        predictions = self._staged.outputs_like_model(outputs)
+        with self._model.without_layer_losses():
+            return self._model._compute_loss(
+                x=self._staged.inputs_like_model(x), y=y, y_pred=predictions, sample_weight=sample_weight, training=self._training
+            )
+
+    def _loss_on_zeros(self, microbatch: int) -> None:
+        """Calls the loss on zeros in the place of a microbatch's predictions, with the predictions' masks."""
+        zeros = self._zeros(self.num_rows(microbatch), self._first_outputs)
+        self._staged.masks.put(self._staged.last_stage, zeros, self._data[microbatch][0])
+        with self._trackers.ignored():
+            self._loss(microbatch, zeros)
+
     def _build_trackers(self) -> None:
-        """Makes the variables of metrics, if nothing has yet: on all ranks, though the last one alone will use them."""
+        """Makes the variables of losses' and metrics' trackers on all ranks, though the last one alone will use them."""
         _, y, _ = self._data[0]
-        predictions = self._stages.outputs_like_model(self._zeros(1))
+        predictions = self._staged.outputs_like_model(self._zeros(1))
         for part in (self._model._compile_loss, self._model._compile_metrics):
             if part is not None and not part.built:
                 part.build(y, predictions)
@@ -184,12 +209,8 @@ class Step:
     def _zeros(self, rows: Any, like: Sequence[tf.Tensor] | None = None) -> list[tf.Tensor]:
         """Returns zeros of `rows` rows in the place of the model's outputs; other unknown sizes are those of `like`, or 1."""
         zeros = []
-        for place, tensor in enumerate(self._stages.layers[-1].leaving):
+        for place, tensor in enumerate(self._staged.outputs):
             sizes = [1 if like is None else tf.shape(like[place])[axis] for axis in range(len(tensor.shape))]
             known = [size if static is None else static for size, static in zip(sizes, tensor.shape, strict=True)]
             zeros.append(tf.ensure_shape(tf.zeros([rows, *known[1:]], tensor.dtype), [None, *tensor.shape[1:]]))
         return zeros
-
-    def _scaled(self, loss: tf.Tensor) -> tf.Tensor:
-        optimizer = self._model.optimizer
-        return loss if optimizer is None else optimizer.scale_loss(loss)

@@ -60,9 +60,27 @@ def cut_of_output(tensor: Any) -> Cut | None:
     return None if axis_and_size is None else Cut(axis_and_size.axis % len(tensor.shape), axis_and_size.size)
 
 
-def gathered(program: RankProgram, x: tf.Tensor) -> tf.Tensor:
-    """Returns `x`, whole, if it is cut. Without a gradient."""
+def may_hold_parts(program: RankProgram | None) -> bool:
+    """Whether a layer may hand on, on this rank, a part of its output only."""
+    return program is not None and program.mesh.tensor_parallel_size > 1
+
+
+def held_spec(program: RankProgram | None, tensor: Any, rows: int | None) -> tf.TensorSpec:
+    """Returns the spec of what this rank holds of the value of a symbolic Keras tensor, for a batch of `rows`."""
+    cut = cut_of_output(tensor) if may_hold_parts(program) else None
+    shape = tensor.shape if cut is None else cut.local_shape(tensor.shape, program.mesh.tensor_parallel_size)
+    return tf.TensorSpec([rows, *shape[1:]], tensor.dtype)
+
+
+def mark_as_held(program: RankProgram | None, x: tf.Tensor, tensor: Any) -> None:
+    """Says of `x`, the value of a symbolic Keras tensor, whether it is whole, as the layer has said that returned it."""
+    if may_hold_parts(program):
+        set_cut(x, cut_of_output(tensor))
+
+
+def gathered(program: RankProgram | None, x: tf.Tensor) -> tf.Tensor:
+    """Returns `x` whole: gathered where this rank holds a part of it. Without a gradient."""
     cut = cut_of(x)
-    if cut is None or program.mesh.tensor_parallel_size == 1:
+    if cut is None or not may_hold_parts(program):
         return x
     return cut.without_padding(activations.all_gather(program, x, "tensor", cut.axis, "gather_output"))

@@ -25,12 +25,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, ops, wire
+from tfdist.collectives import RankProgram, ops
 from tfdist.sharding import eager_unshard, keras_scope, packing, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.mesh_config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup
+from tfdist.sharding.shard_messages import gather_shards, scatter_sums
 
 # Operations whose first input is only moved or cast.
 _VIEWS = frozenset(
@@ -185,15 +186,12 @@ class UnshardSchedule:
         label: str,
     ) -> dict[int, tf.Tensor]:
         """Gathers `variables`, in as few messages as `_messages` says, not before `gate` has run."""
-        program = self._program
-        ranks = program.group_ranks("data")
         outputs = {}
         for members in _messages(variables, variables, lambda v: _travelling_dtype(v, compute_dtype)):
             layouts = [v.layout for v in members]
             dtype = _travelling_dtype(members[0], compute_dtype)
             with tf.control_dependencies(gate), tf.name_scope(_scope_name(label)):
-                gathered = wire.all_gather_parts(program, [tf.cast(shards[id(v)], dtype) for v in members], ranks, label)
-                fulls = packing.fulls_of(gathered, layouts, program.constant)
+                fulls = gather_shards(self._program, [tf.cast(shards[id(v)], dtype) for v in members], layouts, label)
                 outputs.update({id(variable): full for variable, full in zip(members, fulls, strict=True)})
         return outputs
 
@@ -324,8 +322,6 @@ class UnshardSchedule:
 
         Packing earlier would hold a second copy of the gradients while they wait for their turn.
         """
-        program = self._program
-        ranks = program.group_ranks("data")
         label = f"reduce_scatter/{pending[0].unit.group.name}"
         sent = []
         for members in _messages(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
@@ -333,9 +329,8 @@ class UnshardSchedule:
             with tf.name_scope(_scope_name(label)):
                 travel_dtype = self._config.travel_dtype(members[0].full.dtype)
                 with tf.control_dependencies(previous):
-                    rows = packing.rows_of([p.full for p in members], layouts, program.constant)
-                    rows = [tf.cast(row, travel_dtype) for row in rows]
-                    shards = wire.reduce_scatter_parts(program, rows, ranks, label, dtype=members[0].stub.dtype)
+                    fulls = [p.full for p in members]
+                    shards = scatter_sums(self._program, fulls, layouts, label, travel_dtype, members[0].stub.dtype)
                 for p, shard in zip(members, shards, strict=True):
                     tape.reconnect(p.stub.op, p.stub.op.inputs[0], shard)
             sent.append(shards[0])

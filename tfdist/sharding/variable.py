@@ -19,6 +19,7 @@ from tfdist.sharding import keras_scope, packing, tensor_cut
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.mesh_config import config_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
+from tfdist.sharding.shard_messages import gather_shards
 from tfdist.sharding.unshard import UnshardSchedule
 
 # What TensorFlow asks of an object that is not a variable yet.
@@ -184,7 +185,7 @@ class ShardedVariable(values.DistributedVariable):
             if layout.data_owner is not None:
                 part = wire.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
             elif layout.is_data_sharded:
-                (part,) = packing.fulls_of([wire.all_gather(program, part, ranks, "assemble")], [layout])
+                (part,) = gather_shards(program, [part], [layout], "assemble")
             part = tensor_cut.gather_cuts(program, part, layout, "assemble")
         if owners is None:
             return part

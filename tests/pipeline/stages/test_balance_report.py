@@ -6,15 +6,15 @@ from keras import layers
 from tfdist.pipeline import Schedule1F1B, ScheduleInterleaved1F1B
 from tfdist.pipeline.stages.balance_report import report
 from tfdist.pipeline.stages.costs import node_costs
-from tfdist.pipeline.stages.split import Stages
+from tfdist.pipeline.stages.staged_model import StagedModel
 
 
-def made(schedule, cuts, num_layers):
+def made(schedule, split_points, num_layers):
     x = inputs = keras.Input((10,))
     for index in range(num_layers):
         x = layers.Dense(10, use_bias=False, name=f"dense_{index}")(x)
     module = keras.Model(inputs, x)
-    return report(Stages(module, cuts, schedule), node_costs(module))
+    return report(StagedModel(module, split_points, schedule), node_costs(module))
 
 
 def test_by_hand():
@@ -37,7 +37,7 @@ def test_what_passes_by_and_what_is_shared_counts_on_every_stage():
     inputs, dense = keras.Input((10,)), layers.Dense(10, use_bias=False)
     first = dense(inputs)
     module = keras.Model(inputs, dense(keras.ops.tanh(first)) + first)
-    lines = report(Stages(module, [1, 2], Schedule1F1B(3, 2)), node_costs(module)).splitlines()[2:5]
+    lines = report(StagedModel(module, [1, 2], Schedule1F1B(3, 2)), node_costs(module)).splitlines()[2:5]
     assert [line.partition("%")[2].split() for line in lines] == [
         ["400", "B", "40", "B"],
         ["0", "B", "80", "B"],  # what tanh returns, and its input for the sum
@@ -50,4 +50,4 @@ def test_a_model_that_computes_nothing():
     for _ in range(2):
         x = layers.Reshape((10,))(x)
     module = keras.Model(inputs, x)
-    assert "Largest stage / mean: 0.00" in report(Stages(module, [1], Schedule1F1B(2, 2)), node_costs(module))
+    assert "Largest stage / mean: 0.00" in report(StagedModel(module, [1], Schedule1F1B(2, 2)), node_costs(module))

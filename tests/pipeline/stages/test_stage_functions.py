@@ -11,8 +11,7 @@ import tfdist
 from tests.parity.comparison import assert_same_tree
 from tests.pipeline import pipeline_models
 from tfdist.collectives import edges
-from tfdist.pipeline import masks
-from tfdist.pipeline.stages import stage_functions
+from tfdist.pipeline.stages import masks, stage_functions
 from tfdist.sharding import tape
 
 layers = keras.layers
@@ -249,5 +248,5 @@ def test_masks_are_looked_for_where_a_layer_may_make_one(makes, calls, monkeypat
     x = layers.Add()([x, layers.MultiHeadAttention(2, 4)(x, x)])
     model = tfdist.PipelineModel(keras.Model(tokens, layers.Dense(3)(x)), num_microbatches=2)
     monkeypatch.setattr(masks.tf, "function", function)
-    assert isinstance(model._stages.masks, masks.Masks)
+    assert isinstance(model._staged.masks, masks.Masks)
     assert len(traced) == calls

@@ -51,9 +51,7 @@ class Action:
 
     def __post_init__(self) -> None:
         for name in ("stage_index", "microbatch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(errors.message(f"`{name}` must be an integer of at least 0.", **{name: value}))
+            errors.check_integer(name, getattr(self, name), least=0)
         if not isinstance(self.phase, Phase):
             raise ValueError(
                 errors.message("`phase` must be a `Phase`.", phase=self.phase, fix="`Action.parse` reads the letters.")

@@ -206,8 +206,7 @@ def _groups(num_microbatches: int, num_ranks: int) -> list[range]:
 def _num_ranks(num_stages: int, num_microbatches: int, stages_per_rank: int) -> int:
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(errors.message(f"`{name}` must be a positive integer.", **{name: value}))
+        errors.check_integer(name, value, least=1)
     if num_stages % stages_per_rank:
         lower = max(num_stages // stages_per_rank, 1) * stages_per_rank
         raise ValueError(

@@ -1,1 +1,1 @@
-"""From a model to stages: what its layers cost, where it is cut, and the functions that run a stage."""
+"""From a model to its stages: what the layers cost, where the model is split, and the functions that compute a stage."""

@@ -1,4 +1,4 @@
-"""Cutting a sequence of costs in parts that cost alike."""
+"""Split points of a sequence of costs, between which the costs are alike."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from tfdist import errors
 
 
-def balanced_cuts(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Cuts a sequence in parts, none empty, so that the largest sum of a part is as small as can be.
+def balanced_split_points(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Splits a sequence in parts, none empty, so that the largest sum of a part is as small as can be.
 
         costs     3  1  1  4  2  2        3 parts
         parts    [3  1  1][4][2  2]       sums 5, 4, 4
 
-    A pipeline is as fast as its slowest stage. Among the cuts with the least largest sum those whose sums are most even, with
-    the least sum of squares, are taken. Both are exact, for integers of any size, too.
+    A pipeline is as fast as its slowest stage. Among the splits with the least largest sum this one has the least sum of squares,
+    so that the sums are as even as can be. Both minima are exact, also for integers of any size.
 
     Args:
-        costs: of the items, finite and not negative.
+        costs: the costs of the items, finite and not negative.
         num_parts: how many parts.
 
     Returns:
@@ -44,10 +44,10 @@ def balanced_cuts(costs: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _least_largest(sums: Sequence[float], num_parts: int) -> float:
-    """Returns the largest sum of a part in the best cut, from the `sums` of the first 0, 1, ... items.
+    """Returns the largest sum of a part in the best split, from the `sums` of the first 0, 1, ... items.
 
-    The first `stop` items in one part more: the best start of that part is where the sum of the part, which falls with `start`,
-    meets the best of the parts before, which rises.
+    Each round has one part more. For the first `stop` items the best start of the last part is where the sum of that part, which
+    falls with `start`, meets the best largest sum of the parts before it, which rises with `start`.
     """
     count = len(sums) - 1
     largest = {stop: sums[stop] for stop in range(1, count + 1)}
@@ -61,9 +61,9 @@ def _least_largest(sums: Sequence[float], num_parts: int) -> float:
 
 
 def _most_even(sums: Sequence[float], num_parts: int, largest: float) -> list[int]:
-    """Returns the cuts with the least sum of squares among those without a part above `largest`."""
+    """Returns the split points with the least sum of squares among those that leave no part above `largest`."""
     count = len(sums) - 1
-    squares = {0: 0}  # the least, by how many items are in parts
+    squares = {0: 0}  # the least sum of squares, by how many items are in parts
     chosen: list[dict[int, int]] = []  # where the last of 1, 2, ... parts starts
     for _ in range(num_parts):
         before, squares = squares, {}
@@ -75,7 +75,7 @@ def _most_even(sums: Sequence[float], num_parts: int, largest: float) -> list[in
                     break
                 if start in before and (stop not in squares or before[start] + part**2 < squares[stop]):
                     squares[stop], chosen[-1][stop] = before[start] + part**2, start
-    cuts = [count]
+    bounds = [count]
     for starts in reversed(chosen):
-        cuts.insert(0, starts[cuts[0]])
-    return cuts[1:-1]
+        bounds.insert(0, starts[bounds[0]])
+    return bounds[1:-1]

@@ -1,4 +1,4 @@
-"""How evenly a model is cut, as a table.
+"""A table of a model's stages: how evenly the model is split.
 
 stage  rank  layers                FLOPs  share      weights  to the next stage
 -------------------------------------------------------------------------------
@@ -14,37 +14,38 @@ import itertools
 from collections.abc import Sequence
 
 from tfdist.pipeline.stages.costs import Cost, bytes_per_example, variable_bytes
-from tfdist.pipeline.stages.split import Stages
 from tfdist.pipeline.stages.stage import StageLayer
+from tfdist.pipeline.stages.staged_model import StagedModel
 
 _COLUMNS = ("stage", "rank", "layers", "FLOPs", "share", "weights", "to the next stage")
 _LAYERS = _COLUMNS.index("layers")
 
 
-def report(stages: Stages, costs: Sequence[Cost]) -> str:
+def report(staged: StagedModel, costs: Sequence[Cost]) -> str:
     """Returns a table of what each stage has and costs, and the balance: the FLOPs of the largest stage over the mean.
 
-    A weight that stages share counts in each, as each has it. What travels on to a later stage counts wherever it leaves.
+    A weight that stages share counts in each of them, as each holds it. A tensor that travels on over several stages counts in
+    each stage that hands it on.
 
     Args:
-        stages: the model in stages.
+        staged: the model in stages.
         costs: `node_costs` of the same model.
     """
     left = iter(costs)
-    flops = [sum(cost.flops for cost in itertools.islice(left, stage.num_nodes)) for stage in stages.layers]
+    flops = [sum(cost.flops for cost in itertools.islice(left, stage.num_nodes)) for stage in staged.stages]
     total = sum(flops) or 1
     rows = [_COLUMNS]
-    for stage, of_stage in zip(stages.layers, flops, strict=True):
-        is_last = stage is stages.layers[-1]
+    for stage, of_stage in zip(staged.stages, flops, strict=True):
+        is_last = stage.index == staged.last_stage
         rows.append(
             (
                 str(stage.index),
-                str(stages.schedule.rank_of(stage.index)),
+                str(staged.schedule.rank_of(stage.index)),
                 _names(stage),
                 _short(of_stage),
                 f"{of_stage / total:.1%}",
                 f"{_short(sum(map(variable_bytes, stage.variables_of_operations())))}B",
-                "-" if is_last else f"{_short(bytes_per_example(stage.leaving))}B",
+                "-" if is_last else f"{_short(bytes_per_example(stage.stage_outputs))}B",
             )
         )
     balance = max(flops) * len(flops) / total

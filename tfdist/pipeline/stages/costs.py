@@ -1,4 +1,4 @@
-"""What the layers of a model cost, before anything runs: floating-point operations, weights and what they hand on."""
+"""What the layers of a model cost, before anything runs: floating-point operations, bytes of weights and of outputs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.pipeline.stages.flops import UNKNOWN_SIZE, elements, flops_of
+from tfdist.pipeline.stages.measured_cost import measured_seconds
 from tfdist.pipeline.stages.stage import nodes_in_order, run_node
-from tfdist.pipeline.stages.stopwatch import measured_seconds
 from tfdist.sharding import keras_scope, tape
 
 _MEASURED_EXAMPLES = 8
@@ -24,11 +24,11 @@ class Cost:
     """What one call of a layer or operation costs.
 
     Attributes:
-        name: the layer's or operation's.
+        name: the name of the layer or operation.
         flops: floating-point operations of the forward pass, for one example.
-        weight_bytes: of the layer's weights that no earlier call has; a weight counts once.
-        activation_bytes: of the outputs, for one example.
-        seconds: of a measured forward and backward pass, for one example; None: not measured.
+        weight_bytes: bytes of the layer's weights that no earlier call uses, so that a weight counts once.
+        activation_bytes: bytes of the outputs, for one example.
+        seconds: seconds of a measured forward and backward pass, for one example; None: not measured.
     """
 
     name: str
@@ -42,21 +42,21 @@ def node_costs(module: keras.Model, *, measured: bool = False) -> list[Cost]:
     """Returns the cost of every node of a functional model, in the order of computation.
 
     The model is traced once, in inference, and the graph of each node counted as `pipeline.stages.flops` says. Weights stand in
-    that graph as symbols: none is read, or made if it is put off until its stage is known.
+    that graph as symbols: no weight is read, and a weight that is put off until its stage is known is not made.
 
-    An axis of the inputs, other than the batch, whose size is not known counts as `UNKNOWN_SIZE` (128), as a sequence of medium
-    length. An operation that cannot be traced, with such a size for instance, is warned of, and costs 2 FLOPs for each weight
-    and position (element of the output, without its last axis).
+    An axis of unknown size of the inputs, other than the batch, counts as `UNKNOWN_SIZE` (128), as a sequence of medium length.
+    An operation that cannot be traced, with such a size for instance, is warned of, and costs 2 FLOPs for each weight and
+    position (element of the output, without its last axis).
 
-    Time, unlike FLOPs, differs from one measurement and machine to the next, but all workers of a pipeline must cut alike. So
-    measure once, in a program of its own, and write the names down:
+    Time, unlike FLOPs, differs from one measurement and machine to the next, but all workers of a pipeline must split a model
+    alike. So measure once, in a program of its own, and write the names down:
 
         costs = node_costs(model, measured=True)
-        stages = [costs[cut].name for cut in balanced_cuts([cost.seconds for cost in costs], num_stages)]
+        stages = [costs[place].name for place in balanced_split_points([cost.seconds for cost in costs], num_stages)]
 
     Args:
-        module: a functional model; of a Sequential, its `_functional`.
-        measured: run every node by itself, on random inputs, to measure its time. Masks are left out.
+        module: a functional model; for a Sequential, pass its `_functional`.
+        measured: whether every node runs by itself, on random inputs without masks, so that its time is measured.
 
     Returns:
         One cost for each of `nodes_in_order(module)`.
@@ -89,7 +89,7 @@ def node_costs(module: keras.Model, *, measured: bool = False) -> list[Cost]:
 
 
 def variable_bytes(variable: keras.Variable) -> int:
-    """Returns the bytes of a variable, whole, which need not exist yet."""
+    """Returns the bytes of the whole of a variable, which need not be made yet."""
     return _bytes(variable.shape, variable.dtype)
 
 
@@ -99,7 +99,7 @@ def bytes_per_example(tensors: Sequence[keras.KerasTensor]) -> int:
 
 
 def _traced(module: keras.Model, batch_size: int) -> list[tuple[int, list[Any]]]:
-    """Returns the FLOPs and the outputs, of a graph, of every node."""
+    """Traces a functional model and returns the FLOPs of every node and its outputs in the graph."""
     variables = module.variables
     traced = []
 
@@ -128,22 +128,23 @@ def _traced(module: keras.Model, batch_size: int) -> list[tuple[int, list[Any]]]
 
 
 def _batch_size(module: keras.Model, otherwise: int) -> int:
-    """Returns the size of the batch that the model is made for; `otherwise` if it takes any."""
+    """Returns the size of the batch that the model is made for; `otherwise` if it takes batches of any size."""
     return next((x.shape[0] for x in module.inputs if len(x.shape) and x.shape[0]), otherwise)
 
 
 def _spec(x: Any, batch_size: int) -> tf.TensorSpec:
-    """Returns what stands for `x`, a tensor of Keras or TensorFlow, with all sizes known."""
+    """Returns the spec of `x`, a tensor of Keras or TensorFlow, with a number for every size that is not known."""
     unknown = [batch_size] + [UNKNOWN_SIZE] * len(x.shape)
     return tf.TensorSpec([other if size is None else size for size, other in zip(x.shape, unknown, strict=False)], x.dtype)
 
 
 def _tensors(outputs: Sequence[Any]) -> list[Any]:
-    """Returns the dense tensors that outputs, sparse ones among them, consist of."""
+    """Returns the dense tensors that outputs consist of; a sparse output consists of several."""
     return [x for x in tf.nest.flatten(outputs, expand_composites=True) if tf.is_tensor(x)]
 
 
 def _guessed(operation: keras.Operation, outputs: Sequence[tf.Tensor]) -> int:
+    """Returns the FLOPs of an operation that cannot be traced: 2 for each weight and position."""
     positions = elements(outputs[0].shape[:-1]) if outputs and outputs[0].shape.rank else 1
     return 2 * sum(elements(weight.shape) for weight in getattr(operation, "weights", ())) * positions
 

@@ -38,12 +38,12 @@ _MOVES = frozenset(
 
 
 def elements(shape: tf.TensorShape | Sequence[int | None]) -> int:
-    """Returns the elements of a tensor; a size that is not known, and a rank that is not, is `UNKNOWN_SIZE`."""
+    """Returns how many elements a tensor has; each unknown size counts as `UNKNOWN_SIZE`, and so does an unknown rank."""
     return math.prod(_sizes(shape))
 
 
 def flops_of(outputs: Iterable[tf.Tensor], among: Sequence[tf.Operation]) -> int:
-    """Returns the FLOPs of the operations of `among`, all of one graph, that `outputs` depend on."""
+    """Returns the FLOPs of those operations of `among`, all of one graph, that `outputs` depend on."""
     return sum(map(_flops, tape.ancestors(list(outputs), among, by_control=False)))
 
 
@@ -61,7 +61,7 @@ def _flops(operation: tf.Operation) -> int:
 
 
 def _functions(operation: tf.Operation) -> list[str]:
-    """Returns the names of the functions that an operation calls: one, or branches."""
+    """Returns the names of the functions that an operation calls: one function, or the branches of a condition."""
     names = []
     for attribute in operation.op_def.attr:
         if attribute.type == "func":
@@ -72,6 +72,7 @@ def _functions(operation: tf.Operation) -> list[str]:
 
 
 def _of_function(operation: tf.Operation, name: str) -> int:
+    """Returns the FLOPs of one call of the function `name`, which `operation` calls."""
     graph = operation.graph
     function = graph._get_function(name)  # private to TensorFlow: tests/pipeline/test_flops.py fails when it changes
     while function is None:
@@ -82,6 +83,7 @@ def _of_function(operation: tf.Operation, name: str) -> int:
 
 
 def _trips(loop: tf.Operation) -> int:
+    """Returns how often the body of a loop runs, or the best guess at it."""
     known = tf.get_static_value(loop.inputs[1])  # the most iterations; -1: no limit
     if known is not None and known >= 0:
         return int(known)
@@ -96,7 +98,7 @@ def _matmul(operation: tf.Operation) -> int:
 
 
 def _einsum(operation: tf.Operation) -> int:
-    """Every combination of the labels is a product; the batch axes of an ellipsis are those of the output."""
+    """Counts a product for every combination of the labels; the batch axes of an ellipsis are those of the output."""
     terms, _, result = operation.get_attr("equation").decode().partition("->")
     sizes: dict[str, int] = {}
     for term, x in zip([*terms.split(","), result], [*operation.inputs, operation.outputs[0]], strict=True):
@@ -121,12 +123,15 @@ def _depthwise(operation: tf.Operation) -> int:
 
 
 def _of_filter(x: tf.Tensor, weights: tf.Tensor, num_outer: int) -> int:
-    """An element of `x` meets all axes of the filter but the last `num_outer`, which number the elements of `x` themselves."""
+    """Counts for each element of `x` a product with every element of the filter's axes but the last `num_outer`.
+
+    Those last axes of the filter number channels of `x` itself.
+    """
     return 2 * elements(x.shape) * math.prod(_sizes(weights.shape)[:-num_outer])
 
 
 def _cudnn_rnn(operation: tf.Operation) -> int:
-    """Every step multiplies all parameters; only a GPU has this operation."""
+    """Counts a product with all parameters for every step; only a GPU has this operation."""
     return 2 * math.prod(_sizes(operation.inputs[0].shape)[:2]) * elements(operation.inputs[3].shape)
 
 

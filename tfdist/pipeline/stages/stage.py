@@ -1,18 +1,19 @@
 """A stage: consecutive operations of a Keras model, which one rank of a pipeline computes.
 
-    inputs x ──────────┬───────────────┐          the model's inputs: every rank has them
+    model inputs x ────┬───────────────┐          every rank has the model's inputs
                        │               │
     [ embed  block_0 ] ─ h ─> [ block_1  head ] ─> outputs
          stage 0       boundary    stage 1
 
-What a later stage needs of an earlier one is its boundary: usually one tensor. A skip connection over several stages is carried
-along through those between.
+The boundary of two stages is all that the later one needs of the earlier ones: usually one tensor. A skip connection over several
+stages is carried along through the stages between.
 
-A functional model's nodes are private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when they change.
+The nodes of a functional model are private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when they change.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,24 +22,29 @@ from keras import tree
 
 
 class StageLayer(keras.layers.Layer):
-    """Runs the nodes of one stage. A layer, so that they are called in one context, as in the model.
+    """Runs the nodes of one stage. It is a Keras layer, so that the nodes are called in one Keras context, as in the model.
 
     Args:
         index: the stage's number.
         nodes: nodes of the model's graph, in the order of computation.
-        arriving: the symbolic tensors that come from the stage before.
-        leaving: those that go to the next stage, or the model's outputs.
+        stage_inputs: the symbolic tensors that the stage gets from the stage before.
+        stage_outputs: the symbolic tensors that the stage hands to the next stage; of the last stage, the model's outputs.
         model_inputs: the model's symbolic inputs.
     """
 
     def __init__(
-        self, index: int, nodes: Sequence[Any], arriving: Sequence[Any], leaving: Sequence[Any], model_inputs: Sequence[Any]
+        self,
+        index: int,
+        nodes: Sequence[Any],
+        stage_inputs: Sequence[Any],
+        stage_outputs: Sequence[Any],
+        model_inputs: Sequence[Any],
     ):
         super().__init__(name=f"stage_{index}", autocast=False)
         self.supports_masking = True
         self.index = index
-        self.arriving = tuple(arriving)
-        self.leaving = tuple(leaving)
+        self.stage_inputs = tuple(stage_inputs)
+        self.stage_outputs = tuple(stage_outputs)
         self._nodes = tuple(nodes)
         self._model_inputs = tuple(model_inputs)
         self.operations = list(dict.fromkeys(node.operation for node in nodes))
@@ -48,23 +54,23 @@ class StageLayer(keras.layers.Layer):
     def num_nodes(self) -> int:
         return len(self._nodes)
 
-    def call(self, arriving: Sequence[Any], model_inputs: Sequence[Any], training: bool | None = None) -> list[Any]:
-        """Returns the values of `leaving` from those of `arriving` and of the model's inputs."""
+    def call(self, stage_inputs: Sequence[Any], model_inputs: Sequence[Any], training: bool | None = None) -> list[Any]:
+        """Returns the values of `stage_outputs` from the values of `stage_inputs` and of the model's inputs."""
         values = dict(zip(map(id, self._model_inputs), model_inputs, strict=True))
-        values.update(zip(map(id, self.arriving), arriving, strict=True))
+        values.update(zip(map(id, self.stage_inputs), stage_inputs, strict=True))
         for node in self._nodes:
             values.update(zip(map(id, node.outputs), run_node(node, values, training), strict=True))
-        return [values[id(tensor)] for tensor in self.leaving]
+        return [values[id(tensor)] for tensor in self.stage_outputs]
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
-        """Returns no mask: the layers give theirs to what they return."""
+        """Returns no mask: the layers of the stage put their masks on the tensors that they return."""
 
     def added_losses(self) -> list[Any]:
-        """Returns what the layers gave `add_loss` in the last call, activity regularizers among it."""
+        """Returns what the stage's layers gave `add_loss` in their last call, activity regularizers among it."""
         return [loss for layer in self._flatten_layers() for loss in layer._get_own_losses()]
 
     def state(self) -> list[keras.Variable]:
-        """Returns the variables that the layers write themselves: statistics, and the states of random numbers."""
+        """Returns the variables that the stage's layers write themselves: statistics, and the states of random numbers."""
         return [variable for variable in self.variables_of_operations() if not variable.trainable]
 
     def variables_of_operations(self) -> list[keras.Variable]:
@@ -74,18 +80,18 @@ class StageLayer(keras.layers.Layer):
 
 
 def nodes_in_order(module: keras.Model) -> list[Any]:
-    """Returns the nodes of a functional model in the order of computation, without its inputs."""
+    """Returns the nodes of a functional model in the order of computation, without the nodes of its inputs."""
     by_depth = module._nodes_by_depth
     return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if node.operation and not node.is_input]
 
 
 def run_node(node: Any, values: Mapping[int, Any], training: bool | None) -> list[Any]:
-    """Calls the operation of a node and returns its outputs, flat.
+    """Calls the operation of a node and returns the operation's outputs, flat.
 
     Args:
         node: a node of a functional model.
-        values: what the node's symbolic inputs are, by their `id`.
-        training: for a layer that takes it; None: as the model was made.
+        values: the values of symbolic tensors, by the tensors' `id`; the node's inputs among them.
+        training: what a layer with such an argument is called with; None: as the model was made.
     """
     args, kwargs = node.arguments.fill_in(values)
     if training is not None and "training" in getattr(node.operation, "_call_context_args", ()):
@@ -93,20 +99,19 @@ def run_node(node: Any, values: Mapping[int, Any], training: bool | None) -> lis
     return tree.flatten(node.operation(*args, **kwargs))
 
 
-def split(module: keras.Model, cuts: Sequence[int]) -> list[StageLayer]:
-    """Cuts a functional model in stages.
+def split_in_stages(module: keras.Model, split_points: Sequence[int]) -> list[StageLayer]:
+    """Returns the stages of a functional model.
 
     Args:
         module: a functional model.
-        cuts: places in `nodes_in_order(module)` before which a new stage begins, ascending.
+        split_points: places in `nodes_in_order(module)` before which a new stage begins, ascending.
     """
     nodes = nodes_in_order(module)
     model_inputs = {id(tensor) for tensor in module.inputs}
     made_at: dict[int, int] = {}
     needed_until: dict[int, int] = {}
     tensors: dict[int, Any] = {}
-    bounds = [0, *cuts, len(nodes)]
-    groups = [nodes[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    groups = [nodes[start:stop] for start, stop in itertools.pairwise([0, *split_points, len(nodes)])]
     for stage, group in enumerate(groups):
         for node in group:
             for tensor in node.input_tensors:
@@ -115,13 +120,13 @@ def split(module: keras.Model, cuts: Sequence[int]) -> list[StageLayer]:
                 made_at[id(tensor)], tensors[id(tensor)] = stage, tensor
     for tensor in module.outputs:
         needed_until[id(tensor)] = len(groups)
-    stages, arriving = [], []
+    stages, stage_inputs = [], []
     for stage, group in enumerate(groups):
         if stage == len(groups) - 1:
-            leaving = list(module.outputs)
+            stage_outputs = list(module.outputs)
         else:
             passing = (key for key, made in made_at.items() if made <= stage < needed_until.get(key, -1))
-            leaving = [tensors[key] for key in passing if key not in model_inputs]
-        stages.append(StageLayer(stage, group, arriving, leaving, module.inputs))
-        arriving = leaving
+            stage_outputs = [tensors[key] for key in passing if key not in model_inputs]
+        stages.append(StageLayer(stage, group, stage_inputs, stage_outputs, module.inputs))
+        stage_inputs = stage_outputs
     return stages

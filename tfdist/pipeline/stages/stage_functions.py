@@ -3,22 +3,24 @@
     traced per microbatch     m x (operations of the forward and of the backward)
     here                      1 x those, and up to 6 m calls
 
-    forward      arrived, inputs            -> left, saved
-    of_input     d left, saved              -> d arrived, passed on
-    of_weights   d left, saved, passed on   -> d weights, those of the last layers first
+    forward      inputs                      -> outputs, saved
+    of_inputs    d outputs, saved            -> d inputs, passed on
+    of_weights   d outputs, saved, passed on -> d weights, those of the last layers first
 
-They stay functions when the step runs (`_noinline`): there is one set of kernels, whatever m is (docs/notes/performance.md). The
-backward is several, so that what arrived has its gradient, which another rank waits for, before the weights have theirs; and
-because a function holds what it takes until it has returned. Weights are read anew in each function, not saved.
+The functions stay functions when the step runs (`_noinline`): there is one set of kernels, whatever m is
+(docs/notes/performance.md). The backward is several functions, so that the stage's inputs have their gradients, which another
+rank waits for, before the weights have theirs; and because a function holds what it takes until it has returned. Each function
+reads the weights anew: weights are not among what is saved.
 
-Not every stage is a function of what arrives. Traced anew for each microbatch, as if this file were not there, is a stage
+Not every stage is a function of its inputs. As if this file were not there, each microbatch has operations of its own of a stage
 
-* that gives `add_loss` something: its weight is the microbatch's,
+* that gives `add_loss` something: the loss has the microbatch's weight,
 * that writes statistics, or does anything else that counts how often it is traced; a loop may,
-* that sends messages, each of which has a name of its own: with a tensor axis, or of layers that look at all data ranks,
-* that is computed again from a state that has moved on (`recompute=True` with dropout).
+* that sends messages, each of which has a name of its own: of layers that look at all data ranks, for instance,
+* whose layers may hand on parts of their outputs (`sharding.cut_activations.may_hold_parts`): such layers send messages,
+* that is computed again from an earlier state (`recompute=True` with dropout).
 
-What a layer draws (dropout) is no obstacle: the generator's state is read and moved on in every call.
+What a layer draws (dropout) is no obstacle: every call reads the generator's state and moves it on.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.collectives.program import CollectiveOnTrialError
-from tfdist.pipeline.masks import get_keras_mask, set_keras_mask
+from tfdist.pipeline.stages.masks import get_keras_mask, set_keras_mask
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.sharding import tape
 
-# What the gradients of a stage's weights are cut in. With 1 the first rank's peak of a step under 1F1B is a tenth higher.
+# How many functions compute the gradients of a stage's weights. With 1 the first rank's peak of memory under 1F1B is 10 % higher.
 _FUNCTIONS_FOR_WEIGHTS = 4
 
 
@@ -45,7 +47,7 @@ class StageFunctions:
     """The functions of one rank's stages, in one trace of a step.
 
     Args:
-        program: the rank's program; None: one device runs all stages.
+        program: the rank's program; None: one device computes all stages.
         weights: per stage, the variables whose gradients are wanted.
         training: what the layers are called with; whether there is a backward.
     """
@@ -57,39 +59,41 @@ class StageFunctions:
         self._traced: dict[tuple, _Functions | None] = {}
 
     def call(
-        self, stage: StageLayer, arrived: Sequence[tf.Tensor], inputs: Sequence[Any], *, has_backward: bool
+        self, stage: StageLayer, stage_inputs: Sequence[tf.Tensor], model_inputs: Sequence[Any], *, has_backward: bool
     ) -> StageCall | None:
-        """Computes `stage` for one microbatch; None if it is no function of what arrives.
+        """Computes `stage` for one microbatch; None: the stage is no function of its inputs.
 
         Args:
             stage: the stage.
-            arrived: what the stage before has sent, with its masks.
-            inputs: the model's inputs, flat.
+            stage_inputs: what the stage before has handed on, with its Keras masks.
+            model_inputs: the model's inputs, flat.
             has_backward: whether the gradients of this call will be asked for.
         """
-        if tf.executing_eagerly() or not all(isinstance(x, tf.Tensor) for x in (*arrived, *inputs)):
+        if tf.executing_eagerly() or not all(isinstance(x, tf.Tensor) for x in (*stage_inputs, *model_inputs)):
             return None
-        masks = [get_keras_mask(x) for x in arrived]
-        given = [*arrived, *inputs, *masks]
+        masks = [get_keras_mask(x) for x in stage_inputs]
+        given = [*stage_inputs, *model_inputs, *masks]
         key = (stage.index, *(None if x is None else tf.TensorSpec(x.shape, x.dtype) for x in given))
         if key not in self._traced:
-            self._traced[key] = self._functions_of(stage, arrived, inputs, masks)
+            self._traced[key] = self._functions_of(stage, stage_inputs, model_inputs, masks)
         functions = self._traced[key]
         return None if functions is None else StageCall(functions, [x for x in given if x is not None], has_backward)
 
     def _functions_of(
-        self, stage: StageLayer, arrived: Sequence[Any], inputs: Sequence[Any], masks: Sequence[Any]
+        self, stage: StageLayer, stage_inputs: Sequence[Any], model_inputs: Sequence[Any], masks: Sequence[Any]
     ) -> _Functions | None:
-        specs = [tf.TensorSpec(x.shape, x.dtype) for x in (*arrived, *inputs, *masks) if x is not None]
+        """Traces the stage for tensors of these shapes and returns its functions; None: it is no function of its inputs."""
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in (*stage_inputs, *model_inputs, *masks) if x is not None]
         found: list[_Trace] = []
 
-        def compute(*flat: tf.Tensor) -> None:
-            arriving, given = list(flat[: len(arrived)]), list(flat[len(arrived) : len(arrived) + len(inputs)])
-            given_masks = iter(flat[len(arrived) + len(inputs) :])
-            for x, mask in zip(arriving, masks, strict=True):
+        def compute(*given: tf.Tensor) -> None:
+            waiting = iter(given)
+            inputs = list(itertools.islice(waiting, len(stage_inputs)))
+            inputs_of_model = list(itertools.islice(waiting, len(model_inputs)))
+            for x, mask in zip(inputs, masks, strict=True):
                 if mask is not None:
-                    set_keras_mask(x, next(given_masks))
-            found.append(self._trace(stage, list(flat), arriving, given))
+                    set_keras_mask(x, next(waiting))
+            found.append(self._trace(stage, list(given), inputs, inputs_of_model))
 
         try:
             with contextlib.nullcontext() if self._program is None else self._program.on_trial():
@@ -100,111 +104,99 @@ class StageFunctions:
             return None
         return _Functions(graph, found[0])
 
-    def _trace(self, stage: StageLayer, given: list[Any], arriving: list[Any], inputs: list[Any]) -> _Trace:
+    def _trace(self, stage: StageLayer, given: list[Any], stage_inputs: list[Any], model_inputs: list[Any]) -> _Trace:
         with tf.GradientTape() as recorder:
-            recorder.watch(floats(arriving))
-            left = stage(arriving, inputs, training=self._training)
-        count = tape.operations_so_far()
-        upstream, back, of_weights = [], [], []
+            recorder.watch(floats(stage_inputs))
+            outputs = stage(stage_inputs, model_inputs, training=self._training)
+        forward_count = tape.operations_so_far()
+        upstream, of_inputs, of_weights = [], [], []
         if self._training:
-            upstream = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in floats(left)]
-            sources = floats(arriving)
-            gradients = recorder.gradient(floats(left), [*sources, *self._weights[stage.index]], output_gradients=upstream)
-            back, of_weights = gradients[: len(sources)], gradients[len(sources) :]
-        return _Trace(given, left, [get_keras_mask(x) for x in left], upstream, back, of_weights, count)
+            upstream = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in floats(outputs)]
+            sources = floats(stage_inputs)
+            gradients = recorder.gradient(floats(outputs), [*sources, *self._weights[stage.index]], output_gradients=upstream)
+            of_inputs, of_weights = gradients[: len(sources)], gradients[len(sources) :]
+        masks = [get_keras_mask(x) for x in outputs]
+        return _Trace(given, outputs, masks, upstream, of_inputs, of_weights, forward_count)
 
 
 class StageCall:
-    """A stage computed for one microbatch.
+    """A stage computed for one microbatch by the stage's functions.
 
     Attributes:
-        left: what leaves it, with its masks.
+        outputs: the stage's outputs, with their Keras masks.
     """
 
     def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], has_backward: bool):
         self._functions = functions
-        self._known = dict(zip(functions.names_of_given, given, strict=True))
-        self.left = functions.forward(self._known, has_backward)
+        self._trace = trace = functions.trace
+        # The microbatch's tensors by the names of those that stand for them in the trace.
+        self._known = {x.name: value for x, value in zip(trace.given, given, strict=True)}
+        functions.forward[has_backward].call(self._known)
+        self.outputs = [self._known[x.name] for x in trace.outputs]
+        for x, mask in zip(self.outputs, trace.masks, strict=True):
+            if mask is not None:
+                set_keras_mask(x, self._known[mask.name])
 
-    def gradients_of_input(self, upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
-        """Returns the gradients of those that arrived and are floating, from those of what left."""
-        self._known.update(zip(self._functions.names_of_upstream, upstream, strict=True))
-        return self._functions.of_input(self._known)
+    def gradients_of_inputs(self, upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+        """Returns the gradients of the stage's floating inputs, from those of its floating outputs."""
+        self._known.update((x.name, value) for x, value in zip(self._trace.upstream, upstream, strict=True))
+        self._functions.of_inputs.call(self._known)
+        return [None if x is None else self._known[x.name] for x in self._trace.of_inputs]
 
     def gradients_of_weights(self) -> list[Any]:
-        """Returns the gradients of the weights; after `gradients_of_input`."""
-        return self._functions.of_weights(self._known)
+        """Returns the gradients of the stage's weights. Call it after `gradients_of_inputs`."""
+        for part in self._functions.of_weights:
+            part.call(self._known)
+
+        def value_of(x: tf.Tensor | None) -> tf.Tensor | None:
+            # The shape of a table, whose gradient is rows: a result of a function would not be known when the step is traced.
+            static = tf.get_static_value(x) if x is not None and x.dtype.is_integer else None
+            return x if x is None else self._known[x.name] if static is None else tf.constant(static)
+
+        return tf.nest.map_structure(value_of, self._trace.of_weights, expand_composites=True)
 
 
 @dataclasses.dataclass(eq=False)
 class _Trace:
-    """What the trace of a stage has found: tensors of its graph."""
+    """The tensors of a stage's trace that matter outside it."""
 
     given: list[tf.Tensor]
-    left: list[tf.Tensor]
+    outputs: list[tf.Tensor]
     masks: list[tf.Tensor | None]
     upstream: list[tf.Tensor]
-    back: list[tf.Tensor | None]
+    of_inputs: list[tf.Tensor | None]
     of_weights: list[Any]
-    forward_count: int  # operations before the first of the backward
+    forward_count: int  # how many operations come before the first of the backward
 
 
 class _Functions:
-    """The functions of one stage, made of its trace.
-
-    Each takes, and adds what it makes, to a dictionary of a microbatch's tensors by their names in the trace.
-    """
+    """The functions of one stage, each a part of the stage's trace."""
 
     def __init__(self, graph: tf.Graph, trace: _Trace):
-        self._trace = trace
-        self.names_of_given = [x.name for x in trace.given]
-        self.names_of_upstream = [x.name for x in trace.upstream]
+        self.trace = trace
         operations = graph.get_operations()
         forward, backward = operations[: trace.forward_count], operations[trace.forward_count :]
-        results = [*trace.left, *(mask for mask in trace.masks if mask is not None)]
-        part = _Parts(graph, [*trace.given, *trace.upstream])
+        results = [*trace.outputs, *(mask for mask in trace.masks if mask is not None)]
+        parts = _Parts(graph, [*trace.given, *trace.upstream])
         of_weights = [gradient for gradient in reversed(trace.of_weights) if gradient is not None]
-        wanted = [[x for x in trace.back if x is not None], *map(_flat, _cut(of_weights, _FUNCTIONS_FOR_WEIGHTS))]
+        wanted = [[x for x in trace.of_inputs if x is not None], *map(_flat, _split(of_weights, _FUNCTIONS_FOR_WEIGHTS))]
         done: set[tf.Operation] = set()
-        made = []
+        made = []  # by each function of the backward: the operations that no function before it has
         for tensors in wanted:
             made.append(tape.ancestors(tensors, backward, by_control=False) - done)
             done |= made[-1]
-        needs = [part.function(*pair).needs for pair in zip(made, wanted, strict=True)]
+        needs = [parts.function(*pair).needs for pair in zip(made, wanted, strict=True)]
         passed_on = [[x for x in itertools.chain(*needs[place:]) if x.op in own] for place, own in enumerate(made)]
-        self._of_input, *self._of_weights = (
-            part.function(own, [*tensors, *others]) for own, tensors, others in zip(made, wanted, passed_on, strict=True)
+        self.of_inputs, *self.of_weights = (
+            parts.function(own, [*tensors, *others]) for own, tensors, others in zip(made, wanted, passed_on, strict=True)
         )
-        known = {*self.names_of_given, *self.names_of_upstream}
-        saved = [x for x in itertools.chain(*needs) if x.op not in done and x.name not in known]
+        given = {x.name for x in (*trace.given, *trace.upstream)}
+        saved = [x for x in itertools.chain(*needs) if x.op not in done and x.name not in given]
         writes = [operation for operation in forward if tape.writes(operation)]
-        self._forward = {
-            has_backward: part.function(tape.ancestors([*tensors, *writes], forward, by_control=False), tensors)
+        self.forward = {
+            has_backward: parts.function(tape.ancestors([*tensors, *writes], forward, by_control=False), tensors)
             for has_backward, tensors in ((False, results), (True, [*results, *saved]))
         }
-
-    def forward(self, known: dict[str, tf.Tensor], has_backward: bool) -> list[tf.Tensor]:
-        self._forward[has_backward].call(known)
-        left = [known[x.name] for x in self._trace.left]
-        for x, mask in zip(left, self._trace.masks, strict=True):
-            if mask is not None:
-                set_keras_mask(x, known[mask.name])
-        return left
-
-    def of_input(self, known: dict[str, tf.Tensor]) -> list[tf.Tensor | None]:
-        self._of_input.call(known)
-        return [None if x is None else known[x.name] for x in self._trace.back]
-
-    def of_weights(self, known: dict[str, tf.Tensor]) -> list[Any]:
-        for part in self._of_weights:
-            part.call(known)
-
-        def outside(x: tf.Tensor | None) -> tf.Tensor | None:
-            # The shape of a table, whose gradient is rows: a result of a function would not be known when the step is traced.
-            value = tf.get_static_value(x) if x is not None and x.dtype.is_integer else None
-            return x if x is None else known[x.name] if value is None else tf.constant(value)
-
-        return tf.nest.map_structure(outside, self._trace.of_weights, expand_composites=True)
 
 
 class _Parts:
@@ -212,7 +204,7 @@ class _Parts:
 
     Args:
         graph: the graph.
-        given: tensors of it that stand for what is given.
+        given: tensors of the graph that stand for what a call is given.
     """
 
     def __init__(self, graph: tf.Graph, given: Iterable[tf.Tensor]):
@@ -221,7 +213,7 @@ class _Parts:
         self._captured = {inside.name: outside for outside, inside in graph.captures}
 
     def function(self, operations: Iterable[tf.Operation], results: Sequence[tf.Tensor]) -> _Part:
-        """Returns the function that computes `results` by `operations` and, besides, reads of variables and constants."""
+        """Returns the function that computes `results` by `operations` and, besides, by constants and reads of variables."""
         own = set(operations) - self._given
         needs: dict[str, tf.Tensor] = {}
         waiting = [x for operation in own for x in operation.inputs] + list(results)
@@ -247,7 +239,7 @@ class _Part:
     """A function of a part of a graph.
 
     Attributes:
-        needs: tensors of the graph that it takes.
+        needs: the tensors of the graph that the function takes.
     """
 
     def __init__(
@@ -268,7 +260,7 @@ class _Part:
         self._function: Callable[..., Any] = tf.function(compute, autograph=False, experimental_attributes={"_noinline": True})
 
     def call(self, known: dict[str, tf.Tensor]) -> None:
-        """Takes what it needs from `known`, and adds its results."""
+        """Takes what the function needs from `known`, by name, and adds the function's results to `known`."""
         made = self._function(*(known[x.name] for x in self.needs)) if self._results else []
         known.update(zip((x.name for x in self._results), made, strict=True))
 
@@ -277,12 +269,12 @@ def _flat(gradients: Sequence[Any]) -> list[tf.Tensor]:
     return tf.nest.flatten(gradients, expand_composites=True)
 
 
-def _cut(gradients: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """Returns at most `count` parts, one after the other, of about as many each."""
+def _split(gradients: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Returns `gradients` in at most `count` runs, one after the other, of about as many each."""
     bounds = [len(gradients) * place // count for place in range(count + 1)]
     return [gradients[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
 
 
 def floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns those of `tensors` that have gradients."""
+    """Returns the floating ones of `tensors`: those that have gradients."""
     return [x for x in tensors if x.dtype.is_floating]

@@ -1,4 +1,4 @@
-"""What may be given as `stages`: nothing, or the layers that stages begin with."""
+"""Where a model is split in stages: what a user may give as `stages`, or, without it, where the stages cost alike."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.pipeline.stages.balance import balanced_cuts
+from tfdist.pipeline.stages.balance import balanced_split_points
 from tfdist.pipeline.stages.costs import Cost, node_costs
 from tfdist.pipeline.stages.stage import nodes_in_order
 
 _SHOWN_NAMES = 10
 
 
-def resolve_cuts(module: keras.Model, stages: Sequence[str | int] | None, num_stages: int) -> list[int]:
-    """Returns where a functional model is cut.
+def resolve_split_points(module: keras.Model, stages: Sequence[str | int] | None, num_stages: int) -> list[int]:
+    """Returns where a functional model is split in stages.
 
-    A model of one stage is not cut, however many `stages` are named: a program for a pipeline runs as it is on one device.
+    A model of one stage is not split, however many `stages` are named: a program for a pipeline runs as it is on one device.
 
     Args:
         module: a built functional model.
         stages: the first layer of stage 1, 2, and so on: its name, or its place in `module.layers`, where InputLayers do not
-            count. A layer that is called several times stands for its first call. None: where the most expensive stage is
-            cheapest.
-        num_stages: how many stages.
+            count. A layer that is called several times stands for its first call. None: the model is split where its most
+            expensive stage is cheapest.
+        num_stages: how many stages there are.
 
     Returns:
         Places in `nodes_in_order(module)` before which a stage begins, ascending.
@@ -46,30 +46,30 @@ def resolve_cuts(module: keras.Model, stages: Sequence[str | int] | None, num_st
             )
         )
     if stages is None:
-        return balanced_cuts(_weigh(node_costs(module)), num_stages) if num_stages > 1 else []
+        return balanced_split_points(_weigh(node_costs(module)), num_stages) if num_stages > 1 else []
     if isinstance(stages, str) or not isinstance(stages, Sequence):
         raise ValueError(errors.message("`stages` must be a sequence of names or places of layers, or None.", stages=stages))
     first_call: dict[str, int] = {}
     for place, node in enumerate(nodes):
         first_call.setdefault(node.operation.name, place)
-    cuts = [first_call[_name(module, stage, first_call)] for stage in stages]
-    _check_order(stages, cuts)
+    split_points = [first_call[_name(module, stage, first_call)] for stage in stages]
+    _check_order(stages, split_points)
     if num_stages == 1:
         return []
-    if len(cuts) != num_stages - 1:
+    if len(split_points) != num_stages - 1:
         raise ValueError(
             errors.message(
                 f"`stages` must name the first layer of every stage but stage 0, {num_stages - 1} for {num_stages} stages, but "
-                f"has {len(cuts)}.",
+                f"has {len(split_points)}.",
                 stages=stages,
             )
         )
-    return cuts
+    return split_points
 
 
-def _check_order(stages: Sequence[str | int], cuts: Sequence[int]) -> None:
-    """Raises ValueError where a stage would be empty."""
-    if cuts and cuts[0] == 0:
+def _check_order(stages: Sequence[str | int], split_points: Sequence[int]) -> None:
+    """Raises ValueError for split points between which a stage would be empty."""
+    if split_points and split_points[0] == 0:
         raise ValueError(
             errors.message(
                 f"`stages` must leave stage 0 a layer, but {stages[0]!r} is the first.",
@@ -77,8 +77,8 @@ def _check_order(stages: Sequence[str | int], cuts: Sequence[int]) -> None:
                 fix="Stage 0 is not in the list: begin with the first layer of stage 1.",
             )
         )
-    for index in range(1, len(cuts)):
-        if cuts[index] <= cuts[index - 1]:
+    for index in range(1, len(split_points)):
+        if split_points[index] <= split_points[index - 1]:
             raise ValueError(
                 errors.message(
                     f"`stages` must be in the order of computation, but {stages[index]!r} does not come after "
@@ -89,9 +89,9 @@ def _check_order(stages: Sequence[str | int], cuts: Sequence[int]) -> None:
 
 
 def _weigh(costs: Sequence[Cost]) -> list[int]:
-    """Returns one number for each cost: FLOPs first, and bytes where those are alike.
+    """Returns one number for each cost, which compares FLOPs first and, where the FLOPs are alike, bytes.
 
-    A backward pass has twice the FLOPs of the forward pass, in every layer: the forward ones will do.
+    A backward pass has twice the FLOPs of the forward pass in every layer, so those of the forward pass will do.
     """
     sizes = [cost.weight_bytes + cost.activation_bytes for cost in costs]
     return [cost.flops * (1 + sum(sizes)) + size for cost, size in zip(costs, sizes, strict=True)]

@@ -1,7 +1,7 @@
 """When the actions of a rank start and end: operations of the step that read the time.
 
-Not `tf.timestamp`, which is stateful: a `tf.function` runs stateful operations in the order of tracing, all those of one rank
-before those of the next, and ranks of a pipeline wait for each other.
+The operation is not `tf.timestamp`, which is stateful: a `tf.function` runs stateful operations in the order of tracing, all
+those of one rank before those of the next, and ranks of a pipeline wait for each other.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from tfdist.pipeline.schedules.actions import Action
 
 
 class NoClock:
-    """Measures nothing, and adds nothing to the step."""
+    """A clock that measures nothing and adds nothing to the step."""
 
     def start(self, action: Action, last: Sequence[tf.Operation], arrived: Sequence[tf.Tensor] = ()) -> Sequence[tf.Operation]:
-        """Returns what `action` must wait for, when it must wait for `last` and needs `arrived`."""
+        """Returns what `action` must wait for, if it follows `last` and needs the messages `arrived`."""
         return last
 
     def stop(self, action: Action, last: Sequence[tf.Operation]) -> Sequence[tf.Operation]:
-        """Returns what the next action must wait for, when `last` is the end of `action`."""
+        """Returns what the next action must wait for, if `last` is the end of `action`."""
         return last
 
 
-class Clock(NoClock):
+class ActionClock(NoClock):
     """Reads the time before and after each action.
 
-    It costs two calls of Python an action, and no part of an action begins before all that it needs has arrived.
+    A clock costs two calls of Python an action, and with it no part of an action begins before all that the action needs has
+    arrived.
 
     Args:
-        begin: a time before the step, a float64 scalar that the `tf.function` is given. What depends on nothing that is given
-            TensorFlow computes once, before the first step.
+        begin: a time before the step, a float64 scalar that the `tf.function` is given: what depends on nothing that a function
+            is given, TensorFlow computes once, before the first step.
 
     Attributes:
         times: start and end of each action, in seconds from `begin`: float64 scalars.

@@ -1,4 +1,4 @@
-"""How a model is cut in stages, and which rank of a pipeline has what."""
+"""A Keras model split in stages, and which rank of a pipeline computes which of them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,36 @@ import tensorflow as tf
 from keras import tree
 
 from tfdist import errors
-from tfdist.pipeline.masks import Masks
 from tfdist.pipeline.schedules.schedule import Schedule
-from tfdist.pipeline.stages.stage import split
+from tfdist.pipeline.stages.masks import Masks
+from tfdist.pipeline.stages.stage import split_in_stages
 from tfdist.sharding import place
 
 
-class Stages:
-    """A functional model cut in stages, for one schedule.
+class StagedModel:
+    """A functional model split in the stages of one schedule.
 
     Args:
         module: a built functional model.
-        cuts: places in `nodes_in_order(module)` before which a stage begins; one fewer than stages.
-        schedule: which says what rank has which stage.
+        split_points: places in `nodes_in_order(module)` before which a stage begins: one fewer than there are stages.
+        schedule: the schedule, which says which rank computes which stage.
 
     Attributes:
         module: the model.
-        layers: the stages.
-        weights: per stage, the trainable variables that it uses.
+        schedule: the schedule.
+        stages: the stages, in order.
+
+    Raises:
+        ValueError: a weight belongs to none of the model's layers, and so to no stage.
     """
 
-    def __init__(self, module: keras.Model, cuts: Sequence[int], schedule: Schedule):
+    def __init__(self, module: keras.Model, split_points: Sequence[int], schedule: Schedule):
         self.schedule = schedule
-        self.layers = split(module, cuts)
+        self.stages = split_in_stages(module, split_points)
         self.module = module
         self._ranks: dict[int, set[int]] = {}
         self._first_stage: dict[int, int] = {}
-        for stage in self.layers:
+        for stage in self.stages:
             for variable in stage.variables_of_operations():
                 self._ranks.setdefault(id(variable), set()).add(schedule.rank_of(stage.index))
                 self._first_stage.setdefault(id(variable), stage.index)
@@ -52,12 +55,19 @@ class Stages:
             )
 
     @property
-    def num_microbatches(self) -> int:
-        return self.schedule.num_microbatches
+    def last_stage(self) -> int:
+        """The index of the last stage, whose outputs are the model's."""
+        return len(self.stages) - 1
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The model's symbolic outputs, flat."""
+        return self.stages[-1].stage_outputs
 
     @property
     def weights(self) -> list[list[keras.Variable]]:
-        return [[v for v in stage.variables_of_operations() if v.trainable] for stage in self.layers]
+        """The trainable variables that each stage uses."""
+        return [[v for v in stage.variables_of_operations() if v.trainable] for stage in self.stages]
 
     def place(self, strategy: tf.distribute.Strategy) -> None:
         """Makes, or moves, every variable of the model on the ranks whose stages use it."""
@@ -66,8 +76,8 @@ class Stages:
 
     @functools.cached_property
     def masks(self) -> Masks:
-        """The masks between the stages; the variables must exist."""
-        return Masks(self.layers, self.module.inputs)
+        """The Keras masks of what passes between the stages. The model's variables must exist."""
+        return Masks(self.stages, self.module.inputs)
 
     def owners(self, variable: keras.Variable) -> list[int]:
         """Returns the pipeline ranks whose stages use `variable`, ascending."""
@@ -78,21 +88,23 @@ class Stages:
         return [v for v in self.module.trainable_variables if pipe_rank in self._ranks[id(v)]]
 
     def regularization(self, stage: int) -> list[tf.Tensor]:
-        """Returns the losses of the weights' regularizers; a weight that stages share counts in the first."""
+        """Returns the losses of the regularizers of a stage's weights; a weight that stages share counts in the first of them."""
         return [
             variable.regularizer(variable)
             for variable in self.weights[stage]
             if variable.regularizer is not None and self._first_stage[id(variable)] == stage
         ]
 
-    # The model's inputs and outputs, flat and as the user knows them
+    # The model's inputs and outputs: flat, and in the structures that the user knows
 
     def flat_inputs(self, x: Any) -> list[tf.Tensor]:
-        """Returns the model's inputs in the order of its symbolic ones, checked and converted as the model does."""
+        """Returns the model's inputs in the order of its symbolic inputs, checked and converted as the model does it."""
         return self.module._standardize_inputs(x)
 
     def inputs_like_model(self, flat: Sequence[Any]) -> Any:
+        """Returns flat inputs in the structure in which the model takes them."""
         return tree.pack_sequence_as(self.module._inputs_struct, list(flat))
 
     def outputs_like_model(self, flat: Sequence[Any]) -> Any:
+        """Returns flat outputs in the structure in which the model returns them."""
         return tree.pack_sequence_as(self.module._outputs_struct, list(flat))

@@ -19,14 +19,15 @@ _RUNS = 5
 def measured_seconds(node: Any, inputs: Sequence[tf.TensorSpec]) -> float:
     """Returns the seconds of a forward and backward pass of a node, the median of some runs, on the default device.
 
-    Inputs and weights are random numbers, integers zeros, which are indices of any table. They are dropped afterwards.
+    The node runs on inputs and weights made for it: random numbers where they are floating, and zeros, which are indices of any
+    table, where they are integers.
 
     Args:
         node: a node of a functional model.
-        inputs: of its symbolic inputs, in order, with known sizes.
+        inputs: the specs of the node's symbolic inputs, in order, with known sizes.
 
     Raises:
-        RuntimeError: it cannot be run by itself.
+        RuntimeError: the node cannot be run by itself.
     """
     variables = list(getattr(node.operation, "variables", ()))
 
@@ -61,7 +62,7 @@ def _seconds(step: Any, given: Any) -> float:
 
 
 def _sum(tensors: Sequence[Any]) -> tf.Tensor:
-    """Returns the sum over all elements of tensors, of which gradients may be missing or rows of a table."""
+    """Returns the sum over all elements of tensors; None counts as nothing, and a table's gradient as its rows."""
     dense = [getattr(x, "values", x) for x in tensors if x is not None]
     return tf.add_n([tf.zeros(()), *(tf.reduce_sum(tf.cast(x, tf.float32)) for x in dense)])
 

@@ -1,7 +1,8 @@
-"""Keras masks of what passes between stages, computed on every rank from the model's inputs.
+"""The Keras masks of what passes between stages, computed on every rank from the model's inputs.
 
-A mask (of `Embedding(mask_zero=True)`, of `Masking`) follows from the inputs alone, which every rank has, so it need not travel.
-And it is known before the predictions are: a masked loss is a mean over all microbatches' valid elements.
+A mask (of `Embedding(mask_zero=True)`, of `Masking`) follows from the model's inputs alone, which every rank has, so a mask need
+not travel. Besides, a mask is known before the predictions are: a masked loss is a mean over the valid elements of all
+microbatches.
 
     keras.src.backend.get_keras_mask, set_keras_mask    private to Keras: tests/pipeline/test_private_names_of_pipeline.py
 """
@@ -22,7 +23,7 @@ from tfdist.sharding import tape
 
 
 class Masks:
-    """Finds the masks of what leaves each stage.
+    """The masks of what each stage hands on, as functions of the model's inputs.
 
     Args:
         stages: the stages, whose variables exist.
@@ -34,17 +35,17 @@ class Masks:
 
     def __init__(self, stages: Sequence[StageLayer], model_inputs: Sequence[Any]):
         self._masks: dict[tuple[int, int], tf.Tensor] = {}
-        # Else the whole model is traced, to see what has one.
+        # Tracing the whole model to find its masks is left out where no layer makes any.
         if not any(_may_make_masks(layer) for stage in stages for layer in stage._flatten_layers()):
             return
         places: list[tuple[int, int]] = []
 
         def masks(*inputs: tf.Tensor) -> list[tf.Tensor]:
-            found, arriving = [], []
+            found, passed_on = [], []
             with SymbolicScope(), keras.StatelessScope():
                 for stage in stages:
-                    arriving = stage(arriving, list(inputs), training=False)
-                    for place, tensor in enumerate(arriving):
+                    passed_on = stage(passed_on, list(inputs), training=False)
+                    for place, tensor in enumerate(passed_on):
                         if get_keras_mask(tensor) is not None:
                             places.append((stage.index, place))
                             found.append(get_keras_mask(tensor))
@@ -61,26 +62,32 @@ class Masks:
                 raise NotImplementedError(
                     errors.message(
                         "A mask between the stages of a pipeline must follow from the model's inputs, but that of "
-                        f"{stages[stage].leaving[place].name!r} depends on a weight.",
+                        f"{stages[stage].stage_outputs[place].name!r} depends on a weight.",
                         fix="Cut the model elsewhere (`stages`), so that the mask is used in the stage that makes it.",
                     )
                 )
 
-    def put(self, stage: int, tensors: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor]) -> None:
-        """Gives `tensors`, which left `stage`, their masks, those of a microbatch of `inputs`."""
-        places = [place for place, x in enumerate(tensors) if (stage, place) in self._masks and get_keras_mask(x) is None]
+    def put(self, stage: int, stage_outputs: Sequence[tf.Tensor], model_inputs: Sequence[tf.Tensor]) -> None:
+        """Puts masks on the outputs of a stage that should have one and have none.
+
+        Args:
+            stage: the stage's index.
+            stage_outputs: the outputs of the stage for one microbatch, there or on the rank that has received them.
+            model_inputs: the model's inputs of that microbatch.
+        """
+        places = [place for place, x in enumerate(stage_outputs) if (stage, place) in self._masks and get_keras_mask(x) is None]
         if not places:
             return
         if tf.executing_eagerly():
-            found = dict(zip(self._masks, self._traced(*inputs), strict=True))
+            found = dict(zip(self._masks, self._traced(*model_inputs), strict=True))
         else:
-            known = {inside.op: [x] for inside, x in zip(self._inputs, inputs, strict=True)}
+            known = {inside.op: [x] for inside, x in zip(self._inputs, model_inputs, strict=True)}
             found = {(stage, place): tape.copy(self._masks[stage, place], known) for place in places}
         for place in places:
-            set_keras_mask(tensors[place], found[stage, place])
+            set_keras_mask(stage_outputs[place], found[stage, place])
 
 
-# Those of layers that only combine or pass on the masks of what they are called on.
+# `compute_mask` of layers that only combine or pass on the masks of what they are called on.
 _PASS_ON = {
     layer.compute_mask
     for layer in (

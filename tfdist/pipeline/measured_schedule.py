@@ -1,4 +1,4 @@
-"""When every action of a pipeline really runs: what `simulate` says on paper, measured."""
+"""When each action of a schedule really runs, measured; `simulate` computes the same from durations."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import errors
 from tfdist.collectives import all_reduce
-from tfdist.pipeline.checks import positive_integer
-from tfdist.pipeline.clock import Clock
+from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.model import PipelineModel
 from tfdist.pipeline.schedules.simulation import Simulation, Span
 
@@ -19,13 +19,13 @@ from tfdist.pipeline.schedules.simulation import Simulation, Span
 def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = None, *, runs: int = 3) -> Simulation:
     """Runs the schedule of `model` on one batch, forward and backward, and says when each rank did what.
 
-    An action starts when the one before it on its rank has ended and what it needs has arrived; it ends when all its results
-    exist, and sends each as soon as it does. So what is between two actions is waiting, transfers and, with `recompute`, the
-    forward that is computed again. Weights do not change; metrics are updated, and so are random generators and the running
-    statistics of BatchNormalization.
+    An action starts when the action before it on its rank has ended and the messages that it needs have arrived. An action ends
+    when all its results exist, and sends each result as soon as that exists. So the time between two actions is waiting,
+    transfers and, with `recompute`, the forward that is computed again. Weights do not change; metrics are updated, and so are
+    random generators and the running statistics of BatchNormalization.
 
     Logical CPUs share the cores of the machine: with more ranks than cores an action also takes the time in which it waits for a
-    core. In a TF_CONFIG job all workers call it together; their clocks must agree, as they do on one machine.
+    core. In a TF_CONFIG job all workers call `measure` together; their clocks must agree, as they do on one machine.
 
         draw(measure(model, x, y).spans, "step.png")
 
@@ -34,22 +34,23 @@ def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = No
         x: one global batch, as for `fit`: arrays or nested arrays, (batch, ...).
         y: its targets.
         sample_weight: its weights.
-        runs: how often; one more goes before, which is not counted. The shortest is returned.
+        runs: how often the schedule runs, after a first run that is not counted. The shortest run is returned.
 
     Returns:
-        The schedule and its measured spans, in seconds from the first start, of the ranks of this process's pipeline.
+        The schedule and the measured times of its actions, in seconds from the first start, of the ranks of this process's
+        pipeline.
 
     Raises:
         ValueError: `runs` is no positive integer, or the batch is no multiple of microbatches and data ranks.
     """
-    positive_integer("runs", runs)
+    errors.check_integer("runs", runs, least=1)
     strategy, schedule = model.distribute_strategy, model.schedule
     actions = [action for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
 
     @tf.function(autograph=False)
     def step(begin: tf.Tensor, data: Any) -> Any:
         def on_rank(*data: Any) -> tuple[tf.Tensor, tf.Tensor]:
-            clock = Clock(begin)
+            clock = ActionClock(begin)
             step = model._step(keras.utils.unpack_x_y_sample_weight(data), training=True, has_loss=True, clock=clock)
             step.run()
             times = tf.stack([tf.stack(clock.times.get(action, [tf.zeros([], tf.float64)] * 2)) for action in actions])

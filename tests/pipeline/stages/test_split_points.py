@@ -6,7 +6,7 @@ import keras
 import pytest
 from keras import layers
 
-from tfdist.pipeline.stages.cuts import resolve_cuts
+from tfdist.pipeline.stages.split_points import resolve_split_points
 from tfdist.pipeline.stages.stage import nodes_in_order
 
 
@@ -21,24 +21,24 @@ def module():
     return keras.Model(inputs, again(layers.Dense(6, name="block_3")(x)), name="m")
 
 
-def names_at(module, cuts):
-    return [nodes_in_order(module)[cut].operation.name for cut in cuts]
+def names_at(module, split_points):
+    return [nodes_in_order(module)[cut].operation.name for cut in split_points]
 
 
 def test_names_and_places(module):
     layer_names = [layer.name for layer in module.layers[1:]]
     stages = ["block_1", "again", "block_3"]
-    cuts = resolve_cuts(module, stages, 4)
-    assert names_at(module, cuts) == stages
-    assert resolve_cuts(module, [layer_names.index(name) for name in stages], 4) == cuts
-    assert resolve_cuts(module, (stages[0], layer_names.index(stages[1]), stages[2]), 4) == cuts
-    assert resolve_cuts(module, names_at(module, [2, 3]), 3) == [2, 3]  # 2 is the operation
-    assert resolve_cuts(module, ["again"], 2) == [4]  # before its first call
+    split_points = resolve_split_points(module, stages, 4)
+    assert names_at(module, split_points) == stages
+    assert resolve_split_points(module, [layer_names.index(name) for name in stages], 4) == split_points
+    assert resolve_split_points(module, (stages[0], layer_names.index(stages[1]), stages[2]), 4) == split_points
+    assert resolve_split_points(module, names_at(module, [2, 3]), 3) == [2, 3]  # 2 is the operation
+    assert resolve_split_points(module, ["again"], 2) == [4]  # before its first call
 
 
 def test_balanced(module):
-    assert names_at(module, resolve_cuts(module, None, 2)) == ["again"]
-    assert names_at(module, resolve_cuts(module, None, 7)) == names_at(module, range(1, 7))
+    assert names_at(module, resolve_split_points(module, None, 2)) == ["again"]
+    assert names_at(module, resolve_split_points(module, None, 7)) == names_at(module, range(1, 7))
 
 
 def test_by_flops_and_not_by_bytes():
@@ -47,7 +47,7 @@ def test_by_flops_and_not_by_bytes():
     for index in range(4):
         x = layers.Dense(4, name=f"dense_{index}")(x)
     module = keras.Model(inputs, x)
-    assert names_at(module, resolve_cuts(module, None, 2)) == ["dense_2"]
+    assert names_at(module, resolve_split_points(module, None, 2)) == ["dense_2"]
 
 
 def test_bytes_decide_between_cuts_of_equal_flops():
@@ -55,20 +55,20 @@ def test_bytes_decide_between_cuts_of_equal_flops():
     inputs = keras.Input((4, 4))
     x = layers.Reshape((16,), name="flat")(layers.Dense(4, name="dense_0")(inputs))
     module = keras.Model(inputs, layers.Dense(4, name="dense_1")(layers.Reshape((4, 4), name="square")(x)))
-    assert names_at(module, resolve_cuts(module, None, 2)) == ["square"]
+    assert names_at(module, resolve_split_points(module, None, 2)) == ["square"]
 
 
 def test_one_stage_is_not_cut(module):
-    assert resolve_cuts(module, None, 1) == resolve_cuts(module, ["block_1", "block_2"], 1) == []
+    assert resolve_split_points(module, None, 1) == resolve_split_points(module, ["block_1", "block_2"], 1) == []
     with pytest.raises(ValueError, match="none of the name 'blok_2'"):
-        resolve_cuts(module, ["block_1", "blok_2"], 1)
+        resolve_split_points(module, ["block_1", "blok_2"], 1)
 
 
 @pytest.mark.parametrize("stages", [None, ["block_1"]])
 def test_more_stages_than_layers(module, stages):
     words = "More stages than layers: 8 stages cannot be made of the 7 layers and operations of 'm', none empty. Take a smaller"
     with pytest.raises(ValueError, match=re.escape(words)):
-        resolve_cuts(module, stages, 8)
+        resolve_split_points(module, stages, 8)
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_more_stages_than_layers(module, stages):
 )
 def test_errors(module, stages, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        resolve_cuts(module, stages, 3)
+        resolve_split_points(module, stages, 3)

@@ -1,0 +1,59 @@
+"""From shards to whole tensors and back, over the data axis: the messages in which flat shards are gathered and summed.
+
+shard of each rank (L,)   -- gather_shards -->   local tensor of every rank   -- scatter_sums -->   shard of the sum (L,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, assign_buckets, wire
+from tfdist.sharding import packing
+from tfdist.sharding.layout import Layout
+
+
+def gather_shards(program: RankProgram, shards: Sequence[tf.Tensor], layouts: Sequence[Layout], label: str) -> list[tf.Tensor]:
+    """Returns the whole local tensors, of `layout.local_shape` each, of which every data rank has a shard. One message.
+
+    Args:
+        program: the rank's program.
+        shards: this rank's, (L,) each, of one dtype.
+        layouts: how each tensor is sharded.
+        label: what the message is for.
+    """
+    gathered = wire.all_gather_parts(program, shards, program.group_ranks("data"), label)
+    return packing.fulls_of(gathered, layouts, program.constant)
+
+
+def gather_shards_in_buckets(
+    program: RankProgram, shards: Sequence[tf.Tensor], layouts: Sequence[Layout], bucket_bytes: int, label: str
+) -> Iterator[tuple[int, tf.Tensor]]:
+    """Yields the place of each of `shards` and its whole tensor, gathered in messages of about `bucket_bytes`."""
+    sizes = [shard.shape.num_elements() * shard.dtype.size for shard in shards]
+    for number, bucket in enumerate(assign_buckets(sizes, bucket_bytes, [shard.dtype for shard in shards])):
+        members, theirs = [shards[place] for place in bucket], [layouts[place] for place in bucket]
+        yield from zip(bucket, gather_shards(program, members, theirs, f"{label}_{number}"), strict=True)
+
+
+def scatter_sums(
+    program: RankProgram,
+    summands: Sequence[tf.Tensor],
+    layouts: Sequence[Layout],
+    label: str,
+    travel_dtype: tf.DType,
+    dtype: tf.DType,
+) -> list[tf.Tensor]:
+    """Returns this rank's shards, as `dtype`, of the sums of whole local tensors over the data ranks. One message.
+
+    Args:
+        program: the rank's program.
+        summands: this rank's, of `layout.local_shape` each.
+        layouts: how each sum is sharded.
+        label: what the message is for.
+        travel_dtype: the dtype in which they are sent.
+        dtype: the dtype of the result.
+    """
+    rows = [tf.cast(row, travel_dtype) for row in packing.rows_of(summands, layouts, program.constant)]
+    return wire.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)
