@@ -7,9 +7,8 @@ with strategy.scope():
 model.fit(dataset)
 """
 
-# What Keras loads by name (layers, losses, models) must be registered before a file is read, so all packages are imported here;
-# `__all__` lists what a program calls.
-from tfdist import checkpoint, collectives, data, kernels, layers, losses, metrics, optimizers, pipeline  # noqa: F401
+# What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
+from tfdist import collectives, layers, optimizers, pipeline
 from tfdist.mesh import use_logical_cpus
 from tfdist.optimizers import global_norm
 from tfdist.pipeline import PipelineModel

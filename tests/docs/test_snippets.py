@@ -61,10 +61,10 @@ def test_names_exist(page):
         assert (ROOT / name).exists(), f"{page.name} speaks of {name}"
 
 
-def test_the_index_has_every_page():
+def test_readme_lists_every_page_and_is_short():
     text = (ROOT / "README.md").read_text("utf-8")
     linked = {target.resolve() for target, _ in links(text, ROOT / "README.md")}
-    assert {page for page in PAGES if page != ROOT / "README.md"} <= linked
+    assert set((ROOT / "docs").glob("*.md")) <= linked
     assert len(text.splitlines()) <= 150
 
 
