@@ -8,7 +8,7 @@ import tensorflow as tf
 from grids import exhaustive
 from training import assert_same, custom_loop, fit, one_device, small, strategy_for
 
-from tfdist.optimizers import shared_update
+from tfdist.optimizers import plan
 
 pytestmark = pytest.mark.as_traced
 
@@ -78,18 +78,18 @@ def test_an_optimizer_that_is_built_in_the_first_step(zero_stage):
     ("name", "zero_stage"), [("adamw", 1), ("amsgrad", 3), ("nadam", 2), ("rmsprop", 0), ("ftrl", 1), ("lion", 3)]
 )
 def test_compiled_updates(monkeypatch, name, zero_stage):
-    """As large shards have them: see `shared_update`. Here of all sizes, padded ones among them."""
-    monkeypatch.setattr(shared_update, "LARGE_ELEMENTS", 1)
-    monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 1)
-    monkeypatch.setattr(shared_update, "COMPILER_PAYS_IN_ALL", 1)
+    """As large shards have them: see `plan`. Here of all sizes, padded ones among them."""
+    monkeypatch.setattr(plan, "LARGE_ELEMENTS", 1)
+    monkeypatch.setattr(plan, "COMPILED_ELEMENTS", 1)
+    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ALL", 1)
     assert_same(custom_loop(strategy_for(2, zero_stage), small, OPTIMIZERS[name]), on_one_device(custom_loop, name))
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_updates_of_large_shards_are_shared_and_of_larger_ones_compiled(monkeypatch, zero_stage):
-    monkeypatch.setattr(shared_update, "LARGE_ELEMENTS", 100)
-    monkeypatch.setattr(shared_update, "COMPILED_ELEMENTS", 101)
-    monkeypatch.setattr(shared_update, "COMPILER_PAYS_IN_ALL", 300)  # what a rank steps in all
+    monkeypatch.setattr(plan, "LARGE_ELEMENTS", 100)
+    monkeypatch.setattr(plan, "COMPILED_ELEMENTS", 101)
+    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ALL", 300)  # what a rank steps in all
     strategy = strategy_for(2, zero_stage)
     with strategy.scope():
         variables = [tf.Variable(tf.zeros([size])) for size in (198, 199, 201)]  # shards of 99, 100 and 101
@@ -108,9 +108,9 @@ def test_updates_of_large_shards_are_shared_and_of_larger_ones_compiled(monkeypa
         return len(found), sum(function.attr["_XlaMustCompile"].b for function in found)
 
     assert updates() == (2 * 2, 2 * 1)
-    monkeypatch.setattr(shared_update, "COMPILER_PAYS_IN_ALL", 301)
+    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ALL", 301)
     assert updates() == (2 * 2, 0)
-    monkeypatch.setattr(shared_update, "COMPILER_PAYS_IN_ONE", 101)
+    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ONE", 101)
     assert updates() == (2 * 2, 2 * 1)
-    monkeypatch.setattr(shared_update, "COMPILER_PAYS_IN_ONE", 102)
+    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ONE", 102)
     assert updates() == (2 * 2, 0)

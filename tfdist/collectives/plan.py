@@ -85,12 +85,14 @@ class CollectivePlan:
     Attributes:
         records: the collectives of each rank.
         notes: what else all ranks must agree on, in words.
+        steps: the steps that each rank's optimizers take, as lists that print (`tfdist.optimizers.plan`).
     """
 
     def __init__(self, world_size: int, local_ranks: Iterable[int] | None = None):
         self.local_ranks = tuple(range(world_size) if local_ranks is None else local_ranks)
         self.records: list[list[CollectiveRecord]] = [[] for _ in range(world_size)]
         self.notes: list[str] = []
+        self.steps: list[list[Any]] = [[] for _ in range(world_size)]
         self._agreed: dict[tuple[int, ...], list[CollectiveRecord]] = collections.defaultdict(list)
         self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
         self._attachments: dict[type, Any] = {}

@@ -1,6 +1,6 @@
 """Level 5: Keras optimizers on shards."""
 
-from tfdist.optimizers.clipping import global_norm
+from tfdist.optimizers.global_norm import global_norm
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.support import elementwise
 

@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, current_program, wire
-from tfdist.optimizers.reduction import ReducedGradient, reduce_gradients
-from tfdist.optimizers.step import accumulates_partial_sums
-from tfdist.optimizers.variables import variable_of
+from tfdist.mesh import MESH_AXES
+from tfdist.optimizers.reduction import ReducedGradient
+from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients
 from tfdist.sharding import MeshConfig, Shard
 
 
@@ -39,11 +39,9 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
         is_finite = _agreed(found, config, program, is_partial=True)
         unscaled: list[Any] = [grad / tf.cast(scale, grad.dtype) for grad in found]
     else:
-        reduced = reduce_gradients(found, [variable_of(variable) for _, variable in pairs], config, program)
+        reduced = reduce_gradients(found, [variable for _, variable in pairs], config, program)
         is_finite = _agreed([gradient.value for gradient in reduced], config, program, is_partial=False)
-        unscaled = [
-            ReducedGradient.of(gradient.variable, gradient.value / tf.cast(scale, gradient.dtype)) for gradient in reduced
-        ]
+        unscaled = [ReducedGradient(gradient.value / tf.cast(scale, gradient.value.dtype)) for gradient in reduced]
     by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}
 
     def step() -> tf.Tensor:
@@ -67,16 +65,17 @@ def _agreed(grads: Sequence[tf.Tensor], config: MeshConfig, program: RankProgram
 
     Partial sums must be so small that the sum over the ranks is finite too.
     """
-    ranks = program.group_ranks("data")
     with tf.device(program.device):
         if is_partial:
-            limits = [tf.cast(config.travel_dtype(grad.dtype).max / len(ranks), grad.dtype) for grad in grads]
+            summands = config.mesh.data_parallel_size
+            limits = [tf.cast(config.travel_dtype(grad.dtype).max / summands, grad.dtype) for grad in grads]
             finite = [tf.reduce_all(tf.abs(grad) <= limit) for grad, limit in zip(grads, limits, strict=True)]
         else:
             finite = [tf.reduce_all(tf.math.is_finite(grad)) for grad in grads]
         together = tf.cast(tf.reduce_all(tf.stack(finite)), tf.int32)
-        if is_partial or isinstance(config.placements.optimizer_state, Shard):  # else all data ranks have seen the same
-            together = wire.all_reduce(program, together, ranks, "min", "is_finite")
-        for mesh_axis in ("tensor", "pipe"):
-            together = wire.all_reduce(program, together, program.group_ranks(mesh_axis), "min", f"is_finite/{mesh_axis}")
+        for mesh_axis in MESH_AXES:
+            if mesh_axis == "data" and not (is_partial or isinstance(config.placements.optimizer_state, Shard)):
+                continue  # all data ranks have seen the same
+            label = "is_finite" if mesh_axis == "data" else f"is_finite/{mesh_axis}"
+            together = wire.all_reduce(program, together, program.group_ranks(mesh_axis), "min", label)
         return tf.equal(together, 1)

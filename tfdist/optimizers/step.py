@@ -1,38 +1,48 @@
-"""One optimizer step: reduce, clip, step on what this rank holds, publish, average, constrain.
-
-stage              the step's target            published by
-0                  the local copy               nothing: all ranks step alike
-1, 2               a shard of the copy          all-gather in buckets
-3                  the component                nothing
-1 to 3, owned      the whole, on its owner      a broadcast; the slots stay with the owner
-"""
+"""One optimizer step, from the gradients as they left the tape to the weights: the list of `plan`, walked from top to bottom."""
 
 from __future__ import annotations
 
-import functools
-import itertools
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, current_program, wire
+from tfdist.collectives import RankProgram, current_program
+from tfdist.optimizers import owned_step
 from tfdist.optimizers.averaging import update_averages
-from tfdist.optimizers.clipping import clip
+from tfdist.optimizers.clipping import clip, kind_of_clipping
 from tfdist.optimizers.constraining import constrain
 from tfdist.optimizers.drift import check_drift
-from tfdist.optimizers.joint_update import Target, update_jointly
-from tfdist.optimizers.owned_step import step_on_owners
 from tfdist.optimizers.ownership import owner_of
-from tfdist.optimizers.parameter_shard import parameter_shard, update_shard
 from tfdist.optimizers.plain_slots import share_plain_slots
-from tfdist.optimizers.reduction import ReducedGradient, buckets_of, reduce_gradients, reduced_when_asked
-from tfdist.optimizers.shared_update import SharedUpdates, compiler_pays, is_large
+from tfdist.optimizers.plan import (
+    Action,
+    Broadcast,
+    Clip,
+    Complete,
+    Gather,
+    Gradient,
+    HoldBack,
+    Reduce,
+    Settings,
+    Unscale,
+    Update,
+    UpdateOwned,
+    buckets_of,
+    plan_reduction,
+    plan_step,
+)
+from tfdist.optimizers.reduction import KnownReductions, ReducedGradient, comes_reduced, dense, reduce_bucket
 from tfdist.optimizers.support import may_share
-from tfdist.optimizers.variables import is_data_sharded, layout_of, local_part, variable_of
-from tfdist.sharding import Layout, MeshConfig, Shard, UnshardSchedule, packing
+from tfdist.optimizers.target import Target
+from tfdist.optimizers.update import Updates, decays
+from tfdist.optimizers.variables import local_part, variable_of
+from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
+from tfdist.sharding.gradients_in_flight import GradientsInFlight
+from tfdist.sharding.shard_messages import gather_shards
 
 
 def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig) -> None:
@@ -59,17 +69,29 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
             )
         )
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
-    step = _Step(optimizer, variables, config, program)
     with tf.device(program.device):
-        if optimizer.gradient_accumulation_steps:
-            step.accumulate(grads)
-        else:
-            step.update(step.reduced(grads))
+        _Step(grads, variables, config, program, optimizer).apply()
         if optimizer.use_ema:
             update_averages(optimizer, config, program)
         constrain(variables, config, program)
         share_plain_slots(optimizer, config, program)
         check_drift(optimizer, variables, config, program)
+
+
+def reduce_gradients(
+    grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram
+) -> list[ReducedGradient]:
+    """Sums `grads` over the data axis; each comes back as what this rank keeps of it.
+
+    Args:
+        grads: this rank's gradients as they left the tape; IndexedSlices are summed and made dense. What has been reduced in
+            this trace already, and `ReducedGradient`s, are not reduced again.
+        variables: the variables, of Keras or TensorFlow.
+        config: the strategy's sharding.
+        program: the rank's program.
+    """
+    with tf.device(program.device):
+        return [ReducedGradient(value) for value in _Step(grads, variables, config, program).reduced()]
 
 
 def accumulates_partial_sums(optimizer: Any, config: MeshConfig) -> bool:
@@ -82,165 +104,199 @@ def accumulates_partial_sums(optimizer: Any, config: MeshConfig) -> bool:
     return bool(optimizer.gradient_accumulation_steps)
 
 
-class _Step:
-    """One call of `optimizer.apply` on one rank."""
+def update_step(optimizer: Any, step: _Step, learning_rate: Any, config: MeshConfig) -> None:
+    """Takes the place of Keras's loop over the parameters, in `optimizer._backend_update_step`."""
+    del optimizer, config
+    step.take(learning_rate)
 
-    def __init__(self, optimizer: Any, variables: Sequence[Any], config: MeshConfig, program: RankProgram):
+
+class _Step:
+    """One call of `optimizer.apply` on one rank, or the reduction of gradients for another purpose.
+
+    Args:
+        grads: this rank's gradients as they left the tape, or `ReducedGradient`s.
+        variables: the variables, of Keras or TensorFlow.
+        config: the strategy's sharding.
+        program: the rank's program.
+        optimizer: a Keras optimizer; None: the gradients are reduced only.
+    """
+
+    def __init__(
+        self, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram, optimizer: Any = None
+    ):
         self._optimizer = optimizer
-        self._variables = [variable_of(variable) for variable in variables]
         self._config = config
         self._program = program
+        self._targets = [Target.of(variable_of(variable), config, program) for variable in variables]
+        self._given = list(grads)  # as they left the tape
+        self._grads: list[tf.Tensor] = []  # as far as they have come
+        self._updated: dict[int, tf.Tensor] = {}  # what is gathered or broadcast next
+        self._flight: GradientsInFlight | None = None
+        self._latest: tf.Tensor | None = None  # of what arrived with the last message
 
-    def reduced(self, grads: Sequence[Any]) -> list[ReducedGradient]:
-        """Returns the reduced gradients, without `loss_scale_factor`."""
-        scale = self._optimizer.loss_scale_factor
-        reduced = reduced_when_asked(grads, self._variables, self._config, self._program)
-        return reduced if scale is None else [gradient.then(lambda value: value / scale) for gradient in reduced]
+    # The list
 
-    def update(self, reduced: Sequence[ReducedGradient]) -> None:
-        """Clips, decays, updates and publishes."""
+    def apply(self) -> None:
+        self._plan = plan_step(*self._facts())
+        self._program.plan.steps[self._program.rank].append(self._plan)
+        self._emit(self._plan.first)
+        if self._plan.accumulation_steps:
+            self._accumulate()
+        else:
+            self._update_parameters()
+
+    def reduced(self) -> list[tf.Tensor]:
+        """Returns the reduced gradients."""
+        self._emit(plan_reduction(*self._facts()))
+        return self._grads
+
+    def take(self, learning_rate: Any) -> None:
+        """Walks the part of the list that stands between the gradients, or their accumulated means, and the new parameters."""
+        self._learning_rate = tf.convert_to_tensor(learning_rate)
+        self._updates = Updates(self._optimizer, self._learning_rate, self._program)
+        self._emit(self._plan.step)
+
+    def _emit(self, actions: Iterable[Action]) -> None:
+        optimizer, config, program = self._optimizer, self._config, self._program
+        for action in actions:
+            members = getattr(action, "members", ())
+            grads, targets = [self._grads[place] for place in members], [self._targets[place] for place in members]
+            match action:
+                case Reduce(bucket):
+                    label = targets[0].variable.name if bucket is None else f"bucket_{bucket}"
+                    self._replace(members, reduce_bucket(grads, targets, label, config, program))
+                    self._note_reduction(members)
+                case HoldBack(bucket):
+                    self._flight.hold_back(bucket, self._latest.op)
+                case Unscale():
+                    self._replace(members, [grad / optimizer.loss_scale_factor for grad in grads])
+                case Clip(kind):
+                    layouts = [target.state_layout for target in targets]
+                    self._replace(members, clip(kind, getattr(optimizer, kind), grads, layouts, config, program))
+                case Update(vectors):
+                    for vector in vectors:
+                        grads, targets = ([x[place] for place in vector.members] for x in (self._grads, self._targets))
+                        shards = self._updates.update(targets, grads, vector.trace)
+                        self._updated.update(zip(vector.members, shards, strict=False))  # none of what is stepped in place
+                case Gather(bucket):
+                    shards, layouts = [self._updated[place] for place in members], [target.state_layout for target in targets]
+                    wholes = gather_shards(program, shards, layouts, f"all_gather/bucket_{bucket}")
+                    for target, whole in zip(targets, wholes, strict=True):
+                        target.stored.assign(whole, read_value=False)
+                    self._latest = wholes[0]
+                case Complete(bucket):
+                    wholes, weights = owned_step.complete(grads, targets, bucket, program)
+                    self._replace(members, wholes)
+                    self._updated.update(zip(members, weights, strict=True))
+                case UpdateOwned(_, owner):
+                    if program.mesh.coordinate(program.rank).data == owner:
+                        for place, target, grad in zip(members, targets, grads, strict=True):
+                            stepped = owned_step.update_owned(optimizer, target, self._updated[place], grad, self._learning_rate)
+                            self._updated[place] = stepped
+                case Broadcast(bucket, _, owner):
+                    wholes = [self._updated[place] for place in members]
+                    owned_step.publish(optimizer, targets, wholes, owner, bucket, program)
+
+    def _replace(self, members: Sequence[int], grads: Sequence[tf.Tensor]) -> None:
+        for place, grad in zip(members, grads, strict=True):
+            self._grads[place] = grad
+
+    def _note_reduction(self, members: Sequence[int]) -> None:
+        known = self._program.attachment(KnownReductions)
+        for place in members:
+            known.add(self._given[place], self._grads[place])
+        self._latest = self._grads[members[0]]
+        if self._flight is not None:
+            self._flight.note_emitted()
+
+    def _update_parameters(self) -> None:
         self._program.attachment(UnshardSchedule).invalidate()
-        clipped = clip(self._optimizer, reduced, self._config, self._program)
-        # By way of the optimizer, because some have something of their own to do once per step (Nadam).
-        self._optimizer._backend_update_step(clipped, self._variables, self._optimizer.learning_rate)
+        variables = [target.variable for target in self._targets]
+        # By way of the optimizer, because some have something of their own to do once per step (Nadam); it calls `take`.
+        self._optimizer._backend_update_step(self, variables, self._optimizer.learning_rate)
 
-    def accumulate(self, grads: Sequence[Any]) -> None:
+    def _accumulate(self) -> None:
         """Adds to the accumulators; in every `gradient_accumulation_steps`-th step updates with their mean and empties them.
 
         Stages 2 and 3 accumulate reduced shards. Stages 0 and 1 accumulate each rank's own gradients, and nothing travels
         before the last of the steps.
         """
-        optimizer, program = self._optimizer, self._program
-        count = optimizer.gradient_accumulation_steps
-        is_partial = accumulates_partial_sums(optimizer, self._config)
-        if is_partial:
-            scale = optimizer.loss_scale_factor
-            parts = [tf.convert_to_tensor(grad) for grad in grads]
-            parts = parts if scale is None else [part / scale for part in parts]
-        else:
-            parts = [gradient.value for gradient in self.reduced(grads)]
+        optimizer, program, grads = self._optimizer, self._program, list(self._grads)
         accumulators = [
-            local_part(optimizer._accumulated_gradients[optimizer._get_variable_index(variable)].value, program)
-            for variable in self._variables
+            local_part(optimizer._accumulated_gradients[optimizer._get_variable_index(target.variable)].value, program)
+            for target in self._targets
         ]
 
         def last() -> tf.Tensor:
-            means = [(part + accumulator) / count for part, accumulator in zip(parts, accumulators, strict=True)]
-            if is_partial:
-                reduced = reduce_gradients(means, self._variables, self._config, program)
-            else:
-                reduced = [ReducedGradient.of(*pair) for pair in zip(self._variables, means, strict=True)]
-            self.update(reduced)
+            sums = [grad + accumulator for grad, accumulator in zip(grads, accumulators, strict=True)]
+            self._grads = [total / self._plan.accumulation_steps for total in sums]
+            self._given = list(self._grads)
+            self._update_parameters()
             for accumulator in optimizer._accumulated_gradients:
                 accumulator = local_part(accumulator.value, program)
                 accumulator.assign(tf.zeros_like(accumulator), read_value=False)
             return tf.constant(True)
 
         def not_last() -> tf.Tensor:
-            for part, accumulator in zip(parts, accumulators, strict=True):
-                accumulator.assign_add(part, read_value=False)
+            for grad, accumulator in zip(grads, accumulators, strict=True):
+                accumulator.assign_add(grad, read_value=False)
             return tf.constant(False)
 
-        is_last = tf.equal((tf.convert_to_tensor(optimizer._iterations) + 1) % count, 0)
+        is_last = tf.equal((tf.convert_to_tensor(optimizer._iterations) + 1) % self._plan.accumulation_steps, 0)
         program.cond(is_last, last, not_last)
 
+    # What the plan must know
 
-def update_step(optimizer: Any, reduced: Sequence[ReducedGradient], learning_rate: Any, config: MeshConfig) -> None:
-    """Steps on what this rank holds of each variable, and publishes the results. In the place of Keras's loop."""
-    program = current_program("`optimizer.apply`")
-    learning_rate = tf.convert_to_tensor(learning_rate)
-    owned = [gradient for gradient in reduced if owner_of(optimizer, gradient.variable) is not None]
-    shared = [gradient for gradient in reduced if owner_of(optimizer, gradient.variable) is None]
-    sharded = [gradient for gradient in shared if is_data_sharded(gradient.variable)]
-    full = [gradient for gradient in shared if not is_data_sharded(gradient.variable)]
-    full.reverse()  # the order in which they were reduced
-    layouts = [config.slot_layout(layout_of(gradient.variable, config)) for gradient in shared]
-    is_compiled = compiler_pays([math.prod(layout.component_shape) for layout in layouts])
-    update = _Update(optimizer, learning_rate, is_compiled, config, program)
-    update.in_place(sharded)
-    if isinstance(config.placements.optimizer_state, Shard):
-        update.shards_of_copies(full)
-    else:
-        update.in_place(full)
-    step_on_owners(optimizer, owned, learning_rate, config, program)
+    def _facts(self) -> tuple[list[Gradient], Settings]:
+        """Takes the gradients as they are, and returns what the plan must know of them and of the settings."""
+        optimizer, config, program = self._optimizer, self._config, self._program
+        if not all(isinstance(grad, ReducedGradient) for grad in self._given):
+            program.attachment(UnshardSchedule).flush(self._given)
+        gradients = [self._facts_of(given, target) for given, target in zip(self._given, self._targets, strict=True)]
+        self._flight = self._gradients_in_flight(gradients)
+        settings = Settings(config.placements, config.bucket_bytes, None if self._flight is None else self._flight.most)
+        if optimizer is None:
+            return gradients, settings
+        return gradients, dataclasses.replace(
+            settings,
+            is_unscaled=optimizer.loss_scale_factor is not None,
+            clipping=kind_of_clipping(optimizer),
+            accumulation_steps=optimizer.gradient_accumulation_steps or 0,
+            accumulates_partial_sums=accumulates_partial_sums(optimizer, config),
+            is_shareable=may_share(optimizer),
+            may_compile=program.is_on_cpu,
+        )
 
+    def _facts_of(self, given: Any, target: Target) -> Gradient:
+        grad = self._program.attachment(KnownReductions).find(given)
+        is_reduced = grad is not None
+        if grad is None:
+            grad = dense(given, target)
+            is_reduced = target.layout.is_data_sharded and comes_reduced(grad, target)
+        self._grads.append(grad)
+        return Gradient(
+            elements=target.layout.local_elements,
+            stepped=math.prod(target.state_layout.component_shape),
+            dtype=grad.dtype.name,
+            itemsize=grad.dtype.size,
+            kind=(decays(self._optimizer, target.variable), target.variable.dtype.name),
+            is_sharded=target.layout.is_data_sharded,
+            is_reduced=is_reduced,
+            owner=owner_of(self._optimizer, target.variable),
+            global_elements=target.layout.num_elements,
+        )
 
-class _Update:
-    """The optimizer's own update, on one rank."""
-
-    def __init__(self, optimizer: Any, learning_rate: tf.Tensor, is_compiled: bool, config: MeshConfig, program: RankProgram):
-        self._optimizer = optimizer
-        self._learning_rate = learning_rate
-        self._config = config
-        self._program = program
-        self._shared = SharedUpdates(optimizer, program, learning_rate, is_compiled)
-
-    def in_place(self, reduced: Sequence[ReducedGradient]) -> None:
-        """Stages 0 and 3: step on what this rank stores."""
-        small = []
-        for gradient in reduced:
-            stored = local_part(gradient.variable, self._program)
-            decays = self._decays(stored)
-            if not may_share(self._optimizer):
-                self._step_on(stored, gradient)
-            elif is_large(gradient.value):
-                self._shared.in_place(gradient.variable, gradient.value, decays)
-            else:
-                small.append(Target(gradient.variable, stored, gradient.value, decays))
-        for target, value in zip(small, self._updated_jointly(small), strict=True):
-            target.stored.assign(value, read_value=False)
-
-    def shards_of_copies(self, reduced: Sequence[ReducedGradient]) -> None:
-        """Stages 1 and 2: step on the shards of a bucket, all-gather them.
-
-        Stage 2 gathers a bucket when the next one's gradients have been reduced, and holds no more of either. Stage 1, where all
-        full gradients exist at once, reduces all of them first: it loses no time to waiting for updates between.
-        """
-        program, constant = self._program, self._program.constant
-        ranks = program.group_ranks("data")
-        layouts = [self._config.slot_layout(layout_of(gradient.variable, self._config)) for gradient in reduced]
-        whole = [tf.TensorSpec(layout.local_shape, gradient.dtype) for layout, gradient in zip(layouts, reduced, strict=True)]
-        buckets = buckets_of(whole, self._config.bucket_bytes)
-        ahead = 1 if isinstance(self._config.placements.gradient, Shard) else len(buckets)
-        for number, bucket in enumerate(buckets):
-            for place in itertools.chain(*buckets[number : number + ahead + 1]):
-                _ = reduced[place].value
-            shards = self._updated_shards([(reduced[place], layouts[place]) for place in bucket], ranks.index(program.rank))
-            gathered = wire.all_gather_parts(program, shards, ranks, f"all_gather/bucket_{number}")
-            fulls = packing.fulls_of(gathered, [layouts[place] for place in bucket], constant)
-            for place, full in zip(bucket, fulls, strict=True):
-                local_part(reduced[place].variable, program).assign(full, read_value=False)
-            reduced[-1].note_gather(gathered[0])
-
-    def _updated_shards(self, members: Sequence[tuple[ReducedGradient, Layout]], data_rank: int) -> list[tf.Tensor]:
-        """Returns this rank's shards of variables after the optimizer's update; the slots are updated in place."""
-        updated, small = {}, {}
-        for place, (gradient, layout) in enumerate(members):
-            stored = local_part(gradient.variable, self._program)
-            spec = parameter_shard(self._optimizer, gradient.variable, tf.TensorSpec([layout.shard_elements], stored.dtype))
-            cut = functools.partial(packing.cut_shard, layout=layout, data_rank=data_rank, constant=self._program.constant)
-            if not may_share(self._optimizer):
-                parameter = spec.with_value(cut(stored.value()))
-                update_shard(self._optimizer, parameter, gradient.value, self._learning_rate)
-                updated[place] = parameter.value()
-            elif is_large(gradient.value):
-                updated[place] = self._shared.of_shard(spec, stored, cut, gradient.value, self._decays(spec))
-            else:
-                small[place] = Target(gradient.variable, stored, gradient.value, self._decays(spec), cut)
-        updated.update(zip(small, self._updated_jointly(list(small.values())), strict=True))
-        return [updated[place] for place in range(len(members))]
-
-    def _updated_jointly(self, targets: Sequence[Target]) -> list[tf.Tensor]:
-        return update_jointly(self._optimizer, targets, self._learning_rate, self._program)
-
-    def _step_on(self, stored: tf.Variable, gradient: ReducedGradient) -> None:
-        """Steps on what this rank stores of a variable, for an optimizer that may ask more of it than its value."""
-        parameter = parameter_shard(self._optimizer, gradient.variable, stored.read_value())
-        update_shard(self._optimizer, parameter, gradient.value, self._learning_rate)
-        stored.assign(parameter.value(), read_value=False)
-
-    def _decays(self, variable: Any) -> bool:
-        return self._optimizer.weight_decay is not None and self._optimizer._use_weight_decay(variable)
+    def _gradients_in_flight(self, gradients: Sequence[Gradient]) -> GradientsInFlight | None:
+        """Returns those of stage 2, if they were made in the graph in which they are reduced."""
+        program, ranks = self._program, self._program.group_ranks("data")
+        messages = buckets_of(gradients, self._config.bucket_bytes)
+        is_sharded_soon = isinstance(self._config.placements.gradient, Shard) and len(ranks) > 1
+        if not is_sharded_soon or not messages or any(gradients[place].is_reduced for bucket in messages for place in bucket):
+            return None
+        if program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
+            return None
+        numbers = {op.name: number for number, op in enumerate(program.graph.get_operations())}
+        return GradientsInFlight([[self._grads[place] for place in bucket] for bucket in messages], numbers, program, ranks)
 
 
 def _described(optimizer: Any) -> str:

@@ -30,6 +30,9 @@ class GradientsInFlight:
         numbers: the place in the graph, by name, of every operation.
         program: of the rank.
         ranks: among which the gradients are reduced.
+
+    Attributes:
+        most: how many messages' gradients may exist at once.
     """
 
     def __init__(
@@ -42,22 +45,17 @@ class GradientsInFlight:
         self._messages = messages
         self._numbers = numbers
         largest = max((sum(x.shape.num_elements() * x.dtype.size for x in message) for message in messages), default=0)
-        self._most = 1 if largest > _LARGE_BYTES and wire.meets_in_memory(program, ranks) else 2
+        self.most = 1 if largest > _LARGE_BYTES and wire.meets_in_memory(program, ranks) else 2
         self._emitted = 0
         on_chain = program.graph.capture(program.token()).consumers()
         self._latest = max((numbers[operation.name] for operation in on_chain), default=-1)
 
-    def note_reduction(self, reduced: tf.Tensor) -> None:
-        """Notes that the next message has been emitted; a result of it is `reduced`."""
+    def note_emitted(self) -> int:
+        """Notes that the next message has been emitted; returns the first that may not be computed before it is reduced."""
         message = self._messages[self._emitted]
         self._latest = max(self._latest, *(self._numbers[gradient.op.name] for gradient in message))
         self._emitted += 1
-        self._hold_back(self._emitted + self._most - 1, reduced.op)
-
-    def note_gather(self, gathered: tf.Tensor) -> None:
-        """Notes that parameters have been gathered, too, among the messages."""
-        if self._most == 1:
-            self._hold_back(self._emitted, gathered.op)
+        return self._emitted + self.most - 1
 
     def compute_after(self, number: int, operations: Sequence[tf.Operation]) -> None:
         """Lets message `number`, not emitted yet, be computed after those of `operations` that stand before it in the graph."""
@@ -67,7 +65,8 @@ class GradientsInFlight:
                     if self._numbers[operation.name] < self._numbers[computing.name]:
                         tape.run_after(computing, operation)
 
-    def _hold_back(self, number: int, after: tf.Operation) -> None:
+    def hold_back(self, number: int, after: tf.Operation) -> None:
+        """Lets message `number`, if there is one, be computed after operation `after`, of a message that has been emitted."""
         for gradient in self._messages[number] if number < len(self._messages) else ():
             for operation in _computed_by(gradient.op, self._latest, self._numbers):
                 tape.run_after(operation, after)

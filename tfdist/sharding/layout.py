@@ -146,6 +146,13 @@ class Layout:
         is_stage = self.pipe_owners is None or coordinate.pipe in self.pipe_owners
         return is_stage and self.data_owner in (None, coordinate.data)
 
+    def counts_along(self, mesh_axis: str, coordinate: Coordinate) -> bool:
+        """Whether what the rank at `coordinate` stores counts in a sum over the ranks along `mesh_axis`: of copies the first."""
+        if mesh_axis == "pipe":
+            return coordinate.pipe == self.first_pipe
+        is_sharded = self.is_data_sharded if mesh_axis == "data" else self.is_tensor_sharded
+        return is_sharded or getattr(coordinate, mesh_axis) == 0
+
     @property
     def first_pipe(self) -> int:
         """The first pipeline coordinate that stores the variable."""

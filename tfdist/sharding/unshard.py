@@ -260,7 +260,7 @@ class UnshardSchedule:
                     self._regather(self._units[step.action.unit], uses[step.action.unit], gate)
                 else:
                     previous = self._reduce_scatter(by_unit[step.action.unit], previous)
-                    flight.note_reduction(previous[-1])
+                    flight.hold_back(flight.note_emitted(), previous[-1].op)
 
     def _in_flight(
         self, messages: Sequence[Sequence[PendingGradient]], uses: dict[int, dict[int, list[Reader]]], numbers: dict[str, int]

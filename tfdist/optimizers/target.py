@@ -1,0 +1,65 @@
+"""What one rank steps on of one parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+from tfdist.optimizers.stand_in import StandIn
+from tfdist.optimizers.variables import layout_of, local_part
+from tfdist.sharding import Layout, MeshConfig, packing
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What this rank steps on of a parameter: what it stores, or its shard of a parameter that it stores whole.
+
+    stage              the rank steps on               published by
+    0                  the copy that it stores         nothing: all ranks step alike
+    1, 2               its shard of the copy           an all-gather of a bucket's shards
+    3                  the shard that it stores        nothing
+    1 to 3, owned      the whole, on its owner         a broadcast; the slots stay with the owner
+
+    Attributes:
+        variable: the parameter, a distributed variable.
+        stored: what this rank stores of it.
+        layout: which part each rank stores of the parameter.
+        state_layout: which part each rank steps on, and stores of the optimizer's slots.
+        program: the rank's program.
+    """
+
+    variable: tf.Variable
+    stored: tf.Variable
+    layout: Layout
+    state_layout: Layout
+    program: RankProgram
+
+    @classmethod
+    def of(cls, variable: tf.Variable, config: MeshConfig, program: RankProgram) -> Target:
+        layout = layout_of(variable, config)
+        return cls(variable, local_part(variable, program), layout, config.slot_layout(layout), program)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the rank steps on what it stores."""
+        return self.layout.is_data_sharded == self.state_layout.is_data_sharded
+
+    def read(self, stored: tf.Variable | StandIn) -> tf.Tensor:
+        """Returns what the rank steps on, of what is `stored`."""
+        value = stored.value()
+        if self.is_in_place:
+            return value
+        return packing.cut_shard(value, self.state_layout, self._coordinate.data, self.program.constant)
+
+    def store_global(self, value: tf.Tensor) -> None:
+        """Stores this rank's part of the global tensor `value`."""
+        value = packing.cut_tensor(value, self.layout, self._coordinate)
+        if self.layout.is_data_sharded:
+            value = packing.cut_shard(value, self.layout, self._coordinate.data)
+        self.stored.assign(value, read_value=False)
+
+    @property
+    def _coordinate(self):
+        return self.program.mesh.coordinate(self.program.rank)
