@@ -59,6 +59,7 @@ PRIVATE = {
     "losses/global_losses.py",
     "metrics/global_results.py",
     "strategy/extended.py",
+    "strategy/variable_creation.py",
     "strategy/multi_worker_extended.py",
     "pipeline/stages/masks.py",
     "kernels/kernel_products.py",

@@ -11,10 +11,11 @@ from tfdist.keras_hooks.table import replaces
 from tfdist.optimizers.application import apply, assign_owners_if_needed, decay_weights
 from tfdist.optimizers.averaging import overwrite_with_averages
 from tfdist.optimizers.loss_scaling import apply_unscaled
+from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.step import accumulates_partial_sums, update_step
 from tfdist.optimizers.support import check_no_overwriting, check_variables
 from tfdist.optimizers.variables import variable_of
-from tfdist.sharding import MeshConfig, config_of
+from tfdist.sharding import MeshConfig, config_of, placement
 
 _TF_OPTIMIZER = "keras.src.backend.tensorflow.optimizer.TFOptimizer"
 
@@ -45,10 +46,10 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     "keras.optimizers.Nadam",
     "build",
     signature="(self, var_list)",
-    why="It makes a scalar that is trainable outside the optimizer's name scope: it would be taken for a layer's weight.",
+    why="It makes a scalar that is trainable, as by default: it would be taken for a layer's weight.",
 )
 def _build_in_scope(original: Callable[..., None], self: Any, var_list: Any) -> None:
-    with keras.name_scope(self.name, caller=self):
+    with placement(is_replicated=True):
         original(self, var_list)
 
 
@@ -56,15 +57,17 @@ def _build_in_scope(original: Callable[..., None], self: Any, var_list: Any) -> 
     _TF_OPTIMIZER,
     "add_variable_from_reference",
     signature="(self, reference_variable, name=None, initializer='zeros')",
-    why="In stages 0 and 1 a gradient accumulator holds each rank's own sum; Keras makes it like its weight.",
+    why="""The state of a whole-tensor optimizer lives whole on one rank, and in stages 0 and 1 a gradient accumulator holds each
+    rank's own sum; Keras makes both like the weight.""",
 )
 def _add_variable_from_reference(
     original: Callable[..., Any], self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
 ) -> Any:
     config = _config(self)
-    if config is None or name != "gradient_accumulator" or not accumulates_partial_sums(self, config):
+    if config is None:
         return original(self, reference_variable, name=name, initializer=initializer)
-    with self._distribution_strategy.extended.summed_on_read():
+    is_partial = name == "gradient_accumulator" and accumulates_partial_sums(self, config)
+    with placement(is_partial=is_partial, data_owner=owner_of(self, reference_variable)):
         return original(self, reference_variable, name=name, initializer=initializer)
 
 

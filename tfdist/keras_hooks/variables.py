@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers.statistics import note_assigned
-from tfdist.sharding import ShardedVariable, stage_owners
+from tfdist.sharding import ShardedVariable, kept_placement, placement, stage_owners
 
 _LATER = """Under a pipeline nobody knows in which stage a layer will be when it is built: its weights are made when that is
 known, and never on another stage's ranks."""
@@ -18,7 +18,8 @@ known, and never on another stage's ranks."""
 @replaces("keras.Variable", "_initialize_with_initializer", signature="(self, initializer)", why=_LATER)
 def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
     if not stage_owners.put_off(self, initializer):
-        original(self, initializer)
+        with placement(**kept_placement(self)):
+            original(self, initializer)
 
 
 @replaces("keras.Variable", "_deferred_initialize", signature="(self)", why=_LATER)

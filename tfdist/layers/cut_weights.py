@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.layers import regions
 from tfdist.layers.checkpoint_names import save_as
-from tfdist.sharding import Shard, cut_over_tensor
+from tfdist.sharding import Shard, shard_over_tensor
 
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
@@ -71,7 +71,7 @@ class CutWeights:
 
 def cut_weight(variable: keras.Variable, placement: Shard) -> None:
     """Cuts a layer's weight, and lets its regularizer see all of it."""
-    cut_over_tensor(variable, placement)
+    shard_over_tensor(variable, placement)
     if variable.regularizer is not None and regions.scope_tensor_size() > 1:
         variable.regularizer = WholeRegularizer(variable.regularizer, placement.axis, variable.shape)
 
@@ -117,7 +117,8 @@ def check_divisible(argument: str, size: int, parts: int, layer: str) -> None:
 
 def check_is_cut(layer: Any, variable: keras.Variable) -> None:
     """Raises RuntimeError when `layer`, which computes its part here, has a weight that is whole."""
-    if regions.tensor_program() is None or variable._value.layout.is_tensor_sharded:
+    layout = getattr(variable._value, "layout", None)  # None: made outside
+    if regions.tensor_program() is None or layout is not None and layout.is_tensor_sharded:
         return
     raise RuntimeError(
         errors.message(

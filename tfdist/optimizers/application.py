@@ -13,7 +13,7 @@ from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients
 from tfdist.optimizers.support import is_elementwise
 from tfdist.optimizers.variables import layout_of, variable_of
-from tfdist.sharding import MeshConfig, Shard
+from tfdist.sharding import MeshConfig, Shard, placement
 
 
 def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: MeshConfig) -> None:
@@ -44,7 +44,8 @@ def apply(optimizer: Any, grads: Any, trainable_variables: Any, config: MeshConf
                         fix="Call `optimizer.build(model.trainable_variables)` in `strategy.scope()`.",
                     )
                 )
-            optimizer.build(list(trainable_variables))
+            with placement(is_replicated=True):  # whatever the optimizer makes that is no slot
+                optimizer.build(list(trainable_variables))
         if trainable_variables is None and len(grads) != len(optimizer._trainable_variables):
             raise ValueError(
                 errors.message(

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.optimizers.variables import is_data_sharded, local_part, variable_of
-from tfdist.sharding import MeshConfig, ShardedVariable, packing, tensor_cut
-from tfdist.sharding.shard_messages import gather_shards_in_buckets
+from tfdist.sharding import MeshConfig, ShardedVariable, packing
+from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards_in_buckets
 
 # These look at one element at a time, and so may look at a shard.
 _ELEMENTWISE = (keras.constraints.NonNeg,)
@@ -50,5 +50,5 @@ def constrain(variables: Sequence[Any], config: MeshConfig, program: RankProgram
 def _constrained(local: tf.Tensor, variable: ShardedVariable, constraint: Any, program: RankProgram) -> tf.Tensor:
     """Returns this rank's tensor cut after the constraint, which sees the whole weight."""
     layout = variable.layout
-    whole = tensor_cut.gather_cuts(program, tf.convert_to_tensor(local), layout, "all_gather/constraint")
+    whole = gather_over_tensor(program, tf.convert_to_tensor(local), layout, "all_gather/constraint")
     return packing.cut_tensor(constraint(whole), layout, program.mesh.coordinate(program.rank))

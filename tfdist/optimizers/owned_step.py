@@ -18,8 +18,8 @@ from tfdist.optimizers.slots import slots_of
 from tfdist.optimizers.target import Target
 from tfdist.optimizers.update import stand_in_of, update
 from tfdist.optimizers.variables import local_part
-from tfdist.sharding import ShardedVariable, packing, tensor_cut
-from tfdist.sharding.shard_messages import gather_shards
+from tfdist.sharding import ShardedVariable, packing
+from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
 
 _WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
@@ -37,8 +37,7 @@ def complete(
         for place, whole in zip(places, gathered, strict=True):
             tensors[place] = whole
     wholes = [
-        tensor_cut.gather_cuts(program, tensor, layout, f"{label}/tensor")
-        for tensor, layout in zip(tensors, layouts, strict=True)
+        gather_over_tensor(program, tensor, layout, f"{label}/tensor") for tensor, layout in zip(tensors, layouts, strict=True)
     ]
     return wholes[: len(grads)], wholes[len(grads) :]
 

@@ -5,10 +5,18 @@ from tfdist.sharding.config import ShardingConfig, settings_of, with_settings_li
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.mesh_config import MeshConfig, config_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
+from tfdist.sharding.placement_request import (
+    PlacementRequest,
+    current_placement,
+    keep_placement,
+    kept_placement,
+    make_again,
+    placement,
+)
 from tfdist.sharding.placements import Own, Partial, Placement, Replicate, Shard
 from tfdist.sharding.replicated_variables import PartialSyncOnReadVariable, ReplicatedMirroredVariable, with_layout
-from tfdist.sharding.stage_owners import current_owners, place
-from tfdist.sharding.tensor_cut import cut_over_tensor
+from tfdist.sharding.shard_over_tensor import shard_over_tensor
+from tfdist.sharding.stage_owners import place
 from tfdist.sharding.unshard import UnshardSchedule
 from tfdist.sharding.variable import ShardedVariable
 from tfdist.sharding.zero import ZERO_STAGES, ZeroPlacements, placements_of
@@ -23,6 +31,7 @@ __all__ = [
     "Partial",
     "PartialSyncOnReadVariable",
     "Placement",
+    "PlacementRequest",
     "Replicate",
     "ReplicatedMirroredVariable",
     "Shard",
@@ -31,10 +40,14 @@ __all__ = [
     "UnshardSchedule",
     "ZeroPlacements",
     "config_of",
-    "current_owners",
-    "cut_over_tensor",
+    "current_placement",
+    "keep_placement",
+    "kept_placement",
+    "make_again",
     "place",
+    "placement",
     "placements_of",
+    "shard_over_tensor",
     "with_layout",
     "settings_of",
     "stage_owners",

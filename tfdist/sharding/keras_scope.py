@@ -15,7 +15,6 @@ __all__ = [
     "SymbolicScope",
     "autocast_dtype",
     "current_layer",
-    "in_optimizer",
     "in_stateless_scope",
     "own_variables",
 ]
@@ -28,11 +27,6 @@ def current_layer() -> Any | None:
     """
     stack = global_state.get_global_attribute("name_scope_stack") or []
     return stack[-1].caller if stack else None
-
-
-def in_optimizer() -> bool:
-    """Whether an optimizer is making a variable: its scalars are "trainable" by default, and still no parameters."""
-    return isinstance(current_layer(), keras.optimizers.Optimizer)
 
 
 def autocast_dtype() -> tf.DType | None:

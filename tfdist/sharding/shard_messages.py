@@ -37,6 +37,14 @@ def gather_shards_in_buckets(
         yield from zip(bucket, gather_shards(program, members, theirs, f"{label}_{number}"), strict=True)
 
 
+def gather_over_tensor(program: RankProgram, local: tf.Tensor, layout: Layout, label: str) -> tf.Tensor:
+    """Returns the global tensor of `layout` from this rank's local one, gathered over the tensor axis."""
+    if not layout.is_tensor_sharded:
+        return local
+    gathered = wire.all_gather(program, local[tf.newaxis], program.group_ranks("tensor"), label)
+    return packing.join_tensor_cuts(tf.unstack(gathered), layout)
+
+
 def scatter_sums(
     program: RankProgram,
     summands: Sequence[tf.Tensor],

@@ -9,9 +9,7 @@ change.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -21,43 +19,18 @@ from tfdist import errors
 from tfdist.collectives import rank_program
 from tfdist.mesh import current_mesh
 from tfdist.sharding import keras_scope
-from tfdist.sharding.tensor_cut import CutInitializer
-from tfdist.sharding.variable import ShardedVariable
-
-_local = threading.local()
-
-
-def current_owners() -> tuple[int, ...] | None:
-    """Returns the pipeline coordinates that store a layer's weight made here; None: every rank."""
-    return getattr(_local, "owners", None)
+from tfdist.sharding.placement_request import keep_placement, kept_placement, make_again
 
 
 def place(variable: keras.Variable, pipe_ranks: Sequence[int], strategy: tf.distribute.Strategy) -> None:
     """Makes a layer's weight on the pipeline coordinates `pipe_ranks`, or moves it there; it keeps its value."""
     owners = tuple(sorted(set(pipe_ranks)))
-    with strategy.scope(), _owned_by(owners):
+    keep_placement(variable, pipe_owners=owners)
+    with strategy.scope():
         if _later(variable) is not None:
             variable._deferred_initialize()
-            return
-        value = variable._value
-        layout = value.layout if isinstance(value, ShardedVariable) else None
-        if layout is not None and layout.pipe_owners == owners:
-            return
-        whole = tf.identity(value)
-        initializer: Callable[..., Any] = lambda shape, dtype=None: whole  # noqa: E731
-        if layout is not None and layout.is_tensor_sharded:
-            initializer = CutInitializer(initializer, layout.tensor)
-        with tf.init_scope():
-            variable._initialize_with_initializer(initializer)
-
-
-@contextlib.contextmanager
-def _owned_by(owners: tuple[int, ...]) -> Iterator[None]:
-    _local.owners = owners
-    try:
-        yield
-    finally:
-        _local.owners = None
+        elif variable._value.layout.pipe_owners != owners:
+            make_again(variable)
 
 
 class _Later:
@@ -83,16 +56,17 @@ def _later(variable: keras.Variable) -> _Later | None:
     """Returns the initializer of a variable that is put off, None of any other."""
     if variable._value is not None:
         return None
-    initializer = variable._initializer
-    if isinstance(initializer, CutInitializer):
-        initializer = initializer.initializer
-    return initializer if isinstance(initializer, _Later) else None
+    return variable._initializer if isinstance(variable._initializer, _Later) else None
+
+
+def _has_place(variable: keras.Variable) -> bool:
+    return "pipe_owners" in kept_placement(variable)
 
 
 def put_off(variable: keras.Variable, initializer: Callable[..., Any]) -> bool:
     """Puts a variable off that is a layer's and whose place is not known; returns whether it did."""
     mesh = current_mesh()
-    if mesh is None or mesh.pipeline_parallel_size == 1 or current_owners() is not None:
+    if mesh is None or mesh.pipeline_parallel_size == 1 or _has_place(variable):
         return False
     if not isinstance(keras_scope.current_layer(), keras.layers.Layer | keras.random.SeedGenerator):
         return False
@@ -103,7 +77,7 @@ def put_off(variable: keras.Variable, initializer: Callable[..., Any]) -> bool:
 
 def stays_put_off(variable: keras.Variable) -> bool:
     """Whether a variable that Keras wants to make now is put off, and its place is still not known."""
-    return _later(variable) is not None and current_owners() is None
+    return _later(variable) is not None and not _has_place(variable)
 
 
 def make_to_assign(variable: keras.Variable) -> None:

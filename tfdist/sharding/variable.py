@@ -15,11 +15,11 @@ from tensorflow.python.training.saving import saveable_object
 from tfdist import errors
 from tfdist.collectives import RankProgram, Where, cross_replica_of, current_program, rank_program, where, wire
 from tfdist.mesh import Coordinate
-from tfdist.sharding import keras_scope, packing, tensor_cut
+from tfdist.sharding import keras_scope, packing
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.mesh_config import config_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
-from tfdist.sharding.shard_messages import gather_shards
+from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
 from tfdist.sharding.unshard import UnshardSchedule
 
 # What TensorFlow asks of an object that is not a variable yet.
@@ -186,7 +186,7 @@ class ShardedVariable(values.DistributedVariable):
                 part = wire.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
             elif layout.is_data_sharded:
                 (part,) = gather_shards(program, [part], [layout], "assemble")
-            part = tensor_cut.gather_cuts(program, part, layout, "assemble")
+            part = gather_over_tensor(program, part, layout, "assemble")
         if owners is None:
             return part
         stages = program.group_ranks("pipe")

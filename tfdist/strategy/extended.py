@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -21,10 +19,9 @@ from tensorflow.python.distribute import (
     values,
     values_util,
 )
-from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
-from tfdist import collectives, errors, keras_hooks
+from tfdist import collectives, keras_hooks
 from tfdist.collectives import (
     CollectivePlan,
     Communicator,
@@ -39,25 +36,12 @@ from tfdist.collectives import (
 )
 from tfdist.data import split_batches
 from tfdist.layers import cut_tensors
-from tfdist.optimizers import owner_of
 from tfdist.runtime import give_back_free_memory
-from tfdist.sharding import (
-    Layout,
-    MeshConfig,
-    Own,
-    ParameterGroups,
-    Replicate,
-    ShardedVariable,
-    current_owners,
-    keras_scope,
-    tensor_cut,
-    with_layout,
-)
-
-_SYNC_ON_READ = tf.VariableSynchronization.ON_READ
+from tfdist.sharding import MeshConfig, ParameterGroups, ShardedVariable
+from tfdist.strategy.variable_creation import VariableCreation
 
 
-class ShardedExtendedMixin:
+class ShardedExtendedMixin(VariableCreation):
     """What every tfdist strategy adds to a mirrored one, whatever transport it stands on."""
 
     def _setup(self, sharding: MeshConfig, local_ranks: Iterable[int] | None = None, implementation: str = "AUTO") -> None:
@@ -70,155 +54,10 @@ class ShardedExtendedMixin:
         self._parameter_groups = ParameterGroups(sharding.group_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
-        self._is_summed_on_read = False
 
     @property
     def communicator(self) -> Communicator:
         return self._communicator
-
-    # Variables
-
-    def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        """Makes a parameter (trainable), a slot (colocated with a parameter) or something that stays replicated."""
-        if kwargs.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-            # All ranks compute the same value; NONE stores it without a merge of the ranks.
-            kwargs["aggregation"] = tf.VariableAggregation.NONE
-        if self._is_summed_on_read:
-            kwargs.pop("colocate_with", None)
-            kwargs.update(synchronization=_SYNC_ON_READ, aggregation=tf.VariableAggregation.SUM)
-        layout = self._layout_for(kwargs)
-        is_slot = kwargs.get("colocate_with") is not None
-        if layout is None or not is_slot:
-            self._share_initial_value(kwargs, layout)
-        if layout is None:
-            return with_layout(super()._create_variable(next_creator, **kwargs), self._sharding.mesh)
-        kwargs.pop("colocate_with", None)
-        return self._create_sharded(next_creator, layout, is_slot, kwargs)
-
-    def _layout_for(self, kwargs: dict[str, Any]) -> Layout | None:
-        """Returns the layout of the variable to make, or None when sharding does not concern it.
-
-        What it concerns gets its initial value drawn here, once and whole.
-        """
-        if kwargs.get("synchronization") == _SYNC_ON_READ:
-            if current_owners() is not None:
-                raise NotImplementedError(
-                    errors.message(
-                        f"Variable {kwargs.get('name')!r} sums its ranks' values when it is read, which a weight of a pipeline "
-                        "stage cannot.",
-                        fix="Make it without `synchronization` and `aggregation`, or count outside the model.",
-                    )
-                )
-            return None
-        reference = kwargs.get("colocate_with")
-        if reference is None:
-            return None if keras_scope.in_optimizer() else self._parameter_layout(kwargs)
-        if not isinstance(reference, values.DistributedVariable):
-            return None
-        layout = reference.layout
-        owners = layout.pipe_owners
-        if not layout.is_sharded and isinstance(self._sharding.placements.optimizer_state, Replicate):
-            return None
-        full = self._initial_spec(kwargs, owners)
-        if not full.dtype.is_floating or full.shape != reference.shape:
-            return None if owners is None else Layout(full.shape, self._sharding.mesh, pipe_owners=owners)
-        owner = owner_of(keras_scope.current_layer(), reference)
-        if owner is not None:
-            return dataclasses.replace(layout, tensor=Replicate(), data=Own(owner))
-        return self._sharding.slot_layout(layout)
-
-    def _parameter_layout(self, kwargs: dict[str, Any]) -> Layout | None:
-        """Returns the layout of a layer's variable, None if every rank stores all of it."""
-        is_frozen = kwargs.get("trainable") is False
-        is_replicated = is_frozen or isinstance(self._sharding.placements.parameter, Replicate)
-        owners = current_owners()
-        if is_replicated and self._sharding.mesh.tensor_parallel_size == 1 and owners is None:
-            return None
-        with tensor_cut.wishes() as wish:
-            full = self._initial_spec(kwargs, owners)
-            tensor = wish()
-        is_whole = not full.dtype.is_floating or is_replicated and isinstance(tensor, Replicate)
-        if is_whole and owners is None:
-            return None
-        layout = self._sharding.parameter_layout(full.shape.as_list(), tensor)
-        data = Replicate() if is_frozen or is_whole else layout.data
-        return dataclasses.replace(layout, data=data, pipe_owners=owners)
-
-    @contextlib.contextmanager
-    def summed_on_read(self) -> Iterator[None]:
-        """Within it, variables hold a summand of their own on every rank, and read as the sum outside replicas."""
-        self._is_summed_on_read = True
-        try:
-            yield
-        finally:
-            self._is_summed_on_read = False
-
-    def _share_initial_value(self, kwargs: dict[str, Any], layout: Layout | None) -> None:
-        """For strategies of several workers: replaces the initial value by the chief's, or its first owner's."""
-
-    def _initial_spec(self, kwargs: dict[str, Any], pipe_owners: tuple[int, ...] | None) -> tf.Tensor | tf.TensorSpec:
-        """Returns what the initial value is; drawn where a rank of this process stores it, else only its shape and dtype."""
-        mesh = self._sharding.mesh
-        if pipe_owners is not None:
-            storing = [rank for rank in self._communicator.local_ranks if mesh.coordinate(rank).pipe in pipe_owners]
-            if not storing:
-                initial, dtype = kwargs["initial_value"], kwargs.get("dtype")
-
-                def drawn() -> tf.Tensor:
-                    return tf.convert_to_tensor(initial() if callable(initial) else initial, dtype)
-
-                drawn = tf.function(drawn, autograph=False).get_concrete_function().outputs[0]
-                return tf.TensorSpec(drawn.shape, drawn.dtype)
-            return self._initial_value(kwargs, mesh.devices[storing[0]])
-        return self._initial_value(kwargs)
-
-    def _initial_value(self, kwargs: dict[str, Any], device: str | None = None) -> tf.Tensor:
-        """Draws the initial value and puts it back in `kwargs`, so that it is drawn once."""
-        with tf.init_scope(), record.stop_recording(), tf.device(device or self._local_devices()[0]):
-            initial = kwargs["initial_value"]
-            initial = initial() if callable(initial) else initial
-            initial = getattr(initial, "wrapped_value", initial)  # of a checkpoint
-            if tf.is_symbolic_tensor(initial):
-                initial = tf.get_static_value(initial)
-            if initial is None or not tf.executing_eagerly():
-                raise RuntimeError(
-                    errors.message(
-                        f"Variable {kwargs.get('name')!r} is to be sharded, but it is made inside a `tf.function` from a value "
-                        "that only exists when the function runs.",
-                        fix="Make it in `strategy.scope()` before the function is called, or from an initializer.",
-                    )
-                )
-            kwargs["initial_value"] = tf.convert_to_tensor(initial, kwargs.get("dtype"))
-        return kwargs["initial_value"]
-
-    def _create_sharded(
-        self, next_creator: Callable[..., tf.Variable], layout: Layout, is_slot: bool, kwargs: dict[str, Any]
-    ) -> ShardedVariable:
-        initial = kwargs.pop("initial_value")  # still a function where no rank of this process stores the variable
-        full = initial.numpy() if isinstance(initial, tf.Tensor) else None
-        kwargs.pop("shape", None)
-        if kwargs.get("synchronization") in (None, tf.VariableSynchronization.AUTO):
-            kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE  # as of mirrored variables
-        name = kwargs.get("name") or "Variable"
-        mesh = self._sharding.mesh
-        aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
-        components = []
-        ranks = self._communicator.local_ranks
-        for rank in ranks:
-            coordinate = mesh.coordinate(rank)
-            # `layout.shard` copies: a slice would keep the full value alive as long as the shard.
-            with tf.init_scope(), record.stop_recording(), tf.device(mesh.devices[rank]):
-                if layout.stores(coordinate):
-                    shard = tf.convert_to_tensor(layout.shard(full, coordinate))
-                else:
-                    shard = tf.zeros([0], kwargs.get("dtype"))
-                part = {"initial_value": shard, "name": f"{name}/shard_{rank}"}
-                components.append(next_creator(**{**kwargs, **part}))
-        groups = None if is_slot else self._parameter_groups
-        return ShardedVariable(self._container_strategy(), components, layout, ranks, aggregation, groups)
-
-    def _local_devices(self) -> list[str]:
-        return [self._sharding.mesh.devices[rank] for rank in self._communicator.local_ranks]
 
     # Running
 

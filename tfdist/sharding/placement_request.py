@@ -1,0 +1,122 @@
+"""How the variable that is made next is to be placed: asked for in one scope, which the strategy reads when it makes a variable.
+
+    with placement(tensor=Shard(1)):            a layer's weight, sharded over the tensor axis
+    with placement(pipe_owners=(0, 3)):         a weight of pipeline ranks 0 and 3
+    with placement(data_owner=2):               an optimizer's slot that data rank 2 alone keeps, whole
+    with placement(is_partial=True):            a sum to which every rank holds a summand
+    with placement(is_replicated=True):         an optimizer's scalar, which is no parameter though Keras calls it trainable
+
+Scopes nest: an inner one changes what it names. A variable made within `tf.distribute`'s own `colocate_vars_with(parameter)`, as
+Keras makes optimizer slots, is a slot of that parameter. Without any request a trainable variable is a parameter, and every other
+one is replicated.
+
+Keras may put off making a variable. A request that is to last until then is kept on the Keras variable (`keep_placement`), and
+holds whenever its value is made, or made again (`kept_placement`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.sharding.layout import Layout
+from tfdist.sharding.mesh_config import MeshConfig
+from tfdist.sharding.placements import Own, Partial, Replicate, Shard
+
+_KEPT = "_tfdist_placement"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementRequest:
+    """What is asked for of a variable.
+
+    Attributes:
+        tensor: the tensor axis of it that is sharded over the mesh's tensor axis, if one is.
+        pipe_owners: the pipeline coordinates that store it, ascending; None: all.
+        slot_of: the layout of the parameter whose optimizer state it is; None: it is no such state.
+        data_owner: the data rank that alone keeps the slot, whole; None: it is sharded as the ZeRO stage says.
+        is_partial: whether each rank keeps a summand of it.
+        is_replicated: whether it is no parameter, though it is trainable.
+    """
+
+    tensor: Replicate | Shard = Replicate()
+    pipe_owners: tuple[int, ...] | None = None
+    slot_of: Layout | None = None
+    data_owner: int | None = None
+    is_partial: bool = False
+    is_replicated: bool = False
+
+    def may_shard(self, is_trainable: bool, config: MeshConfig) -> bool:
+        """Whether a variable of some shape and dtype is sharded that is made on this request."""
+        if self.is_partial:
+            return False
+        if self.slot_of is not None:
+            return self.slot_of.is_sharded or config.placements.optimizer_state != Replicate()
+        is_parameter = is_trainable and not self.is_replicated and config.placements.parameter != Replicate()
+        return is_parameter or self.tensor != Replicate() or self.pipe_owners is not None
+
+    def layout(self, spec: tf.TensorSpec | tf.Tensor, is_trainable: bool, config: MeshConfig) -> Layout:
+        """Returns the layout of a variable of the shape and dtype of `spec`."""
+        mesh, shape, is_floating = config.mesh, tuple(spec.shape.as_list()), spec.dtype.is_floating
+        if self.is_partial:
+            return Layout(shape, mesh, data=Partial())
+        parameter = self.slot_of
+        if parameter is not None:
+            if not is_floating or shape != parameter.shape:
+                return Layout(shape, mesh, pipe_owners=parameter.pipe_owners)
+            if self.data_owner is not None:
+                return dataclasses.replace(parameter, tensor=Replicate(), data=Own(self.data_owner))
+            return config.slot_layout(parameter)
+        is_parameter = is_trainable and is_floating and not self.is_replicated
+        data = config.placements.parameter if is_parameter else Replicate()
+        return Layout(shape, mesh, tensor=self.tensor, data=data, pipe_owners=self.pipe_owners)
+
+
+class _Scopes(threading.local):
+    current = PlacementRequest()
+
+
+_scopes = _Scopes()
+
+
+def current_placement() -> PlacementRequest:
+    """Returns what is asked for of a variable that is made here."""
+    return _scopes.current
+
+
+@contextlib.contextmanager
+def placement(**changes: Any) -> Iterator[None]:
+    """Within it, variables are asked for with `changes` (attributes of `PlacementRequest`), and what is asked for around it."""
+    before = _scopes.current
+    _scopes.current = dataclasses.replace(before, **changes)
+    try:
+        yield
+    finally:
+        _scopes.current = before
+
+
+def keep_placement(variable: keras.Variable, **changes: Any) -> None:
+    """Asks for `changes` of `variable` from now on, whenever its value is made."""
+    setattr(variable, _KEPT, {**kept_placement(variable), **changes})
+
+
+def kept_placement(variable: keras.Variable) -> dict[str, Any]:
+    """Returns what is asked for of `variable` whenever its value is made; `placement` takes it."""
+    return getattr(variable, _KEPT, {})
+
+
+def make_again(variable: keras.Variable) -> None:
+    """Makes the value of `variable` as is asked for now, where it is made already; it stays the same value.
+
+    `_value` and `_initialize_with_initializer` are private to Keras: tests/layers/test_private_names_of_layers.py fails when they
+    change.
+    """
+    whole = tf.identity(variable._value)
+    with tf.init_scope():
+        variable._initialize_with_initializer(lambda shape, dtype=None: tf.cast(whole, dtype))
