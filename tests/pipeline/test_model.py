@@ -1,5 +1,9 @@
 """What a pipelined model is from outside, what every rank holds and sends, and what is refused."""
 
+import subprocess
+import sys
+import textwrap
+
 import keras
 import numpy as np
 import pytest
@@ -348,3 +352,22 @@ def test_a_weight_of_another_stage():
         model.compile("sgd", "mse")
     with pytest.raises(RuntimeError, match="lives on pipeline rank 0, but is used on rank 1"):
         model.fit(np.ones((4, 5)), np.ones((4, 5)), batch_size=4, verbose=0)
+
+
+def test_a_program_without_a_strategy():
+    """One device feeds itself microbatches, in a process in which nothing else changes Keras: masks count as for the batch."""
+    program = """
+        import keras, numpy as np, tfdist
+        rng = np.random.default_rng(4)
+        x, y = rng.integers(0, 3, size=(16, 5)), rng.normal(size=(16, 5, 2)).astype("float32")
+        losses = []
+        for wrap in (lambda module: module, lambda module: tfdist.PipelineModel(module, num_microbatches=4)):
+            keras.utils.set_random_seed(3)
+            embedding = keras.layers.Embedding(3, 4, mask_zero=True)
+            model = wrap(keras.Sequential([keras.Input((5,)), embedding, keras.layers.Dense(2, activity_regularizer="l2")]))
+            model.compile("sgd", "mse")
+            losses.append([float(model.train_on_batch(x, y)) for _ in range(3)])
+        np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False, timeout=120, stderr=subprocess.PIPE)
+    assert ended.returncode == 0, ended.stderr.decode()

@@ -27,7 +27,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program, wire
-from tfdist.losses.batch_rows import BatchRows
+from tfdist.losses.rank_batch import RankBatch
 from tfdist.sharding import keras_scope
 
 
@@ -61,7 +61,7 @@ class Statistics:
         program = self._program
         wide = tf.float64 if any(variable.dtype == tf.float64 for variable in variables) else tf.float32
         with tf.device(program.device):
-            rows = program.attachment(BatchRows).local
+            rows = program.attachment(RankBatch).rows
             weights = [tf.cast(self._weight(variable, rows), wide) for variable in variables]
             values = [tf.cast(variable.read_value(), wide) for variable in variables]
             # Not a product alone: the statistics of no rows are NaN.

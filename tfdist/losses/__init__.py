@@ -7,8 +7,10 @@ gradients, which `optimizer.apply` sums over the ranks, to its gradient. In a tr
     loss = keras.losses.MeanSquaredError()(y, model(x))         # no division by the number of ranks or the batch size
     ...
     strategy.reduce("SUM", losses_of_the_ranks, axis=None)      # the global loss
+
+batch_part ──> rank_batch, sliced_batch ──> global_losses <── shares
 """
 
-from tfdist.losses import batch_rows, global_losses, shares
+from tfdist.losses import global_losses, rank_batch, shares, sliced_batch
 
-__all__ = ["batch_rows", "global_losses", "shares"]
+__all__ = ["global_losses", "rank_batch", "shares", "sliced_batch"]

@@ -1,4 +1,4 @@
-"""Which tensors of a trace are shares of a global loss already."""
+"""Which tensors of a trace are a rank's shares of a loss already."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tfdist.collectives import RankProgram
 
 
 class Shares:
-    """The shares that one rank has computed in one trace; an attachment of its program.
+    """The shares that one rank has computed in one trace; an attachment of the rank's program.
 
-    A layer may give `add_loss` what a Keras loss returned, or something computed of it. That is a share, and must not be weighted
-    by rows as other means are. In an eager run only the share itself is recognised, not what is computed of it.
+    A layer may give `add_loss` what a Keras loss returned, or something computed of it. Either is a share, and must not be
+    weighted by rows as other means are. In an eager run only the share itself is recognised, not what is computed of it.
     """
 
     def __init__(self, program: RankProgram):
@@ -21,7 +21,7 @@ class Shares:
         self._others: set[str] = set()  # operations that are known not to depend on a share made so far
 
     def add(self, share: tf.Tensor) -> tf.Tensor:
-        """Notes `share`, and returns it."""
+        """Notes that `share` is one, and returns it."""
         if self._program.is_eager:
             self._eager.append(share)
         elif self._program.exists_here(share):
@@ -29,7 +29,7 @@ class Shares:
         return share
 
     def is_share(self, value: tf.Tensor) -> bool:
-        """Whether `value` is computed of a share."""
+        """Whether `value` is a share, or computed of one."""
         if self._program.is_eager:
             return any(value is share for share in self._eager)
         if not self._program.exists_here(value):

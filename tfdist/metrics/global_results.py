@@ -1,13 +1,13 @@
 """What is logged after a batch: metrics computed from the sums over the ranks, not the mean of the ranks' own metrics.
 
 Every rank counts its own examples, and at the end of an epoch Keras adds the counts up before it computes a metric. After a
-batch, though, it computes the metric on every replica and logs the mean: of N areas under N curves, of ratios with different
-denominators. Here what is logged after a batch is computed from the sums too, as Keras's end of an epoch does it, when the step's
-logs have the names of the model's metrics. Other logs of a custom `train_step` stay means over the ranks.
+batch, though, Keras computes the metric on every replica and logs the mean: of N areas under N curves, of ratios with different
+denominators. Here a metric that is logged after a batch is computed from the sums, too, as Keras does it at the end of an epoch,
+if the step's logs have the names of the model's metrics. Other logs of a custom `train_step` stay means over the ranks.
 
-`train_on_batch` and `test_on_batch` give every rank the whole batch; sums would count it N times, and the mean is exact.
+`train_on_batch` and `test_on_batch` give every rank the whole batch: sums would count the batch N times, and the mean is exact.
 
-Over several workers the sums are one message (of a dtype) for all metrics; in one process they are additions.
+Over several workers the sums of all metrics travel in one message for each dtype; in one process they are additions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tensorflow.python.distribute import values as distribute_values
 
 from tfdist.collectives import cross_replica_of
 
-# Put beside the batch of `train_on_batch` and `test_on_batch`. A string, by which a `tf.function` tells its traces apart.
+# Stands beside the batch of `train_on_batch` and `test_on_batch`. A string, by which a `tf.function` tells its traces apart.
 _ON_EVERY_RANK = "tfdist: every rank gets this batch"
 
 
@@ -34,11 +34,11 @@ class _Owner:
 
 
 def naming_the_model(model: Any, step: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `make(step)`, a function of an iterator, whose step returns its logs with `model` beside them.
+    """Returns the function `make(step)` of an iterator, with a step that returns `model` beside its logs.
 
     Args:
-        model: whose step it is.
-        step: the step on a batch.
+        model: the model whose step it is.
+        step: the step, a function of a batch.
         make: makes the function of an iterator from a step, as Keras does.
     """
     owner = _Owner(model)
@@ -59,7 +59,7 @@ def naming_the_model(model: Any, step: Callable[..., Any], make: Callable[..., A
 
 
 def reduce_logs(values: Any, strategy: Any, reduce: Callable[[Any], Any]) -> Any:
-    """Returns what a step has returned on each rank, reduced: its model's metrics, from sums; all else as `reduce` does it."""
+    """Reduces what a step has returned on the ranks: the metrics of its model from sums, all else by `reduce`."""
     if not cross_replica_of(strategy).is_multi_worker:
         values = tf.nest.map_structure(strategy.extended.one_per_replica, values)
     if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], _Owner)):
@@ -84,13 +84,13 @@ def _summed(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras
     for members in by_dtype.values():
         parts = zip(*(member.value.values for member in members), strict=True)
         packed = [tf.concat([tf.reshape(part, [-1]) for part in of_rank], 0) for of_rank in parts]
-        total = _total(packed, strategy)
+        total = _sum_over_ranks(packed, strategy)
         pieces = tf.split(total, [member.value.shape.num_elements() for member in members])
         sums.extend((member, tf.reshape(piece, member.shape)) for member, piece in zip(members, pieces, strict=True))
     return keras.StatelessScope(state_mapping=sums)
 
 
-def _total(parts: Sequence[tf.Tensor], strategy: tf.distribute.Strategy) -> tf.Tensor:
+def _sum_over_ranks(parts: Sequence[tf.Tensor], strategy: tf.distribute.Strategy) -> tf.Tensor:
     cross_replica = cross_replica_of(strategy)
     if cross_replica.is_multi_worker:
         return cross_replica.all_reduce(parts, "sum", "metrics")[0]

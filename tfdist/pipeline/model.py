@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -86,6 +86,9 @@ class PipelineModel(keras.Model):
     (Megatron-LM); zero bubble, Qi et al. 2023.
     """
 
+    # Makes tfdist's changes in Keras, which the model needs outside every strategy, too. The strategies' room hands it down.
+    change_keras: ClassVar[Callable[[], None]]
+
     def __init__(
         self,
         layers_or_model: keras.Model | Sequence[keras.layers.Layer | Stage],
@@ -97,6 +100,7 @@ class PipelineModel(keras.Model):
         recompute: bool = False,
         name: str | None = None,
     ):
+        self.change_keras()
         super().__init__(name=name)
         errors.check_integer("num_microbatches", num_microbatches, least=1)
         errors.check_integer("stages_per_rank", stages_per_rank, least=1)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, all_reduce, edges
 from tfdist.collectives.unordered import leave_unordered
 from tfdist.losses.global_losses import scale_loss
-from tfdist.losses.microbatches import MicrobatchLosses
+from tfdist.losses.sliced_batch import SlicedBatch
 from tfdist.pipeline.action_clock import NoClock
 from tfdist.pipeline.executor import Executor
 from tfdist.pipeline.loss_trackers import LossTrackers
@@ -58,7 +58,7 @@ class Step:
         self._data = Microbatches(
             (staged.flat_inputs(x), *rest), schedule.num_microbatches, is_training=training, replicas=replicas
         )
-        self._losses = MicrobatchLosses(program, self._data.rows, self._loss_on_zeros)
+        self._batch = SlicedBatch(program, self._data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
         self._outputs: list[list[tf.Tensor]] = []
         self._first_outputs: list[tf.Tensor] = []  # of the first microbatch, for the sizes
@@ -155,7 +155,7 @@ class Step:
     def losses(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor]) -> list[tf.Tensor]:
         if not self._has_loss:
             return []
-        with self._losses.of(microbatch):
+        with self._batch.slice(microbatch):
             of_layers = (*self._staged.stages[stage_index].added_losses(), *self._staged.regularization(stage_index))
             found = [scale_loss(tf.reduce_sum(loss)) for loss in of_layers]
             if stage_index == self._staged.last_stage:

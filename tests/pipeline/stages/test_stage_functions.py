@@ -96,6 +96,20 @@ class LossOfItsOwn(layers.Layer):
         return x
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_a_layer_adds_of_a_keras_loss_counts_as_in_the_whole_batch(ranks):
+    """A layer sees one microbatch of its data rank; the loss that it computes of it is a share of that microbatch's."""
+    x = np.random.default_rng(1).normal(size=(16, 5)).astype("float32")
+    losses = []
+    for wrap in (lambda module: module, lambda module: tfdist.PipelineModel(module, num_microbatches=4, stages=[2])):
+        keras.utils.set_random_seed(3)
+        with strategy_on(1 if not losses else ranks, pipeline_parallel_size=1 if not losses else 2, zero_stage=0).scope():
+            model = wrap(keras.Sequential([keras.Input((5,)), layers.Dense(5), LossOfItsOwn(), layers.Dense(5)]))
+            model.compile("sgd", "mse")
+        losses.append(model.fit(x, x, batch_size=16, epochs=3, verbose=0).history["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 @pytest.mark.parametrize("layer", [lambda: layers.BatchNormalization(synchronized=True), LossOfItsOwn])
 def test_a_stage_that_sends_messages_leaves_none_in_the_plan_that_are_not_sent(layer, monkeypatch):
     """Between two data ranks: the trial that finds them is dropped."""

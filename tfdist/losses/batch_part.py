@@ -1,0 +1,43 @@
+"""What the losses of a part of the global batch count in the loss of the whole."""
+
+from __future__ import annotations
+
+import abc
+
+import tensorflow as tf
+
+
+class BatchPart(abc.ABC):
+    """Some rows of the global batch, whose losses are computed by themselves: all rows of a rank, or a slice of them."""
+
+    @abc.abstractmethod
+    def fraction(self) -> tf.Tensor:
+        """Returns the part's rows over those of the global batch, a float64 scalar."""
+
+    def weigh(self, mean: tf.Tensor) -> tf.Tensor:
+        """Returns the part's share of a mean over the global batch, from the `mean` over the part's rows; 0 without rows."""
+        fraction = tf.cast(self.fraction(), mean.dtype)
+        return fraction * tf.where(fraction > 0, mean, tf.zeros_like(mean))
+
+    @abc.abstractmethod
+    def weigh_share(self, share: tf.Tensor) -> tf.Tensor:
+        """Returns the share of the global batch's loss, from this rank's `share` of the loss of all ranks' parts together."""
+
+    @abc.abstractmethod
+    def divisor(self, values: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor:
+        """Returns what the sum of the part's losses is divided by, so that it becomes a share of the global batch's mean.
+
+        Args:
+            values: the part's losses.
+            weights: weights whose sum over the global batch is the divisor; None: the losses are counted.
+            mask: which losses are counted; it may have fewer elements than `values`, to which it is then broadcast.
+        """
+
+    @abc.abstractmethod
+    def logged(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns what is logged of a loss of which this part has the share `value`."""
+
+
+def widened(x: tf.Tensor) -> tf.Tensor:
+    """Returns `x` in a dtype that holds a batch's sums and counts: half precision overflows or stops counting."""
+    return tf.cast(x, tf.float32) if x.dtype in (tf.float16, tf.bfloat16) else x

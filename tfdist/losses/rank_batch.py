@@ -1,0 +1,77 @@
+"""The rows of the global batch that one rank has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, all_reduce
+from tfdist.losses.batch_part import BatchPart, widened
+
+
+class RankBatch(BatchPart):
+    """The part of the global batch that one rank has in one trace; an attachment of the rank's program.
+
+    The batch is the first tensor that has rows among the arguments of the function given to `strategy.run`: `x` in `fit`. If the
+    function has no such argument, every rank counts as one row.
+
+    Attributes:
+        rows: how many rows the rank has, an int64 scalar.
+    """
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        with program.outermost():
+            self.rows = _rows(program.arguments)
+        self._fraction: tf.Tensor | None = None
+
+    def fraction(self) -> tf.Tensor:
+        """Returns the rank's rows over those of all data ranks, a float64 scalar; one message of 1 number, once a trace."""
+        if self._fraction is not None:
+            return self._fraction
+        rows = tf.cast(self.rows, tf.float64)
+        fraction = tf.math.divide_no_nan(rows, all_reduce(rows, "data", label="loss/rows"))
+        if self._program.exists_here(fraction):
+            self._fraction = fraction
+        return fraction
+
+    def weigh_share(self, share: tf.Tensor) -> tf.Tensor:
+        return share
+
+    def divisor(self, values: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor:
+        if weights is not None:
+            # Weights that a model computes get the gradient that they have on one device: the all-reduce carries it.
+            return _sums_over_ranks([tf.reduce_sum(weights)], "loss/divisor")[0]
+        dtype = widened(values).dtype
+        if mask is None:
+            return _sums_over_ranks([tf.cast(tf.size(values), dtype)], "loss/divisor")[0]
+        sizes = [tf.cast(tf.size(x), dtype) for x in (values, mask)]
+        elements, maskable, valid = _sums_over_ranks([*sizes, tf.reduce_sum(tf.cast(mask, dtype))], "loss/divisor")
+        return elements * tf.math.divide_no_nan(valid, maskable)
+
+    def logged(self, value: tf.Tensor) -> tf.Tensor:
+        wide = widened(value)
+        if value.shape.rank == 0:
+            (loss,) = _sums_over_ranks([wide], "loss/value")
+        else:
+            # With reduction None a loss has one value per example, and Keras logs their mean.
+            total, count = _sums_over_ranks([tf.reduce_sum(wide), tf.cast(tf.size(wide), wide.dtype)], "loss/value")
+            loss = tf.math.divide_no_nan(total, count)
+        return tf.cast(loss, value.dtype)
+
+
+def _rows(arguments: Any) -> tf.Tensor:
+    for leaf in tf.nest.flatten(arguments):
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf.nrows(out_type=tf.int64)
+        if isinstance(leaf, tf.SparseTensor):
+            return leaf.dense_shape[0]
+        if tf.is_tensor(leaf) and leaf.shape.rank != 0:
+            return tf.shape(leaf, out_type=tf.int64)[0]
+    return tf.constant(1, tf.int64)
+
+
+def _sums_over_ranks(scalars: list[tf.Tensor], label: str) -> list[tf.Tensor]:
+    """Sums each of `scalars` over the ranks, all in one message."""
+    return tf.unstack(all_reduce(tf.stack(scalars), "data", label=label))

@@ -1,0 +1,111 @@
+"""A rank's batch whose losses are computed slice by slice.
+
+The loss of a slice is its share of the global batch's loss, as the loss of a rank is (see `global_losses`): the weighted sum of
+the losses of the slice's examples over the divisor of all slices of all data ranks. Most divisors are counts that follow from the
+shapes. A divisor that depends on the data (on a mask, or for `mean_with_sample_weight`) must be known before the gradient of the
+first slice is. So the loss function is then called once on every slice, for the divisors alone, with zeros for predictions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, all_reduce
+from tfdist.losses.batch_part import BatchPart, widened
+
+_local = threading.local()
+
+
+class SlicedBatch(BatchPart):
+    """The slices of one rank's batch, one of which is the part of the global batch that losses are computed of now.
+
+    Args:
+        program: the rank's program; None: one device has the whole batch.
+        rows: how many rows each slice has, int64 scalars.
+        call_on_zeros: calls the loss function on the slice of the number that it is given, with zeros for predictions.
+    """
+
+    def __init__(self, program: RankProgram | None, rows: list[tf.Tensor], call_on_zeros: Callable[[int], Any]):
+        self._program = program if program is not None and program.mesh.size("data") > 1 else None
+        self._rows = [tf.cast(count, tf.float64) for count in rows]
+        # How many rows the slices of each number have on all ranks together.
+        self._rows_on_ranks = tf.unstack(self._over_ranks(tf.stack(self._rows), "loss/rows"), num=len(rows))
+        self._all_rows = tf.add_n(self._rows_on_ranks)
+        self._call_on_zeros = call_on_zeros
+        self._number = 0
+        self._num_summands = 0  # how often `_total` was called for this slice
+        self._collected: list[list[tf.Tensor]] | None = None
+        self._totals: list[tf.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def slice(self, number: int) -> Iterator[None]:
+        """A block in which losses are those of the slice `number`."""
+        before = getattr(_local, "sliced_batch", None)
+        self._number, self._num_summands, _local.sliced_batch = number, 0, self
+        try:
+            yield
+        finally:
+            _local.sliced_batch = before
+
+    def fraction(self) -> tf.Tensor:
+        return tf.math.divide_no_nan(self._rows[self._number], self._all_rows)
+
+    def weigh_share(self, share: tf.Tensor) -> tf.Tensor:
+        fraction = tf.math.divide_no_nan(self._rows_on_ranks[self._number], self._all_rows)
+        return share * tf.cast(fraction, share.dtype)
+
+    def divisor(self, values: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor:
+        if weights is not None:
+            return self._total(tf.reduce_sum(weights))
+        dtype = widened(values).dtype
+        elements = self._total_count(tf.cast(tf.size(values), dtype))
+        if mask is None:
+            return elements
+        valid = self._total(tf.reduce_sum(tf.cast(mask, dtype)))
+        return elements * tf.math.divide_no_nan(valid, self._total_count(tf.cast(tf.size(mask), dtype)))
+
+    def logged(self, value: tf.Tensor) -> tf.Tensor:
+        return value  # whoever feeds the slices adds their shares up, and logs the sum
+
+    def _total_count(self, count: tf.Tensor) -> tf.Tensor:
+        """Returns how many there are in the global batch, from the slice's `count`, which is in proportion to its rows."""
+        return tf.math.divide_no_nan(count, tf.cast(self.fraction(), count.dtype))
+
+    def _total(self, summand: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of `summand`, which depends on the data, over all slices of all ranks."""
+        if self._collected is not None:
+            self._collected[-1].append(summand)
+            return tf.ones_like(summand)
+        if self._totals is None:
+            self._totals = self._collect()
+        self._num_summands += 1
+        return tf.cast(self._totals[self._num_summands - 1], summand.dtype)
+
+    def _collect(self) -> list[tf.Tensor]:
+        """Calls the loss function on all slices, and returns the sum of each summand that it has asked the total of."""
+        number, num_summands = self._number, self._num_summands
+        self._collected = []
+        # What a loss function assigns for zeros is dropped with the scope.
+        with keras.StatelessScope():
+            for index in range(len(self._rows)):
+                self._number = index
+                self._collected.append([])
+                self._call_on_zeros(index)
+        by_summand = list(zip(*self._collected, strict=True))
+        self._number, self._num_summands, self._collected = number, num_summands, None
+        sums = tf.stack([tf.add_n([tf.cast(part, tf.float64) for part in parts]) for parts in by_summand])
+        return tf.unstack(self._over_ranks(sums, "loss/divisors"), num=len(by_summand))
+
+    def _over_ranks(self, x: tf.Tensor, label: str) -> tf.Tensor:
+        return x if self._program is None else all_reduce(x, "data", label=label)
+
+
+def current_sliced_batch() -> SlicedBatch | None:
+    """Returns the batch of whose slices losses are computed here, None where they are computed of whole batches."""
+    return getattr(_local, "sliced_batch", None)
