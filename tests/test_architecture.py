@@ -152,6 +152,46 @@ def test_private_names_of_tensorflow_and_keras(name):
         assert not found + reached, f"tfdist/{name} uses private names: {found + reached}"
 
 
+def replaced(tree):
+    """Returns the lines that set or delete an attribute of something imported from Keras or TensorFlow."""
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            for alias in node.names:
+                if (module or alias.name).startswith(("keras", "tensorflow")):
+                    imported.add(alias.asname or alias.name.partition(".")[0])
+    lines = []
+    for node in ast.walk(tree):
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        is_call = isinstance(node, ast.Call) and dotted(node.func) in ("setattr", "delattr")
+        target = dotted(node.value) if is_set else dotted(node.args[0]) if is_call else ""
+        if target.partition(".")[0] in imported:
+            lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_keras_is_changed_in_one_room(name):
+    """Nobody else replaces an attribute of Keras or TensorFlow, or knows that some are replaced; strategies install the table."""
+    if part(name) == "keras_hooks":
+        return
+    assert not replaced(TREES[name]), f"tfdist/{name} replaces something of Keras: write a row in keras_hooks"
+    knows = [line for module, line in imports(TREES[name]) if module.startswith("tfdist.keras_hooks")]
+    assert not knows or part(name) == "strategy", f"tfdist/{name}:{knows}: only strategies know of keras_hooks"
+
+
+def test_that_rule_finds_what_it_looks_for():
+    lines = [
+        "import keras",
+        "from tensorflow.python import config as c",
+        "keras.Model.fit = 1",
+        "setattr(c, 'x', 2)",
+        "self.x = 3",
+    ]
+    assert replaced(ast.parse("\n".join(lines))) == [3, 4]
+
+
 def test_the_named_files_exist_and_use_private_names():
     for name in PRIVATE:
         assert any(module.startswith(("tensorflow.python", "keras.src")) for module, _ in imports(TREES[name])), name

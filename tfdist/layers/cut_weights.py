@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.layers import regions
 from tfdist.layers.checkpoint_names import save_as
+from tfdist.runtime import begin_use
 from tfdist.sharding import Shard, shard_over_tensor
 
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
@@ -45,6 +46,7 @@ class CutWeights:
 
     def cut_weights(self) -> None:
         """Cuts the weights of the layer, which is built."""
+        begin_use()  # in a file they stand under the name of the whole layer, also without a strategy
         for name, placement in self._cuts().items():
             variable = getattr(self, name, None)
             if variable is not None:

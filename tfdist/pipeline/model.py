@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -24,6 +24,7 @@ from tfdist.pipeline.stages.costs import node_costs
 from tfdist.pipeline.stages.split_points import resolve_split_points
 from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.pipeline.step import Step
+from tfdist.runtime import begin_use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +87,6 @@ class PipelineModel(keras.Model):
     (Megatron-LM); zero bubble, Qi et al. 2023.
     """
 
-    # Makes tfdist's changes in Keras, which the model needs outside every strategy, too. The strategies' room hands it down.
-    change_keras: ClassVar[Callable[[], None]]
-
     def __init__(
         self,
         layers_or_model: keras.Model | Sequence[keras.layers.Layer | Stage],
@@ -100,7 +98,7 @@ class PipelineModel(keras.Model):
         recompute: bool = False,
         name: str | None = None,
     ):
-        self.change_keras()
+        begin_use()  # the losses of microbatches need it outside every strategy, too
         super().__init__(name=name)
         errors.check_integer("num_microbatches", num_microbatches, least=1)
         errors.check_integer("stages_per_rank", stages_per_rank, least=1)
