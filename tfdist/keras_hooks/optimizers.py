@@ -79,8 +79,8 @@ def _add_variable_from_reference(
 )
 def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None) -> None:
     config = _config(self)
-    # A rank of a pipeline may have no weights, and still takes part in a norm and counts the step.
-    if config is None or not len(grads) and config.mesh.pipeline_parallel_size == 1:
+    # A rank may store no weight at all, and still takes part in a norm and counts the step.
+    if config is None or not len(grads) and not config.mesh.splits_layers:
         original(self, grads, trainable_variables)
     else:
         apply(self, grads, trainable_variables, config)

@@ -86,6 +86,11 @@ class DeviceMesh:
         """Sizes of the axes, in the order of `MESH_AXES`."""
         return (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size)
 
+    @property
+    def splits_layers(self) -> bool:
+        """Whether ranks store different layers, so that a rank may store no weight of a model at all."""
+        return self.pipeline_parallel_size > 1
+
     def size(self, mesh_axis: str) -> int:
         """Returns the number of ranks along `mesh_axis`."""
         return self.shape[MESH_AXES.index(_checked_axis(mesh_axis))]

@@ -12,7 +12,7 @@ from tfdist import errors
 from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients
 from tfdist.optimizers.support import is_elementwise
-from tfdist.optimizers.variables import layout_of, variable_of
+from tfdist.optimizers.variables import variable_of
 from tfdist.sharding import MeshConfig, Shard, placement
 
 
@@ -22,8 +22,8 @@ def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: Me
     if is_elementwise(optimizer) or is_wrapper:
         return
     if not isinstance(config.placements.optimizer_state, Shard):
-        # Ranks that hold a variable whole may step on it; what is cut over the tensor axis needs an owner to be whole.
-        variables = [v for v in variables if layout_of(variable_of(v), config).is_tensor_sharded]
+        # Ranks that hold a variable whole may step on it; what is sharded over the tensor axis needs an owner to be whole.
+        variables = [v for v in variables if variable_of(v).layout.is_tensor_sharded]
     assign_owners(optimizer, variables, config.mesh.data_parallel_size)
 
 
@@ -31,15 +31,15 @@ def apply(optimizer: Any, grads: Any, trainable_variables: Any, config: MeshConf
     """Takes a step: as `keras.optimizers.Optimizer.apply`, with this rank's gradients. Builds the optimizer if it must.
 
     Raises:
-        RuntimeError: the optimizer is not built, under a strategy with a pipeline.
+        RuntimeError: the optimizer is not built, and ranks store different layers.
         ValueError: the variables are not given, and there are not as many gradients as the optimizer was built with.
     """
     with keras.name_scope(optimizer.name, caller=optimizer):
         if not optimizer.built and trainable_variables is not None:
-            if config.mesh.pipeline_parallel_size > 1:
+            if config.mesh.splits_layers:
                 raise RuntimeError(
                     errors.message(
-                        "With a pipeline an optimizer must be built before the first step, on the weights of all stages.",
+                        "Where ranks store different layers an optimizer must be built before the first step, on all weights.",
                         optimizer=type(optimizer).__name__,
                         fix="Call `optimizer.build(model.trainable_variables)` in `strategy.scope()`.",
                     )

@@ -8,8 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.optimizers.variables import is_data_sharded, is_stored, local_part, variable_of
-from tfdist.sharding import MeshConfig, packing
+from tfdist.optimizers.target import Target
+from tfdist.optimizers.variables import local_part, variable_of
+from tfdist.sharding import MeshConfig
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
 
 
@@ -20,16 +21,16 @@ def update_averages(optimizer: Any, config: MeshConfig, program: RankProgram) ->
     gathered, in the steps that overwrite.
     """
     pairs = [
-        (variable_of(variable), variable_of(average))
+        (Target.of(variable, config, program), local_part(average, program))
         for variable, average in zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)
-        if average is not None and is_stored(variable_of(variable), program)
+        if average is not None
     ]
+    pairs = [(target, average) for target, average in pairs if target.is_stored]
     not_first = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
-    for variable, average in pairs:
-        weight = _local_weight(variable, average, program)
-        stored = local_part(average, program)
+    for target, average in pairs:
+        weight = target.read(target.stored)
         momentum = tf.cast(not_first, weight.dtype) * optimizer.ema_momentum
-        stored.assign(momentum * stored + (1 - momentum) * weight, read_value=False)
+        average.assign(momentum * average + (1 - momentum) * weight, read_value=False)
     if optimizer.ema_overwrite_frequency:
         is_due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % optimizer.ema_overwrite_frequency, 0)
 
@@ -40,29 +41,20 @@ def update_averages(optimizer: Any, config: MeshConfig, program: RankProgram) ->
         program.cond(is_due, overwrite, lambda: tf.constant(False))
 
 
-def _overwrite(pairs: Sequence[tuple[tf.Variable, tf.Variable]], config: MeshConfig, program: RankProgram) -> None:
-    gathered = []
-    for variable, average in pairs:
-        if is_data_sharded(average) and not is_data_sharded(variable):
-            gathered.append((variable, average))
-        else:
-            local_part(variable, program).assign(local_part(average, program), read_value=False)
-    shards = [tf.convert_to_tensor(local_part(average, program)) for _, average in gathered]
-    layouts = [average.layout for _, average in gathered]
-    for place, whole in gather_shards_in_buckets(program, shards, layouts, config.bucket_bytes, "all_gather/average"):
-        local_part(gathered[place][0], program).assign(whole, read_value=False)
-
-
-def _local_weight(variable: tf.Variable, average: tf.Variable, program: RankProgram) -> tf.Tensor:
-    """Returns this rank's weight, cut as its average is."""
-    local = tf.convert_to_tensor(local_part(variable, program))
-    if is_data_sharded(average) and not is_data_sharded(variable):
-        return packing.cut_shard(local, average.layout, program.mesh.coordinate(program.rank).data)
-    return local
-
-
 def overwrite_with_averages(optimizer: Any, variables: Sequence[Any]) -> None:
     """Gives each of `variables` its moving average. Outside replicas, when training is over: one variable at a time is whole."""
     for variable, average in zip(variables, optimizer._model_variables_moving_average, strict=True):
         if average is not None:
             variable_of(variable).assign(variable_of(average).read_value())
+
+
+def _overwrite(pairs: Sequence[tuple[Target, tf.Variable]], config: MeshConfig, program: RankProgram) -> None:
+    """Gives each weight its average, which is stored as what the rank steps on: the weight itself, or a shard of it."""
+    for target, average in pairs:
+        if target.is_in_place:
+            target.stored.assign(average, read_value=False)
+    gathered = [(target, average) for target, average in pairs if not target.is_in_place]
+    shards = [tf.convert_to_tensor(average) for _, average in gathered]
+    layouts = [target.state_layout for target, _ in gathered]
+    for place, whole in gather_shards_in_buckets(program, shards, layouts, config.bucket_bytes, "all_gather/average"):
+        gathered[place][0].stored.assign(whole, read_value=False)

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, wire
-from tfdist.optimizers.variables import layout_of, local_part, variable_of
+from tfdist.optimizers.variables import local_part, variable_of
 from tfdist.sharding import MeshConfig
 
 
@@ -23,14 +23,14 @@ def check_drift(optimizer: Any, variables: Sequence[Any], config: MeshConfig, pr
     """
     if not config.check_drift_every or config.mesh.tensor_parallel_size == 1:
         return
-    whole = [v for v in variables if not layout_of(variable_of(v), config).is_tensor_sharded]
+    whole = [v for v in variables if not variable_of(v).layout.is_tensor_sharded]
     if not whole:
         return
     names = [getattr(variable, "path", None) or variable.name for variable in whole]
     ranks = program.group_ranks("tensor")
 
     def compare() -> tf.Tensor:
-        prints = tf.stack([_fingerprint(local_part(variable_of(v), program)) for v in whole])
+        prints = tf.stack([_fingerprint(local_part(v, program)) for v in whole])
         highest = wire.all_reduce(program, prints, ranks, "max", "drift/max")
         differs = tf.not_equal(highest, wire.all_reduce(program, prints, ranks, "min", "drift/min"))
         tf.debugging.Assert(

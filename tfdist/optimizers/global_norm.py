@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.collectives import current_program
 from tfdist.optimizers.clipping import norm_of
 from tfdist.optimizers.step import reduce_gradients
-from tfdist.optimizers.variables import layout_of, variable_of
+from tfdist.optimizers.variables import variable_of
 from tfdist.sharding import config_of
 
 
@@ -39,8 +39,7 @@ def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
     if config is None:
         return tf.linalg.global_norm([grad for grad, _ in pairs])
     program = current_program("`global_norm`")
-    variables = [variable_of(variable) for _, variable in pairs]
-    reduced = reduce_gradients([grad for grad, _ in pairs], variables, config, program)
-    layouts = [config.slot_layout(layout_of(variable, config)) for variable in variables]
+    reduced = reduce_gradients([grad for grad, _ in pairs], [variable for _, variable in pairs], config, program)
+    layouts = [config.slot_layout(variable_of(variable).layout) for _, variable in pairs]
     with tf.device(program.device):
         return norm_of([gradient.value for gradient in reduced], layouts, config, program)

@@ -18,7 +18,7 @@ from tfdist.optimizers.slots import slots_of
 from tfdist.optimizers.target import Target
 from tfdist.optimizers.update import stand_in_of, update
 from tfdist.optimizers.variables import local_part
-from tfdist.sharding import ShardedVariable, packing
+from tfdist.sharding import packing
 from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
 
 _WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
@@ -62,7 +62,7 @@ def publish(
         local_part(slot, program)
         for target in targets
         for slot in slots_of(optimizer, target.variable)
-        if slot.dtype.is_floating and not (isinstance(slot, ShardedVariable) and slot.layout.data_owner is not None)
+        if slot.dtype.is_floating and slot.layout.data_owner is None
     ]
     tensors = [*weights, *(tf.cast(slot.read_value(), weights[0].dtype) for slot in kept)]
     packed, ranks = packing.side_by_side(tensors, program.constant), program.group_ranks("data")

@@ -17,7 +17,6 @@ from tfdist.optimizers.clipping import clip, kind_of_clipping
 from tfdist.optimizers.constraining import constrain
 from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.ownership import owner_of
-from tfdist.optimizers.plain_slots import share_plain_slots
 from tfdist.optimizers.plan import (
     Action,
     Broadcast,
@@ -36,10 +35,11 @@ from tfdist.optimizers.plan import (
     plan_step,
 )
 from tfdist.optimizers.reduction import KnownReductions, ReducedGradient, comes_reduced, dense, reduce_bucket
+from tfdist.optimizers.slots import publish_slots
 from tfdist.optimizers.support import may_share
 from tfdist.optimizers.target import Target
 from tfdist.optimizers.update import Updates, decays
-from tfdist.optimizers.variables import local_part, variable_of
+from tfdist.optimizers.variables import local_part
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.shard_messages import gather_shards
@@ -74,7 +74,7 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
         if optimizer.use_ema:
             update_averages(optimizer, config, program)
         constrain(variables, config, program)
-        share_plain_slots(optimizer, config, program)
+        publish_slots(optimizer, program)
         check_drift(optimizer, variables, config, program)
 
 
@@ -97,7 +97,7 @@ def reduce_gradients(
 def accumulates_partial_sums(optimizer: Any, config: MeshConfig) -> bool:
     """Whether gradients are accumulated before they are reduced: at stages 0 and 1, where a rank has room for whole ones.
 
-    Not with a tensor or a pipeline axis: what TensorFlow sums over ranks when it is read has one shape on all of them.
+    Not where a replica spans several ranks: what TensorFlow sums over ranks when it is read has one shape on all of them.
     """
     if isinstance(config.placements.gradient, Shard) or config.mesh.data_parallel_size < config.mesh.world_size:
         return False
@@ -127,7 +127,7 @@ class _Step:
         self._optimizer = optimizer
         self._config = config
         self._program = program
-        self._targets = [Target.of(variable_of(variable), config, program) for variable in variables]
+        self._targets = [Target.of(variable, config, program) for variable in variables]
         self._given = list(grads)  # as they left the tape
         self._grads: list[tf.Tensor] = []  # as far as they have come
         self._updated: dict[int, tf.Tensor] = {}  # what is gathered or broadcast next
@@ -223,7 +223,7 @@ class _Step:
         """
         optimizer, program, grads = self._optimizer, self._program, list(self._grads)
         accumulators = [
-            local_part(optimizer._accumulated_gradients[optimizer._get_variable_index(target.variable)].value, program)
+            local_part(optimizer._accumulated_gradients[optimizer._get_variable_index(target.variable)], program)
             for target in self._targets
         ]
 
@@ -233,7 +233,7 @@ class _Step:
             self._given = list(self._grads)
             self._update_parameters()
             for accumulator in optimizer._accumulated_gradients:
-                accumulator = local_part(accumulator.value, program)
+                accumulator = local_part(accumulator, program)
                 accumulator.assign(tf.zeros_like(accumulator), read_value=False)
             return tf.constant(True)
 

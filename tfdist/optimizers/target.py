@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.mesh import Coordinate
 from tfdist.optimizers.stand_in import StandIn
-from tfdist.optimizers.variables import layout_of, local_part
+from tfdist.optimizers.variables import local_part, variable_of
 from tfdist.sharding import Layout, MeshConfig, packing
 
 
@@ -37,9 +39,16 @@ class Target:
     program: RankProgram
 
     @classmethod
-    def of(cls, variable: tf.Variable, config: MeshConfig, program: RankProgram) -> Target:
-        layout = layout_of(variable, config)
+    def of(cls, variable: Any, config: MeshConfig, program: RankProgram) -> Target:
+        """Returns the target of a parameter, of Keras or TensorFlow."""
+        variable = variable_of(variable)
+        layout = variable.layout
         return cls(variable, local_part(variable, program), layout, config.slot_layout(layout), program)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether this rank stores the parameter, or a part of it: a rank may store some layers only."""
+        return self.layout.stores(self._coordinate)
 
     @property
     def is_in_place(self) -> bool:
@@ -61,5 +70,5 @@ class Target:
         self.stored.assign(value, read_value=False)
 
     @property
-    def _coordinate(self):
+    def _coordinate(self) -> Coordinate:
         return self.program.mesh.coordinate(self.program.rank)

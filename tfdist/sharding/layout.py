@@ -151,7 +151,13 @@ class Layout:
         if mesh_axis == "pipe":
             return coordinate.pipe == self.first_pipe
         is_sharded = self.is_data_sharded if mesh_axis == "data" else self.is_tensor_sharded
-        return is_sharded or getattr(coordinate, mesh_axis) == 0
+        return is_sharded or coordinate.along(mesh_axis) == 0
+
+    def holders(self, mesh_axis: str) -> tuple[int, ...] | None:
+        """Returns the places along `mesh_axis` of the only ranks that store a part of the variable; None: all do."""
+        if mesh_axis == "pipe":
+            return self.pipe_owners
+        return (self.data.rank,) if mesh_axis == "data" and isinstance(self.data, Own) else None
 
     @property
     def first_pipe(self) -> int:

@@ -30,11 +30,17 @@ def gather_shards(program: RankProgram, shards: Sequence[tf.Tensor], layouts: Se
 def gather_shards_in_buckets(
     program: RankProgram, shards: Sequence[tf.Tensor], layouts: Sequence[Layout], bucket_bytes: int, label: str
 ) -> Iterator[tuple[int, tf.Tensor]]:
-    """Yields the place of each of `shards` and its whole tensor, gathered in messages of about `bucket_bytes`."""
-    sizes = [shard.shape.num_elements() * shard.dtype.size for shard in shards]
-    for number, bucket in enumerate(assign_buckets(sizes, bucket_bytes, [shard.dtype for shard in shards])):
-        members, theirs = [shards[place] for place in bucket], [layouts[place] for place in bucket]
-        yield from zip(bucket, gather_shards(program, members, theirs, f"{label}_{number}"), strict=True)
+    """Yields the place of each of `shards` and its whole tensor, gathered in messages of about `bucket_bytes`.
+
+    What is not sharded over the data axis comes first, as it is.
+    """
+    sharded = [place for place, layout in enumerate(layouts) if layout.is_data_sharded]
+    yield from ((place, shard) for place, shard in enumerate(shards) if place not in sharded)
+    sizes = [shards[place].shape.num_elements() * shards[place].dtype.size for place in sharded]
+    for number, bucket in enumerate(assign_buckets(sizes, bucket_bytes, [shards[place].dtype for place in sharded])):
+        places = [sharded[index] for index in bucket]
+        members, theirs = [shards[place] for place in places], [layouts[place] for place in places]
+        yield from zip(places, gather_shards(program, members, theirs, f"{label}_{number}"), strict=True)
 
 
 def gather_over_tensor(program: RankProgram, local: tf.Tensor, layout: Layout, label: str) -> tf.Tensor:
