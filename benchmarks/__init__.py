@@ -2,14 +2,10 @@
 
     python -m benchmarks.run                the suite: data parallelism of all, side by side in rounds, with tables and plots
     python -m benchmarks.compare_trees      two source trees, before and after a change, in turns
-    python -m benchmarks.memory             peak memory, against the stage's formula
-    python -m benchmarks.throughput         steps per second, all contenders taking turns in one run
+    python -m benchmarks.kernels            what each of tfdist's kernels brings by itself
     python -m benchmarks.tensor_parallel    tensor parallelism beside PyTorch's
     python -m benchmarks.pipeline           pipeline schedules, their speed and memory, beside PyTorch's
     python -m benchmarks.pipeline_picture   what each rank of a pipeline really did, drawn
-
-`memory` and `throughput` with `--devices`, ranks that are logical CPUs of one process, or `--workers`, ranks that are processes
-of a TF_CONFIG job.
 
 Files, lowest first: `cases` (what is measured, arguments, tables), `job` (the processes that run a case), `resident` (this
 process's memory), `gpt_arrays` (weights and batches that are the same in every framework), `measuring` (what processes measure
@@ -17,5 +13,5 @@ in the same way in every framework), `training` (strategies, models and loops), 
 (what runs in each process of a job), `peers` (what comparisons with PyTorch share), and the programs. Of the suite: `suites`
 (its cases), `results` (its records), `figures` (medians and ratios of them), `promises` (its targets), `summary`, `plots`,
 `run`. In PyTorch: `torch_gpt`, `torch_data`, `torch_deepspeed`, `torch_tensor`, `torch_pipeline`, `torch_child`. Only the
-`training` files, `child` and `pipeline_picture` import TensorFlow.
+`training` files, `child`, `kernels` and `pipeline_picture` import TensorFlow.
 """

@@ -15,17 +15,13 @@ from typing import Any
 SINGLE, MIRRORED, MW_MIRRORED = "single", "mirrored", "mw-mirrored"
 TFDIST, TORCH = "tfdist", "torch"  # of benchmarks.tensor_parallel and benchmarks.pipeline
 ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
+KERAS_KERNELS = {f"{contender}-keras": contender for contender in ("zero1", "zero2", "zero3")}  # tfdist, Keras's own kernels
 # Data parallelism in PyTorch, of benchmarks.run.
 TORCH_SINGLE, DDP, ZERO_REDUNDANCY, FSDP2 = "torch-single", "ddp", "zero-redundancy", "fsdp2"
 DEEPSPEED_STAGES = {f"ds{stage}": stage for stage in (1, 2, 3)}
 TORCH_DATA = (TORCH_SINGLE, DDP, ZERO_REDUNDANCY, FSDP2, *DEEPSPEED_STAGES)
 SINGLES = (SINGLE, TORCH_SINGLE)
 STAGES = {**ZERO_STAGES, ZERO_REDUNDANCY: 1, FSDP2: 3, **DEEPSPEED_STAGES}  # what a rank holds; others hold what stage 0 does
-CONTENDERS = (SINGLE, MIRRORED, *ZERO_STAGES)
-WORKER_CONTENDERS = (SINGLE, MW_MIRRORED, *ZERO_STAGES)  # with --workers
-MODELS = ("mlp", "gpt")
-LOOPS = ("function", "fit")
-SHARED_LOOP = "shared"  # as "function", from the weights and with the batch and the AdamW that are the same in every framework
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +39,9 @@ class Case:
         layers: Dense layers, or decoder blocks.
         width: units of a Dense layer, or the embedding's size.
         global_batch_size: examples of one step, over all devices.
-        loop: "function" (a `tf.function` around `strategy.run`), "fit" (`model.fit`) or "shared" (as "function", from the
-            weights and with the batch and the optimizer that are the same in every framework).
         multi_worker: whether each device belongs to a worker process of its own, of one TF_CONFIG job; else all are
             logical CPUs of one process.
-        bucket_bytes, prefetch: passed to tfdist's strategy; None: its own defaults.
-        pack_bytes: `bytes_per_pack` of MultiWorkerMirroredStrategy's options; None: its default, all gradients in one message.
+        use_kernels: passed to tfdist's strategy.
         heads, sequence_length, vocabulary: of the gpt.
         schedule: of a pipeline, by its name in `tfdist.pipeline.schedules.make_schedule`; None: no pipeline.
         num_microbatches: of a pipeline.
@@ -60,11 +53,8 @@ class Case:
     layers: int
     width: int
     global_batch_size: int
-    loop: str
     multi_worker: bool = False
-    bucket_bytes: int | None = None
-    prefetch: int | None = None
-    pack_bytes: int | None = None
+    use_kernels: bool | None = None
     heads: int = 4
     sequence_length: int = 64
     vocabulary: int = 1000
@@ -116,11 +106,6 @@ def positive_int(text: str) -> int:
     return _at_least(1, int, text)
 
 
-def non_negative_int(text: str) -> int:
-    """An argparse type: an integer of at least 0."""
-    return _at_least(0, int, text)
-
-
 def positive_float(text: str) -> float:
     """An argparse type: a finite number above 0."""
     value = _at_least(0, float, text)
@@ -138,41 +123,6 @@ def _at_least(least: int, kind: Callable[[str], Any], text: str) -> Any:
         noun = "an integer" if kind is int else "a number"
         raise argparse.ArgumentTypeError(f"must be {noun} of at least {least}. Received: {text}")
     return value
-
-
-def add_common_arguments(parser: argparse.ArgumentParser, *, timeout_seconds: float) -> None:
-    """Adds what both benchmarks take, besides `--devices`."""
-    names = list(dict.fromkeys([*CONTENDERS, *WORKER_CONTENDERS]))
-    parser.add_argument("--contenders", nargs="+", choices=names, help="default: all that go with --devices or --workers")
-    parser.add_argument("--bucket-bytes", type=positive_int, help="of tfdist's strategy, stages 0-2; default: its own")
-    parser.add_argument("--prefetch", type=non_negative_int, help="of tfdist's strategy, stage 3; default: its own")
-    pack_help = "bytes_per_pack of MultiWorkerMirroredStrategy; default: its own, all gradients in one message"
-    parser.add_argument("--pack-bytes", type=positive_int, help=pack_help)
-    parser.add_argument("--timeout-seconds", type=positive_float, default=timeout_seconds, help="longest wait for an answer")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="append the JSON lines to FILE as well")
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a target is missed or not measured")
-
-
-def check_common_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends the program, with the reason, where arguments do not fit together; fills in `contenders`, and `mirrored`, the one of
-    them that the others are compared with.
-    """
-    flag, possible = ("--workers", WORKER_CONTENDERS) if args.workers else ("--devices", CONTENDERS)
-    args.mirrored = MW_MIRRORED if args.workers else MIRRORED
-    args.contenders = args.contenders or list(possible)
-    if len(set(args.contenders)) < len(args.contenders):
-        parser.error(f"argument --contenders: each at most once. Received: {' '.join(args.contenders)}")
-    if unfit := set(args.contenders) - set(possible):
-        parser.error(f"argument --contenders: must be some of {' '.join(possible)} with {flag}. Received: {' '.join(unfit)}")
-    if MW_MIRRORED in args.contenders and args.loop == "fit":
-        without = " ".join(contender for contender in args.contenders if contender != MW_MIRRORED)
-        parser.error(f"argument --loop: Keras cannot fit under MultiWorkerMirroredStrategy; use --contenders {without}")
-    if args.pack_bytes is not None and MW_MIRRORED not in args.contenders:
-        parser.error(f"argument --pack-bytes: is of {MW_MIRRORED}, which is not measured. Received: {args.pack_bytes}")
-    if args.workers and len(set(args.workers)) < len(args.workers):
-        parser.error(f"argument --workers: each number at most once. Received: {args.workers}")
-    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        parser.error(f"argument --json: must be a file in a folder that exists. Received: {args.json}")
 
 
 # Results

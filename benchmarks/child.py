@@ -1,6 +1,6 @@
 """What runs in each process of a job: builds one contender, trains it, measures.
 
-    python -m benchmarks.child memory|throughput|steps|tensor|pipeline|pipeline_memory
+    python -m benchmarks.child memory|steps|tensor|pipeline|pipeline_memory
 
 The first line on stdin is the case. What TensorFlow and Keras print goes to stderr; stdout carries answers only.
 """
@@ -8,7 +8,6 @@ The first line on stdin is the case. What TensorFlow and Keras print goes to std
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -21,32 +20,18 @@ import tensorflow as tf
 
 import tfdist
 from benchmarks import measuring
-from benchmarks.cases import ZERO_STAGES, Case
+from benchmarks.cases import Case
 from benchmarks.measuring import Answer, Requests
 from benchmarks.pipeline_training import PipelineLoop
 from benchmarks.resident import give_back, growths, resident_bytes
 from benchmarks.tensor_training import TensorLoop
-from benchmarks.training import FitLoop, FunctionLoop, build_loop, build_strategy
-from tfdist.sharding import placements_of
+from benchmarks.training import DataLoop, build_strategy
 
 VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__, "tfdist": tfdist.__version__}
 
 
-def describe(case: Case, loop: FunctionLoop | FitLoop) -> dict[str, Any]:
-    """Returns the fields of a JSON line that only a process with TensorFlow knows."""
-    sizes = [int(np.prod(weight.shape)) for weight in loop.model.trainable_weights]
-    stage = ZERO_STAGES.get(case.contender, 0)  # a mirrored model and a single device hold what stage 0 holds
-    placements = placements_of(stage)
-    ranks_here = case.num_ranks // case.num_processes
-    built = placements.fraction("parameter", case.num_ranks) + 2 * placements.fraction("optimizer_state", case.num_ranks)
-    return {
-        "parameters": sum(sizes),
-        "parameter_bytes": 4 * sum(sizes),
-        "floor_bytes": round(ranks_here * placements.bytes_per_parameter(case.num_ranks) * sum(sizes)),
-        # Before the first gradient: what stays, and two variables in full, one being drawn or received and one being cut.
-        "build_floor_bytes": round(ranks_here * 4 * built * sum(sizes)) + 2 * 4 * max(sizes),
-        **VERSIONS,
-    }
+def describe(loop: DataLoop) -> dict[str, Any]:
+    return {"parameters": sum(int(np.prod(weight.shape)) for weight in loop.model.trainable_weights), **VERSIONS}
 
 
 # Measurements
@@ -66,54 +51,23 @@ def tensor_bytes(reset_peak: bool = False) -> dict[str, int] | None:
 
 
 def measure_memory(case: Case, answer: Answer, requests: Requests) -> None:
-    """Answers once, to `{"steps": n, "warmup": bool}`: the process's memory at rest and at the peak of each phase."""
+    """Answers once, to `{"steps": n}`: the process's memory at rest and at the peak of each phase."""
     strategy = build_strategy(case)
     give_back()
     imported = resident_bytes()
     answer({})
-    request = next(requests)
-    if request["warmup"]:
-        tiny = dataclasses.replace(case, layers=2, width=4 * case.heads, vocabulary=8, global_batch_size=case.num_ranks)
-        # The same strategy: two in one process would share collective keys under MirroredStrategy.
-        build_loop(tiny, strategy).run(2)
-        keras.backend.clear_session(free_memory=True)
-        give_back()
-    baseline = resident_bytes()
-    tensors_before = tensor_bytes(reset_peak=True)
-    loop, phases = measuring.train_in_phases(lambda: build_loop(case, strategy), request["steps"])
+    loop, phases = measuring.train_in_phases(lambda: DataLoop(case, strategy), next(requests)["steps"])
     give_back()
-    tensors = tensor_bytes()
-    answer(
-        {
-            "imported_rss_bytes": imported,
-            "baseline_rss_bytes": baseline,
-            **phases.fields(),
-            "at_rest_rss_bytes": resident_bytes(),
-            "tensor_peak_bytes": None if tensors is None else tensors["peak"] - tensors_before["current"],
-            "tensor_at_rest_bytes": None if tensors is None else tensors["current"] - tensors_before["current"],
-            **describe(case, loop),
-        }
-    )
-
-
-def measure_throughput(case: Case, answer: Answer, requests: Requests) -> None:
-    """Traces and warms up, says so, then answers every `{"steps": n}` with the seconds of n steps."""
-    loop = build_loop(case, build_strategy(case))
-    _, loss = loop.run(3)
-    answer({"warmup_loss": loss, **describe(case, loop)})
-    for request in requests:
-        seconds, loss = loop.run(request["steps"])
-        answer({"seconds": seconds, "loss": loss})
+    answer({"imported_rss_bytes": imported, **phases.fields(), "at_rest_rss_bytes": resident_bytes(), **describe(loop)})
 
 
 def measure_steps(case: Case, answer: Answer, requests: Requests) -> None:
-    """As `measure_throughput`, with the seconds of building, of the first step and of each step."""
     strategy = build_strategy(case)
-    measuring.measure_steps(lambda: build_loop(case, strategy), lambda loop: describe(case, loop), answer, requests)
+    measuring.measure_steps(lambda: DataLoop(case, strategy), describe, answer, requests)
 
 
 def measure_tensor(case: Case, answer: Answer, requests: Requests) -> None:
-    """As `measure_throughput`, of a model whose layers all ranks share."""
+    """Traces and warms up, says so, then answers every `{"steps": n}` with the seconds of n steps. All ranks share the layers."""
     loop = TensorLoop(case)
     _, loss = loop.run(3)
     report = tfdist.memory_report(loop.model)
@@ -125,7 +79,7 @@ def measure_tensor(case: Case, answer: Answer, requests: Requests) -> None:
 
 
 def measure_pipeline(case: Case, answer: Answer, requests: Requests) -> None:
-    """As `measure_throughput`, of a pipeline; with the bytes of tensors that the steps add to those at rest, where counted."""
+    """As `measure_tensor`, of a pipeline; with the bytes of tensors that the steps add to those at rest, where counted."""
     loop = PipelineLoop(case)
     _, loss = loop.run(3)
     answer({"warmup_loss": loss, **VERSIONS})
@@ -150,7 +104,6 @@ def measure_pipeline_memory(case: Case, answer: Answer, requests: Requests) -> N
 
 _MEASUREMENTS = {
     "memory": measure_memory,
-    "throughput": measure_throughput,
     "steps": measure_steps,
     "tensor": measure_tensor,
     "pipeline": measure_pipeline,

@@ -28,13 +28,13 @@ LOSS_TOLERANCE = 1e-5
 
 def add_size_arguments(parser: argparse.ArgumentParser, *, layers: int) -> None:
     """Adds the sizes of the gpt, with that many layers unless told otherwise."""
-    _add_sizes(parser, {"layers": layers, "width": 128, "heads": 4, "sequence-length": 64, "vocabulary": 256, "batch-size": 32})
+    add_sizes(parser, {"layers": layers, "width": 128, "heads": 4, "sequence-length": 64, "vocabulary": 256, "batch-size": 32})
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, layers: int, rounds: int, steps: int) -> None:
     """Adds the sizes of the gpt, the turns, and where PyTorch is; numbers are defaults."""
     add_size_arguments(parser, layers=layers)
-    _add_sizes(parser, {"rounds": rounds, "steps": steps})
+    add_sizes(parser, {"rounds": rounds, "steps": steps})
     add_torch_arguments(parser)
     parser.add_argument("--no-torch", action="store_true", help="tfdist alone")
     parser.add_argument("--timeout-seconds", type=cases.positive_float, default=300, help="longest wait for an answer")
@@ -47,7 +47,8 @@ def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch-preload", metavar="FILE", help="LD_PRELOAD of PyTorch's processes")
 
 
-def _add_sizes(parser: argparse.ArgumentParser, defaults: dict[str, int]) -> None:
+def add_sizes(parser: argparse.ArgumentParser, defaults: dict[str, int]) -> None:
+    """Adds numbers, by name, with their defaults."""
     meanings = {"batch-size": "examples of a step, ", "rounds": "turns of every case, ", "steps": "steps of one turn, "}
     for name, default in defaults.items():
         help_text = f"{meanings.get(name, '')}default: {default}"
@@ -72,7 +73,6 @@ def make_case(args: argparse.Namespace, contender: str, devices: int, **fields: 
         layers=args.layers,
         width=args.width,
         global_batch_size=args.batch_size,
-        loop="function",
         heads=args.heads,
         sequence_length=args.sequence_length,
         vocabulary=args.vocabulary,

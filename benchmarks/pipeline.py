@@ -15,7 +15,7 @@ order; the first round is not counted. `x gpipe` is the median, over rounds, of 
 in the round, `x torch` over PyTorch's same schedule. Ranks share the cores of one machine, so that waiting for another rank costs
 little here: what idles leaves its core to the others. The bubble shows with a core for each rank.
 
-Memory: each case alone, in processes of its own, with the C library's allocator (see `benchmarks.memory`). Per rank:
+Memory: each case alone, in processes of its own, with the C library's allocator (see `benchmarks.resident`). Per rank:
 
     rest      resident between steps, less what was resident after the imports: weights, slots, graphs, buffers
     step      the most that is resident during a step, less what was before it: activations, gradients, messages. The median of
@@ -44,7 +44,7 @@ from benchmarks import cases, peers
 from benchmarks.cases import TFDIST, TORCH, Case, Target
 from benchmarks.job import JobError
 from benchmarks.peers import Result
-from benchmarks.resident import ALLOCATORS
+from benchmarks.resident import MALLOC
 
 SCHEDULES = {TFDIST: ("gpipe", "1f1b", "interleaved", "zero_bubble"), TORCH: ("gpipe", "1f1b", "interleaved")}
 MEASURES = ("speed", "memory")
@@ -150,13 +150,13 @@ def speed_figures(results: dict[Case, Result], case: Case, tokens: int, steps: i
 def memory_figures(args: argparse.Namespace, case: Case) -> dict[str, Any]:
     """Runs a case by itself; returns what each process holds at rest, and at most more during a step."""
     cases.progress(f"memory of {case.label} ...")
-    with peers.start("pipeline_memory", case, args, ALLOCATORS["malloc"]) as job:
+    with peers.start("pipeline_memory", case, args, MALLOC) as job:
         answers = job.ask({"steps": args.memory_steps})
     return {
         "rest_bytes": [answer["rest_bytes"] for answer in answers],
         "step_bytes": [statistics.median(answer["step_bytes"]) for answer in answers],
         "step_bytes_by_step": [answer["step_bytes"] for answer in answers],
-        "memory_environment": ALLOCATORS["malloc"],
+        "memory_environment": MALLOC,
     }
 
 

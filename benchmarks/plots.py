@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from benchmarks.cases import TORCH_DATA, ZERO_STAGES
+from benchmarks.cases import KERAS_KERNELS, TORCH_DATA, ZERO_STAGES
 from benchmarks.figures import Figures, Spread
 from benchmarks.suites import (
     CONTENDERS,
@@ -26,8 +26,9 @@ from benchmarks.suites import (
     SPEED,
 )
 
-TFDIST_COLOR, TENSORFLOW_COLOR, TORCH_COLOR = "#1b6ca8", "#8a8f98", "#e07b39"
-_LABELS = {"tfdist": TFDIST_COLOR, "TensorFlow": TENSORFLOW_COLOR, "PyTorch, DeepSpeed": TORCH_COLOR}
+TFDIST_COLOR, KERAS_COLOR, TENSORFLOW_COLOR, TORCH_COLOR = "#1b6ca8", "#8bbcdf", "#8a8f98", "#e07b39"
+_LABELS = {"tfdist": TFDIST_COLOR, "with Keras's kernels": KERAS_COLOR, "TensorFlow": TENSORFLOW_COLOR}
+_LABELS |= {"PyTorch, DeepSpeed": TORCH_COLOR}
 _BAR_INCHES, _PANEL_INCHES, _DPI = 0.27, 5.2, 130
 
 
@@ -108,6 +109,8 @@ def _draw_bar(axis: Any, position: int, found: Spread, scale: float, color: str)
 def _color(contender: str) -> str:
     if contender in TORCH_DATA:
         return TORCH_COLOR
+    if contender in KERAS_KERNELS:
+        return KERAS_COLOR
     return TFDIST_COLOR if contender in (*ZERO_STAGES, *LOCAL) else TENSORFLOW_COLOR
 
 

@@ -21,6 +21,9 @@ SPEEDS = (
     (WIDE, "zero1", MW_MIRRORED, 1.5),
     (WIDE, "zero2", MW_MIRRORED, 1.5),
     (WIDE, "zero3", FSDP2, 1.0),
+    (WIDE, "local-zero1", MIRRORED, 1.0),
+    (WIDE, "local-zero2", MIRRORED, 1.0),
+    (WIDE, "local-zero3", MIRRORED, 0.85),
 )
 # Contender, peer: speed over that of one process of its own framework, at least the peer's.
 EFFICIENCIES = (("zero0", DDP), ("zero1", "ds1"), ("zero2", "ds2"), ("zero3", FSDP2), ("zero3", "ds3"))

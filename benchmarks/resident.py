@@ -13,11 +13,9 @@ from typing import Self
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _INTERVAL_SECONDS = 0.002
 
-_THRESHOLDS = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
-ALLOCATORS = {  # the environment of a process that is measured
-    "malloc": {**_THRESHOLDS, "TF_ENABLE_ONEDNN_OPTS": "0"},
-    "bfc": {**_THRESHOLDS, "TF_ENABLE_ONEDNN_OPTS": "1"},
-}
+# The environment of a process whose memory is measured: what is resident is in use. Tensors come from the C library, which
+# returns every freed block of 64 KiB and more (glibc would raise that), and not from the allocator that oneDNN brings.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": str(2**20), "TF_ENABLE_ONEDNN_OPTS": "0"}
 # Of one whose speed is measured: freed memory stays mapped, and oneDNN is on, which it is not by default without AVX-512.
 TUNED = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33), "TF_ENABLE_ONEDNN_OPTS": "1"}
 

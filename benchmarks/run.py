@@ -8,7 +8,7 @@ that a machine whose speed drifts slows all alike. All start from the same weigh
 AdamW; their losses after three steps must agree, or the case has failed. Kinds:
 
     speed       tokens (small, a GPT) or examples (wide, an MLP) per second: the median step of the slowest rank
-    memory      peak resident memory of a rank while it builds and trains, less what was resident after the imports
+    memory      peak resident memory of a process while it builds and trains, less what was resident after the imports
     scaling     how building, tracing and the step grow with the layers of a narrow GPT, on 4 logical CPUs of one process
 
 A suite names kinds, models, ranks, contenders, rounds and steps; each flag replaces the suite's own. Peers that cannot be
@@ -103,7 +103,7 @@ def run_case(args: argparse.Namespace, measure: Measure) -> dict[str, Any]:
     """Runs one case in processes of its own; returns its figures."""
     environment = suites.ENVIRONMENTS[measure.kind]
     with peers.start(MEASUREMENTS[measure.kind], measure.case, args, environment) as job:
-        answers = job.ask({"steps": measure.steps, "warmup": False})
+        answers = job.ask({"steps": measure.steps})
         if measure.kind == MEMORY:
             return memory_fields(measure, answers)
         return step_fields(measure, job.ready, answers)
@@ -132,7 +132,8 @@ def memory_fields(measure: Measure, answers: list[dict[str, Any]]) -> dict[str, 
     """Returns the figures of resident memory: those of the rank that has grown most, and the growth of each."""
     growths = [answer["peak_rss_bytes"] - answer["imported_rss_bytes"] for answer in answers]
     found = answers[growths.index(max(growths))]
-    floor = measure.case.floor_bytes_per_parameter * found["parameters"]
+    ranks_here = measure.case.num_ranks // measure.case.num_processes
+    floor = ranks_here * measure.case.floor_bytes_per_parameter * found["parameters"]
     return {
         "parameters": found["parameters"],
         "imported_rss_bytes": found["imported_rss_bytes"],

@@ -2,6 +2,9 @@
 
 A contender's name says how its ranks run: "zero0" to "zero3" and "mw-mirrored" are workers, a process each, as PyTorch's are;
 "mirrored" and "local-zero0" to "local-zero3" are logical CPUs of one process; "single" and "torch-single" have one rank.
+
+"zero1-keras" to "zero3-keras" are "zero1" to "zero3" with Keras's own kernels: what distribution alone brings. They are measured
+on `small` alone, since the layers of `wide` are computed by no kernel of tfdist.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from benchmarks.cases import (
     DDP,
     DEEPSPEED_STAGES,
     FSDP2,
+    KERAS_KERNELS,
     MIRRORED,
     MW_MIRRORED,
-    SHARED_LOOP,
     SINGLE,
     SINGLES,
     TORCH_DATA,
@@ -25,7 +28,7 @@ from benchmarks.cases import (
     ZERO_STAGES,
     Case,
 )
-from benchmarks.resident import ALLOCATORS, TUNED
+from benchmarks.resident import MALLOC, TUNED
 
 SPEED, MEMORY, SCALING = KINDS = ("speed", "memory", "scaling")
 SMALL, WIDE, NARROW = MODELS = ("small", "wide", "narrow")
@@ -47,16 +50,17 @@ SCALING_RANKS = 4
 
 LOCAL = {f"local-{contender}": contender for contender in ZERO_STAGES}
 # Those that are compared stand side by side: they run one after the other.
-WORKERS = (MW_MIRRORED, DDP, "zero0", ZERO_REDUNDANCY, "ds1", "zero1", "ds2", "zero2", FSDP2, "zero3", "ds3")
+_STAGE_1, _STAGE_2, _STAGE_3 = ((f"zero{stage}", f"zero{stage}-keras") for stage in (1, 2, 3))
+WORKERS = (MW_MIRRORED, DDP, "zero0", ZERO_REDUNDANCY, "ds1", *_STAGE_1, "ds2", *_STAGE_2, FSDP2, *_STAGE_3, "ds3")
 CONTENDERS = (*SINGLES, *WORKERS, MIRRORED, *LOCAL)
 SCALING_CONTENDERS = (MIRRORED, "local-zero1", "local-zero3")
 # By kind: who can take part.
-POSSIBLE = {SPEED: CONTENDERS, MEMORY: (*SINGLES, *WORKERS), SCALING: SCALING_CONTENDERS}
+POSSIBLE = {SPEED: CONTENDERS, MEMORY: (*SINGLES, *WORKERS, *SCALING_CONTENDERS), SCALING: SCALING_CONTENDERS}
 
 MIN_STEPS = 8
 MEMORY_STEPS = 6  # of which all count: the peak is a maximum
 # By kind: variables of every process.
-ENVIRONMENTS = {SPEED: TUNED, SCALING: TUNED, MEMORY: ALLOCATORS["malloc"]}
+ENVIRONMENTS = {SPEED: TUNED, SCALING: TUNED, MEMORY: MALLOC}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +80,7 @@ SUITES = {
         kinds=(SPEED,),
         models=(SMALL, WIDE),
         ranks=(2,),
-        contenders=(SINGLE, TORCH_SINGLE, MW_MIRRORED, DDP, "zero1", "ds1", "zero2", FSDP2, "zero3", "ds3"),
+        contenders=(SINGLE, TORCH_SINGLE, MW_MIRRORED, DDP, "ds1", *_STAGE_1, *_STAGE_2, FSDP2, *_STAGE_3, "ds3"),
         rounds=2,
         steps=8,
     ),
@@ -109,10 +113,10 @@ class Measure:
     @property
     def case(self) -> Case:
         return Case(
-            contender=LOCAL.get(self.contender, self.contender),
+            contender={**LOCAL, **KERAS_KERNELS}.get(self.contender, self.contender),
             devices=self.ranks,
-            loop=SHARED_LOOP,
-            multi_worker=self.contender in (MW_MIRRORED, *ZERO_STAGES),
+            multi_worker=self.contender in (MW_MIRRORED, *ZERO_STAGES, *KERAS_KERNELS),
+            use_kernels=False if self.contender in KERAS_KERNELS else None,
             **{**SIZES[self.model], "layers": self.layers},
         )
 
@@ -159,8 +163,8 @@ def select(
         for kind in KINDS:
             if kind not in kinds or (kind == MEMORY and round_index):
                 continue
-            entrants = [contender for contender in chosen if contender in POSSIBLE[kind]]
             for model, layers in _sizes(kind, models):
+                entrants = [x for x in chosen if x in POSSIBLE[kind] and (model != WIDE or x not in KERAS_KERNELS)]
                 taken = [
                     Measure(kind, model, contender, number, layers, _steps(kind, layers, steps), round_index)
                     for number, group in _groups(kind, entrants, ranks)

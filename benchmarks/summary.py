@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import cases
-from benchmarks.cases import DDP, FSDP2, MW_MIRRORED, SINGLE, TORCH_DATA, TORCH_SINGLE
+from benchmarks.cases import DDP, FSDP2, KERAS_KERNELS, MW_MIRRORED, SINGLE, TORCH_DATA, TORCH_SINGLE
 from benchmarks.figures import Figures, Spread
 from benchmarks.suites import CONTENDERS, MEMORY, NARROW, SCALING, SCALING_CONTENDERS, SCALING_LAYERS, SIZES, SPEED, named
 
 # What PyTorch and DeepSpeed have for a stage.
 PEER = {SINGLE: TORCH_SINGLE, MW_MIRRORED: DDP, "zero0": DDP, "zero1": "ds1", "zero2": "ds2", "zero3": FSDP2}
+PEER |= {contender: PEER[stage] for contender, stage in KERAS_KERNELS.items()}
 HEADER = "rounds,x mw-mirrored,range,peer,x peer,range,efficiency,CPU ms,peak MB,/floor,".split(",")
 
 

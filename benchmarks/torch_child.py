@@ -54,7 +54,6 @@ def measure_memory(case: Case, answer: Answer, requests: Requests) -> None:
     answer(
         {
             "imported_rss_bytes": imported,
-            "baseline_rss_bytes": imported,
             **phases.fields(),
             "at_rest_rss_bytes": resident_bytes(),
             **describe(loop),

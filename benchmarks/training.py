@@ -11,12 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from benchmarks.cases import MIRRORED, MW_MIRRORED, SHARED_LOOP, SINGLE, ZERO_STAGES, Case
+from benchmarks.cases import MIRRORED, MW_MIRRORED, SINGLE, ZERO_STAGES, Case
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, WEIGHT_DECAY, initial_weight, make_batch
 from tfdist.runtime import share_cores
-
-_SEED = 1
-
 
 # Strategies
 
@@ -39,8 +36,7 @@ def build_strategy(case: Case) -> tf.distribute.Strategy:
 
 def _build_worker_strategy(case: Case) -> tf.distribute.Strategy:
     if case.contender == MW_MIRRORED:
-        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=case.pack_bytes or 0)
-        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        return tf.distribute.MultiWorkerMirroredStrategy()
     return tfdist.MultiWorkerShardedStrategy(**_settings(case))
 
 
@@ -53,9 +49,7 @@ def _build_local_strategy(case: Case, devices: list[str]) -> tf.distribute.Strat
 
 
 def _settings(case: Case) -> dict[str, Any]:
-    options = {"bucket_bytes": case.bucket_bytes, "prefetch": case.prefetch}
-    given = {name: value for name, value in options.items() if value is not None}
-    return {"zero_stage": ZERO_STAGES[case.contender], **given}
+    return {"zero_stage": ZERO_STAGES[case.contender], "use_kernels": case.use_kernels}
 
 
 # Models and data
@@ -103,28 +97,22 @@ def build_loss(case: Case) -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 
 
-def build_batch(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Returns inputs and targets of one global batch: always the same."""
-    random = np.random.default_rng(_SEED)
-    if case.model == "mlp":
-        shape = (2, case.global_batch_size, case.width)
-        return tuple(random.standard_normal(shape, dtype=np.float32))
-    shape = (2, case.global_batch_size, case.sequence_length)
-    return tuple(random.integers(0, case.vocabulary, shape, dtype=np.int32))
-
-
 # Training loops
 
 
-class FunctionLoop:
-    """A `tf.function` around `strategy.run`: tape, gradients, `optimizer.apply`. The batch lies on the devices."""
+class DataLoop:
+    """A `tf.function` around `strategy.run`: tape, gradients, `optimizer.apply`. The batch lies on the devices.
+
+    Weights, batch and AdamW are those of the other frameworks.
+    """
 
     def __init__(self, case: Case, strategy: tf.distribute.Strategy):
-        keras.utils.set_random_seed(_SEED)
         with strategy.scope():
             self.model = model = build_model(case)
-            self._set_weights()
-            optimizer = self._build_optimizer()
+            for variable in model.variables:
+                path = variable.path.removeprefix(f"{model.name}/")  # a Sequential's own name stands before its layers'
+                variable.assign(initial_weight(path, variable.shape))
+            optimizer = keras.optimizers.AdamW(LEARNING_RATE, epsilon=EPSILON, weight_decay=WEIGHT_DECAY)
             optimizer.build(model.trainable_variables)
         loss_of = build_loss(case)
 
@@ -142,16 +130,7 @@ class FunctionLoop:
             return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
 
         self._step = step
-        self._batch = [_place(array, case, strategy) for array in self._build_batch(case)]
-
-    def _set_weights(self) -> None:
-        """Leaves the weights as Keras draws them."""
-
-    def _build_optimizer(self) -> keras.optimizers.Optimizer:
-        return keras.optimizers.Adam(1e-4)
-
-    def _build_batch(self, case: Case) -> tuple[np.ndarray, np.ndarray]:
-        return build_batch(case)
+        self._batch = [_place(array, case, strategy) for array in make_batch(case)]
 
     def run(self, steps: int) -> tuple[float, float]:
         """Runs `steps` steps; returns seconds and the last loss."""
@@ -165,21 +144,6 @@ class FunctionLoop:
             loss = self._step(*self._batch)
             seconds.append(time.perf_counter() - start)
         return seconds, float(loss)
-
-
-class SharedLoop(FunctionLoop):
-    """A `FunctionLoop` from the weights, and with the batch and the AdamW, that are the same in every framework."""
-
-    def _set_weights(self) -> None:
-        for variable in self.model.variables:
-            path = variable.path.removeprefix(f"{self.model.name}/")  # a Sequential's own name stands before its layers'
-            variable.assign(initial_weight(path, variable.shape))
-
-    def _build_optimizer(self) -> keras.optimizers.Optimizer:
-        return keras.optimizers.AdamW(LEARNING_RATE, epsilon=EPSILON, weight_decay=WEIGHT_DECAY)
-
-    def _build_batch(self, case: Case) -> tuple[np.ndarray, np.ndarray]:
-        return make_batch(case)
 
 
 def run_steps(step: Callable[..., tf.Tensor], batch: Sequence[Any], steps: int) -> tuple[float, float]:
@@ -217,40 +181,3 @@ def _place(array: np.ndarray, case: Case, strategy: tf.distribute.Strategy) -> A
             return tf.constant(parts[index])
 
     return strategy.experimental_distribute_values_from_function(place)
-
-
-class FitLoop:
-    """`model.fit` on a data set that repeats one batch. The clock runs from the first batch's begin to the last's end.
-
-    So neither the making of iterators nor the end of an epoch is timed.
-    """
-
-    def __init__(self, case: Case, strategy: tf.distribute.Strategy):
-        keras.utils.set_random_seed(_SEED)
-        with strategy.scope():
-            self.model = build_model(case)
-            loss = build_loss(case)
-            loss.reduction = "sum_over_batch_size"
-            self.model.compile(keras.optimizers.Adam(1e-4), loss=loss, jit_compile=False)
-        data = tf.data.Dataset.from_tensor_slices(build_batch(case)).cache().repeat()
-        self._data = data.batch(case.global_batch_size, drop_remainder=True).prefetch(2)
-
-    def run(self, steps: int) -> tuple[float, float]:
-        """Runs `steps` steps; returns seconds and the mean loss."""
-        clock = _BatchClock()
-        history = self.model.fit(self._data, steps_per_epoch=steps, epochs=1, verbose=0, callbacks=[clock])
-        return clock.end - clock.start, float(history.history["loss"][-1])
-
-
-class _BatchClock(keras.callbacks.Callback):
-    start: float | None = None
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.start = self.start or time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.end = time.perf_counter()
-
-
-def build_loop(case: Case, strategy: tf.distribute.Strategy) -> FunctionLoop | FitLoop:
-    return {"function": FunctionLoop, "fit": FitLoop, SHARED_LOOP: SharedLoop}[case.loop](case, strategy)

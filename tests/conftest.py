@@ -11,7 +11,6 @@ import pytest
 import tfdist
 from tests import garbage, graph_optimizer, layer_groups, op_creation
 from tfdist import keras_hooks
-from tfdist.kernels import kernel_products
 
 CPUS = tfdist.use_logical_cpus(4)
 graph_optimizer.only_for_calls()
@@ -37,15 +36,6 @@ def float64():
     _use_float_type("float64")
     yield
     _use_float_type("float32")
-
-
-@pytest.fixture
-def every_kernel_is_slow(monkeypatch):
-    """Products with all kernels are formed as those that oneDNN is slow with, and more than three columns are several blocks."""
-    monkeypatch.setattr(kernel_products, "_is_onednn_for_avx2", lambda: True)
-    monkeypatch.setattr(kernel_products, "is_slow_gradient", lambda *_: True)
-    monkeypatch.setattr(kernel_products, "is_slow_result", lambda *_: True)
-    monkeypatch.setattr(kernel_products, "_BLOCK", 3)
 
 
 def _use_float_type(dtype: str) -> None:

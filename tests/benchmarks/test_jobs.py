@@ -25,7 +25,7 @@ for line in sys.stdin:
 
 
 def job(contender, devices=2, multi_worker=False, timeout_seconds=60):
-    case = Case(contender, "mlp", devices, 1, 1, 4, "shared", multi_worker=multi_worker)
+    case = Case(contender, "mlp", devices, 1, 1, 4, multi_worker=multi_worker)
     program = [sys.executable, "-c", CHILD]
     return Job("steps", case, environment={}, timeout_seconds=timeout_seconds, program=program)
 

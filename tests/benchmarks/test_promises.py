@@ -20,7 +20,7 @@ def target(records, text):
 
 def test_nothing_measured():
     found = promises(Figures([]))
-    assert len(found) == len({promise.target.text for promise in found}) == 39
+    assert len(found) == len({promise.target.text for promise in found}) == 45
     assert all(str(promise.target).endswith("not measured in this run") for promise in found)
     assert not any(promise.target.is_met for promise in found)
 
@@ -38,6 +38,9 @@ def test_nothing_measured():
         ("wide", "zero1", "mw-mirrored", 1.5),
         ("wide", "zero2", "mw-mirrored", 1.5),
         ("wide", "zero3", "fsdp2", 1.0),
+        ("wide", "local-zero1", "mirrored", 1.0),
+        ("wide", "local-zero2", "mirrored", 1.0),
+        ("wide", "local-zero3", "mirrored", 0.85),
     ],
 )
 def test_speeds(ranks, model, contender, other, limit):

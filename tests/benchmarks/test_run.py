@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).parents[2]
         ("--suite medium", "invalid choice: 'medium'"),
         ("--kinds scaling", "nothing to measure: scaling is of narrow"),
         ("--kinds speed --models narrow", "nothing to measure"),
-        ("--kinds memory --contenders mirrored", "nothing to measure"),
+        ("--kinds memory --contenders local-zero2", "nothing to measure"),
         ("--rounds 0", "must be an integer of at least 1. Received: 0"),
         ("--torch-python no/such/python", "argument --torch-python: must be a program. Received: no/such/python"),
         ("--torch-preload no/such.so", "argument --torch-preload: must be a file. Received: no/such.so"),

@@ -20,8 +20,9 @@ def test_the_full_suite_has_every_contender_in_every_round():
     for round_index in range(SUITES["full"].rounds):
         for model in ("small", "wide"):
             own = [x for x in measures if (x.kind, x.model, x.round_index) == ("speed", model, round_index)]
+            keras = {f"zero{stage}-keras" for stage in (1, 2, 3)} if model == "wide" else set()  # no kernel has a part in it
             singles = {(contender, 1) for contender in ("single", "torch-single")}
-            others = {(x, ranks) for x in CONTENDERS if x not in ("single", "torch-single") for ranks in (2, 4)}
+            others = {(x, ranks) for x in {*CONTENDERS} - {"single", "torch-single"} - keras for ranks in (2, 4)}
             assert {(x.contender, x.ranks) for x in own} == singles | others
             assert len(own) == len(singles | others)
 
@@ -37,6 +38,7 @@ def test_the_quick_suite_is_speed_on_two_ranks():
     assert {x.ranks for x in measures} == {1, 2}
     names = {x.contender for x in measures}
     assert names >= {"single", "mw-mirrored", "zero1", "zero2", "zero3", "ddp", "fsdp2", "ds1", "ds3"}
+    assert {x.model for x in measures if x.contender.endswith("-keras")} == {"small"}
 
 
 def test_rounds_come_one_after_the_other_and_the_order_rotates():
@@ -51,8 +53,9 @@ def test_memory_is_measured_once():
     assert {x.round_index for x in all_of("full", kinds=("memory",))} == {0}
 
 
-def test_memory_is_of_ranks_that_are_processes():
-    assert not {x.contender for x in all_of("full", kinds=("memory",))} & {"mirrored", *suites.LOCAL}
+def test_memory_of_one_process_is_that_of_the_scaling():
+    found = {x.contender for x in all_of("full", kinds=("memory",))}
+    assert found & {"mirrored", *suites.LOCAL} == set(suites.SCALING_CONTENDERS)
 
 
 def test_scaling_is_of_depths_in_one_process():
@@ -74,6 +77,7 @@ def test_processes_of_a_contender(contender):
     assert case.is_torch == (suites.package_of(contender) is not None)
     assert (suites.package_of(contender) == "deepspeed") == contender.startswith("ds")
     assert Case(**dataclasses.asdict(case)) == case
+    assert case.use_kernels == (False if contender.endswith("-keras") else None)
 
 
 def test_parameters_of_the_sizes():
@@ -94,6 +98,6 @@ def test_tokens_of_a_step():
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("contender", STAGES)
 def test_the_floor_is_the_formula_of_the_stage(contender, ranks):
-    case = Case(contender, "mlp", ranks, layers=1, width=1, global_batch_size=4, loop="shared")
+    case = Case(contender, "mlp", ranks, layers=1, width=1, global_batch_size=4)
     placements = placements_of(STAGES[contender])
     assert math.isclose(case.floor_bytes_per_parameter, placements.bytes_per_parameter(ranks))

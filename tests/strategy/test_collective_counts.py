@@ -12,7 +12,6 @@ import test_models
 from grids import exhaustive
 from training import strategy_for
 
-from tfdist.kernels import kernel_products
 from tfdist.sharding import gradients_in_flight, unshard
 
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
@@ -114,23 +113,20 @@ def test_stage_2_holds_two_buckets_of_full_gradients(zero_stage):
     _check_waiting(zero_stage, lambda operation: operation.get_attr("transpose_a"))
 
 
-def test_stage_2_holds_products_whose_results_are_rearranged(every_kernel_is_slow):
-    """Of a wide kernel it is a product for every three columns of the wide operand."""
-    _check_waiting(2, lambda operation: not operation.get_attr("transpose_b"), products=19 // 3 + 1, widths=(19, 18))
-    _check_waiting(2, lambda operation: operation.outputs[0].shape == (19, 19))
+def test_stage_2_holds_products_whose_results_are_rearranged():
+    _check_waiting(2, lambda operation: operation.outputs[0].shape == (19, 19), _deep_projections)
 
 
-def _check_waiting(zero_stage, is_of_kernel, products=1, widths=(19, 19)):
+def _check_waiting(zero_stage, is_of_kernel, build=None):
     """Asserts that the products which form a kernel's gradient wait for the reduction of the bucket two before."""
     depth = 6
-    graph, _ = traced_step(strategy_for(2, zero_stage, bucket_bytes=4 * (19 * 19 + 19)), lambda: _deep(depth, widths))
+    graph, _ = traced_step(strategy_for(2, zero_stage, bucket_bytes=4 * (19 * 19 + 19)), lambda: (build or _deep)(depth))
     on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
     reductions = [op for op in on_rank_0 if op.type == "CollectiveAllToAllV2"]
     of_kernels = [op for op in on_rank_0 if op.type == "MatMul" and "gradient_tape" in op.name and is_of_kernel(op)]
     assert len(reductions) == depth
-    assert len(of_kernels) == depth * products
-    for number, operation in enumerate(of_kernels):
-        k = number // products
+    assert len(of_kernels) == depth
+    for k, operation in enumerate(of_kernels):
         if k >= 2:
             assert _waits_for(operation, reductions[k - 2]) == (zero_stage == 2)
             assert not _waits_for(operation, reductions[k - 1])
@@ -188,15 +184,15 @@ def test_stage_3_holds_one_full_gradient_in_memory(as_in_memory):
 
 def test_stage_3_drops_a_layer_before_its_full_gradient_is_made():
     """The product that forms a kernel's gradient waits for the one that reads the kernel."""
-    _check_drops()
+    _check_drops(_deep)
 
 
-def test_stage_3_drops_a_layer_whose_gradient_is_written_out(every_kernel_is_slow):
-    _check_drops()
+def test_stage_3_drops_a_layer_whose_gradient_is_rearranged():
+    _check_drops(_deep_projections)
 
 
-def _check_drops():
-    graph, _ = traced_step(strategy_for(2, 3), lambda: _deep(6))
+def _check_drops(build):
+    graph, _ = traced_step(strategy_for(2, 3), lambda: build(6))
     on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
     readers = [op for op in on_rank_0 if op.type == "MatMul" and "gradient_tape" in op.name and op.outputs[0].shape == (6, 19)]
     of_kernels = [op for op in on_rank_0 if op.type == "MatMul" and op.outputs[0].shape == (19, 19)]
@@ -376,10 +372,15 @@ def test_reduce_dtype_halves_the_reduced_bytes():
     assert dtypes == {"reduce_scatter": "bfloat16", "all_gather": "float32"}
 
 
-def _deep(depth, widths=(19, 19)):
-    """Layers whose outputs have these widths in turns."""
-    layers = [keras.layers.Dense(widths[(k + 1) % 2], activation="tanh", name=f"layer_{k}") for k in range(depth)]
-    return keras.Sequential([keras.Input(widths[:1]), *layers])
+def _deep(depth):
+    layers = [keras.layers.Dense(19, activation="tanh", name=f"layer_{k}") for k in range(depth)]
+    return keras.Sequential([keras.Input((19,)), *layers])
+
+
+def _deep_projections(depth=6):
+    """As `_deep`, of layers whose kernels have a third axis: their gradients are products whose shape is changed."""
+    layers = [[keras.layers.EinsumDense("ab,bcd->acd", (1, 19), "tanh", "cd"), keras.layers.Flatten()] for _ in range(depth)]
+    return keras.Sequential([keras.Input((19,)), *itertools.chain(*layers)])
 
 
 def _waits_for(operation, other):
@@ -410,12 +411,11 @@ def test_every_normalisation_is_gathered_again():
     assert plan.counts() == {"all_gather": 8 + 6, "reduce_scatter": 8}
 
 
-def test_stage_3_gathers_again_for_products_formed_otherwise(every_kernel_is_slow, monkeypatch):
-    found = collectives_of(traced_step(strategy_for(2, 3))[0])
-    for rule in ("is_slow_gradient", "is_slow_result"):
-        monkeypatch.setattr(kernel_products, rule, lambda *_: False)
-    assert collectives_of(traced_step(strategy_for(2, 3))[0]) == found
-    assert len(found["CollectiveGatherV2"]) == 2 * LAYERS - 2
+def test_kernels_change_no_message():
+    build = test_models.MODELS["attention"]
+    found = [collectives_of(traced_step(strategy_for(2, 3, use_kernels=use), build)[0]) for use in (True, False)]
+    assert found[0] == found[1]
+    assert len(found[0]["CollectiveGatherV2"]) == 8 + 6
 
 
 def test_weights_read_in_loops_are_gathered_once_outside():

@@ -137,11 +137,6 @@ def test_architecture(name, zero_stage, devices):
     assert_same(train(strategy_for(devices, zero_stage), name), on_one_device(name))
 
 
-@pytest.mark.parametrize("name", ["attention", "recurrent"])
-def test_products_that_are_formed_otherwise(name, every_kernel_is_slow):
-    assert_same(train(strategy_for(2, 3), name), on_one_device(name))
-
-
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
@@ -156,6 +151,7 @@ def test_products_that_are_formed_otherwise(name, every_kernel_is_slow):
         exhaustive({"group_bytes": 2000}, "stacked_cells"),
         exhaustive({"group_bytes": 2000}, "used_three_times"),
         ({"group_bytes": 2000}, "kinds_of_weights"),
+        ({"use_kernels": False}, "attention"),
         ({"reshard_after_forward": False}, "control_flow"),
         exhaustive({"reshard_after_forward": False}, "attention"),
         ({"reshard_after_forward": False}, "used_three_times"),

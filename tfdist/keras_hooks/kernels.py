@@ -1,20 +1,34 @@
-"""Kernels: operations that are computed as `tfdist.kernels` does, faster on CPUs or with less memory, to rounding the same."""
+"""Kernels: operations that are computed as `tfdist.kernels` does, faster on CPUs or with less memory, to rounding the same.
+
+The setting `use_kernels` of the strategy switches all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import rank_program
+from tfdist.collectives import RankProgram, rank_program
 from tfdist.keras_hooks.table import replaces
 from tfdist.kernels import crossentropy, feature_norms, matrix_products
 from tfdist.kernels.gelu import gelu
-from tfdist.kernels.kernel_products import is_slow
+from tfdist.sharding import config_of, tape
 
 _BACKEND = "keras.src.backend.tensorflow"
+
+
+def _program() -> RankProgram | None:
+    """Returns the program of the rank that computes; None where none does, or where its strategy's kernels are off."""
+    program = rank_program()
+    if program is None:
+        return None
+    wanted = config_of(tf.distribute.get_strategy()).use_kernels
+    is_on = program.is_on_cpu if wanted is None else wanted  # measured on CPUs alone: docs/notes/kernels.md
+    return program if is_on else None
 
 
 @replaces(
@@ -24,10 +38,10 @@ _BACKEND = "keras.src.backend.tensorflow"
     why="TensorFlow's keeps three tensors of the hidden layer's size for the backward pass; one is enough.",
 )
 def _gelu(original: Callable[..., Any], x: Any, approximate: bool = True) -> Any:
-    x, program = keras.ops.convert_to_tensor(x), rank_program()
-    if program is None or not (isinstance(x, tf.Tensor) and x.dtype.is_floating):
+    program = _program()
+    if program is None or not (tf.is_tensor(x := keras.ops.convert_to_tensor(x)) and x.dtype.is_floating):
         return original(x, approximate)
-    return gelu(x, approximate, program)
+    return gelu(x, approximate, on_cpu=program.is_on_cpu)
 
 
 @replaces(
@@ -45,10 +59,10 @@ def _layer_normalization(
     epsilon: float | None = None,
     rms_scaling: bool = False,
 ) -> Any:
-    program = rank_program()
+    program = _program()
     if program is None or rms_scaling or not feature_norms.is_over_features(x, axis, gamma, beta):
         return original(x, gamma=gamma, beta=beta, axis=axis, epsilon=epsilon, rms_scaling=rms_scaling)
-    return feature_norms.normalized(program, x, gamma, beta, epsilon, subtract_mean=True)
+    return _normalized(program, x, gamma, beta, epsilon, subtract_mean=True)
 
 
 @replaces(
@@ -60,10 +74,32 @@ def _layer_normalization(
 def _rms_normalization(
     original: Callable[..., Any], x: Any, scale: Any = None, axis: Any = -1, epsilon: float | None = None
 ) -> Any:
-    program = rank_program()
+    program = _program()
     if program is None or not feature_norms.is_over_features(x, axis, scale):
         return original(x, scale=scale, axis=axis, epsilon=epsilon)
-    return feature_norms.normalized(program, x, scale, None, epsilon, subtract_mean=False)
+    return _normalized(program, x, scale, None, epsilon, subtract_mean=False)
+
+
+def _normalized(program: RankProgram, x: tf.Tensor, gamma: Any, beta: Any, epsilon: float | None, *, subtract_mean: bool) -> Any:
+    """Normalizes; stage 3 gathers again what is read where gradients are formed, of the input's only where it is wanted."""
+    gamma, beta = (None if value is None else tf.convert_to_tensor(value) for value in (gamma, beta))
+    scopes = {
+        "input_scope": _input_gradient_scope(program, x, [value for value in (gamma, beta) if value is not None]),
+        "parameter_scope": tape.backward_scope,
+    }
+    return feature_norms.normalized(x, gamma, beta, epsilon, subtract_mean=subtract_mean, **scopes)
+
+
+def _input_gradient_scope(
+    program: RankProgram, x: tf.Tensor, parameters: Sequence[tf.Tensor]
+) -> Callable[[], contextlib.AbstractContextManager]:
+    """Returns the scope for the gradient of a layer's input, to be asked in the forward pass: `tape.backward_scope`, or none.
+
+    None where a tape follows some of the parameters and not `x`, as in a model's first layer: the operations will not run, and
+    stage 3 gathers no parameter again for them. In loops and nested functions tapes do not follow what is made there.
+    """
+    is_wanted = not program.exists_here(x) or tape.tapes_watching([x]) or not tape.tapes_watching(parameters)
+    return tape.backward_scope if is_wanted else contextlib.nullcontext
 
 
 @replaces(
@@ -75,7 +111,7 @@ def _rms_normalization(
 def _dot_product_attention(
     original: Callable[..., Any], query: Any, key: Any, value: Any, bias: Any, mask: Any, is_causal: bool, scale: Any
 ) -> Any:
-    attention = original if rank_program() is None else matrix_products.attention
+    attention = original if _program() is None else matrix_products.attention
     return attention(query, key, value, bias, mask, is_causal, scale)
 
 
@@ -86,28 +122,13 @@ def _dot_product_attention(
     why="A projection of several axes is one product of matrices; Keras's multiplies example by example.",
 )
 def _einsum(original: Callable[..., Any], subscripts: str, *operands: Any, **kwargs: Any) -> Any:
-    program = rank_program()
-    if program is None or kwargs or len(operands) != 2:
+    if _program() is None or kwargs or len(operands) != 2:
         return original(subscripts, *operands, **kwargs)
     x, kernel = (keras.ops.convert_to_tensor(operand) for operand in operands)
     contracted = matrix_products.contracted_axes(subscripts)
     if not contracted or x.dtype != kernel.dtype or not x.dtype.is_floating or not kernel.shape.is_fully_defined():
         return original(subscripts, x, kernel)
-    return matrix_products.projection(x, kernel, contracted, program)
-
-
-@replaces(
-    f"{_BACKEND}.numpy",
-    "matmul",
-    signature="(x1, x2)",
-    why="oneDNN is slow with some widths, unless an operand is transposed first.",
-)
-def _matmul(original: Callable[..., Any], x1: Any, x2: Any) -> Any:
-    program = rank_program()
-    if program is None or any(isinstance(operand, (tf.SparseTensor, tf.RaggedTensor)) for operand in (x1, x2)):
-        return original(x1, x2)
-    x, kernel = tf.convert_to_tensor(x1), tf.convert_to_tensor(x2)
-    return matrix_products.projection(x, kernel, 1, program) if is_slow(x, kernel, program) else original(x, kernel)
+    return matrix_products.projection(x, kernel, contracted)
 
 
 @replaces(
@@ -119,7 +140,7 @@ def _matmul(original: Callable[..., Any], x1: Any, x2: Any) -> Any:
 def _sparse_categorical_crossentropy(
     original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
 ) -> Any:
-    program = rank_program()
+    program = _program()
     # On a GPU TensorFlow's kernel is good, and another would not notice a label that is out of range.
     losses = None
     if program is not None and program.is_on_cpu and from_logits and crossentropy.are_logits(output, axis):

@@ -4,7 +4,7 @@
     d loss_i / d l_iv = exp(s_iv) / sum_v exp(s_iv) - [v = y]
 
 TensorFlow's own kernel goes over the logits in a scalar loop, and takes three times as long on one core
-(docs/notes/performance.md). Both hold one tensor of the logits' size from forward to backward.
+(docs/notes/kernels.md). Both hold one tensor of the logits' size from forward to backward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.custom_gradients import custom_gradient
 
-def sparse_crossentropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+
+@custom_gradient
+def sparse_crossentropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, None]]]:
     """Returns the loss of each position; differentiable in `logits`, twice as well.
 
     Args:
@@ -28,33 +31,17 @@ def sparse_crossentropy(logits: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
     Raises:
         tf.errors.InvalidArgumentError: when run on a CPU, if a label is out of range; TensorFlow's kernel raises it, too.
     """
-    total, of_label = exponential_sums(logits, tf.stop_gradient(tf.reduce_max(logits, -1)), labels)
-    return tf.math.log(total) - of_label
-
-
-@tf.custom_gradient
-def exponential_sums(
-    logits: tf.Tensor, shift: tf.Tensor, labels: tf.Tensor
-) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tuple]]:
-    """Returns the sum of exp(logits - shift) of each position, and the label's logit less the shift.
-
-    Args:
-        logits: (positions, classes), float32 or float64.
-        shift: (positions,), which counts as constant.
-        labels: (positions,), int32 or int64, in [0, classes).
-
-    Returns:
-        Two tensors of shape (positions,).
-    """
-    shifted = logits - shift[:, tf.newaxis]
+    shifted = logits - tf.reduce_max(logits, -1, keepdims=True)
     of_label = tf.gather(shifted, labels, batch_dims=1)
-    exponentials = tf.exp(shifted)
+    with tf.control_dependencies([of_label]):  # the last but one that reads `shifted`, whose memory the exponentials take
+        exponentials = tf.exp(shifted)
+    total = tf.reduce_sum(exponentials, -1)
 
-    def gradient(of_sum: tf.Tensor, of_label: tf.Tensor) -> tuple[tf.Tensor, None, None]:
+    def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, None]:
         places = tf.stack([tf.range(tf.size(labels, out_type=labels.dtype)), labels], -1)
-        return tf.tensor_scatter_nd_add(exponentials * of_sum[:, tf.newaxis], places, of_label), None, None
+        return tf.tensor_scatter_nd_sub(exponentials * (upstream / total)[:, tf.newaxis], places, upstream), None
 
-    return (tf.reduce_sum(exponentials, -1), of_label), gradient
+    return tf.math.log(total) - of_label, gradient
 
 
 def of_classes(target: Any, output: tf.Tensor) -> tf.Tensor | None:

@@ -16,15 +16,16 @@ Other axes, and parameters of another shape than the axis, are left to Keras.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
-from tfdist.kernels.input_gradients import input_gradient_scope
-from tfdist.sharding import tape
+from tfdist.custom_gradients import custom_gradient
+
+Scope = Callable[[], contextlib.AbstractContextManager]
 
 
 def is_over_features(x: Any, axis: int | Sequence[int], *parameters: Any) -> bool:
@@ -37,16 +38,31 @@ def is_over_features(x: Any, axis: int | Sequence[int], *parameters: Any) -> boo
 
 
 def normalized(
-    program: RankProgram, x: tf.Tensor, gamma: Any, beta: Any, epsilon: float | None, *, subtract_mean: bool
+    x: tf.Tensor,
+    gamma: tf.Tensor | None,
+    beta: tf.Tensor | None,
+    epsilon: float | None,
+    *,
+    subtract_mean: bool,
+    input_scope: Scope = contextlib.nullcontext,
+    parameter_scope: Scope = contextlib.nullcontext,
 ) -> tf.Tensor:
-    """Returns `x`, which `is_over_features`, normalized; scaled by `gamma` and moved by `beta` where they are not None."""
+    """Returns `x`, which `is_over_features`, normalized; scaled by `gamma` and moved by `beta` where they are not None.
+
+    Args:
+        x: the layer's input.
+        gamma, beta: the layer's parameters.
+        epsilon: is added to the variance; None: Keras's default.
+        subtract_mean: whether this is layer normalization, and not RMS normalization.
+        input_scope: makes the context in which the gradient of `x` is formed.
+        parameter_scope: makes the context in which the gradients of the parameters are formed.
+    """
     epsilon = keras.config.epsilon() if epsilon is None else epsilon
     result, dtype = x.dtype, keras.backend.result_type(x.dtype.name, "float32")
-    parameters = [tf.cast(keras.ops.convert_to_tensor(value), dtype) for value in (gamma, beta) if value is not None]
+    parameters = [tf.cast(value, dtype) for value in (gamma, beta) if value is not None]
     is_scaled, x = gamma is not None, tf.cast(x, dtype)
-    input_scope = input_gradient_scope(program, x, parameters)
 
-    @tf.custom_gradient
+    @custom_gradient
     def normalize(x: tf.Tensor, *parameters: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
         centered = x - _mean(x) if subtract_mean else x
         inverse = tf.math.rsqrt(_mean(tf.square(centered)) + epsilon)
@@ -57,13 +73,13 @@ def normalized(
             y = y + parameters[-1]
 
         def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
-            with input_scope():  # stage 3 gathers again what is read in it
+            with input_scope():
                 of_normalized = upstream * parameters[0] if is_scaled else upstream
                 of_x = of_normalized - normalized * _mean(of_normalized * normalized)
                 if subtract_mean:
                     of_x -= _mean(of_normalized)
                 gradients = [of_x * inverse]
-            with tape.backward_scope():
+            with parameter_scope():
                 if is_scaled:
                     gradients.append(tf.raw_ops.BiasAddGrad(out_backprop=upstream * normalized))
                 if len(parameters) > is_scaled:

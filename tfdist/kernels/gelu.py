@@ -1,9 +1,9 @@
 """GELU that keeps its input for the backward pass, and nothing else.
 
-TensorFlow's is several operations, each of which keeps what its own derivative needs: three tensors of the hidden layer's size,
-of the tanh approximation more, where one is enough. In a Transformer's block the hidden layer is the largest (its share:
-docs/notes/performance.md). What they give to the derivative is computed early, too, of all layers at once, since it does not
-wait for the gradient from above. Here
+TensorFlow's GELU is several operations, each of which keeps what its own derivative needs: three tensors of the hidden layer's
+size, of the tanh approximation more, where one is enough. In a Transformer's block the hidden layer is the largest (what that is
+of a step: docs/notes/kernels.md). What they give to the derivative is computed early, too, of all layers at once, since it does
+not wait for the gradient from above. Here
 
     gelu'(x) = Phi(x) + x phi(x)
 
@@ -21,21 +21,21 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.custom_gradients import custom_gradient
 
 
-def gelu(x: tf.Tensor, approximate: bool, program: RankProgram) -> tf.Tensor:
-    """Returns the GELU of `x`, a tensor of floating-point numbers.
+def gelu(x: tf.Tensor, approximate: bool, *, on_cpu: bool) -> tf.Tensor:
+    """Returns the GELU of `x`, a tensor of floating-point numbers of any shape.
 
     Args:
-        x: of any shape.
-        approximate: whether of the tanh approximation.
-        program: of the rank that computes.
+        x: the layer's input.
+        approximate: whether the tanh approximation is wanted, in the place of the exact GELU.
+        on_cpu: whether a CPU computes it.
     """
     derivative = _derivative_of_approximation if approximate else _derivative
-    has_slow_erfc = not approximate and x.dtype == tf.float32 and program.is_on_cpu
+    has_slow_erfc = not approximate and x.dtype == tf.float32 and on_cpu
 
-    @tf.custom_gradient
+    @custom_gradient
     def activate(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             with tf.control_dependencies([upstream]):

@@ -3,8 +3,7 @@
 Keras's attention is two `tf.einsum`, each of which, like each of the four in their gradients, moves the heads to the front
 before it multiplies and back behind. Here query, key and value are moved once and kept so. And a layer such as `EinsumDense` that
 contracts the last axes of its input with the first ones of its kernel is one product of two matrices, where Keras multiplies
-example by example, and sums up as many gradients of the kernel. Some products are `kernel_products`' affair, those of
-`Dense` as well.
+example by example, and sums up as many gradients of the kernel.
 
 Keras's values to rounding. Equations of any other form are left to Keras. `_get_large_negative` is private to Keras:
 tests/layers/test_private_names_of_layers.py fails when it changes.
@@ -18,9 +17,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
-
-from tfdist.collectives import RankProgram
-from tfdist.kernels.kernel_products import product
 
 
 def attention(query: Any, key: Any, value: Any, bias: Any, mask: Any, is_causal: bool, scale: Any) -> tf.Tensor:
@@ -65,10 +61,10 @@ def _heads_swapped(x: tf.Tensor) -> tf.Tensor:
     return tf.transpose(x, [0, 2, 1, 3])
 
 
-def projection(x: tf.Tensor, kernel: tf.Tensor, contracted: int, program: RankProgram) -> tf.Tensor:
+def projection(x: tf.Tensor, kernel: tf.Tensor, contracted: int) -> tf.Tensor:
     """Contracts the last axes of `x`, that many, with the first ones of `kernel`, whose shape is static."""
     size = math.prod(kernel.shape[:contracted])
-    result = product(tf.reshape(x, [-1, size]), tf.reshape(kernel, [size, -1]), program)
+    result = tf.matmul(tf.reshape(x, [-1, size]), tf.reshape(kernel, [size, -1]))
     leading = x.shape[:-contracted].as_list()
     if leading.count(None) > 1:
         leading = [tf.shape(x)[axis] if length is None else length for axis, length in enumerate(leading)]

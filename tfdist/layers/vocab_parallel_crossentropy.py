@@ -10,6 +10,7 @@ two numbers a position are all that moves, and nothing backward.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import activations
-from tfdist.kernels.crossentropy import exponential_sums
+from tfdist.custom_gradients import custom_gradient
 from tfdist.layers import cut_tensors, regions
 
 
@@ -110,7 +111,7 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         is_here = (labels >= start) & (labels < start + counted)
         places = tf.where(is_here, labels - start, tf.zeros_like(labels))
         flat = (tf.reshape(logits, [-1, local]), tf.reshape(shift, [-1]), tf.reshape(places, [-1]))
-        sum_here, of_label = (tf.reshape(x, tf.shape(labels)) for x in exponential_sums(*flat))
+        sum_here, of_label = (tf.reshape(x, tf.shape(labels)) for x in _exponential_sums(*flat))
         sums = [sum_here, tf.where(is_here, of_label, tf.zeros_like(of_label))]
         if self.label_smoothing:
             sums.append(tf.reduce_sum(logits[..., :counted], -1) - counted * shift)
@@ -140,3 +141,30 @@ class VocabParallelCrossentropy(keras.losses.Loss):
             "ignore_class": self.ignore_class,
             "label_smoothing": self.label_smoothing,
         }
+
+
+@custom_gradient
+def _exponential_sums(
+    logits: tf.Tensor, shift: tf.Tensor, labels: tf.Tensor
+) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tuple]]:
+    """Returns the sum of exp(logits - shift) of each position, and the label's logit less the shift.
+
+    One tensor of the logits' size is kept for the gradient, which goes over it twice.
+
+    Args:
+        logits: (positions, classes), float32 or float64.
+        shift: (positions,), which counts as constant.
+        labels: (positions,), int32 or int64, in [0, classes).
+
+    Returns:
+        Two tensors of shape (positions,).
+    """
+    shifted = logits - shift[:, tf.newaxis]
+    of_label = tf.gather(shifted, labels, batch_dims=1)
+    exponentials = tf.exp(shifted)
+
+    def gradient(of_sum: tf.Tensor, of_label: tf.Tensor) -> tuple[tf.Tensor, None, None]:
+        places = tf.stack([tf.range(tf.size(labels, out_type=labels.dtype)), labels], -1)
+        return tf.tensor_scatter_nd_add(exponentials * of_sum[:, tf.newaxis], places, of_label), None, None
+
+    return (tf.reduce_sum(exponentials, -1), of_label), gradient

@@ -44,6 +44,12 @@ def _true_or_false(name: str, value: Any) -> bool:
     return value
 
 
+def _true_false_or_none(name: str, value: Any) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(errors.message(f"`{name}` must be True, False or None.", **{name: value}))
+    return value
+
+
 def _floating_dtype_or_none(name: str, value: Any) -> tf.DType | None:
     if value is None:
         return None
@@ -131,6 +137,13 @@ class ShardingConfig:
         _floating_dtype_or_none,
         'dtype in which gradients travel, such as "bfloat16"; None: their own, and half-precision gradients are summed in '
         "float32. Over NCCL a bfloat16 reduction is widened to float32 for the trip, which TensorFlow's kernels need.",
+    )
+    use_kernels: bool | None = _setting(
+        None,
+        _true_false_or_none,
+        "whether GELU, normalization over features, attention, projections of several axes (`EinsumDense`) and cross-entropy of "
+        "integer labels are computed by tfdist's kernels, which take less time or memory than Keras's functions and differ by "
+        "rounding. None: on devices of a kind on which they have been measured, which are CPUs; False: Keras's functions run.",
     )
     check_drift_every: int = _setting(
         0,
