@@ -16,7 +16,6 @@ out alike; `--uncut` sends them as they are, to show why.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import time
@@ -63,7 +62,7 @@ def main() -> None:
     strategy = tfdist.MultiWorkerShardedStrategy(communication_options=options)
     if args.uncut:
         communicator = strategy.extended.communicator
-        communicator.transport = dataclasses.replace(communicator.transport, chunk_bytes=None)
+        communicator.transport = communicator.transport.inner
     payload = args.payload_mib * MIB
     cases = [(op, message) for op in OPS for message in args.messages_mib]
     movers = {case: mover(strategy, case[0], payload, case[1] * MIB) for case in cases}

@@ -41,9 +41,9 @@ TOP = "__init__.py"  # may import everything
 PRIVATE = {
     "custom_gradients.py",
     "runtime/coordination.py",
-    "collectives/program.py",
-    "collectives/python_calls.py",
-    "collectives/unordered.py",
+    "collectives/communicator.py",
+    "collectives/transports/shared_memory/python_calls.py",
+    "collectives/automatic_order.py",
     "collectives/where.py",
     "sharding/tape.py",
     "sharding/keras_scope.py",
@@ -67,7 +67,7 @@ PRIVATE = {
 }
 # Rooms without which everything else runs, with those that may know them.
 OPTIONAL = {"kernels": {"keras_hooks"}}
-RAW_COLLECTIVES = {"collectives/wire.py"}
+RAW_COLLECTIVES = {f"collectives/transports/{name}.py" for name in ("kernels", "kernel_messages", "member_order")}
 TF_CONFIG = {"mesh/devices.py", "runtime/threads.py"}
 MAX_LINES = 450
 
@@ -99,7 +99,7 @@ def uses(tree, prefix):
 
 
 def test_the_files_are_found():
-    assert {TOP, "errors.py", "mesh/devices.py", "collectives/wire.py", "strategy/extended.py"} <= set(TREES)
+    assert {TOP, "errors.py", "mesh/devices.py", "collectives/transports/kernels.py", "strategy/extended.py"} <= set(TREES)
 
 
 def test_every_part_has_a_level():
@@ -218,7 +218,7 @@ def test_raw_collectives_and_tf_config(name):
 
 
 def test_those_rules_find_what_they_look_for():
-    assert uses(TREES["collectives/wire.py"], "tf.raw_ops.Collective")
+    assert uses(TREES["collectives/transports/kernels.py"], "tf.raw_ops.Collective")
     assert uses(TREES["mesh/devices.py"], "tf.config")
 
 

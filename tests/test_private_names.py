@@ -35,7 +35,7 @@ from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
-from tfdist.collectives.unordered import leave_unordered
+from tfdist.collectives.automatic_order import exempt_from_automatic_order
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -49,7 +49,7 @@ def in_graph(function, *arguments):
     return tf.function(function, autograph=False).get_concrete_function(*arguments)
 
 
-# tfdist/collectives/python_calls.py
+# tfdist/collectives/transports/shared_memory/python_calls.py
 
 
 def test_what_is_called_as_an_eager_function_is_called_with_arrays_and_returns_them():
@@ -77,7 +77,7 @@ def test_what_is_called_as_an_eager_function_is_called_with_arrays_and_returns_t
         run(tf.ones(2))
 
 
-# tfdist/collectives/unordered.py
+# tfdist/collectives/automatic_order.py
 
 
 def test_what_has_a_control_flow_context_is_not_chained():
@@ -85,7 +85,7 @@ def test_what_has_a_control_flow_context_is_not_chained():
         for _ in range(2):
             buffer = tf.raw_ops.Empty(shape=[1], dtype=tf.float32)
             if are_unordered:
-                leave_unordered([buffer.op])
+                exempt_from_automatic_order([buffer.op])
 
     for are_unordered in (False, True):
         first, second = [op for op in in_graph(run, are_unordered).graph.get_operations() if op.type == "Empty"]

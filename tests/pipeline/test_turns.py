@@ -9,7 +9,7 @@ import tensorflow as tf
 from ranks import local, strategy_on, trace
 
 import tfdist
-from tfdist.collectives import edges
+from tfdist.collectives import point_to_point
 from tfdist.pipeline.gradients import GradientSum
 
 
@@ -20,13 +20,13 @@ def dense_layers(count=4):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_receive_is_posted_one_action_ahead(schedule, monkeypatch):
     """Between workers its tensor exists from then on: all of a step's would at the step's begin."""
-    waits, original = {}, edges.receive
+    waits, original = {}, point_to_point.receive_message
 
     def receive(program, spec, rows, source, label):
         waits[program.rank, label] = [op.name for op in tf.no_op().control_inputs]
         return original(program, spec, rows, source, label)
 
-    monkeypatch.setattr(edges, "receive", receive)
+    monkeypatch.setattr(point_to_point, "receive_message", receive)
     strategy = strategy_on(2, pipeline_parallel_size=2, zero_stage=0)
     with strategy.scope():
         model = tfdist.PipelineModel(

@@ -6,21 +6,22 @@ Used inside the function that `strategy.run` runs, for example `tfdist.collectiv
 from tfdist.collectives import activations
 from tfdist.collectives.agreement import PlanAgreement
 from tfdist.collectives.buckets import assign_buckets
+from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
 from tfdist.collectives.eager import EagerProgram, Meeting
-from tfdist.collectives.host_groups import abort_exchanges, connect_exchanges
 from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes
 from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
-from tfdist.collectives.program import Communicator, RankProgram
-from tfdist.collectives.transport import NCCL, RING, Transport, choose_transport
+from tfdist.collectives.program import RankProgram
+from tfdist.collectives.transports import NCCL, RING, Chunked, Transport, are_cpus, choose_transport, find_member_orders
+from tfdist.collectives.transports.shared_memory import abort_shared_memory, connect_shared_memory
 from tfdist.collectives.where import Where, current_program, rank_program, where
-from tfdist.collectives.wire import find_kernel_orders
 
 __all__ = [
     "NCCL",
     "RING",
+    "Chunked",
     "CollectivePlan",
     "CollectiveRecord",
     "Communicator",
@@ -31,18 +32,19 @@ __all__ = [
     "RankProgram",
     "Transport",
     "Where",
-    "abort_exchanges",
+    "abort_shared_memory",
     "activations",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "are_cpus",
     "assign_buckets",
     "broadcast",
     "choose_transport",
-    "connect_exchanges",
+    "connect_shared_memory",
     "cross_replica_of",
     "current_program",
-    "find_kernel_orders",
+    "find_member_orders",
     "gather_to_master_all_reduce",
     "naive_master_bytes",
     "rank_program",

@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import wire
-from tfdist.collectives.program import RankProgram, log2_ceiling
+from tfdist.collectives.instance_keys import log2_ceiling
+from tfdist.collectives.program import RankProgram
 
 
 def all_reduce(program: RankProgram, x: tf.Tensor, mesh_axis: str, label: str, reduce_op: str = "sum") -> tf.Tensor:

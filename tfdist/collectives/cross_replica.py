@@ -11,7 +11,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import activations, ops, wire
-from tfdist.collectives.program import Communicator, RankProgram
+from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.program import RankProgram
+from tfdist.collectives.transports.kernel_messages import WIDENED
 
 Emit = Callable[[RankProgram, tf.Tensor], tf.Tensor]
 
@@ -147,8 +149,8 @@ def _carried(emit: Emit, program: RankProgram, value: tf.Tensor) -> tf.Tensor:
     dtype = value.dtype
     if dtype in _SAME_BITS:
         return tf.bitcast(emit(program, tf.bitcast(value, _SAME_BITS[dtype])), dtype)
-    if dtype in wire.WIDENED:
-        return tf.cast(emit(program, tf.cast(value, wire.WIDENED[dtype])), dtype)
+    if dtype in WIDENED:
+        return tf.cast(emit(program, tf.cast(value, WIDENED[dtype])), dtype)
     wire.check_dtype("a collective between workers", value)
     return emit(program, value)
 

@@ -21,9 +21,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.cross_replica import CrossReplica
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
-from tfdist.collectives.program import Communicator, RankProgram
+from tfdist.collectives.program import RankProgram
+from tfdist.collectives.transports.transport import Transport
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,6 +109,10 @@ class EagerProgram(RankProgram):
     def __init__(self, communicator: Communicator, rank: int, plan: CollectivePlan, meeting: Meeting, arguments: Any = ()):
         super().__init__(communicator, rank, tf.compat.v1.get_default_graph(), plan, arguments)
         self._meeting = meeting
+        self._transport = _MeetingTransport()
+
+    def transport_of(self, ranks: tuple[int, ...]) -> Transport:
+        return self._transport
 
     def together(
         self,
@@ -140,3 +146,44 @@ class EagerProgram(RankProgram):
         super().close(outputs)
         if len(self.communicator.local_ranks) > 1:
             self._meeting.wait_for(_Call(self.rank))
+
+
+class _MeetingTransport(Transport):
+    """The transport of every group of an eager program: the ranks meet, and the group's own transport does the rest, traced."""
+
+    def all_reduce(self, program: EagerProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
+        return _together(program, x, ranks, "all_reduce", label, (reduce_op, label))
+
+    def all_gather(self, program: EagerProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+        return _together(program, x, ranks, "all_gather", label, (label,))
+
+    def all_to_all(self, program: EagerProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+        return _together(program, x, ranks, "all_to_all", label, (label,))
+
+    def reduce_scatter(
+        self, program: EagerProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, dtype: tf.DType
+    ) -> tf.Tensor:
+        return _together(program, x, ranks, "reduce_scatter", label, (label, dtype))
+
+    def broadcast(
+        self, program: EagerProgram, x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...], source: int, op: str, label: str
+    ) -> tf.Tensor:
+        def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
+            mine = value if rank.rank == source else tf.TensorSpec(value.shape, value.dtype)
+            return rank.transport_of(ranks).broadcast(rank, mine, ranks, source, op, label)
+
+        record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label, source)
+        value = x if program.rank == source else tf.zeros(x.shape, x.dtype)
+        return program.together(record, (op, ranks, source), emit, value)
+
+
+def _together(
+    program: EagerProgram, x: tf.Tensor, ranks: tuple[int, ...], op: str, label: str, arguments: tuple[Any, ...]
+) -> tf.Tensor:
+    """Runs the method `op` of the group's transport with `arguments`, once all members have come."""
+
+    def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
+        return getattr(rank.transport_of(ranks), op)(rank, value, ranks, *arguments)
+
+    record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label)
+    return program.together(record, (op, ranks, arguments), emit, x)

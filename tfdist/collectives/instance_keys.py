@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 
+import tensorflow as tf
+
 from tfdist.collectives.plan import CollectiveRecord
 
 # A collective whose length is known at run time only uses one key per power of two: instance_key + log2(length).
 KEYS_PER_COLLECTIVE = 32
 
-# Key 0 is for `wire`'s own question about the order of a group. The upper half holds blocks for unknown lengths.
+# Key 0 is for the question about the order of a group (`transports.member_order`). The upper half is for unknown lengths.
 _FIRST_BLOCK = 1 << 30
 _BLOCKS = (1 << 30) // KEYS_PER_COLLECTIVE
 
@@ -44,3 +46,9 @@ class InstanceKeys:
                 self._taken.add(key)
                 return key
             number += 1  # two kinds met, about once in 2**30 pairs; workers that differ in this are told by `PlanAgreement`
+
+
+def log2_ceiling(length: tf.Tensor) -> tf.Tensor:
+    """Returns the least k, as int32, with 2**k >= `length`, a positive int32 scalar."""
+    powers = tf.constant([1 << k for k in range(KEYS_PER_COLLECTIVE - 1)], tf.int32)
+    return tf.reduce_sum(tf.cast(powers < length, tf.int32))

@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import wire
-from tfdist.collectives.program import RankProgram, log2_ceiling
+from tfdist.collectives.instance_keys import log2_ceiling
+from tfdist.collectives.program import RankProgram
 from tfdist.collectives.where import current_program
 from tfdist.custom_gradients import custom_gradient
 

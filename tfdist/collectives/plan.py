@@ -18,8 +18,9 @@ class CollectiveRecord:
     """One collective of one rank.
 
     Attributes:
-        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "edge" (see `edges`).
-        ranks: the members of the group, in group order; of an edge, source and destination.
+        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "edge", a message between
+            two ranks (see `point_to_point`).
+        ranks: the members of the group, in group order; of a message, source and destination.
         shape: static shape of this rank's input; None where a dimension is known at run time only.
         dtype: dtype name on the wire.
         label: what it is for, in the words of the code ("unshard/dense", "reduce_scatter/bucket_0").
@@ -61,7 +62,7 @@ class CollectiveRecord:
     @property
     def kind(self) -> tuple:
         """What makes two collectives of a group interchangeable on the wire."""
-        # Edges run side by side, and are told apart by what they are for.
+        # Messages run side by side, and are told apart by what they are for.
         own = (self.label,) if self.op == "edge" else ()
         return (self.op, self.ranks, self.shape, self.dtype, self.source, *own)
 
@@ -126,8 +127,8 @@ class CollectivePlan:
             )
         self.records[rank].append(record)
 
-    def add_edge(self, rank: int, record: CollectiveRecord) -> None:
-        """Appends a message of a pipeline to `rank`'s program; they have no order."""
+    def add_message(self, rank: int, record: CollectiveRecord) -> None:
+        """Appends a message between two ranks to `rank`'s program; messages have no order."""
         self.records[rank].append(record)
 
     def note(self, rank: int, text: str) -> None:
@@ -143,6 +144,7 @@ class CollectivePlan:
         """Raises RuntimeError when a rank of a group ran fewer collectives than its peers: they would wait for it."""
         for attached in self._attachments.values():
             attached.check_complete()
+        self._attachments.clear()  # they may hold tensors, and with them the graph, of a trace whose plan is kept
         for ranks, agreed in self._agreed.items():
             counts = {rank: self._position[rank, ranks] for rank in ranks if rank in self.local_ranks}
             if set(counts.values()) != {len(agreed)}:
@@ -154,6 +156,12 @@ class CollectivePlan:
                         fix="Every rank of a group must run the same collectives: look for code that branches on the replica id.",
                     )
                 )
+
+    def __str__(self) -> str:
+        """What the first local rank runs, in words."""
+        records = self.records[self.local_ranks[0]]
+        counts = ", ".join(f"{number} {op}" for op, number in self.counts().items())
+        return f"a program of {counts} that begins with {records[0].op} {records[0].label!r}" if records else "an empty program"
 
     def counts(self, rank: int | None = None) -> dict[str, int]:
         """Returns how often each operation occurs in the program of `rank`, a local one; None: the first."""

@@ -1,9 +1,11 @@
-"""Send and receive between two ranks of a group.
+"""Between two ranks: `send` and `receive`, with gradients; and messages, of which no two wait for each other.
 
     send      forward: x leaves for `destination`; backward: its gradient is received from there
     receive   forward: x arrives from `source`; backward: its gradient is sent there
 
-TensorFlow has no other point-to-point transport between processes than a broadcast in a group of two.
+Those two stand in the order of the rank's collectives, as a broadcast in a group of two. Messages (`send_message`,
+`receive_message`) have no order with the collectives on the rank's chain, nor among each other: sender and receiver find each
+other by a label. They have no gradient. How a message travels is its pair's transport: in one process along an edge of the graph.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import wire
 from tfdist.collectives.program import RankProgram
+from tfdist.collectives.transports.graph_edges import GRAPH_EDGES
+from tfdist.collectives.transports.transport import MessageTransport
 from tfdist.collectives.where import current_program
 from tfdist.custom_gradients import custom_gradient
 
@@ -47,9 +51,9 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
     def leave(x):
         def gradient(_):
             # Not times the receipt's gradient: what arrives is the whole gradient of the receiver's loss, scaled as that is.
-            return wire.broadcast_receive(program, x.shape, x.dtype, pair, peer, "send", f"{label}/gradient")
+            return wire.broadcast(program, x, x.shape, pair, peer, f"{label}/gradient", op="send")
 
-        sent = wire.broadcast_send(program, x, pair, "send", label)
+        sent = wire.broadcast(program, x, x.shape, pair, program.rank, label, op="send")
         with tf.control_dependencies([sent]):
             return tf.zeros([], x.dtype), gradient
 
@@ -83,19 +87,19 @@ def receive(
         RuntimeError: called outside `strategy.run`, or the sender sends something else.
     """
     program, peer, pair = _pair("receive", "source", source, mesh_axis)
-    shape, dtype = tf.TensorShape(shape), tf.as_dtype(dtype)
-    if not shape.is_fully_defined():
-        raise ValueError(errors.message("`receive` needs a static `shape`.", shape=shape))
-    wire.check_dtype("receive", tf.TensorSpec(shape, dtype))
+    spec = tf.TensorSpec(shape, dtype)
+    if not spec.shape.is_fully_defined():
+        raise ValueError(errors.message("`receive` needs a static `shape`.", shape=spec.shape))
+    wire.check_dtype("receive", spec)
 
     @custom_gradient
     def arrive(anchor):
         def gradient(upstream):
-            sent = wire.broadcast_send(program, upstream, pair, "send", f"{label}/gradient")
+            sent = wire.broadcast(program, upstream, upstream.shape, pair, program.rank, f"{label}/gradient", op="send")
             with tf.control_dependencies([sent]):
                 return tf.zeros_like(anchor)
 
-        return wire.broadcast_receive(program, shape, dtype, pair, peer, "send", label), gradient
+        return wire.broadcast(program, spec, spec.shape, pair, peer, label, op="send"), gradient
 
     return arrive(tf.zeros([], tf.float32) if anchor is None else anchor)
 
@@ -113,3 +117,56 @@ def _pair(op: str, argument: str, index: int, mesh_axis: str) -> tuple[RankProgr
         )
     peer = ranks[index]
     return program, peer, tuple(sorted((program.rank, peer)))
+
+
+# Messages
+
+
+def send_message(program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+    """Sends `x` to rank `destination`, which calls `receive_message` with the same `label`, in this trace or its worker's.
+
+    Args:
+        program: the sender's.
+        x: only its first dimension may be unknown.
+        destination: another rank.
+        label: no two messages of a step between two ranks have the same.
+    """
+    _check_sizes(program, x.shape, destination, label)
+    _transport(program, destination).send(program, x, destination, label)
+
+
+def receive_message(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+    """Returns what rank `source` sends with the same `label`, a tensor of `spec`.
+
+    Args:
+        program: the receiver's.
+        spec: shape and dtype; only the first dimension may be unknown.
+        rows: what the first dimension is, an int32 scalar. Only used where it is unknown.
+        source: another rank.
+        label: that of `send_message`.
+    """
+    _check_sizes(program, spec.shape, source, label)
+    with tf.device(program.device):
+        return _transport(program, source).receive(program, spec, rows, source, label)
+
+
+def message_holds_thread(program: RankProgram, source: int) -> bool:
+    """Whether to receive from `source` holds a thread that runs operations until the message is there."""
+    return _transport(program, source).holds_thread
+
+
+def _transport(program: RankProgram, other: int) -> MessageTransport:
+    communicator = program.communicator
+    return GRAPH_EDGES if other in communicator.local_ranks else communicator.message_transport_of(other)
+
+
+def _check_sizes(program: RankProgram, shape: tf.TensorShape, other: int, label: str) -> None:
+    """Raises NotImplementedError for a message to another process of which more than the rows is unknown."""
+    if other not in program.communicator.local_ranks and shape.rank and None in shape[1:].as_list():
+        raise NotImplementedError(
+            errors.message(
+                f"What passes between two workers must be of known size but for its rows: {label!r} is not.",
+                shape=shape,
+                fix="Give the model's inputs a fixed size, such as `keras.Input((sequence_length,))`.",
+            )
+        )

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, edges
+from tfdist.collectives import RankProgram, point_to_point
 from tfdist.pipeline.action_clock import NoClock
 from tfdist.pipeline.gradients import GradientSum, added
 from tfdist.pipeline.schedules.actions import Action, Phase
@@ -285,7 +285,7 @@ class Executor:
             self._handed_on[phase, source, microbatch] = list(tensors)
             return
         for place, x in enumerate(tensors):
-            edges.send(self._program, x, self._ranks[pipe_rank], f"pipe/{source}{phase}{microbatch}/{place}")
+            point_to_point.send_message(self._program, x, self._ranks[pipe_rank], f"pipe/{source}{phase}{microbatch}/{place}")
 
     def _receive(self, phase: str, source: int, microbatch: int, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
         """Returns what stage `source` has made of a microbatch."""
@@ -295,9 +295,12 @@ class Executor:
         rank, rows, label = self._ranks[pipe_rank], self._work.num_rows(microbatch), f"pipe/{source}{phase}{microbatch}"
         # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
         # would wait: that action may need it.
-        is_held = edges.holds_thread(self._program, rank)
+        is_held = point_to_point.message_holds_thread(self._program, rank)
         with tf.control_dependencies(self._last if is_held else self._last_but_one):
-            return [edges.receive(self._program, spec, rows, rank, f"{label}/{place}") for place, spec in enumerate(specs)]
+            return [
+                point_to_point.receive_message(self._program, spec, rows, rank, f"{label}/{place}")
+                for place, spec in enumerate(specs)
+            ]
 
     # Order
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_reduce, edges
-from tfdist.collectives.unordered import leave_unordered
+from tfdist.collectives import RankProgram, all_reduce, point_to_point
+from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.losses.global_losses import scale_loss
 from tfdist.losses.sliced_batch import SlicedBatch
 from tfdist.pipeline.action_clock import NoClock
@@ -82,7 +82,7 @@ class Step:
         """Runs this rank's part of the schedule."""
         self._executor.run()
         self._trackers.update(self._data.known_rows)
-        leave_unordered(tape.operations_since(self._began))
+        exempt_from_automatic_order(tape.operations_since(self._began))
 
     @property
     def is_last(self) -> bool:
@@ -130,9 +130,12 @@ class Step:
         ranks, label = program.group_ranks("pipe"), f"pipe/tied/{variable.path}"
         for owner in owners:
             if owner != here:
-                edges.send(program, mine, ranks[owner], label)
+                point_to_point.send_message(program, mine, ranks[owner], label)
         spec = tf.TensorSpec(mine.shape, mine.dtype)
-        parts = [mine if owner == here else edges.receive(program, spec, tf.constant(0), ranks[owner], label) for owner in owners]
+        parts = [
+            mine if owner == here else point_to_point.receive_message(program, spec, tf.constant(0), ranks[owner], label)
+            for owner in owners
+        ]
         return tf.add_n(parts)
 
     # What the executor asks: see `Work`

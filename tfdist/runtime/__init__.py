@@ -6,6 +6,7 @@ Only `cluster` reads TF_CONFIG.
 from tfdist.runtime import coordination
 from tfdist.runtime.cluster import Cluster, Task, read_cluster
 from tfdist.runtime.coordination import Coordination
+from tfdist.runtime.failure_watch import FailureWatch
 from tfdist.runtime.first_use import before_first_use, begin_use
 from tfdist.runtime.free_memory import give_back_free_memory
 from tfdist.runtime.rendezvous import wait_for_workers
@@ -14,6 +15,7 @@ from tfdist.runtime.threads import operations_at_once, share_cores
 __all__ = [
     "Cluster",
     "Coordination",
+    "FailureWatch",
     "Task",
     "before_first_use",
     "begin_use",

@@ -45,7 +45,7 @@ class GradientsInFlight:
         self._messages = messages
         self._numbers = numbers
         largest = max((sum(x.shape.num_elements() * x.dtype.size for x in message) for message in messages), default=0)
-        self.most = 1 if largest > _LARGE_BYTES and wire.meets_in_memory(program, ranks) else 2
+        self.most = 1 if largest > _LARGE_BYTES and wire.holds_thread(program, ranks) else 2
         self._emitted = 0
         on_chain = program.graph.capture(program.token()).consumers()
         self._latest = max((numbers[operation.name] for operation in on_chain), default=-1)

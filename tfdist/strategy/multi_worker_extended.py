@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_utils, mirrored_strategy, values
 
 from tfdist import errors
-from tfdist.collectives import CollectivePlan, PlanAgreement, connect_exchanges, find_kernel_orders
+from tfdist.collectives import CollectivePlan, PlanAgreement, are_cpus, connect_shared_memory, find_member_orders
 from tfdist.data import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.runtime import Cluster, Coordination, coordination
 from tfdist.sharding import Layout, MeshConfig
@@ -44,18 +44,23 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         here, workers = (cluster.worker_index, cluster.num_workers) if cluster else (0, 1)
         each = mesh.world_size // workers
         implementation = communication_options.implementation
-        self._setup(sharding, range(here * each, (here + 1) * each), getattr(implementation, "value", implementation))
+        self._implementation = getattr(implementation, "value", implementation)
+        self._setup(sharding, range(here * each, (here + 1) * each), self._implementation)
         self._std_server_started = server_runs
         super().__init__(strategy, cluster_resolver, communication_options)
 
-    def connect(self, words: Coordination, timeout_seconds: float) -> None:
-        """Once all workers have met: finds the order of the groups, and lets traced steps and datasets be compared."""
-        self._coordination = words
+    def connect(self, store: Coordination, timeout_seconds: float) -> None:
+        """Once all workers have met: chooses the groups' transports, and lets traced steps and datasets be compared."""
+        self._coordination = store
         self._timeout_seconds = timeout_seconds
         each = len(self._communicator.local_ranks)
-        self._agreement = PlanAgreement(words, self._communicator.instance_keys, timeout_seconds, each)
-        find_kernel_orders(self._communicator)
-        connect_exchanges(self._communicator, words, timeout_seconds)
+        self._agreement = PlanAgreement(store, self._communicator.instance_keys, timeout_seconds, each)
+        find_member_orders(self._communicator)
+        mesh = self._communicator.mesh
+        if are_cpus(mesh.devices):
+            message_axis = "pipe" if mesh.pipeline_parallel_size > 1 else None
+            is_wanted = self._implementation != "RING"
+            connect_shared_memory(self._communicator, store, timeout_seconds, is_wanted=is_wanted, message_axis=message_axis)
 
     # Devices
 

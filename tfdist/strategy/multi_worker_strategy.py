@@ -11,10 +11,10 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.collectives import abort_shared_memory
 from tfdist.mesh import worker_devices
-from tfdist.runtime import Cluster, Coordination, coordination, read_cluster, share_cores, wait_for_workers
+from tfdist.runtime import Cluster, Coordination, FailureWatch, coordination, read_cluster, share_cores, wait_for_workers
 from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
-from tfdist.strategy.failure_watch import FailureWatch
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
 from tfdist.strategy.settings import takes_settings
 from tfdist.strategy.sharded_mixin import ShardedStrategyMixin
@@ -130,10 +130,10 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
     def _meet(self, name: str, timeout_seconds: float) -> None:
         """Waits for all workers, compares their settings, and starts to watch them."""
         if MultiWorkerShardedStrategy._watch is None:
-            MultiWorkerShardedStrategy._watch = FailureWatch(self._cluster)
+            MultiWorkerShardedStrategy._watch = FailureWatch(self._cluster, abort_shared_memory)
             MultiWorkerShardedStrategy._watch.start()
         watch = MultiWorkerShardedStrategy._watch
-        watch.add(self.extended.communicator, self._step_timeout_seconds)
+        watch.add(self.extended.communicator.running, self._step_timeout_seconds)
         self._coordination = Coordination(self._cluster, name, watch.check, watch.report)
         mine = self._settings()
         try:

@@ -10,7 +10,7 @@ from ranks import strategy_on, trace
 import tfdist
 from tests.parity.comparison import assert_same_tree
 from tests.pipeline import pipeline_models
-from tfdist.collectives import edges
+from tfdist.collectives import point_to_point
 from tfdist.pipeline.stages import masks, stage_functions
 from tfdist.sharding import tape
 
@@ -184,13 +184,13 @@ def test_shapes_that_a_layer_has_set_are_known_outside(monkeypatch):
             y.set_shape(x.shape)
             return y
 
-    sent, original = {}, edges.send
+    sent, original = {}, point_to_point.send_message
 
     def send(program, x, destination, label):
         sent[label] = x.shape
         original(program, x, destination, label)
 
-    monkeypatch.setattr(edges, "send", send)
+    monkeypatch.setattr(point_to_point, "send_message", send)
     graph, _ = step_of([layers.Dense(5), Vague(), layers.Dense(5)], stages=[2])
     assert products(graph)[0] == 0
     assert sent["pipe/0F0/0"].as_list() == [4, 5]

@@ -1,4 +1,4 @@
-"""Which transport, chosen and emitted. GPUs are pretended: NCCL programs are traced and looked at, never run."""
+"""What the transports of TensorFlow's kernels emit. GPUs are pretended: NCCL programs are traced and looked at, never run."""
 
 import pytest
 import tensorflow as tf
@@ -12,54 +12,17 @@ from tfdist.collectives import (
     all_reduce,
     all_to_all,
     broadcast,
-    choose_transport,
     reduce_scatter,
-    transport,
 )
+from tfdist.collectives.transports.kernel_settings import TIMEOUT_SECONDS, byte_dtype
 
 pytestmark = pytest.mark.timeout(120)
 
 DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
-def test_cpus_take_the_ring(cpus):
-    assert choose_transport(cpus) is RING
-    assert strategy_on(2).extended._communicator.transport is RING
-
-
-@pytest.mark.parametrize(
-    ("kind", "implementation", "shares"), [("CPU", "AUTO", True), ("CPU", "RING", False), ("GPU", "AUTO", False)]
-)
-def test_workers_meet_in_memory_on_cpus(monkeypatch, kind, implementation, shares):
-    """GPUs that are not whole ones take the ring, which knows what is on a GPU."""
-    monkeypatch.setattr(transport, "uses_physical_gpus", lambda devices: False)
-    devices = [f"/job:worker/replica:0/task:{index}/device:{kind}:0" for index in range(2)]
-    chosen = choose_transport(devices, implementation, is_multi_worker=True)
-    assert (chosen.hint, chosen.shares_memory) == ("ring", shares)
-    assert chosen.chunk_bytes == transport.RING_BETWEEN_WORKERS.chunk_bytes
-
-
-@pytest.mark.parametrize("physical", [True, False])
-def test_nccl_on_physical_gpus_only(monkeypatch, physical):
-    asked = []
-    monkeypatch.setattr(transport, "uses_physical_gpus", lambda devices: asked.append(devices) or physical)
-    assert choose_transport(["GPU:0", "GPU:1"]) is (NCCL if physical else RING)
-    assert asked == [["GPU:0", "GPU:1"]]
-
-
-@pytest.mark.parametrize(("cards", "expected"), [(2, NCCL), (1, RING)])
-def test_virtual_gpus_take_the_ring(monkeypatch, cards, expected):
-    physical = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(cards)]
-    logical = [tf.config.LogicalDevice(f"/device:GPU:{index}", "GPU") for index in range(2)]
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: physical)
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: logical)
-    assert choose_transport(["/device:GPU:0", "/device:GPU:1"]) is expected
-
-
-def test_what_they_can():
-    assert (RING.hint, RING.has_reduce_scatter) == ("ring", False)
-    assert (NCCL.hint, NCCL.has_reduce_scatter) == ("nccl", True)
-    assert RING.timeout_seconds == NCCL.timeout_seconds == transport.DEFAULT_TIMEOUT_SECONDS
+def test_their_hints():
+    assert (RING.hint, NCCL.hint) == ("ring", "nccl")
 
 
 def test_reduction_dtypes():
@@ -69,10 +32,9 @@ def test_reduction_dtypes():
 
 
 def test_bytes_move_in_a_dtype_of_the_same_width():
-    for one in (RING, NCCL):
-        assert one.byte_dtype(tf.bfloat16) == tf.float16
-        assert all(one.byte_dtype(dtype).size == dtype.size for dtype in DTYPES)
-        assert all(one.byte_dtype(dtype) == dtype for dtype in DTYPES if dtype != tf.bfloat16)
+    assert byte_dtype(tf.bfloat16) == tf.float16
+    assert all(byte_dtype(dtype).size == dtype.size for dtype in DTYPES)
+    assert all(byte_dtype(dtype) == dtype for dtype in DTYPES if dtype != tf.bfloat16)
 
 
 def emitted(function, chosen, *specs):
@@ -110,7 +72,7 @@ def test_nccl_is_asked_for(dtype, reduced):
     ops, plan = emitted(every_op(dtype), NCCL)
     by_type = {op.type: op for op in ops}
     assert {op.get_attr("communication_hint") for op in ops} == {b"nccl"}
-    assert {op.get_attr("timeout_seconds") for op in ops} == {NCCL.timeout_seconds}
+    assert {op.get_attr("timeout_seconds") for op in ops} == {TIMEOUT_SECONDS}
     assert sum(op.type == "CollectiveReduceScatterV2" for op in ops) == 2
     for reduction in ("CollectiveReduceV2", "CollectiveReduceScatterV2"):
         assert by_type[reduction].inputs[0].dtype == reduced

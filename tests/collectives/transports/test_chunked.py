@@ -1,6 +1,5 @@
 """Messages that are cut; and what the kernels get wrong in large groups, in a process of its own, whose devices are its own."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 from ranks import integers, run, strategy_on
 
-from tfdist.collectives import RING, all_gather, all_reduce, choose_transport, reduce_scatter
+from tfdist.collectives import RING, Chunked, all_gather, all_reduce, choose_transport, reduce_scatter
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 PROGRAM = """
 import json, sys
@@ -80,7 +79,7 @@ def test_large_messages_are_cut(num_ranks, chunk_bytes):
     values = [integers(rng, (num_ranks, 7, 3)) for _ in range(num_ranks)]
     strategy = strategy_on(num_ranks)
     communicator = strategy.extended.communicator
-    communicator.transport = dataclasses.replace(communicator.transport, chunk_bytes=chunk_bytes)
+    communicator.transport = Chunked(communicator.transport, chunk_bytes)
 
     def on_rank(x):
         reduced, scattered, gathered = all_reduce(x), reduce_scatter(x), all_gather(x[0])
@@ -104,5 +103,6 @@ def test_large_messages_are_cut(num_ranks, chunk_bytes):
 
 def test_only_messages_between_processes_are_cut():
     devices = ["/job:worker/task:0/device:CPU:0", "/job:worker/task:1/device:CPU:0"]
-    assert choose_transport(devices, is_multi_worker=True).chunk_bytes == 8 * 2**20
-    assert choose_transport(devices) is RING and RING.chunk_bytes is None
+    between_workers = choose_transport(devices, is_multi_worker=True)
+    assert between_workers.chunk_bytes == 8 * 2**20 and between_workers.inner is RING
+    assert choose_transport(devices) is RING

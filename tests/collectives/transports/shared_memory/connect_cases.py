@@ -1,4 +1,4 @@
-"""What the workers of `test_host_groups` run: every collective, by way of the memory they share and by the ring."""
+"""What the workers of `test_connect` run: every collective, by way of the memory they share and by the ring."""
 
 from __future__ import annotations
 
@@ -14,16 +14,8 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph
 
 import tfdist
-from tfdist.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    current_program,
-    edges,
-    host_groups,
-    reduce_scatter,
-    shared_memory,
-)
+from tfdist.collectives import all_gather, all_reduce, all_to_all, current_program, point_to_point, reduce_scatter
+from tfdist.collectives.transports.shared_memory import connect, exchange
 from tfdist.runtime import threads
 
 WORKERS = 3
@@ -44,17 +36,16 @@ def run_everything() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for implementation in ("AUTO", "RING"):
         with (
-            mock.patch.object(shared_memory, "_SLOT_BYTES", SLOT_BYTES),
-            mock.patch.object(host_groups.tempfile, "mkdtemp", side_effect=host_groups.tempfile.mkdtemp) as made,
+            mock.patch.object(exchange, "_SLOT_BYTES", SLOT_BYTES),
+            mock.patch.object(connect.tempfile, "mkdtemp", side_effect=connect.tempfile.mkdtemp) as made,
         ):
             strategy = strategy_of(implementation)
-        found[f"{implementation} groups"] = sorted(strategy.extended.communicator.exchanges)
+        found[f"{implementation} groups"] = sorted(strategy.extended.communicator.transports)
         found[f"{implementation} directories"] = [call.kwargs["dir"] for call in made.call_args_list]
         found[implementation] = collectives_of(strategy)
         found[f"{implementation} graphs of collectives"] = graphs_kept(strategy, every_collective)
         strategy = strategy_of(implementation, pipeline_parallel_size=WORKERS)
-        mailbox = strategy.extended.communicator.mailbox
-        found[f"{implementation} mailbox"] = None if mailbox is None else sorted(mailbox.peers)
+        found[f"{implementation} mailbox"] = sorted(strategy.extended.communicator.message_transports)
         found[f"{implementation} messages"] = messages_of(strategy)
         found[f"{implementation} graphs of messages"] = graphs_kept(strategy, pass_on)
     found["left behind"] = [str(path) for path in pathlib.Path("/dev/shm").glob(f"tfdist-{os.getpid()}-*")]
@@ -108,8 +99,8 @@ def messages_of(strategy: Any) -> dict[str, Any]:
     values = np.arange(14.0, dtype=np.float32).reshape(7, 2) + 100 * rank
     found = {f"{name} {rows} rows": x.numpy() for rows in (7, 3) for name, x in varying(values[:rows]).items()}
     found |= {f"{name} of known size": x.numpy() for name, x in step(tf.constant(values)).items()}
-    mailbox = strategy.extended.communicator.mailbox
-    found["unread"] = None if mailbox is None else sum(map(len, mailbox._arrived.values()))
+    mailboxes = {one.mailbox for one in strategy.extended.communicator.message_transports.values()}
+    found["unread"] = [sum(map(len, mailbox._arrived.values())) for mailbox in mailboxes]
     return found | {"loop": loop(tf.constant(values)).numpy()}
 
 
@@ -119,8 +110,8 @@ def pass_on(x: tf.Tensor) -> dict[str, tf.Tensor]:
     before, behind = (program.rank - 1) % WORKERS, (program.rank + 1) % WORKERS
     for name in (*DTYPES, "bool", "unread"):
         mine = tf.cast(x, name) if name in DTYPES else tf.cast(tf.cast(x, tf.int32) % 2, "bool")
-        edges.send(program, mine, behind, name)
-        found[name] = edges.receive(program, tf.TensorSpec(mine.shape, mine.dtype), rows, before, name)
+        point_to_point.send_message(program, mine, behind, name)
+        found[name] = point_to_point.receive_message(program, tf.TensorSpec(mine.shape, mine.dtype), rows, before, name)
     return {name: tf.cast(x, tf.float64) for name, x in found.items() if name != "unread"}
 
 
@@ -158,7 +149,7 @@ def of_a_loop(strategy: Any) -> np.ndarray:
 def meets(**settings: Any) -> list:
     """Returns the groups that meet in memory, and the ranks to which messages go through it."""
     communicator = strategy_of("AUTO", **settings).extended.communicator
-    return [*communicator.exchanges, *(communicator.mailbox.peers if communicator.mailbox else ())]
+    return [*communicator.transports, *communicator.message_transports]
 
 
 def groups_where_memory_cannot_be_shared() -> dict[str, list]:
@@ -166,7 +157,7 @@ def groups_where_memory_cannot_be_shared() -> dict[str, list]:
     found = {}
     last = int(tfdist.MultiWorkerShardedStrategy().cluster.worker_index) == WORKERS - 1
     pipeline = {"pipeline_parallel_size": WORKERS}
-    with mock.patch.object(host_groups, "_MEMORY", "/nowhere"):
+    with mock.patch.object(connect, "_MEMORY", "/nowhere"):
         found["no memory"] = meets() + meets(**pipeline)
     with (
         mock.patch.object(os, "posix_fallocate", side_effect=OSError("No space left on device")),

@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdist.collectives.shared_memory import SLOTS, Exchange, PeerLost, file_bytes, slot_bytes
+from tfdist.collectives.transports.shared_memory.exchange import SLOTS, Exchange, file_bytes, slot_bytes
+from tfdist.collectives.transports.shared_memory.peers import PeerLost
 
 SLOT_BYTES = 256  # so that small arrays take several turns
 

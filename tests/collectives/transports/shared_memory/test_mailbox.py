@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdist.collectives.mailbox import Mailbox, Peer
-from tfdist.collectives.shared_memory import PeerLost
+from tfdist.collectives.transports.shared_memory.mailbox import Mailbox
+from tfdist.collectives.transports.shared_memory.peers import PeerLost
 
 
 def mailboxes(size):
@@ -21,9 +21,8 @@ def mailboxes(size):
     peers = [{} for _ in range(size)]
     for one in range(size):
         for other in range(one):
-            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            peers[one][other], peers[other][one] = Peer(ends[0], memory[other]), Peer(ends[1], memory[one])
-    return [Mailbox(memory[rank], peers[rank]) for rank in range(size)], memory
+            peers[one][other], peers[other][one] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return [Mailbox(memory[rank], peers[rank], {other: memory[other] for other in peers[rank]}) for rank in range(size)], memory
 
 
 def receive(mailbox, source, key, shape, dtype):
@@ -141,8 +140,8 @@ def test_who_has_gone():
     """What it has sent arrives; then its peers are told."""
     (first, second, third), _ = mailboxes(3)
     first.send(1, 0, np.ones(1))
-    for peer in first._peers.values():
-        peer.connection.close()
+    for connection in first._peers._connections.values():
+        connection.close()
     assert receive(second, 0, 0, (1,), np.float64) == [1]
     with pytest.raises(PeerLost, match="rank 0 has ended"):
         receive(second, 0, 1, (1,), np.float64)

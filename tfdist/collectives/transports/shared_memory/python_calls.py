@@ -1,8 +1,8 @@
 """Python functions of arrays as operations, whose results they write where TensorFlow will read them.
 
 `tf.numpy_function` costs more time and more memory. It runs a function in an AutoGraph context of its own, and asks for NumPy's
-version with every array which it returns: a call takes 54 to 62 microseconds, here 28 to 33, and a pipeline of many microbatches
-has hundreds in a step. And what a function returns is NumPy's: TensorFlow cannot free it without Python's lock, so that it stays
+version with every array which it returns: a call takes 54 to 62 microseconds, here 28 to 33, and a step with many messages has
+hundreds. And what a function returns is NumPy's: TensorFlow cannot free it without Python's lock, so that it stays
 until the next call of any function ends (docs/notes/performance.md). Here TensorFlow allocates what the function fills.
 
 The names are private to TensorFlow: tests/test_private_names.py fails when they change.
@@ -18,11 +18,12 @@ import tensorflow as tf
 from tensorflow.python.ops import script_ops
 
 from tfdist import errors
+from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.unordered import leave_unordered
 from tfdist.runtime import give_back_free_memory
 
-_alive: list[_Call] = []  # TensorFlow's registry does not keep them, and its own functions stay for ever, too
+# TensorFlow's registry does not keep them, and its own functions stay for ever, too: what they hold must be small.
+_alive: list[_Call] = []
 _DONE = np.zeros([], np.int64)
 
 
@@ -104,7 +105,7 @@ def _uninitialized(program: RankProgram, shape: Any, dtype: tf.DType) -> tf.Tens
     if not tf.is_tensor(shape):
         shape = program.constant([1] if _is_scalar(shape) else [int(size) for size in shape])
     buffer = tf.raw_ops.Empty(shape=shape, dtype=dtype)
-    leave_unordered([buffer.op])
+    exempt_from_automatic_order([buffer.op])
     return buffer
 
 

@@ -1,4 +1,4 @@
-"""Operations with side effects whose order does not matter.
+"""Exemptions from the order that TensorFlow gives operations with side effects.
 
 The names are private to TensorFlow: tests/test_private_names.py fails when they change.
 """
@@ -12,11 +12,11 @@ from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import control_flow_ops
 
 
-def leave_unordered(operations: Sequence[tf.Operation]) -> None:
-    """Lets those with side effects (`Print`, `Assert`, `Empty`) run when their inputs are there, not in the order of tracing.
+def exempt_from_automatic_order(operations: Sequence[tf.Operation]) -> None:
+    """Lets `operations` with side effects (`Print`, `Assert`, `Empty`) run when their inputs are there, in any order.
 
-    TensorFlow chains them so when a function has been traced, ranks one after the other, and ranks may wait for each other. It
-    leaves alone what is in a control flow context: here, one that means nothing.
+    TensorFlow chains such operations in the order of tracing, one rank after the other, although ranks may wait for each other.
+    It exempts what is in a control flow context, and so these get one, which means nothing.
     """
     for operation in operations:
         is_chained = auto_control_deps.op_is_stateful(operation) and operation._control_flow_context is None  # noqa: SLF001

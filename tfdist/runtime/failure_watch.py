@@ -21,13 +21,15 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import CollectivePlan, Communicator, abort_exchanges
-from tfdist.runtime import Cluster, Coordination, coordination
+from tfdist.runtime import coordination
+from tfdist.runtime.cluster import Cluster
+from tfdist.runtime.coordination import Coordination
 
 _POLL_SECONDS = 1.0
 # After its collectives were aborted, a worker has this long to end by itself.
@@ -68,13 +70,25 @@ class Failure:
         return cls(**json.loads(text))
 
 
-class FailureWatch:
-    """Watches the other workers, and tells them of this one. One per process."""
+# Per rank of this process that runs a program of collectives at this moment: a count that is another for its next program, and
+# the program, whose `str` describes it.
+Running = Callable[[], Mapping[int, tuple[int, Any]]]
 
-    def __init__(self, cluster: Cluster):
+
+class FailureWatch:
+    """Watches the other workers, and tells them of this one. One per process.
+
+    Args:
+        cluster: the workers.
+        abort: makes whatever waits for another worker in this process fail with a message; `coordination.abort_collectives` is
+            called, too.
+    """
+
+    def __init__(self, cluster: Cluster, abort: Callable[[str], None]):
         self._cluster = cluster
+        self._abort = abort
         self._store = Coordination(cluster, "job")
-        self._communicators: list[tuple[Communicator, float]] = []
+        self._watched: list[tuple[Running, float]] = []
         self._since: dict[tuple[int, int], tuple[int, float]] = {}
         self._failure: Failure | None = None
         self._known = threading.Event()
@@ -89,9 +103,9 @@ class FailureWatch:
         atexit.register(self._at_exit)
         self._thread.start()
 
-    def add(self, communicator: Communicator, step_timeout_seconds: float) -> None:
-        """Watches the progress of `communicator`'s ranks, whose collectives may wait for others so long."""
-        self._communicators.append((communicator, step_timeout_seconds))
+    def add(self, running: Running, step_timeout_seconds: float) -> None:
+        """Watches the progress of what is `running`, whose collectives may wait for others so long."""
+        self._watched.append((running, step_timeout_seconds))
 
     def check(self) -> None:
         """Raises RuntimeError when the job has failed: for code that waits for another worker."""
@@ -121,7 +135,7 @@ class FailureWatch:
         self._learn(failure)
         if self._is_ending:
             return
-        abort_exchanges(self._message(failure))
+        self._abort(self._message(failure))
         coordination.abort_collectives(self._message(failure))
         time.sleep(_GRACE_SECONDS)
         if not self._is_ending:
@@ -145,26 +159,26 @@ class FailureWatch:
     def _stuck(self) -> Failure | None:
         """Returns a failure when a rank of this worker waits in a collective for too long."""
         here = self._cluster.worker_index
-        for seconds, limit, plan in self._waiting():
+        for seconds, limit, program in self._waiting():
             if seconds > _ENDED_SECONDS:
                 ended = self._store.poll("ended", 0.001)
                 if ended is not None and int(ended) != here:
-                    what = f"ended its program while {self._cluster.task} was waiting for it in {_described(plan)}"
+                    what = f"ended its program while {self._cluster.task} was waiting for it in {program}"
                     return Failure(int(ended), what)
             if seconds > limit:
-                what = f"has waited for the other workers for {seconds:.0f} s (`step_timeout_seconds`) in {_described(plan)}"
+                what = f"has waited for the other workers for {seconds:.0f} s (`step_timeout_seconds`) in {program}"
                 return Failure(here, what)
         return None
 
-    def _waiting(self) -> list[tuple[float, float, CollectivePlan]]:
-        """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and its plan."""
-        now, running = time.monotonic(), {}
-        for number, (communicator, limit) in enumerate(self._communicators):
-            for rank, (count, plan) in communicator.running().items():
+    def _waiting(self) -> list[tuple[float, float, Any]]:
+        """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and the program."""
+        now, found = time.monotonic(), {}
+        for number, (running, limit) in enumerate(self._watched):
+            for rank, (count, program) in running().items():
                 before, since = self._since.get((number, rank), (None, now))
-                running[number, rank] = (count, since if before == count else now, limit, plan)
-        self._since = {key: (count, since) for key, (count, since, _, _) in running.items()}
-        return [(now - since, limit, plan) for _, since, limit, plan in running.values()]
+                found[number, rank] = (count, since if before == count else now, limit, program)
+        self._since = {key: (count, since) for key, (count, since, _, _) in found.items()}
+        return [(now - since, limit, program) for _, since, limit, program in found.values()]
 
     def _unreachable(self) -> Failure | None:
         """Returns a failure of the first worker that does not answer, None when all do."""
@@ -245,12 +259,6 @@ class FailureWatch:
     def _say(self, failure: Failure) -> None:
         _flush()
         print(self._message(failure), file=sys.stderr, flush=True)
-
-
-def _described(plan: CollectivePlan) -> str:
-    records = plan.records[plan.local_ranks[0]]
-    counts = ", ".join(f"{number} {op}" for op, number in plan.counts().items())
-    return f"a program of {counts} that begins with {records[0].op} {records[0].label!r}" if records else "an empty program"
 
 
 def _headline(kind: type, value: BaseException) -> str:

@@ -14,7 +14,6 @@ What is larger than a slot takes several turns. Sums are taken in group order, s
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import mmap
 import socket
@@ -23,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from tfdist.collectives.transports.shared_memory.peers import PeerLost, Peers, bytes_of
 
 SLOTS = 2
 _SLOT_BYTES = 2 * 2**20
@@ -37,10 +38,6 @@ _DIRECT_BYTES = 64 * 2**10
 # A slot begins and ends at multiples of this.
 _ALIGNMENT = 64
 _REDUCE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
-
-
-class PeerLost(RuntimeError):
-    """Another member has ended, or this one was told to give up."""
 
 
 def slot_bytes(size: int) -> int:
@@ -71,26 +68,22 @@ class Exchange:
         self.place = place
         # Others first that come next: not all members read the same region at once.
         self._others = [(place + step) % self.size for step in range(1, self.size)]
-        self._peers = dict(peers)
+        self._peers = Peers(peers, "member")
         self._regions = np.frombuffer(memory, np.uint8).reshape(self.size, SLOTS, -1)
         self._slot_bytes = self._regions.shape[-1]
         self._turns = 0
-        self._word = bytearray(_WORD.size)
-        self._reason: str | None = None
+        self._turn_of_other = bytearray(_TURN.size)
 
     def abort(self, reason: str) -> None:
         """Lets whoever waits, in another thread, and all later calls raise `PeerLost`."""
-        self._reason = reason
-        for peer in self._peers.values():
-            with contextlib.suppress(OSError):  # its other end has gone
-                peer.shutdown(socket.SHUT_RDWR)
+        self._peers.abort(reason)
 
     def all_gather(self, parts: Sequence[np.ndarray], out: Sequence[np.ndarray], *, key: int) -> None:
         """Writes to `out`, for each of `parts`, the members' arrays, of one shape, concatenated along axis 0, in one collective.
 
         The parts are of one dtype. `key` is the same for all members, here and below.
         """
-        mine, gathered = [_bytes_of(x) for x in parts], [_bytes_of(x).reshape(self.size, -1) for x in out]
+        mine, gathered = [bytes_of(x) for x in parts], [bytes_of(x).reshape(self.size, -1) for x in out]
         for turn in _turns([x.size for x in mine], self._slot_bytes):
             slots = self._turn(key, [(span.offset, mine[span.part][span.here]) for span in turn])
             for other in self._others:
@@ -102,7 +95,7 @@ class Exchange:
     def broadcast(self, parts: Sequence[np.ndarray], out: Sequence[np.ndarray], *, key: int, source: int) -> None:
         """Writes one array of member `source`, who gives it and gets none, to the `out` of all others, who give none."""
         [x] = parts or out
-        whole = _bytes_of(x)
+        whole = bytes_of(x)
         for start in range(0, whole.size, self._slot_bytes):
             here = whole[start : start + self._slot_bytes]
             slots = self._turn(key, [(0, here)] if self.place == source else [])
@@ -111,7 +104,7 @@ class Exchange:
 
     def all_to_all(self, parts: Sequence[np.ndarray], out: Sequence[np.ndarray], *, key: int) -> None:
         """Of one array: sends `x[i]` to member i, and writes to `out` what each has sent here: (N, ...) to (N, ...)."""
-        mine, received = (_bytes_of(x).reshape(self.size, -1) for x in (*parts, *out))
+        mine, received = (bytes_of(x).reshape(self.size, -1) for x in (*parts, *out))
         for turn in _turns([mine.shape[1]], self._slot_bytes // self.size):
             width = turn[-1].end
             slots = self._turn(key, self._rows(turn, [mine], 1, width))
@@ -193,26 +186,18 @@ class Exchange:
         self._turns += 1
         for offset, vector in mine:
             slots[self.place, offset : offset + vector.nbytes].view(vector.dtype)[...] = vector
-        word = _WORD.pack(key, self._turns)
-        try:
-            for other in self._others:
-                self._peers[other].sendall(word)
-            for other in self._others:
-                self._hear(other, word)
-        except OSError as error:
-            raise PeerLost(self._reason or f"another member of the group has ended: {error}") from error
+        turn = _TURN.pack(key, self._turns)
+        for other in self._others:
+            self._peers.send(other, turn)
+        for other in self._others:
+            self._peers.receive_into(other, self._turn_of_other)
+            if self._turn_of_other != turn:
+                here, there = _TURN.unpack(turn), _TURN.unpack(self._turn_of_other)
+                raise PeerLost(f"members of the group are at different collectives: {here} here, {there} at member {other}")
         return slots
 
-    def _hear(self, other: int, word: bytes) -> None:
-        """Waits until member `other` is at the same turn."""
-        if self._peers[other].recv_into(self._word, _WORD.size, socket.MSG_WAITALL) != _WORD.size:
-            raise PeerLost(self._reason or f"member {other} of the group has ended")
-        if self._word != word:
-            here, there = _WORD.unpack(word), _WORD.unpack(self._word)
-            raise PeerLost(f"members of the group are at different collectives: {here} here, {there} at member {other}")
 
-
-_WORD = struct.Struct("<qq")  # key, turn
+_TURN = struct.Struct("<qq")  # key, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,10 +236,6 @@ def _turns(sizes: Sequence[int], most: int) -> Iterator[list[_Span]]:
                 turn = []
     if turn:
         yield turn
-
-
-def _bytes_of(x: np.ndarray) -> np.ndarray:
-    return x.reshape(-1).view(np.uint8)
 
 
 def _typed(slot: np.ndarray, dtype: Any, begin: int, count: int) -> np.ndarray:

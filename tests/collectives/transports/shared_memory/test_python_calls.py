@@ -8,11 +8,12 @@ import pytest
 import tensorflow as tf
 from resident import resident_bytes
 
-from tfdist.collectives import python_calls
+from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.plan import CollectivePlan
-from tfdist.collectives.program import Communicator, RankProgram
-from tfdist.collectives.python_calls import call_python
-from tfdist.collectives.transport import RING
+from tfdist.collectives.program import RankProgram
+from tfdist.collectives.transports import RING
+from tfdist.collectives.transports.shared_memory import python_calls
+from tfdist.collectives.transports.shared_memory.python_calls import call_python
 from tfdist.mesh import DeviceMesh
 
 SPEC = tf.TensorSpec([None, 2], tf.float32)

@@ -1,4 +1,7 @@
-"""Finds the groups whose members are processes of one machine, and connects each group's `Exchange`, or a pipeline's `Mailbox`.
+"""Finds the groups whose members are processes of one machine, and connects them: when a strategy of several workers is made.
+
+A group gets an `Exchange`, through which its collectives go; or, where its members send each other messages, a `Mailbox`. Not
+both: a collective and a message could then hold all threads that run operations.
 
 Whether two workers share a machine is not asked of their addresses: who can open what a group's first member has made in memory,
 and reads there what that member has written, shares it.
@@ -11,7 +14,7 @@ and reads there what that member has written, shares it.
     all of a group have it: each connects to those before it, and is connected to those after it
     all are done: the directory is removed; the file lives as long as it is mapped
 
-Stages of a pipeline need no common file: each passes its own memory, which has no name, to the others.
+A mailbox needs no common file: each member passes its own memory, which has no name, to the others.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ import weakref
 from typing import Any
 
 from tfdist import errors
-from tfdist.collectives.mailbox import Mailbox
-from tfdist.collectives.program import Communicator
-from tfdist.collectives.shared_memory import Exchange, file_bytes
+from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.transports.shared_memory.exchange import Exchange, file_bytes
+from tfdist.collectives.transports.shared_memory.mailbox import Mailbox
+from tfdist.collectives.transports.shared_memory.transport import MailboxMessages, SharedMemory
 from tfdist.mesh import MESH_AXES
 from tfdist.runtime import Coordination, operations_at_once
 
@@ -41,50 +45,61 @@ _SECRET_BYTES = 16
 _open: weakref.WeakSet[Exchange | Mailbox] = weakref.WeakSet()
 
 
-def abort_exchanges(reason: str) -> None:
-    """Makes every exchange of this process that runs, or will run, fail with `reason`."""
-    for exchange in list(_open):
-        exchange.abort(reason)
+def abort_shared_memory(reason: str) -> None:
+    """Makes every collective and message of this process in shared memory that runs, or will run, fail with `reason`."""
+    for one in list(_open):
+        one.abort(reason)
 
 
-def connect_exchanges(communicator: Communicator, words: Coordination, timeout_seconds: float) -> None:
+def connect_shared_memory(
+    communicator: Communicator,
+    store: Coordination,
+    timeout_seconds: float,
+    *,
+    is_wanted: bool = True,
+    message_axis: str | None = None,
+) -> None:
     """Connects the groups of `communicator` that share a machine. All workers call it at once.
 
     Args:
-        communicator: its `exchanges` are set, of a pipeline its `mailbox`.
-        words: the workers' store.
+        communicator: its `transports` are set, or its `message_transports`.
+        store: the workers' store.
         timeout_seconds: how long to wait for the others.
+        is_wanted: whether this worker wants to; if one does not, none does.
+        message_axis: the mesh axis along which ranks send each other messages; None if they send none.
     """
     here = communicator.local_ranks[0]
-    is_pipeline = communicator.mesh.pipeline_parallel_size > 1
-    axes = ["pipe"] if is_pipeline else [mesh_axis for mesh_axis in MESH_AXES if communicator.mesh.size(mesh_axis) > 1]
+    axes = [message_axis] if message_axis else [mesh_axis for mesh_axis in MESH_AXES if communicator.mesh.size(mesh_axis) > 1]
     groups = dict.fromkeys(communicator.mesh.group_ranks(mesh_axis, here) for mesh_axis in axes)
-    wanted = communicator.transport.shares_memory and _may_wait(communicator)
+    is_wanted = is_wanted and _may_wait(communicator)
     with contextlib.ExitStack() as stack:
-        first = [ranks for ranks in groups if wanted and ranks[0] == here]
-        offered = {str(ranks): _offer(0 if is_pipeline else file_bytes(len(ranks)), stack) for ranks in first}
-        answers = [json.loads(answer) for answer in words.exchange("memory", json.dumps([wanted, offered]), timeout_seconds)]
+        first = [ranks for ranks in groups if is_wanted and ranks[0] == here]
+        offered = {str(ranks): _offer(0 if message_axis else file_bytes(len(ranks)), stack) for ranks in first}
+        answers = [json.loads(answer) for answer in store.exchange("memory", json.dumps([is_wanted, offered]), timeout_seconds)]
         if not all(answer[0] for answer in answers):
             return
         joined = {ranks: _join(ranks, here, answers[ranks[0]][1].get(str(ranks)), stack) for ranks in groups}
         mine = json.dumps([str(ranks) for ranks, place in joined.items() if place is not None])
-        answers = [json.loads(answer) for answer in words.exchange("memory/joined", mine, timeout_seconds)]
+        answers = [json.loads(answer) for answer in store.exchange("memory/joined", mine, timeout_seconds)]
         for ranks, place in joined.items():
             if all(str(ranks) in answers[rank] for rank in ranks):
                 peers = place.connect(len(ranks), timeout_seconds)
-                if is_pipeline:
-                    communicator.mailbox = found = Mailbox.connect({ranks[index]: peer for index, peer in peers.items()})
+                if message_axis:
+                    mailbox = Mailbox.connect({ranks[index]: peer for index, peer in peers.items()})
+                    communicator.message_transports.update(dict.fromkeys(mailbox.peers, MailboxMessages(mailbox)))
+                    _open.add(mailbox)
                 else:
-                    communicator.exchanges[ranks] = found = Exchange(place.memory, place.index, peers)
-                _open.add(found)
-        words.exchange("memory/connected", "", timeout_seconds)
+                    exchange = Exchange(place.memory, place.index, peers)
+                    communicator.transports[ranks] = SharedMemory(exchange)
+                    _open.add(exchange)
+        store.exchange("memory/connected", "", timeout_seconds)
 
 
 def _may_wait(communicator: Communicator) -> bool:
     """Whether a collective may hold a thread that runs operations, and what this thread has put off, until all members come.
 
-    All collectives of a rank stand on one chain, so nobody waits for what is held; nor do messages of a pipeline, of which
-    a rank receives one after the other. But ranks of one process may wait for each other; and there must be another thread.
+    All collectives of a rank stand on one chain, so nobody waits for what is held; and of messages a rank receives one after the
+    other. But ranks of one process may wait for each other; and there must be another thread.
     """
     return len(communicator.local_ranks) == 1 and operations_at_once() > 1
 

@@ -1,0 +1,133 @@
+"""The groups of a strategy: their keys, the transport of each, and one ordering token per local rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+
+from tfdist.collectives.instance_keys import InstanceKeys
+from tfdist.collectives.plan import CollectivePlan
+from tfdist.mesh import MESH_AXES, DeviceMesh
+
+if TYPE_CHECKING:
+    from tfdist.collectives.transports.transport import MessageTransport, Transport
+
+# Room for all pairs of 350 ranks, twice; keys are int32, so that a process may have 8,000 communicators.
+_KEYS_PER_COMMUNICATOR = 1 << 18
+# A token counts: odd while its rank runs a program, even between programs. Its upper bits are the program's number while odd.
+_COUNT_BITS = 40
+
+
+class Communicator:
+    """A strategy's groups.
+
+    Group keys are global to the cluster and strategies of TensorFlow take 1, 2, ...: ours start high. Each communicator has a
+    range of its own, in which a group's number follows from the mesh: workers in different groups must not give them one key.
+    Collectives of one rank form one chain on its token, in program order: one token for two ranks, or two ranks that issue in
+    different orders on their tokens, would hang.
+
+    Args:
+        mesh: all ranks of the job.
+        transport: how bytes travel, where a group or a pair of ranks has no transport of its own.
+        local_ranks: the ranks of this process; None: all.
+
+    Attributes:
+        transports: the transports of groups that have one of their own, set when the strategy is made.
+        message_transports: the same for messages, by the other rank.
+        member_orders: per group, the order in which TensorFlow's kernels number its members (see `transports.member_order`).
+        programs: what was traced, by number; only kept where other workers take part.
+    """
+
+    _next_key_range = itertools.count(1 << 20, _KEYS_PER_COMMUNICATOR)
+
+    def __init__(self, mesh: DeviceMesh, transport: Transport, local_ranks: Sequence[int] | None = None):
+        self.mesh = mesh
+        self.transport = transport
+        self.local_ranks = tuple(range(mesh.world_size) if local_ranks is None else local_ranks)
+        self.transports: dict[tuple[int, ...], Transport] = {}
+        self.message_transports: dict[int, MessageTransport] = {}
+        self.member_orders: dict[tuple[int, ...], list[int]] = {}
+        self.programs: list[CollectivePlan] = []
+        self.instance_keys = InstanceKeys()
+        self._first_key = next(self._next_key_range)
+        groups = [group for mesh_axis in MESH_AXES for group in mesh.groups(mesh_axis)]
+        groups.append(self.first_ranks)
+        self._group_numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        self._tokens: dict[int, tf.Variable] = {}
+        self._message_tokens: dict[int, tf.Variable] = {}
+
+    @property
+    def is_multi_worker(self) -> bool:
+        return len(self.local_ranks) < self.mesh.world_size
+
+    def transport_of(self, ranks: tuple[int, ...]) -> Transport:
+        """Returns how the collectives of the group of `ranks` travel."""
+        return self.transports.get(ranks, self.transport)
+
+    def message_transport_of(self, rank: int) -> MessageTransport:
+        """Returns how messages to and from `rank`, of another process, travel."""
+        return self.message_transports.get(rank, self.transport.messages)
+
+    def group_key(self, ranks: tuple[int, ...]) -> int:
+        """Returns the key of the group of `ranks`, the same on every call and every worker.
+
+        The groups are those of the mesh, that of the workers' first ranks, and pairs.
+        """
+        number = self._group_numbers.get(ranks)
+        return self._pair_key(*ranks) if number is None else self._first_key + number
+
+    def message_key(self, source: int, destination: int) -> int:
+        """Returns the key of the group in which `source` sends to `destination`: not that of the pair, nor of the way back."""
+        return self._pair_key(source, destination) + self.mesh.world_size**2
+
+    def _pair_key(self, first: int, second: int) -> int:
+        return self._first_key + len(self._group_numbers) + first * self.mesh.world_size + second
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of every worker, this one's among them; workers have equally many ranks."""
+        return tuple(range(0, self.mesh.world_size, len(self.local_ranks)))
+
+    def token(self, rank: int) -> tf.Tensor:
+        """Returns the resource handle on which `rank`'s collectives are chained."""
+        return self._made(self._tokens, rank).handle
+
+    def message_token(self, rank: int) -> tf.Tensor:
+        """Returns the resource handle that every message of `rank` to or from another process writes when it has moved."""
+        return self._made(self._message_tokens, rank).handle
+
+    def _made(self, tokens: dict[int, tf.Variable], rank: int) -> tf.Variable:
+        if rank not in tokens:
+            # `ResourceVariable` itself, because `tf.Variable` would ask the active strategy, which mirrors it.
+            with tf.init_scope(), tf.device(self.mesh.devices[rank]):
+                tokens[rank] = resource_variable_ops.ResourceVariable(tf.zeros([], tf.int64), trainable=False)
+        return tokens[rank]
+
+    def new_plan(self) -> CollectivePlan:
+        """Returns the plan of a new trace."""
+        plan = CollectivePlan(self.mesh.world_size, self.local_ranks)
+        if self.is_multi_worker:
+            self.programs.append(plan)
+        return plan
+
+    def marks(self, plan: CollectivePlan) -> tuple[int, int]:
+        """Returns what a rank that runs `plan` adds to its token before its first collective, and after its last."""
+        number = self.programs.index(plan) << _COUNT_BITS
+        return 1 + number, 1 - number
+
+    def running(self) -> dict[int, tuple[int, CollectivePlan]]:
+        """Returns, per local rank that is running collectives at this moment, a count of its programs so far and the plan.
+
+        The same count a while later means that the rank is still in the same program. For another thread to call, while training
+        runs; known for jobs of several workers only.
+        """
+        found = {}
+        for rank, token in list(self._tokens.items()):
+            number, count = divmod(int(token.numpy()), 1 << _COUNT_BITS)
+            if count % 2:
+                found[rank] = (count, self.programs[number])
+        return found

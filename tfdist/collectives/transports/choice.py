@@ -1,0 +1,49 @@
+"""The one place that chooses how bytes travel, when a strategy is made.
+
+NCCL between whole physical GPUs; else TensorFlow's ring, in pieces between processes. CPU workers that turn out to be on one
+machine then go through memory that they share (`shared_memory.connect`), unless they are told not to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives.transports.chunked import Chunked
+from tfdist.collectives.transports.kernels import NCCL, RING, Kernels
+from tfdist.mesh import uses_physical_gpus
+
+RING_BETWEEN_WORKERS = Chunked(RING, chunk_bytes=8 * 2**20)
+
+
+def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_multi_worker: bool = False) -> Kernels | Chunked:
+    """Returns `NCCL` when every device is a whole physical GPU, else `RING`, between workers in pieces.
+
+    Args:
+        devices: the devices of the job.
+        implementation: what the user asks for, a name of `tf.distribute.experimental.CommunicationImplementation`.
+        is_multi_worker: whether the devices belong to several processes.
+
+    Raises:
+        ValueError: NCCL is asked for, but the devices are not whole physical GPUs.
+    """
+    is_nccl = uses_physical_gpus(devices)
+    if implementation == "NCCL" and not is_nccl:
+        raise ValueError(
+            errors.message(
+                "`communication_options` asks for NCCL, which needs whole physical GPUs.",
+                implementation=implementation,
+                devices=list(devices),
+                fix="Use `CommunicationImplementation.AUTO`, which takes NCCL where it can.",
+            )
+        )
+    if is_nccl and implementation != "RING":
+        return NCCL
+    return RING_BETWEEN_WORKERS if is_multi_worker else RING
+
+
+def are_cpus(devices: Sequence[str]) -> bool:
+    """Whether all `devices` are CPUs, so that processes on one machine can share what is on them."""
+    return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)

@@ -1,0 +1,79 @@
+"""Messages between two devices of one process: plain edges of the graph.
+
+They cost nothing between logical CPUs and one copy between GPUs. Ranks are traced one after the other, and each may need what a
+later one makes: such a receiver gets a stand-in, which is connected to the real tensor when that is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives.program import RankProgram
+from tfdist.collectives.transports.transport import MessageTransport
+
+
+class GraphEdges(MessageTransport):
+    """Messages between the ranks of this process in one trace."""
+
+    def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+        program.plan.attachment(_Edges).send(_Message(program.rank, destination, label), x)
+
+    def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+        return program.plan.attachment(_Edges).receive(_Message(source, program.rank, label), spec)
+
+
+GRAPH_EDGES = GraphEdges()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Message:
+    source: int
+    destination: int
+    label: str
+
+
+class _Edges:
+    """The messages between ranks of this process in one trace; an attachment of its plan."""
+
+    def __init__(self) -> None:
+        self._sent: dict[_Message, tf.Tensor] = {}
+        self._awaited: dict[_Message, tf.Tensor] = {}
+
+    def send(self, message: _Message, x: tf.Tensor) -> None:
+        self._sent[message] = x
+        if message in self._awaited:
+            self._connect(self._awaited.pop(message), x, message)
+
+    def receive(self, message: _Message, spec: tf.TensorSpec) -> tf.Tensor:
+        if message in self._sent:
+            received = tf.identity(self._sent[message])
+            received.set_shape(spec.shape)
+            return received
+        static = [1 if size is None else size for size in spec.shape]
+        stand_in = tf.compat.v1.placeholder_with_default(tf.zeros(static, spec.dtype), spec.shape)
+        self._awaited[message] = tf.identity(stand_in)
+        return self._awaited[message]
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError when a rank waits for what no rank sends."""
+        if self._awaited:
+            message = next(iter(self._awaited))
+            raise RuntimeError(
+                errors.message(
+                    f"Rank {message.destination} waits for {message.label!r}, which rank {message.source} never sends."
+                )
+            )
+
+    @staticmethod
+    def _connect(stand_in: tf.Tensor, x: tf.Tensor, message: _Message) -> None:
+        if stand_in.dtype != x.dtype or not stand_in.shape.is_compatible_with(x.shape):
+            raise RuntimeError(
+                errors.message(
+                    f"Rank {message.destination} expects {message.label!r} to be {stand_in.dtype.name}"
+                    f"{stand_in.shape}, but rank {message.source} sends {x.dtype.name}{x.shape}."
+                )
+            )
+        stand_in.op._update_input(0, x)

@@ -1,0 +1,40 @@
+"""What every collective kernel of TensorFlow is told, and in which dtype it moves bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives.program import RankProgram
+
+# No timeout: TensorFlow 2.21 leaves about two sleeping threads behind for every collective that runs with one, until it would
+# have expired, so that a training run of some minutes exhausts the process's threads. Within one process a missing peer is found
+# while tracing (`CollectivePlan`).
+TIMEOUT_SECONDS = 0.0
+
+
+def byte_dtype(dtype: tf.DType) -> tf.DType:
+    """Returns a dtype of the same width in which `dtype` travels where bytes are only moved."""
+    return {tf.bfloat16: tf.float16}.get(dtype, dtype)
+
+
+def as_bytes(x: tf.Tensor) -> tf.Tensor:
+    """Returns `x` in its `byte_dtype`."""
+    return from_bytes(x, byte_dtype(x.dtype))
+
+
+def from_bytes(moved: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the bits of `moved` as `dtype`."""
+    return moved if moved.dtype == dtype else tf.bitcast(moved, dtype)
+
+
+def kernel_arguments(program: RankProgram, hint: str, group_size: int, group_key: int, instance_key: Any) -> dict[str, Any]:
+    """Returns the arguments by which a kernel finds its group (the key) and its call in it (the instance key)."""
+    return {
+        "group_size": program.constant(group_size),
+        "group_key": program.constant(group_key),
+        "instance_key": instance_key,
+        "communication_hint": hint,
+        "timeout_seconds": TIMEOUT_SECONDS,
+    }

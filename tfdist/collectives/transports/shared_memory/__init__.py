@@ -1,0 +1,13 @@
+"""Memory that CPU workers of one machine share: four to eight times as fast as gRPC between them.
+
+peers          what both protocols stand on: mapped memory, sockets, waiting, giving up
+exchange       collectives of a group, in turns
+mailbox        messages between two processes
+python_calls   Python functions as operations of TensorFlow
+transport      both as transports
+connect        who shares a machine, found when the strategy is made
+"""
+
+from tfdist.collectives.transports.shared_memory.connect import abort_shared_memory, connect_shared_memory
+
+__all__ = ["abort_shared_memory", "connect_shared_memory"]

@@ -1,0 +1,134 @@
+"""What both protocols of shared memory stand on: memory that is mapped, and sockets to the other processes. No TensorFlow here.
+
+Bytes go through memory that one process writes and others map; a short packet over a socket tells that they are there. Who waits,
+waits for a packet, and so learns at once of a process that has ended, or of this one being told to give up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import select
+import socket
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+
+class PeerLost(RuntimeError):
+    """Another process has ended, or this one was told to give up."""
+
+
+class Peers:
+    """Connected sockets of packets (`SOCK_SEQPACKET`) to the other processes, by number.
+
+    Args:
+        connections: the sockets.
+        noun: what a number is called in errors, "member" or "rank".
+    """
+
+    def __init__(self, connections: Mapping[int, socket.socket], noun: str):
+        self._connections = dict(connections)
+        self._numbers = {connection.fileno(): number for number, connection in connections.items()}
+        self._noun = noun
+        self._ended: set[int] = set()
+        self._reason: str | None = None
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        return frozenset(self._connections)
+
+    def abort(self, reason: str) -> None:
+        """Lets whoever waits, in another thread, and all later calls raise `PeerLost` with `reason`."""
+        self._reason = reason
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):  # its other end has gone
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def lost(self, number: int, error: OSError | None = None) -> PeerLost:
+        """Returns what to raise when `number` has ended."""
+        return PeerLost(self._reason or f"{self._noun} {number} has ended{f': {error}' if error else ''}")
+
+    @contextlib.contextmanager
+    def talking_to(self, number: int) -> Iterator[socket.socket]:
+        """Within it, a connection that breaks raises `PeerLost`."""
+        try:
+            yield self._connections[number]
+        except OSError as error:
+            raise self.lost(number, error) from error
+
+    # Waiting in the call
+
+    def send(self, number: int, packet: bytes) -> None:
+        """Sends `packet`, waiting for room if there is none."""
+        try:
+            self._connections[number].sendall(packet)
+        except OSError as error:
+            raise self.lost(number, error) from error
+
+    def receive_into(self, number: int, packet: bytearray) -> None:
+        """Waits for the next packet, which fills `packet`."""
+        try:
+            count = self._connections[number].recv_into(packet, len(packet), socket.MSG_WAITALL)
+        except OSError as error:
+            raise self.lost(number, error) from error
+        if count != len(packet):
+            raise self.lost(number)
+
+    # Waiting for all of them at once
+
+    def set_blocking(self, blocking: bool) -> None:
+        """Chooses between both kinds of waiting."""
+        for connection in self._connections.values():
+            connection.setblocking(blocking)
+
+    def has_ended(self, number: int) -> bool:
+        return number in self._ended
+
+    def try_send(self, number: int, packet: bytes) -> bool:
+        """Sends `packet` if there is room, and returns whether there was."""
+        try:
+            self._connections[number].send(packet)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self.lost(number, error) from error
+        return True
+
+    def arrived(self, number: int, size: int) -> Iterator[bytes]:
+        """Yields the packets, of `size`, that have arrived; notes when the other end has gone."""
+        while number not in self._ended:
+            try:
+                packet = self._connections[number].recv(size)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self._ended.add(number)
+                return
+            yield packet
+
+    def wait(self, milliseconds: int, room_for: int | None = None) -> list[int]:
+        """Waits for a moment until something arrives, or there is room to send to `room_for`; returns from whom it has come."""
+        poll = select.poll()
+        for number, connection in self._connections.items():
+            if number not in self._ended:
+                poll.register(connection, select.POLLIN | (select.POLLOUT if number == room_for else 0))
+        return [self._numbers[descriptor] for descriptor, event in poll.poll(milliseconds) if event & ~select.POLLOUT]
+
+
+class Segment:
+    """Bytes [start, start + length) of a file in memory, mapped."""
+
+    def __init__(self, memory: io.FileIO, start: int, length: int):
+        self.start = start
+        self.length = length
+        self.end = start + length
+        self.bytes = np.frombuffer(mmap.mmap(memory.fileno(), length, offset=start) if length else b"", np.uint8)
+
+
+def bytes_of(x: np.ndarray) -> np.ndarray:
+    """Returns the bytes of `x`, not a copy."""
+    return x.reshape(-1).view(np.uint8)

@@ -1,0 +1,108 @@
+"""What carries bytes between ranks: the methods that every transport has.
+
+A group of ranks has one `Transport`, chosen when the strategy is made, and a pair of ranks one `MessageTransport`. Collectives
+know nothing else of how bytes travel:
+
+    group_ops, ops, activations     what the collectives of a group mean
+    Transport                       how the bytes of one group travel
+      Ring, Nccl                    TensorFlow's kernels
+      Chunked                       another transport, given large tensors in pieces
+      shared_memory/                memory that CPU workers of one machine share
+
+All methods emit operations on the program's device, and put the collective in the plan (`RankProgram.begin`). None has a
+gradient. They are never called for a group of one rank or for an empty tensor (`group_ops`).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives.program import RankProgram
+
+
+class MessageTransport(abc.ABC):
+    """How messages between two ranks travel: each has a label, and messages have no order among each other.
+
+    Attributes:
+        holds_thread: whether to receive holds one of the threads that run operations until the message is there.
+    """
+
+    holds_thread = False
+
+    @abc.abstractmethod
+    def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+        """Sends `x` to rank `destination`; only the first dimension of `x` may be unknown."""
+
+    @abc.abstractmethod
+    def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+        """Returns what rank `source` sends, a tensor of `spec`; `rows` is its first dimension, for where `spec` does not tell."""
+
+
+class Transport(abc.ABC):
+    """How the collectives of a group of ranks travel. They stand on the chain of the rank, in program order.
+
+    Attributes:
+        messages: how messages between two ranks travel that have no other way.
+        holds_thread: whether a collective holds one of the threads that run operations until all members have come.
+    """
+
+    messages: MessageTransport
+    holds_thread = False
+
+    @abc.abstractmethod
+    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
+        """Reduces `x` elementwise by `reduce_op` ("sum", "max", "min") over `ranks`."""
+
+    @abc.abstractmethod
+    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+        """Concatenates `x` of all `ranks`, of one shape, along axis 0, in group order."""
+
+    @abc.abstractmethod
+    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+        """Sends `x[i]` to the i-th of `ranks` and returns what each sent here, stacked: (N, ...) to (N, ...)."""
+
+    @abc.abstractmethod
+    def reduce_scatter(
+        self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, dtype: tf.DType
+    ) -> tf.Tensor:
+        """Sums `x`, of shape (N, ...), over `ranks`, and returns row i to the i-th rank as `dtype`: (N, ...) to (...)."""
+
+    @abc.abstractmethod
+    def broadcast(
+        self, program: RankProgram, x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...], source: int, op: str, label: str
+    ) -> tf.Tensor:
+        """Returns the `x` of rank `source` on every one of `ranks`; the others give its static shape and dtype as `x`.
+
+        `op` is what the plan calls it.
+        """
+
+    def all_gather_parts(
+        self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str
+    ) -> list[tf.Tensor]:
+        """All-gathers vectors of one dtype in one collective; returns of each the (N, L) of all `ranks`, flattened or not."""
+        if len(parts) == 1:
+            return [self.all_gather(program, parts[0], ranks, label)]
+        lengths = [part.shape[0] for part in parts]
+        with tf.device(program.device):
+            gathered = self.all_gather(program, tf.concat(parts, program.constant(0)), ranks, label)
+            rows = tf.reshape(gathered, program.constant([len(ranks), sum(lengths)]))
+            return tf.split(rows, program.constant(lengths), program.constant(1), num=len(lengths))
+
+    def reduce_scatter_parts(
+        self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str, dtype: tf.DType
+    ) -> list[tf.Tensor]:
+        """Reduce-scatters several (N, L) of one dtype in one collective; returns of each this rank's (L,), as `dtype`."""
+        if len(parts) == 1:
+            return [self.reduce_scatter(program, parts[0], ranks, label, dtype)]
+        lengths = [part.shape[1] for part in parts]
+        with tf.device(program.device):
+            reduced = self.reduce_scatter(program, tf.concat(parts, program.constant(1)), ranks, label, dtype)
+            return tf.split(reduced, program.constant(lengths), program.constant(0), num=len(lengths))
+
+
+def sum_dtype(dtype: tf.DType) -> tf.DType:
+    """Returns in which dtype a sum of what travelled as `dtype` is taken: a half-precision wire does not mean such a sum."""
+    return tf.float32 if dtype in (tf.bfloat16, tf.float16) else dtype
