@@ -148,19 +148,19 @@ def test_shapes_become_integers():
 
 @pytest.mark.parametrize("axis", [None, -1, 2])
 def test_tensor_axis_must_exist(axis):
-    with pytest.raises(ValueError, match="`tensor` must cut one of the 2 axes") as error:
+    with pytest.raises(ValueError, match="`tensor` must shard one of the 2 axes") as error:
         Layout((4, 4), mesh_of((1, 1, 2)), tensor=Shard(axis))
     assert f"Received: tensor=Shard(axis={axis})" in str(error.value)
 
 
 def test_a_scalar_has_no_tensor_axis():
-    with pytest.raises(ValueError, match="`tensor` must cut one of the 0 axes"):
+    with pytest.raises(ValueError, match="`tensor` must shard one of the 0 axes"):
         Layout((), mesh_of((1, 1, 2)), tensor=Shard(0))
 
 
 @pytest.mark.parametrize(("size", "works"), [(15, "14, 16"), (1, "2, 4")])
 def test_tensor_axis_must_divide(size, works):
-    with pytest.raises(ValueError, match=rf"axis 1 of shape \(7, {size}\) in 2 equal parts, but 2 does not") as error:
+    with pytest.raises(ValueError, match=rf"axis 1 of shape \(7, {size}\) in 2 equal shards, but 2 does not") as error:
         Layout((7, size), mesh_of((1, 1, 2)), tensor=Shard(1))
     assert "Received: tensor=Shard(axis=1)" in str(error.value)
     assert f"Sizes that work: {works}." in str(error.value)

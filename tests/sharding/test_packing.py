@@ -50,7 +50,7 @@ def test_cut_shard_is_layout_shard(shape, n):
     layout = Layout(shape, DeviceMesh([f"CPU:{index}" for index in range(n)]), data=Shard())
     full = np.arange(1.0, 1 + math.prod(shape)).reshape(shape)
     for rank in range(n):
-        cut = packing.cut_shard(tf.constant(full), layout, rank)
+        cut = packing.data_shard(tf.constant(full), layout, rank)
         assert cut.shape == layout.component_shape
         np.testing.assert_array_equal(cut, layout.shard(full, Coordinate(rank)))
 
@@ -65,7 +65,7 @@ def test_local_tensors_of_a_cut_tensor_axis():
         (rows,) = packing.rows_of([tf.constant(part)], [layout])
         for data in range(3):
             np.testing.assert_array_equal(rows[data], layout.shard(full, Coordinate(data, 0, tensor)))
-            np.testing.assert_array_equal(packing.cut_shard(tf.constant(part), layout, data), rows[data])
+            np.testing.assert_array_equal(packing.data_shard(tf.constant(part), layout, data), rows[data])
         np.testing.assert_array_equal(packing.fulls_of([rows], [layout])[0], part)
 
 
@@ -76,7 +76,7 @@ def test_shapes_stay_static_in_a_graph():
     def shapes(*fulls):
         rows = packing.rows_of(fulls, layouts)
         back = packing.fulls_of(rows, layouts)
-        shards = [packing.cut_shard(full, layout, 3) for full, layout in zip(fulls, layouts, strict=True)]
+        shards = [packing.data_shard(full, layout, 3) for full, layout in zip(fulls, layouts, strict=True)]
         assert [tuple(tensor.shape) for tensor in back] == [layout.local_shape for layout in layouts]
         assert [tuple(tensor.shape) for tensor in shards] == [layout.component_shape for layout in layouts]
         return rows

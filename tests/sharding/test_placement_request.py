@@ -18,9 +18,8 @@ from tfdist.sharding import (
     Replicate,
     Shard,
     current_placement,
-    keep_placement,
-    make_again,
     placement,
+    request_placement,
 )
 
 MESH = DeviceMesh(tuple(f"CPU:{index}" for index in range(8)), pipeline_parallel_size=2, tensor_parallel_size=2)
@@ -104,10 +103,9 @@ def test_what_is_kept_holds_when_a_value_is_made_later_or_again(cpus):
         now = keras.Variable("ones", (4, 6))
         with keras.StatelessScope():
             later = keras.Variable("ones", (4, 6))
-            keep_placement(later, tensor=Shard(0))
+            request_placement(later, tensor=Shard(0))
         assert later.value.layout == Layout((4, 6), strategy.mesh, tensor=Shard(0))
         now.assign(7 * now)
-        keep_placement(now, tensor=Shard(1))
-        make_again(now)
+        request_placement(now, tensor=Shard(1))
     assert now.value.layout == Layout((4, 6), strategy.mesh, tensor=Shard(1))
     assert now.numpy().sum() == 7 * 24

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers.statistics import note_assigned
-from tfdist.sharding import ShardedVariable, kept_placement, placement, stage_owners
+from tfdist.pipeline import deferred_weights
+from tfdist.sharding import ShardedVariable, kept_placement, placement
 
 _LATER = """Under a pipeline nobody knows in which stage a layer will be when it is built: its weights are made when that is
 known, and never on another stage's ranks."""
@@ -17,14 +18,14 @@ known, and never on another stage's ranks."""
 
 @replaces("keras.Variable", "_initialize_with_initializer", signature="(self, initializer)", why=_LATER)
 def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
-    if not stage_owners.put_off(self, initializer):
+    if not deferred_weights.put_off(self, initializer):
         with placement(**kept_placement(self)):
             original(self, initializer)
 
 
 @replaces("keras.Variable", "_deferred_initialize", signature="(self)", why=_LATER)
 def _deferred_initialize(original: Callable[..., None], self: Any) -> None:
-    if not stage_owners.stays_put_off(self):
+    if not deferred_weights.stays_put_off(self):
         original(self)
 
 
@@ -32,7 +33,7 @@ def _deferred_initialize(original: Callable[..., None], self: Any) -> None:
     "keras.Variable", "assign", signature="(self, value)", why=f"{_LATER} Assigned before, it is made on all: its value counts."
 )
 def _assign(original: Callable[..., Any], self: Any, value: Any) -> Any:
-    stage_owners.make_to_assign(self)
+    deferred_weights.make_to_assign(self)
     return original(self, value)
 
 

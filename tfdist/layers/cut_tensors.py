@@ -1,7 +1,7 @@
 """Activations that leave a layer cut over the tensor axis, and who may see them.
 
 A layer with `gather_output=False` returns this rank's part of its output. The tensor carries a mark that says so
-(`tfdist.sharding.cut_activations`), so that nobody takes the part for the whole:
+(`tfdist.sharding.sharded_activations`), so that nobody takes the part for the whole:
 
 * `VocabParallelCrossentropy` and layers with `input_is_parallel=True` compute on the part;
 * every other Keras loss, and metrics, get the whole: it is gathered for them;
@@ -17,19 +17,19 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.layers import regions
-from tfdist.sharding.cut_activations import Cut, cut_of, set_cut
+from tfdist.sharding.sharded_activations import ActivationShard, mark_shard, shard_of
 
 
 def mark(x: tf.Tensor, axis: int, size: int | None = None) -> tf.Tensor:
-    """Says that `x`, a layer's output, is this rank's part along `axis`; `cut_of` reads it."""
+    """Says that `x`, a layer's output, is this rank's part along `axis`; `shard_of` reads it."""
     if regions.tensor_program() is not None:
-        set_cut(x, Cut(axis % x.shape.rank, size))
+        mark_shard(x, ActivationShard(axis % x.shape.rank, size))
     return x
 
 
 def whole(x: Any) -> Any:
     """Returns `x`, gathered over the tensor axis if it is cut."""
-    cut = cut_of(x)
+    cut = shard_of(x)
     if cut is None or regions.tensor_program() is None:
         return x
     gathered = cut.without_padding(regions.gather_from(x, cut.axis, "gather_output"))
@@ -41,7 +41,7 @@ def whole(x: Any) -> Any:
 
 def all_whole(structure: Any) -> Any:
     """Returns a structure of tensors with those that are cut gathered."""
-    if not any(cut_of(leaf) for leaf in tf.nest.flatten(structure)):
+    if not any(shard_of(leaf) for leaf in tf.nest.flatten(structure)):
         return structure
     return tf.nest.map_structure(whole, structure)
 

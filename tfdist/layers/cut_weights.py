@@ -12,7 +12,7 @@ from tfdist import errors
 from tfdist.layers import regions
 from tfdist.layers.checkpoint_names import save_as
 from tfdist.runtime import begin_use
-from tfdist.sharding import Shard, shard_over_tensor
+from tfdist.sharding import Shard, request_placement
 
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
@@ -72,9 +72,15 @@ class CutWeights:
 
 
 def cut_weight(variable: keras.Variable, placement: Shard) -> None:
-    """Cuts a layer's weight, and lets its regularizer see all of it."""
-    shard_over_tensor(variable, placement)
-    if variable.regularizer is not None and regions.scope_tensor_size() > 1:
+    """Shards a layer's weight over the tensor axis, if the strategy has one, and lets its regularizer see all of it.
+
+    Raises:
+        ValueError: the axis does not exist, or the tensor size does not divide its length and `placement` is not padded.
+    """
+    if regions.scope_tensor_size() == 1:
+        return
+    request_placement(variable, tensor=placement)
+    if variable.regularizer is not None:
         variable.regularizer = WholeRegularizer(variable.regularizer, placement.axis, variable.shape)
 
 

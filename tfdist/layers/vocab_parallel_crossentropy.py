@@ -65,7 +65,7 @@ class VocabParallelCrossentropy(keras.losses.Loss):
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         # Keras converts predictions before `call`, and a converted tensor has no mark.
-        self._cut = cut_tensors.cut_of(y_pred)
+        self._cut = cut_tensors.shard_of(y_pred)
         return super().__call__(y_true, y_pred, sample_weight)
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -100,7 +100,7 @@ class VocabParallelCrossentropy(keras.losses.Loss):
             labels = tf.squeeze(labels, -1)
         return tf.cast(labels, tf.int64)
 
-    def _losses(self, labels: tf.Tensor, logits: tf.Tensor, cut: cut_tensors.Cut | None) -> tf.Tensor:
+    def _losses(self, labels: tf.Tensor, logits: tf.Tensor, cut: cut_tensors.ActivationShard | None) -> tf.Tensor:
         """Returns the loss of each position, labels (batch, ...), logits (batch, ..., classes), whole or cut."""
         local = logits.shape[-1]
         classes, start = (local, 0) if cut is None else (cut.size, regions.tensor_rank() * local)
@@ -127,7 +127,7 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         is_known = (labels >= 0) & (labels < classes)
         return tf.where(is_known, losses, tf.constant(float("nan"), losses.dtype))
 
-    def _maximum(self, logits: tf.Tensor, cut: cut_tensors.Cut | None) -> tf.Tensor:
+    def _maximum(self, logits: tf.Tensor, cut: cut_tensors.ActivationShard | None) -> tf.Tensor:
         highest = tf.reduce_max(logits, -1)
         if cut is None:
             return highest

@@ -60,13 +60,13 @@ class Target:
         value = stored.value()
         if self.is_in_place:
             return value
-        return packing.cut_shard(value, self.state_layout, self._coordinate.data, self.program.constant)
+        return packing.data_shard(value, self.state_layout, self._coordinate.data, self.program.constant)
 
     def store_global(self, value: tf.Tensor) -> None:
         """Stores this rank's part of the global tensor `value`."""
-        value = packing.cut_tensor(value, self.layout, self._coordinate)
+        value = packing.tensor_shard(value, self.layout, self._coordinate)
         if self.layout.is_data_sharded:
-            value = packing.cut_shard(value, self.layout, self._coordinate.data)
+            value = packing.data_shard(value, self.layout, self._coordinate.data)
         self.stored.assign(value, read_value=False)
 
     @property

@@ -19,7 +19,7 @@ from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageFunctions
 from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.sharding import tape
-from tfdist.sharding.cut_activations import gathered, held_spec, mark_as_held, may_hold_parts
+from tfdist.sharding.sharded_activations import gathered, held_spec, mark_as_held, may_hold_parts
 
 
 class Step:

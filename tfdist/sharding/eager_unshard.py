@@ -11,17 +11,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, ops, wire
+from tfdist.collectives import RankProgram, ops
 from tfdist.sharding import packing, tape
 from tfdist.sharding.mesh_config import MeshConfig
+from tfdist.sharding.shard_messages import gather_shards, scatter_sums
 
 
 def read(variable: Any, dtype: tf.DType, program: RankProgram, config: MeshConfig, on_gradient: Callable[[], None]) -> tf.Tensor:
     """Returns the full (local) value of `variable` in `dtype`, on this rank's tapes; calls `on_gradient` when these want it."""
     shard = variable.component(program.rank).value()  # on the tapes that watch the variable
     with tape.stop_recording():
-        gathered = wire.all_gather(program, tf.cast(shard, dtype), program.group_ranks("data"), f"unshard/{variable.name}")
-        (full,) = packing.fulls_of([gathered], [variable.layout])
+        (full,) = gather_shards(program, [tf.cast(shard, dtype)], [variable.layout], f"unshard/{variable.name}")
     gradient = functools.partial(_reduced, variable, program, config, on_gradient)
     tape.record_gradient("Unshard", [full], [shard], gradient)
     return full
@@ -38,10 +38,8 @@ def _reduced(
     on_gradient()
     full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
     with tape.stop_recording():
-        (rows,) = packing.rows_of([full], [variable.layout])
-        travelling = tf.cast(rows, config.travel_dtype(rows.dtype))
-        label = f"reduce_scatter/{variable.name}"
-        shard = wire.reduce_scatter(program, travelling, program.group_ranks("data"), label, dtype=variable.dtype)
+        travel_dtype, label = config.travel_dtype(full.dtype), f"reduce_scatter/{variable.name}"
+        (shard,) = scatter_sums(program, [full], [variable.layout], label, travel_dtype, variable.dtype)
     tape.record_gradient("ReduceScatter", [shard], [full], functools.partial(_second_order, variable, full.dtype))
     return [shard]
 

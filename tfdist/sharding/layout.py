@@ -1,6 +1,6 @@
 """What part of a variable each rank stores. Arithmetic only: no TensorFlow here.
 
-global (5, 4), tensor axis 1 cut in 2, then flat shards over data = 4: 10 elements a half, 3 a rank, 2 of padding
+global (5, 4), tensor axis 1 in 2 shards, then flat shards over data = 4: 10 elements a half, 3 a rank, 2 of padding
 
     ┌───────┬───────┐        tensor 0: a b c d e f g h i j
     │ a b   │ k l   │           data 0: a b c    data 1: d e f    data 2: g h i    data 3: j · ·
@@ -28,9 +28,9 @@ from tfdist.sharding.placements import Own, Partial, Replicate, Shard
 class Layout:
     """Maps a variable of a global shape to the components that the ranks store.
 
-    Two cuts combine: first a tensor axis over the mesh's `tensor` axis (column, row or vocabulary parallel), then what is left,
-    flattened and padded, over `data` (ZeRO). `pipe_owners` says which pipeline coordinates store it at all: the one
-    of its stage, or several for a weight that stages share.
+    Two ways to shard combine: first a tensor axis over the mesh's `tensor` axis (column, row or vocabulary parallel), then
+    what is left, flattened and padded, over `data` (ZeRO). `pipe_owners` says which pipeline coordinates store it at all: the
+    one of its stage, or several for a weight that stages share.
 
     Args:
         shape: the global shape.
@@ -64,12 +64,12 @@ class Layout:
         if self.is_tensor_sharded:
             axis, parts = self.tensor.axis, self.mesh.tensor_parallel_size
             if axis is None or not 0 <= axis < len(self.shape):
-                raise ValueError(errors.message(f"`tensor` must cut one of the {len(self.shape)} axes.", tensor=self.tensor))
+                raise ValueError(errors.message(f"`tensor` must shard one of the {len(self.shape)} axes.", tensor=self.tensor))
             if self.shape[axis] % parts and not self.tensor.is_padded:
                 lower = max(self.shape[axis] // parts, 1) * parts
                 raise ValueError(
                     errors.message(
-                        f"`tensor` cuts axis {axis} of shape {self.shape} in {parts} equal parts, but {parts} does not "
+                        f"`tensor` splits axis {axis} of shape {self.shape} in {parts} equal shards, but {parts} does not "
                         f"divide {self.shape[axis]}.",
                         tensor=self.tensor,
                         fix=f"Sizes that work: {lower}, {lower + parts}.",
@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape after the tensor cut, padding included, before the flat one: what a layer inside a replica computes with."""
+        """Shape of a shard over the tensor axis, padding included, not flat yet: what a layer inside a replica computes with."""
         if not self.is_tensor_sharded:
             return self.shape
         local = list(self.shape)
@@ -165,7 +165,7 @@ class Layout:
         return self.pipe_owners[0] if self.pipe_owners else 0
 
     def tensor_slices(self, coordinate: Coordinate) -> tuple[slice, ...]:
-        """Returns the index of the tensor cut at `coordinate` in the global variable, without its padding."""
+        """Returns the index of the tensor shard at `coordinate` in the global variable, without its padding."""
         slices = [slice(None)] * len(self.shape)
         if self.is_tensor_sharded:
             size, length = self.shape[self.tensor.axis], self.local_shape[self.tensor.axis]
@@ -174,11 +174,11 @@ class Layout:
         return tuple(slices)
 
     def tensor_padding(self, coordinate: Coordinate) -> list[list[int]]:
-        """Returns, per axis, [0, zeros that follow the tensor cut at `coordinate`]."""
+        """Returns, per axis, [0, zeros that follow the tensor shard at `coordinate`]."""
         paddings = [[0, 0] for _ in self.shape]
         if self.is_tensor_sharded:
-            cut = self.tensor_slices(coordinate)[self.tensor.axis]
-            paddings[self.tensor.axis][1] = self.local_shape[self.tensor.axis] - (cut.stop - cut.start)
+            index = self.tensor_slices(coordinate)[self.tensor.axis]
+            paddings[self.tensor.axis][1] = self.local_shape[self.tensor.axis] - (index.stop - index.start)
         return paddings
 
     def flat_range(self, coordinate: Coordinate) -> tuple[int, int]:

@@ -39,11 +39,11 @@ class MeshConfig(ShardingConfig):
         return self.reduce_dtype or dtype
 
     def parameter_layout(self, shape: tuple[int, ...], tensor: Replicate | Shard | None = None) -> Layout:
-        """Returns the layout of a trainable variable of global `shape`, cut over the tensor axis as `tensor` says (None: not)."""
+        """Returns the layout of a parameter of global `shape`, sharded over the tensor axis as `tensor` says (None: not)."""
         return Layout(tuple(shape), self.mesh, tensor=tensor or Replicate(), data=self.placements.parameter)
 
     def slot_layout(self, parameter: Layout) -> Layout:
-        """Returns the layout of an optimizer slot of `parameter`: cut as it, and flat over data where the stage says so."""
+        """Returns the layout of an optimizer slot of `parameter`: sharded as it, and flat over data where the stage says so."""
         return dataclasses.replace(parameter, data=self.placements.optimizer_state)
 
 

@@ -1,4 +1,4 @@
-"""How variables travel: of each a row for every rank, so that a reduce-scatter cuts between ranks.
+"""How variables travel: of each a row for every rank, so that a reduce-scatter splits it between ranks.
 
     variables a (L=2 per shard), b (L=1), N = 2 ranks
 
@@ -66,8 +66,8 @@ def apart(flat: tf.Tensor, shapes: Sequence[tf.TensorShape], constant: Constant 
     ]
 
 
-def join_tensor_cuts(pieces: Sequence[tf.Tensor], layout: Layout) -> tf.Tensor:
-    """Returns the global tensor from the local ones of all tensor ranks, in order; `cut_tensor` gives one of them back."""
+def join_tensor_shards(pieces: Sequence[tf.Tensor], layout: Layout) -> tf.Tensor:
+    """Returns the global tensor from the local ones of all tensor ranks, in order; `tensor_shard` gives one of them back."""
     if not layout.is_tensor_sharded:
         return pieces[0]
     axis = layout.tensor.axis
@@ -75,7 +75,7 @@ def join_tensor_cuts(pieces: Sequence[tf.Tensor], layout: Layout) -> tf.Tensor:
     return joined if joined.shape[axis] == layout.shape[axis] else joined[tuple(slice(0, size) for size in layout.shape)]
 
 
-def cut_tensor(whole: tf.Tensor, layout: Layout, coordinate: Coordinate) -> tf.Tensor:
+def tensor_shard(whole: tf.Tensor, layout: Layout, coordinate: Coordinate) -> tf.Tensor:
     """Returns the local tensor at `coordinate` of a global one, padded with zeros where the layout is."""
     if not layout.is_tensor_sharded:
         return whole
@@ -83,7 +83,7 @@ def cut_tensor(whole: tf.Tensor, layout: Layout, coordinate: Coordinate) -> tf.T
     return tf.pad(local, padding) if any(after for _, after in padding) else local
 
 
-def cut_shard(full: tf.Tensor, layout: Layout, data_rank: int, constant: Constant = _as_it_is) -> tf.Tensor:
+def data_shard(full: tf.Tensor, layout: Layout, data_rank: int, constant: Constant = _as_it_is) -> tf.Tensor:
     """Returns data rank `data_rank`'s flat shard of a full local tensor, padded with zeros: (...) to (L,)."""
     start = min(data_rank * layout.shard_elements, layout.local_elements)
     size = min(layout.shard_elements, layout.local_elements - start)

@@ -10,8 +10,8 @@ Scopes nest: an inner one changes what it names. A variable made within `tf.dist
 Keras makes optimizer slots, is a slot of that parameter. Without any request a trainable variable is a parameter, and every other
 one is replicated.
 
-Keras may put off making a variable. A request that is to last until then is kept on the Keras variable (`keep_placement`), and
-holds whenever its value is made, or made again (`kept_placement`).
+Keras may put off making a variable, and makes it without a word of where. A request that is to hold then is kept on the Keras
+variable (`request_placement`), and opened whenever its value is made (`kept_placement`).
 """
 
 from __future__ import annotations
@@ -101,22 +101,19 @@ def placement(**changes: Any) -> Iterator[None]:
         _scopes.current = before
 
 
-def keep_placement(variable: keras.Variable, **changes: Any) -> None:
-    """Asks for `changes` of `variable` from now on, whenever its value is made."""
+def request_placement(variable: keras.Variable, **changes: Any) -> None:
+    """Asks for `changes` of `variable` whenever its value is made; if it is made already, it is made again and stays the same.
+
+    `_value` and `_initialize_with_initializer` are private to Keras: tests/layers/test_private_names_of_layers.py fails when they
+    change.
+    """
     setattr(variable, _KEPT, {**kept_placement(variable), **changes})
+    if variable._value is not None:
+        whole = tf.identity(variable._value)
+        with tf.init_scope():
+            variable._initialize_with_initializer(lambda shape, dtype=None: tf.cast(whole, dtype))
 
 
 def kept_placement(variable: keras.Variable) -> dict[str, Any]:
     """Returns what is asked for of `variable` whenever its value is made; `placement` takes it."""
     return getattr(variable, _KEPT, {})
-
-
-def make_again(variable: keras.Variable) -> None:
-    """Makes the value of `variable` as is asked for now, where it is made already; it stays the same value.
-
-    `_value` and `_initialize_with_initializer` are private to Keras: tests/layers/test_private_names_of_layers.py fails when they
-    change.
-    """
-    whole = tf.identity(variable._value)
-    with tf.init_scope():
-        variable._initialize_with_initializer(lambda shape, dtype=None: tf.cast(whole, dtype))

@@ -12,11 +12,11 @@ class Replicate:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Each rank holds one part.
+    """Each rank holds one shard.
 
     Attributes:
-        axis: the tensor axis that is cut in equal parts; None cuts the flattened tensor in equal parts, padding the last.
-        is_padded: whether an axis that cannot be cut in equal parts is padded with zeros; else it is refused.
+        axis: the tensor axis that is split in equal shards; None splits the flattened tensor, padding the last shard.
+        is_padded: whether an axis that cannot be split in equal shards is padded with zeros; else it is refused.
     """
 
     axis: int | None = None

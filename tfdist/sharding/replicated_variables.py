@@ -37,20 +37,20 @@ class ReplicatedMirroredVariable(_WithLayout, values.MirroredVariable):
 
 
 class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
-    """A variable of which every rank stores a summand: metrics' totals, gradients that are added up before they are reduced."""
+    """A variable of which every rank stores a value of its own, added up (or averaged) when it is read outside replicas.
+
+    Metrics' totals are, and gradients that are accumulated before they are reduced.
+    """
 
     _data = Partial()
 
 
 def with_layout(variable: tf.Variable, mesh: DeviceMesh) -> tf.Variable:
-    """Returns a variable that TensorFlow has made as one that has a layout.
-
-    Left alone is what no layout describes: a shape that is not known, and values of ranks that are averaged when they are read.
-    """
+    """Returns a variable that TensorFlow has made as one that has a layout; one whose shape is not known is left alone."""
     if not variable.shape.is_fully_defined():
         return variable
     if type(variable) is values.MirroredVariable:
         return ReplicatedMirroredVariable(variable, mesh)
-    if type(variable) is values.SyncOnReadVariable and variable.aggregation == tf.VariableAggregation.SUM:
+    if type(variable) is values.SyncOnReadVariable:
         return PartialSyncOnReadVariable(variable, mesh)
     return variable

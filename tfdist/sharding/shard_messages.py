@@ -48,7 +48,7 @@ def gather_over_tensor(program: RankProgram, local: tf.Tensor, layout: Layout, l
     if not layout.is_tensor_sharded:
         return local
     gathered = wire.all_gather(program, local[tf.newaxis], program.group_ranks("tensor"), label)
-    return packing.join_tensor_cuts(tf.unstack(gathered), layout)
+    return packing.join_tensor_shards(tf.unstack(gathered), layout)
 
 
 def scatter_sums(

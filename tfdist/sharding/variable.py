@@ -1,4 +1,4 @@
-"""A variable of which every rank stores a part."""
+"""A variable of which every rank stores a shard."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _NOT_DELEGATED = ("_values", "_use_resource_variables", "_attribute_sentinel", "
 
 
 class ShardedVariable(values.DistributedVariable):
-    """A `tf.distribute` variable that looks whole from outside and is stored in parts.
+    """A `tf.distribute` variable that looks whole from outside and is stored in shards.
 
-    * Outside replicas it is the full variable: `shape` is the global shape, `numpy()` assembles the parts, `assign()` cuts and
-      scatters. So saving, loading and `summary()` know nothing of sharding.
+    * Outside replicas it is the full variable: `shape` is the global shape, `numpy()` unshards, `assign()` shards. So saving,
+      loading and `summary()` know nothing of sharding.
     * Inside a replica a parameter (it has `groups`) reads as what a layer computes with: its full value, gathered with its group,
-      or, of one that is cut over the tensor axis, this rank's cut; an optimizer slot reads as this rank's shard.
+      or, of one that is sharded over the tensor axis, this rank's shard; an optimizer slot reads as this rank's shard.
 
     Args:
         strategy: the strategy that made it.
-        components: the local ranks' parts, one `tf.Variable` per rank, each on its rank's device.
-        layout: which part each rank stores.
+        components: the local ranks' shards, one `tf.Variable` per rank, each on its rank's device.
+        layout: which shard each rank stores.
         ranks: the ranks of `components`.
         aggregation: `tf.VariableAggregation` of assignments inside replicas. NONE: all ranks assign the same value.
         groups: the strategy's parameter groups, which say what it is gathered with; None for optimizer slots.
@@ -69,7 +69,7 @@ class ShardedVariable(values.DistributedVariable):
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The global shape; inside a replica that of this rank's tensor cut, as the variable reads there."""
+        """The global shape; inside a replica that of this rank's shard over the tensor axis, as the variable reads there."""
         layout = self.layout
         if layout.is_tensor_sharded and rank_program() is not None:
             return tf.TensorShape(layout.local_shape)
@@ -97,7 +97,7 @@ class ShardedVariable(values.DistributedVariable):
         return True
 
     def component(self, rank: int) -> tf.Variable:
-        """Returns the part that local rank `rank` stores."""
+        """Returns the shard that local rank `rank` stores."""
         return self._values[self._ranks.index(rank)]
 
     def _local_component(self) -> tf.Variable:
@@ -125,7 +125,7 @@ class ShardedVariable(values.DistributedVariable):
                     return self._read_parameter(rank_program(), dtype or self.dtype)
                 case Where.NO_RANK if self.is_parameter:
                     if self._is_elsewhere:
-                        current_program(f"Reading the sharded variable {self.name!r}")  # raises: parts are elsewhere
+                        current_program(f"Reading the sharded variable {self.name!r}")  # raises: shards are elsewhere
                     return self._assemble()
                 case _:
                     return self._local_component()
@@ -149,23 +149,23 @@ class ShardedVariable(values.DistributedVariable):
                     f"Variable {self.name!r} lives on pipeline rank {' and '.join(map(str, owners))}, but is used on rank "
                     f"{coordinate.pipe}.",
                     fix="A stage can use its own layers' weights only. Let the layers that share a weight be shared as layers "
-                    "of the model, so that `PipelineModel` sees it, or cut the model elsewhere (`stages`).",
+                    "of the model, so that `PipelineModel` sees it, or split the model elsewhere (`stages`).",
                 )
             )
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Whether other processes hold some of the parts."""
+        """Whether other processes hold some of the shards."""
         return len(self._ranks) < self.layout.mesh.world_size
 
     def _assemble(self) -> tf.Tensor:
-        """Returns the full value. Where other workers hold some of the parts it is a collective: all workers call it at once."""
+        """Returns the full value. Where other workers hold some of the shards it is a collective: all workers call it at once."""
         if self._is_elsewhere:
             if where() is Where.SYMBOLIC_BUILD:
                 return tf.zeros(self._full_shape, self.dtype)  # a scratch graph, which only wants the shape
             cross_replica = cross_replica_of(self._distribute_strategy)
             parts = [component.read_value() for component in self._values]
-            return cross_replica.call(("assemble", self.layout), self._gather_parts, parts)[0]
+            return cross_replica.call(("assemble", self.layout), self._gather_whole, parts)[0]
         layout = self.layout
         pipe = layout.first_pipe
         pieces = []
@@ -175,9 +175,9 @@ class ShardedVariable(values.DistributedVariable):
                 ranks = [layout.mesh.rank(Coordinate(data, pipe, tensor)) for data in holders]
                 flat = tf.concat([tf.reshape(self.component(rank).read_value(), [-1]) for rank in ranks], 0)
                 pieces.append(tf.reshape(flat[: layout.local_elements], layout.local_shape))
-            return packing.join_tensor_cuts(pieces, layout)
+            return packing.join_tensor_shards(pieces, layout)
 
-    def _gather_parts(self, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
+    def _gather_whole(self, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
         """Returns the full value from this rank's part, over the data and the tensor axis, and from its pipeline rank."""
         layout, ranks = self.layout, program.group_ranks("data")
         owners = layout.pipe_owners
@@ -240,8 +240,8 @@ class ShardedVariable(values.DistributedVariable):
 
     # Writing
 
-    def _cut(self, value: Any, index: int) -> Any:
-        """Returns the part of a full `value` that the component at `index` stores; a component's own shape passes through."""
+    def _shard_for(self, value: Any, index: int) -> Any:
+        """Returns the shard of a full `value` that the component at `index` stores; a component's own shape passes through."""
         if isinstance(value, tf.distribute.DistributedValues):
             value = value.values[index]
         value = tf.convert_to_tensor(value, self.dtype)
@@ -250,7 +250,7 @@ class ShardedVariable(values.DistributedVariable):
         if value.shape == self._values[index].shape and value.shape != self._full_shape:
             return value
         if value.shape == self._full_shape:
-            value = packing.cut_tensor(value, layout, coordinate)
+            value = packing.tensor_shard(value, layout, coordinate)
         if not value.shape.is_compatible_with(layout.local_shape):
             raise ValueError(
                 errors.message(
@@ -262,7 +262,7 @@ class ShardedVariable(values.DistributedVariable):
             return tf.zeros([0], self.dtype)
         if not layout.is_data_sharded:
             return value
-        shard = packing.cut_shard(value, layout, coordinate.data)
+        shard = packing.data_shard(value, layout, coordinate.data)
         # A slice shares its parent's buffer: without the copy the full value would live as long as the shard.
         return tf.raw_ops.DeepCopy(x=shard) if tf.executing_eagerly() else shard
 
@@ -270,7 +270,7 @@ class ShardedVariable(values.DistributedVariable):
         updates = []
         for index, component in enumerate(self._values):
             with tf.device(component.device), distribute_lib.UpdateContext(index):
-                updates.append(update_fn(component, self._cut(value, index), **kwargs))
+                updates.append(update_fn(component, self._shard_for(value, index), **kwargs))
         return self if tf.executing_eagerly() else tf.group(*[update for update in updates if update is not None])
 
     def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
@@ -282,7 +282,7 @@ class ShardedVariable(values.DistributedVariable):
         if self._aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN) and self.is_parameter:
             reduce_op = tf.distribute.ReduceOp[self._aggregation.name]
             value = tf.distribute.get_replica_context().all_reduce(reduce_op, value)
-        return update_fn(self._local_component(), self._cut(value, index), **kwargs)
+        return update_fn(self._local_component(), self._shard_for(value, index), **kwargs)
 
     def _no_scatter(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
@@ -325,4 +325,4 @@ class _ShardedSaveable(saveable_object.SaveableObject):
     def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: Any) -> tf.Operation:
         (full,) = restored_tensors
         variable = self._variable
-        return tf.group(*[c.assign(variable._cut(full, index)) for index, c in enumerate(variable.values)])
+        return tf.group(*[c.assign(variable._shard_for(full, index)) for index, c in enumerate(variable.values)])

@@ -127,7 +127,7 @@ class ShardedExtendedMixin(VariableCreation):
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        # A replica is a copy of the model: the batch is cut over the data axis only.
+        # A replica is a copy of the model: the batch is split over the data axis only.
         return self._sharding.mesh.data_parallel_size
 
     # Reductions
@@ -174,10 +174,10 @@ class ShardedExtendedMixin(VariableCreation):
         """Every process reads the global batches and keeps the rows of its own data indices."""
         mesh = self._sharding.mesh
         parts = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
-        cut_already = tf.data.Options()
-        cut_already.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        is_split_already = tf.data.Options()
+        is_split_already.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         return input_util.get_distributed_dataset(
-            split_batches(dataset, mesh.data_parallel_size, parts).with_options(cut_already),
+            split_batches(dataset, mesh.data_parallel_size, parts).with_options(is_split_already),
             self._input_workers_with_options(options),
             self._container_strategy(),
             input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),

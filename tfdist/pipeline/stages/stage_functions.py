@@ -17,7 +17,7 @@ Not every stage is a function of its inputs. As if this file were not there, eac
 * that gives `add_loss` something: the loss has the microbatch's weight,
 * that writes statistics, or does anything else that counts how often it is traced; a loop may,
 * that sends messages, each of which has a name of its own: of layers that look at all data ranks, for instance,
-* whose layers may hand on parts of their outputs (`sharding.cut_activations.may_hold_parts`): such layers send messages,
+* whose layers may hand on parts of their outputs (`sharding.sharded_activations.may_hold_parts`): such layers send messages,
 * that is computed again from an earlier state (`recompute=True` with dropout).
 
 What a layer draws (dropout) is no obstacle: every call reads the generator's state and moves it on.

@@ -11,10 +11,10 @@ import tensorflow as tf
 from keras import tree
 
 from tfdist import errors
+from tfdist.pipeline.deferred_weights import place
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.masks import Masks
 from tfdist.pipeline.stages.stage import split_in_stages
-from tfdist.sharding import place
 
 
 class StagedModel:

@@ -1,10 +1,9 @@
-"""Which pipeline ranks the weights that are being made belong to.
+"""Weights of a pipelined model, which are made when it is known in which stage they are.
 
-Under a strategy with a pipeline a layer's weights are not made where the layer is built: nobody knows yet in which stage it will
-be, and a rank of another stage is never to hold them. They keep their initializer, and are made when `place` says where.
+Under a strategy with a pipeline a layer's weights are not made where the layer is built: nobody knows yet in which stage that
+is, and a rank of another stage is never to hold them. They keep their initializer, and are made when `place` says where.
 
-`_value` and `_initializer` are private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when they
-change.
+`_value` and `_initializer` are private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when they change.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import rank_program
 from tfdist.mesh import current_mesh
-from tfdist.sharding import keras_scope
-from tfdist.sharding.placement_request import keep_placement, kept_placement, make_again
+from tfdist.sharding import kept_placement, keras_scope, request_placement
 
 
 def place(variable: keras.Variable, pipe_ranks: Sequence[int], strategy: tf.distribute.Strategy) -> None:
     """Makes a layer's weight on the pipeline coordinates `pipe_ranks`, or moves it there; it keeps its value."""
     owners = tuple(sorted(set(pipe_ranks)))
-    keep_placement(variable, pipe_owners=owners)
     with strategy.scope():
-        if _later(variable) is not None:
+        layout = getattr(variable._value, "layout", None)  # None: not made yet, or outside the strategy's scope
+        if layout is None or layout.pipe_owners != owners:
+            request_placement(variable, pipe_owners=owners)
+        if variable._value is None:
             variable._deferred_initialize()
-        elif variable._value.layout.pipe_owners != owners:
-            make_again(variable)
 
 
 class _Later:
