@@ -1,5 +1,8 @@
 """The switch of the kernels: where they stand in the place of Keras's functions, and where these run untouched."""
 
+import ast
+import gc
+import pathlib
 import types
 
 import keras
@@ -7,8 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from ranks import strategy_on, trace
+from tensorflow.python.framework import func_graph
 
-from tfdist.keras_hooks import kernels
+from tfdist.keras_hooks import TABLE, kernels
 
 QUERIES = np.ones((2, 5, 4, 3), "float32")
 ROWS = np.ones((2, 5, 7), "float32")
@@ -67,3 +71,30 @@ def test_by_default_kernels_are_for_devices_on_which_they_were_measured(on_cpu, 
 def test_the_setting_is_checked(value):
     with pytest.raises(ValueError, match="`use_kernels` must be True, False or None"):
         strategy_on(1, use_kernels=value)
+
+
+def test_the_benchmark_knows_every_kernel():
+    """`benchmarks.kernels` sets the environment when it is imported, so that its table is read instead."""
+    tree = ast.parse((pathlib.Path(__file__).parents[2] / "benchmarks" / "kernels.py").read_text())
+    (table,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "KERNELS"]
+    measured = {function for functions in ast.literal_eval(table).values() for function in functions}
+    assert measured == {row.name for row in TABLE.rows if row.binding.__module__ == kernels.__name__}
+
+
+def test_no_graph_stays():
+    """With `tf.custom_gradient` one stays of every trace."""
+
+    def gradients():
+        x = tf.constant(ROWS)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = keras.ops.layer_normalization(keras.ops.gelu(x))
+            loss = keras.ops.sparse_categorical_crossentropy(np.zeros((2, 5), "int64"), y, from_logits=True)
+        return tape.gradient(loss, x)
+
+    strategy, counts = strategy_on(1), []
+    for _ in range(4):
+        trace(strategy, gradients)()
+        gc.collect()
+        counts.append(sum(isinstance(one, func_graph.FuncGraph) for one in gc.get_objects()))
+    assert len(set(counts[1:])) == 1, counts

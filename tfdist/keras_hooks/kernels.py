@@ -39,7 +39,7 @@ def _program() -> RankProgram | None:
 )
 def _gelu(original: Callable[..., Any], x: Any, approximate: bool = True) -> Any:
     program = _program()
-    if program is None or not (tf.is_tensor(x := keras.ops.convert_to_tensor(x)) and x.dtype.is_floating):
+    if program is None or not (isinstance(x := keras.ops.convert_to_tensor(x), tf.Tensor) and x.dtype.is_floating):
         return original(x, approximate)
     return gelu(x, approximate, on_cpu=program.is_on_cpu)
 
