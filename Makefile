@@ -18,7 +18,8 @@ train: $(VENV)/.installed-examples
 
 # Three processes for two cores: tests of failures and restarts wait more than they compute.
 test: lint
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m slipcover -m pytest -n 3 --dist worksteal $(ARGS)
+	@awk 'END { print "coverage: " $$4 " % of the lines of tfdist; each file: coverage.txt" }' coverage.txt
 
 test-exhaustive:
 	$(MAKE) test ARGS='-m "" $(ARGS)'
@@ -50,5 +51,5 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache out
+	rm -rf $(VENV) build dist *.egg-info coverage.txt .hypothesis .mypy_cache .pytest_cache .ruff_cache out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "tfdist" / "__init__.py")
 PYTHONS = ["3.11", "3.12", "3.13"]
 
 EXAMPLES = ["matplotlib", "tqdm"]
-TEST = ["pytest", "pytest-cov", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff", "tensorboard"]
+TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff", "slipcover>=1.1,<2", "tensorboard"]
 
 setup(
     name="tfdist",

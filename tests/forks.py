@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from tests import fork_coverage
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preloaded"])
 
@@ -82,6 +84,7 @@ def _run(function: Callable[..., Any], arguments: tuple, environment: dict[str, 
         code = 1
         sys.excepthook(*sys.exc_info())
     atexit._run_exitfuncs()
+    fork_coverage.write()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

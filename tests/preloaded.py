@@ -4,8 +4,12 @@ import os
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
-import tfdist  # noqa: F401
-from tests import garbage, op_creation
+from tests import fork_coverage
+
+fork_coverage.measure_what_is_imported()
+
+import tfdist  # noqa: E402, F401
+from tests import garbage, op_creation  # noqa: E402
 
 garbage.collect_seldom()
 op_creation.simplify()
