@@ -7,6 +7,7 @@ import tensorflow as tf
 from training import BATCH, CLASSES, FEATURES, strategy_for, vectors
 
 import tfdist
+from tfdist.optimizers import plan
 
 WEIGHTS = 2  # of `build`
 
@@ -139,3 +140,26 @@ def test_global_norm_is_that_of_the_global_batch(zero_stage):
 
     (expected,) = norm(tf.distribute.get_strategy())
     np.testing.assert_allclose(norm(strategy_for(3, zero_stage)), [expected] * 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("make", [lambda: keras.optimizers.Adam(0.1, global_clipnorm=1.0), lambda: keras.optimizers.Lamb(0.1)])
+def test_the_list_is_what_is_sent(zero_stage, make):
+    """The plan of the step, which `last_plan` keeps, names every message that the rank's optimizer sends, in order."""
+    strategy = strategy_for(2, zero_stage, bucket_bytes=4 * CLASSES)
+    messages = traced(strategy, make)[1]
+    (step,) = strategy.last_plan.steps[0]
+    expected = []
+    for action in step.step:
+        if isinstance(action, plan.Reduce):
+            expected.append(f"{'reduce_scatter' if zero_stage else 'all_reduce'}/bucket_{action.bucket}")
+        elif isinstance(action, plan.Clip) and zero_stage:
+            expected.append("global_norm")
+        elif isinstance(action, plan.Gather):
+            expected.append(f"all_gather/bucket_{action.bucket}")
+        elif isinstance(action, plan.Complete):
+            expected.append(f"all_gather/owned_{action.bucket}")
+        elif isinstance(action, plan.Broadcast):
+            expected.append(f"broadcast/owned_{action.bucket}")
+    labels = [label for _, _, label in messages if "head" not in label]  # of stage 3's layer
+    assert labels == expected

@@ -1,6 +1,7 @@
 """The list of a step: the documented orders, and that every gradient passes every station once, whatever the settings."""
 
 import dataclasses
+import inspect
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from tfdist.optimizers.plan import (
     Reduce,
     Settings,
     Update,
-    UpdateOwned,
+    UpdateWhole,
     buckets_of,
     plan_reduction,
     plan_step,
@@ -38,6 +39,10 @@ def settings(zero_stage=2, **changes):
 
 def text(count, zero_stage=2, facts=None, **changes):
     return str(plan_step(gradients(count, zero_stage, **(facts or {})), settings(zero_stage, **changes)))
+
+
+def test_plans_know_no_tensorflow():
+    assert "import tensorflow" not in inspect.getsource(plan_module)
 
 
 def test_stage_0_reduces_all_and_updates_in_place():
@@ -77,33 +82,40 @@ def test_waits_of_gradients_in_flight():
 @pytest.mark.parametrize("kind", ["clipnorm", "global_clipnorm"])
 def test_a_norm_waits_for_all(kind):
     assert text(2, 2, clipping=kind) == (
-        f"reduce 0 (1) · reduce 1 (0) · {kind} (0 1) · update (1) · gather 0 (1) · update (0) · gather 1 (0)"
+        f"reduce 0 (1) · reduce 1 (0) · clip {kind} (0 1) · update (1) · gather 0 (1) · update (0) · gather 1 (0)"
     )
-    assert str(plan_step([], settings(2, clipping=kind))) == f"{kind} ()", "a rank without weights takes part in the norm"
+    assert str(plan_step([], settings(2, clipping=kind))) == f"clip {kind} ()", "a rank without weights takes part in the norm"
 
 
 def test_values_are_clipped_and_unscaled_one_by_one():
     assert text(2, 2, clipping="clipvalue", is_unscaled=True) == (
         "reduce 0 (1) · unscale (1) · reduce 1 (0) · unscale (0) · "
-        "clipvalue (1) · update (1) · gather 0 (1) · clipvalue (0) · update (0) · gather 1 (0)"
+        "clip clipvalue (1) · update (1) · gather 0 (1) · clip clipvalue (0) · update (0) · gather 1 (0)"
     )
 
 
 def test_accumulating_shards_and_partial_sums():
     assert text(2, 2, accumulation_steps=3, is_unscaled=True) == (
         "reduce 0 (1) · unscale (1) · reduce 1 (0) · unscale (0) · "
-        "accumulate, in every step number 3: update (1) · gather 0 (1) · update (0) · gather 1 (0)"
+        "accumulate, in every 3. call [update (1) · gather 0 (1) · update (0) · gather 1 (0)]"
     )
     assert text(2, 0, accumulation_steps=3, is_unscaled=True, accumulates_partial_sums=True) == (
-        "unscale (0 1) · accumulate, in every step number 3: reduce 0 (1) · reduce 1 (0) · update (1 0)"
+        "unscale (0 1) · accumulate, in every 3. call [reduce 0 (1) · reduce 1 (0) · update (1 0)]"
     )
+
+
+def test_what_follows_in_every_call():
+    chosen = {"averages": True, "constrains": True, "publishes_slots": True, "checks_drift": True}
+    assert text(1, 0, **chosen) == "reduce 0 (0) · update (0) · average · constrain · publish slots · check drift"
+    assert text(1, 0, accumulation_steps=2, averages=True) == "reduce 0 (0) · accumulate, in every 2. call [update (0)] · average"
 
 
 def test_owners_step_on_whole_parameters():
     owned = [dataclasses.replace(gradients(1, global_elements=ELEMENTS // 3)[0], owner=owner) for owner in (0, 1, 0)]
     assert str(plan_step(owned, settings(2))) == (
         "reduce 0 (2) · reduce 1 (1) · reduce 2 (0) · "
-        "complete 0 (0 1 2) · update (0 2) on 0 · broadcast 0 (0 2) from 0 · update (1) on 1 · broadcast 0 (1) from 1"
+        "complete 0 (0 1 2) · update whole owner 0 (0 2) · broadcast 0 owner 0 (0 2) · "
+        "update whole owner 1 (1) · broadcast 0 owner 1 (1)"
     )
 
 
@@ -163,7 +175,7 @@ def test_every_gradient_passes_every_station_once_and_in_order(drawn):
     actions = [*plan.first, *plan.step]
     stations: dict[int, list[str]] = {place: [] for place in range(len(facts))}
     for action in actions:
-        names = {Clip: "clip", UpdateOwned: "update", Broadcast: "publish", Gather: "publish"}
+        names = {Clip: "clip", UpdateWhole: "update", Broadcast: "publish", Gather: "publish"}
         name = names.get(type(action), type(action).__name__.lower())
         for place in getattr(action, "members", ()):
             stations[place].append(name)

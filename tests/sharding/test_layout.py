@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tfdist.mesh import Coordinate, DeviceMesh
+from tfdist.mesh import MESH_AXES, Coordinate, DeviceMesh
 from tfdist.sharding import Layout, Own, Partial, Replicate, Shard
 
 SHAPES = [(), (1,), (5,), (7, 15), (33, 65), (2, 3, 5), (0,), (4, 0), (0, 6, 2)]
@@ -204,3 +204,25 @@ def test_summands_add_up():
     np.testing.assert_array_equal(layout.unshard({c: full + i for i, c in enumerate(components)}), 3 * full + 3)
     assert layout.is_partial and not layout.is_sharded
     assert layout.component_shape == (3, 5)
+
+
+def test_a_variable_counts_once_in_a_sum_over_all_ranks():
+    mesh = DeviceMesh(tuple(f"CPU:{i}" for i in range(8)), pipeline_parallel_size=2, tensor_parallel_size=2)
+    for changes, copies in [
+        ({}, 1),
+        ({"data": Shard()}, 2),
+        ({"tensor": Shard(0)}, 2),
+        ({"tensor": Shard(0), "data": Shard()}, 4),
+        ({"pipe_owners": (1,), "data": Shard()}, 2),
+        ({"pipe_owners": (0, 1)}, 1),
+    ]:
+        layout = Layout((6, 4), mesh, **changes)
+        counted = [all(layout.counts_along(axis, coordinate) for axis in MESH_AXES) for coordinate in mesh.coordinates()]
+        assert sum(counted) == copies
+
+
+def test_holders():
+    mesh = DeviceMesh(tuple(f"CPU:{i}" for i in range(4)), pipeline_parallel_size=2)
+    layout = Layout((6,), mesh, data=Own(1), pipe_owners=(0,))
+    assert [layout.holders(axis) for axis in MESH_AXES] == [(1,), (0,), None]
+    assert [Layout((6,), mesh, data=Shard()).holders(axis) for axis in MESH_AXES] == [None] * 3

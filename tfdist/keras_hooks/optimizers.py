@@ -12,7 +12,7 @@ from tfdist.optimizers.application import apply, assign_owners_if_needed, decay_
 from tfdist.optimizers.averaging import overwrite_with_averages
 from tfdist.optimizers.loss_scaling import apply_unscaled
 from tfdist.optimizers.ownership import owner_of
-from tfdist.optimizers.step import accumulates_partial_sums, update_step
+from tfdist.optimizers.step import accumulates_partial_sums
 from tfdist.optimizers.support import check_no_overwriting, check_variables
 from tfdist.optimizers.variables import variable_of
 from tfdist.sharding import MeshConfig, config_of, placement
@@ -105,11 +105,10 @@ def _apply_weight_decay(original: Callable[..., None], self: Any, variables: Any
 def _backend_update_step(
     original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any, learning_rate: Any
 ) -> None:
-    config = _config(self)
-    if config is None:
+    if _config(self) is None:
         original(self, grads, trainable_variables, learning_rate)
     else:
-        update_step(self, grads, learning_rate, config)
+        grads.take(learning_rate)  # the step that `optimizers.step` has given
 
 
 @replaces(

@@ -21,8 +21,6 @@ def check_drift(optimizer: Any, variables: Sequence[Any], config: MeshConfig, pr
 
     Two messages of one number a weight. Where they differ the step raises `tf.errors.InvalidArgumentError`, which names them.
     """
-    if not config.check_drift_every or config.mesh.tensor_parallel_size == 1:
-        return
     whole = [v for v in variables if not variable_of(v).layout.is_tensor_sharded]
     if not whole:
         return

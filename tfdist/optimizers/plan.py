@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class Gradient:
     stepped: int
     dtype: str = "float32"
     itemsize: int = 4
-    kind: tuple = ()
+    kind: tuple[Any, ...] = ()
     is_sharded: bool = False
     is_reduced: bool = False
     owner: int | None = None
@@ -72,6 +73,7 @@ class Settings:
         accumulates_partial_sums: whether each rank accumulates its own gradients, which are reduced in the last of these steps.
         is_shareable: whether one update serves several parameters.
         may_compile: whether updates of very large parameters may be compiled.
+        averages, constrains, publishes_slots, checks_drift: whether there is something of this kind to do, in every call.
     """
 
     placements: ZeroPlacements
@@ -83,14 +85,21 @@ class Settings:
     accumulates_partial_sums: bool = False
     is_shareable: bool = True
     may_compile: bool = False
+    averages: bool = False
+    constrains: bool = False
+    publishes_slots: bool = False
+    checks_drift: bool = False
 
     @property
-    def needs_norms(self) -> bool:
-        return self.clipping in ("clipnorm", "global_clipnorm")
+    def afterwards(self) -> tuple[Action, ...]:
+        wanted = [(Average, self.averages), (Constrain, self.constrains)]
+        wanted += [(PublishSlots, self.publishes_slots), (CheckDrift, self.checks_drift)]
+        return tuple(kind() for kind, is_wanted in wanted if is_wanted)
 
     @property
-    def shards_state(self) -> bool:
-        return isinstance(self.placements.optimizer_state, Shard)
+    def norm(self) -> str | None:
+        """The kind of clipping if it needs a norm, for which all gradients must be there."""
+        return self.clipping if self.clipping in ("clipnorm", "global_clipnorm") else None
 
 
 class Trace(enum.Enum):
@@ -114,53 +123,56 @@ class Vector:
     trace: Trace = Trace.INLINE
 
     def __str__(self) -> str:
-        return f"{_text(self.members)}{self.trace.value}"
+        return f"({' '.join(map(str, self.members))}){self.trace.value}"
+
+
+class Action:
+    """One entry of the list. It prints as what it is called and what it is about: `members` are places of gradients."""
+
+    def __str__(self) -> str:
+        words = [re.sub("(?<!^)([A-Z])", r" \1", type(self).__name__).lower()]
+        for name, value in vars(self).items():
+            if name == "members":
+                words.append(str(Vector(value)))
+            elif name == "vectors":
+                words += map(str, value)
+            elif value is not None:
+                words.append(f"owner {value}" if name == "owner" else str(value))
+        return " ".join(words)
 
 
 @dataclasses.dataclass(frozen=True)
-class Reduce:
+class Reduce(Action):
     """Sums `members` over the data axis in one message; with `bucket` None it is a gradient that travels alone."""
 
     bucket: int | None
     members: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"reduce {'' if self.bucket is None else f'{self.bucket} '}{_text(self.members)}"
-
 
 @dataclasses.dataclass(frozen=True)
-class HoldBack:
+class HoldBack(Action):
     """Lets the full gradients of `bucket` be computed only after the message before it in the list has arrived."""
 
     bucket: int
 
-    def __str__(self) -> str:
-        return f"hold back {self.bucket}"
-
 
 @dataclasses.dataclass(frozen=True)
-class Unscale:
+class Unscale(Action):
     """Divides gradients by `loss_scale_factor`."""
 
     members: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"unscale {_text(self.members)}"
-
 
 @dataclasses.dataclass(frozen=True)
-class Clip:
+class Clip(Action):
     """Clips gradients as the optimizer's setting `kind` says."""
 
     kind: str
     members: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"{self.kind} {_text(self.members)}"
-
 
 @dataclasses.dataclass(frozen=True)
-class Update:
+class Update(Action):
     """Runs the optimizer's update on what the rank steps on: in place, or on shards of whole parameters to be gathered."""
 
     vectors: tuple[Vector, ...]
@@ -169,56 +181,54 @@ class Update:
     def members(self) -> tuple[int, ...]:
         return tuple(place for vector in self.vectors for place in vector.members)
 
-    def __str__(self) -> str:
-        return f"update {' '.join(map(str, self.vectors))}"
-
 
 @dataclasses.dataclass(frozen=True)
-class Gather:
+class Gather(Action):
     """Gathers the updated shards of whole parameters, in one message, and stores the parameters."""
 
     bucket: int
     members: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"gather {self.bucket} {_text(self.members)}"
-
 
 @dataclasses.dataclass(frozen=True)
-class Complete:
+class Complete(Action):
     """Gathers the whole gradients and parameters that owners step on."""
 
     bucket: int
     members: tuple[int, ...]
 
-    def __str__(self) -> str:
-        return f"complete {self.bucket} {_text(self.members)}"
-
 
 @dataclasses.dataclass(frozen=True)
-class UpdateOwned:
+class UpdateWhole(Action):
     """Lets data rank `owner` update whole parameters; the others do nothing."""
 
-    members: tuple[int, ...]
     owner: int
-
-    def __str__(self) -> str:
-        return f"update {_text(self.members)} on {self.owner}"
+    members: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Broadcast:
+class Broadcast(Action):
     """Sends what data rank `owner` has updated to the others, in one message, and stores it."""
 
     bucket: int
-    members: tuple[int, ...]
     owner: int
-
-    def __str__(self) -> str:
-        return f"broadcast {self.bucket} {_text(self.members)} from {self.owner}"
+    members: tuple[int, ...]
 
 
-Action = Reduce | HoldBack | Unscale | Clip | Update | Gather | Complete | UpdateOwned | Broadcast
+class Average(Action):
+    """Moves the averages of the weights (`use_ema`), and overwrites the weights with them when it is time."""
+
+
+class Constrain(Action):
+    """Applies the weights' constraints."""
+
+
+class PublishSlots(Action):
+    """Sends slots that every rank keeps, of parameters that some ranks store only, to the others."""
+
+
+class CheckDrift(Action):
+    """Compares weights that all tensor ranks hold, when it is time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,30 +239,34 @@ class StepPlan:
         first: what happens to the gradients before they are accumulated; nothing without accumulation.
         accumulation_steps: in every so many-th call `step` is taken, in the others gradients are accumulated; 0: in each.
         step: from gradients to updated parameters.
+        last: what follows in every call.
     """
 
     first: tuple[Action, ...]
     accumulation_steps: int
     step: tuple[Action, ...]
+    last: tuple[Action, ...] = ()
 
     def __str__(self) -> str:
-        text = " · ".join(map(str, self.step))
-        if not self.accumulation_steps:
-            return text
-        return " · ".join([*map(str, self.first), f"accumulate, in every step number {self.accumulation_steps}: {text}"])
+        step = " · ".join(map(str, self.step))
+        if self.accumulation_steps:
+            step = f"accumulate, in every {self.accumulation_steps}. call [{step}]"
+        return " · ".join([*map(str, self.first), *([step] if step else []), *map(str, self.last)])
 
 
 def plan_step(gradients: Sequence[Gradient], settings: Settings) -> StepPlan:
     """Returns what `optimizer.apply` does with `gradients`. It is the same on all ranks that have the same gradients."""
-    planner = _Planner(gradients, settings)
-    if not settings.accumulation_steps:
-        return StepPlan((), 0, planner.whole_step())
-    if settings.accumulates_partial_sums:
-        return StepPlan(planner.unscaled(planner.everything), settings.accumulation_steps, planner.whole_step())
-    return StepPlan(planner.reductions(), settings.accumulation_steps, planner.updates())
+    planner, count = _Planner(gradients, settings), settings.accumulation_steps
+    if not count:
+        return StepPlan((), 0, tuple(planner.whole_step()), settings.afterwards)
+    if not settings.accumulates_partial_sums:
+        return StepPlan(tuple(planner.reductions()), count, tuple(planner.updates()), settings.afterwards)
+    first = planner.unscaled(planner.everything)
+    planner = _Planner(gradients, dataclasses.replace(settings, is_unscaled=False))
+    return StepPlan(tuple(first), count, tuple(planner.whole_step()), settings.afterwards)
 
 
-def plan_reduction(gradients: Sequence[Gradient], settings: Settings) -> tuple[Action, ...]:
+def plan_reduction(gradients: Sequence[Gradient], settings: Settings) -> list[Action]:
     """Returns how `gradients` are reduced where they are wanted for something else than a step."""
     return _Planner(gradients, settings).reductions()
 
@@ -274,12 +288,12 @@ class _Planner:
         self._sharded = tuple(place for place in self.everything if gradients[place].is_sharded)
         self._buckets = buckets_of(gradients, settings.bucket_bytes)
 
-    def whole_step(self) -> tuple[Action, ...]:
+    def whole_step(self) -> list[Action]:
         """Returns reductions and updates, bucket by bucket where the stage shards gradients and none waits for all others."""
         settings = self._settings
-        waits_for_all = settings.needs_norms or any(gradient.owner is not None for gradient in self._gradients)
+        waits_for_all = settings.norm is not None or any(gradient.owner is not None for gradient in self._gradients)
         if waits_for_all or not isinstance(settings.placements.gradient, Shard):
-            return (*self.reductions(), *self.updates())
+            return [*self.reductions(), *self.updates()]
         actions = [*self._reductions_of_shards(), *self._updates_in_place(self._sharded)]
         reduced = 0
         for bucket in range(len(self._buckets)):
@@ -289,35 +303,35 @@ class _Planner:
             actions += self._update_of_bucket(bucket)
             if settings.in_flight == 1:
                 actions += self._holding_back(reduced)
-        return tuple(actions)
+        return actions
 
-    def reductions(self) -> tuple[Action, ...]:
+    def reductions(self) -> list[Action]:
         """Returns the reductions of all gradients."""
-        actions = [*self._reductions_of_shards()]
+        actions = self._reductions_of_shards()
         for bucket in range(len(self._buckets)):
             actions += self._reduction(bucket)
-        return tuple(actions)
+        return actions
 
-    def updates(self) -> tuple[Action, ...]:
+    def updates(self) -> list[Action]:
         """Returns what follows when all gradients are reduced."""
         settings = self._settings
-        actions: list[Action] = [Clip(settings.clipping, self.everything)] if settings.needs_norms else []
-        if settings.shards_state:
+        actions: list[Action] = [Clip(settings.norm, self.everything)] if settings.norm else []
+        if isinstance(settings.placements.optimizer_state, Shard):
             actions += self._updates_in_place(self._sharded)
             for bucket in range(len(self._buckets)):
                 actions += self._update_of_bucket(bucket)
         else:
             full = [place for bucket in self._buckets for place in bucket]
             actions += self._updates_in_place([*self._sharded, *full])
-        return (*actions, *self._updates_by_owners())
+        return actions + self._updates_by_owners()
 
-    def unscaled(self, members: Sequence[int]) -> tuple[Action, ...]:
-        return (Unscale(tuple(members)),) if members and self._settings.is_unscaled else ()
+    def unscaled(self, members: tuple[int, ...]) -> list[Action]:
+        return [Unscale(members)] if members and self._settings.is_unscaled else []
 
     def _reductions_of_shards(self) -> list[Action]:
         """The tape hands out sums of sharded parameters' gradients. One that the program has made itself travels alone."""
         alone = [Reduce(None, (place,)) for place in self._sharded if not self._gradients[place].is_reduced]
-        return [*alone, *self._unscaled_when_reduced(self._sharded)]
+        return [*alone, *self.unscaled(self._sharded)]
 
     def _reduction(self, bucket: int) -> list[Action]:
         members = self._buckets[bucket]
@@ -325,18 +339,15 @@ class _Planner:
         actions: list[Action] = [Reduce(bucket, missing)] if missing else []
         if missing and self._settings.in_flight is not None:
             actions += self._holding_back(bucket + self._settings.in_flight)
-        return [*actions, *self._unscaled_when_reduced(members)]
+        return actions + self.unscaled(members)
 
     def _holding_back(self, bucket: int) -> list[Action]:
         return [HoldBack(bucket)] if bucket < len(self._buckets) else []
 
-    def _unscaled_when_reduced(self, members: Sequence[int]) -> tuple[Action, ...]:
-        return () if self._settings.accumulates_partial_sums else self.unscaled(members)
-
     def _update_of_bucket(self, bucket: int) -> list[Action]:
         """Stages 1 and 2: the ranks step on shards of whole parameters."""
         members = self._without_owner(self._buckets[bucket])
-        return [*self._update(members), Gather(bucket, members)] if members else []
+        return self._update(members) + ([Gather(bucket, members)] if members else [])
 
     def _updates_in_place(self, members: Sequence[int]) -> list[Action]:
         """Stages 0 and 3: the ranks step on what they store."""
@@ -355,9 +366,9 @@ class _Planner:
         actions: list[Action] = []
         for number, members in enumerate(_bucketed(owned, sizes, self._settings.bucket_bytes, dtypes)):
             actions += [*self._clipped(members), Complete(number, members)]
-            for owner in sorted({self._gradients[place].owner for place in members}):
+            for owner in sorted({owner for place in members if (owner := self._gradients[place].owner) is not None}):
                 own = tuple(place for place in members if self._gradients[place].owner == owner)
-                actions += [UpdateOwned(own, owner), Broadcast(number, own, owner)]
+                actions += [UpdateWhole(owner, own), Broadcast(number, owner, own)]
         return actions
 
     def _vectors(self, members: Sequence[int]) -> tuple[Vector, ...]:
@@ -383,7 +394,3 @@ class _Planner:
 def _bucketed(places: Sequence[int], sizes: Sequence[int], most: int, kinds: Sequence[Any]) -> list[tuple[int, ...]]:
     """Returns `places` in buckets of about `most`, each of one kind; `sizes` and `kinds` are theirs."""
     return [tuple(places[number] for number in bucket) for bucket in assign_buckets(sizes, most, kinds)]
-
-
-def _text(members: Sequence[int]) -> str:
-    return f"({' '.join(map(str, members))})"

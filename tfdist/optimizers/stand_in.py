@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -95,7 +96,7 @@ class StandIn(tf.__internal__.types.Tensor):
         return tf.convert_to_tensor(self.value(), dtype, name=name)
 
 
-def _delegate(operator: str):
+def _delegate(operator: str) -> Callable[..., tf.Tensor]:
     def apply(self: StandIn, *others: Any) -> tf.Tensor:
         return getattr(self.value(), operator)(*others)
 

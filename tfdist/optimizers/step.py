@@ -11,29 +11,12 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, current_program
-from tfdist.optimizers import owned_step
+from tfdist.optimizers import owned_step, plan
 from tfdist.optimizers.averaging import update_averages
 from tfdist.optimizers.clipping import clip, kind_of_clipping
 from tfdist.optimizers.constraining import constrain
 from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.ownership import owner_of
-from tfdist.optimizers.plan import (
-    Action,
-    Broadcast,
-    Clip,
-    Complete,
-    Gather,
-    Gradient,
-    HoldBack,
-    Reduce,
-    Settings,
-    Unscale,
-    Update,
-    UpdateOwned,
-    buckets_of,
-    plan_reduction,
-    plan_step,
-)
 from tfdist.optimizers.reduction import KnownReductions, ReducedGradient, comes_reduced, dense, reduce_bucket
 from tfdist.optimizers.slots import publish_slots
 from tfdist.optimizers.support import may_share
@@ -71,11 +54,6 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
     with tf.device(program.device):
         _Step(grads, variables, config, program, optimizer).apply()
-        if optimizer.use_ema:
-            update_averages(optimizer, config, program)
-        constrain(variables, config, program)
-        publish_slots(optimizer, program)
-        check_drift(optimizer, variables, config, program)
 
 
 def reduce_gradients(
@@ -104,12 +82,6 @@ def accumulates_partial_sums(optimizer: Any, config: MeshConfig) -> bool:
     return bool(optimizer.gradient_accumulation_steps)
 
 
-def update_step(optimizer: Any, step: _Step, learning_rate: Any, config: MeshConfig) -> None:
-    """Takes the place of Keras's loop over the parameters, in `optimizer._backend_update_step`."""
-    del optimizer, config
-    step.take(learning_rate)
-
-
 class _Step:
     """One call of `optimizer.apply` on one rank, or the reduction of gradients for another purpose.
 
@@ -127,86 +99,96 @@ class _Step:
         self._optimizer = optimizer
         self._config = config
         self._program = program
+        self._variables = variables
         self._targets = [Target.of(variable, config, program) for variable in variables]
         self._given = list(grads)  # as they left the tape
         self._grads: list[tf.Tensor] = []  # as far as they have come
         self._updated: dict[int, tf.Tensor] = {}  # what is gathered or broadcast next
         self._flight: GradientsInFlight | None = None
-        self._latest: tf.Tensor | None = None  # of what arrived with the last message
+        self._latest: Any = None  # of what arrived with the last message
 
     # The list
 
     def apply(self) -> None:
-        self._plan = plan_step(*self._facts())
+        self._plan = plan.plan_step(*self._facts())
         self._program.plan.steps[self._program.rank].append(self._plan)
         self._emit(self._plan.first)
         if self._plan.accumulation_steps:
             self._accumulate()
         else:
             self._update_parameters()
+        self._emit(self._plan.last)
 
     def reduced(self) -> list[tf.Tensor]:
         """Returns the reduced gradients."""
-        self._emit(plan_reduction(*self._facts()))
+        self._emit(plan.plan_reduction(*self._facts()))
         return self._grads
 
     def take(self, learning_rate: Any) -> None:
-        """Walks the part of the list that stands between the gradients, or their accumulated means, and the new parameters."""
+        """Walks the list from the gradients, or their accumulated means, to the new parameters: in the place of Keras's loop."""
         self._learning_rate = tf.convert_to_tensor(learning_rate)
         self._updates = Updates(self._optimizer, self._learning_rate, self._program)
         self._emit(self._plan.step)
 
-    def _emit(self, actions: Iterable[Action]) -> None:
+    def _emit(self, actions: Iterable[plan.Action]) -> None:
         optimizer, config, program = self._optimizer, self._config, self._program
         for action in actions:
             members = getattr(action, "members", ())
             grads, targets = [self._grads[place] for place in members], [self._targets[place] for place in members]
             match action:
-                case Reduce(bucket):
+                case plan.Reduce(bucket):
                     label = targets[0].variable.name if bucket is None else f"bucket_{bucket}"
                     self._replace(members, reduce_bucket(grads, targets, label, config, program))
-                    self._note_reduction(members)
-                case HoldBack(bucket):
+                    self._note_reduction(bucket, members)
+                case plan.HoldBack(bucket) if self._flight is not None:
                     self._flight.hold_back(bucket, self._latest.op)
-                case Unscale():
+                case plan.Unscale():
                     self._replace(members, [grad / optimizer.loss_scale_factor for grad in grads])
-                case Clip(kind):
+                case plan.Clip(kind):
                     layouts = [target.state_layout for target in targets]
                     self._replace(members, clip(kind, getattr(optimizer, kind), grads, layouts, config, program))
-                case Update(vectors):
+                case plan.Update(vectors):
                     for vector in vectors:
                         grads, targets = ([x[place] for place in vector.members] for x in (self._grads, self._targets))
                         shards = self._updates.update(targets, grads, vector.trace)
                         self._updated.update(zip(vector.members, shards, strict=False))  # none of what is stepped in place
-                case Gather(bucket):
+                case plan.Gather(bucket):
                     shards, layouts = [self._updated[place] for place in members], [target.state_layout for target in targets]
                     wholes = gather_shards(program, shards, layouts, f"all_gather/bucket_{bucket}")
                     for target, whole in zip(targets, wholes, strict=True):
                         target.stored.assign(whole, read_value=False)
                     self._latest = wholes[0]
-                case Complete(bucket):
+                case plan.Complete(bucket):
                     wholes, weights = owned_step.complete(grads, targets, bucket, program)
                     self._replace(members, wholes)
                     self._updated.update(zip(members, weights, strict=True))
-                case UpdateOwned(_, owner):
+                case plan.UpdateWhole(owner):
                     if program.mesh.coordinate(program.rank).data == owner:
                         for place, target, grad in zip(members, targets, grads, strict=True):
                             stepped = owned_step.update_owned(optimizer, target, self._updated[place], grad, self._learning_rate)
                             self._updated[place] = stepped
-                case Broadcast(bucket, _, owner):
+                case plan.Broadcast(bucket, owner):
                     wholes = [self._updated[place] for place in members]
                     owned_step.publish(optimizer, targets, wholes, owner, bucket, program)
+                case plan.Average():
+                    update_averages(optimizer, config, program)
+                case plan.Constrain():
+                    constrain(self._variables, config, program)
+                case plan.PublishSlots():
+                    publish_slots(optimizer, program)
+                case plan.CheckDrift():
+                    check_drift(optimizer, self._variables, config, program)
 
     def _replace(self, members: Sequence[int], grads: Sequence[tf.Tensor]) -> None:
         for place, grad in zip(members, grads, strict=True):
             self._grads[place] = grad
 
-    def _note_reduction(self, members: Sequence[int]) -> None:
+    def _note_reduction(self, bucket: int | None, members: Sequence[int]) -> None:
         known = self._program.attachment(KnownReductions)
         for place in members:
             known.add(self._given[place], self._grads[place])
         self._latest = self._grads[members[0]]
-        if self._flight is not None:
+        if self._flight is not None and bucket is not None:
             self._flight.note_emitted()
 
     def _update_parameters(self) -> None:
@@ -247,14 +229,14 @@ class _Step:
 
     # What the plan must know
 
-    def _facts(self) -> tuple[list[Gradient], Settings]:
+    def _facts(self) -> tuple[list[plan.Gradient], plan.Settings]:
         """Takes the gradients as they are, and returns what the plan must know of them and of the settings."""
         optimizer, config, program = self._optimizer, self._config, self._program
         if not all(isinstance(grad, ReducedGradient) for grad in self._given):
             program.attachment(UnshardSchedule).flush(self._given)
         gradients = [self._facts_of(given, target) for given, target in zip(self._given, self._targets, strict=True)]
         self._flight = self._gradients_in_flight(gradients)
-        settings = Settings(config.placements, config.bucket_bytes, None if self._flight is None else self._flight.most)
+        settings = plan.Settings(config.placements, config.bucket_bytes, None if self._flight is None else self._flight.most)
         if optimizer is None:
             return gradients, settings
         return gradients, dataclasses.replace(
@@ -265,16 +247,20 @@ class _Step:
             accumulates_partial_sums=accumulates_partial_sums(optimizer, config),
             is_shareable=may_share(optimizer),
             may_compile=program.is_on_cpu,
+            averages=optimizer.use_ema,
+            constrains=any(getattr(variable, "constraint", None) for variable in self._variables),
+            publishes_slots=config.mesh.splits_layers,
+            checks_drift=bool(config.check_drift_every) and config.mesh.tensor_parallel_size > 1,
         )
 
-    def _facts_of(self, given: Any, target: Target) -> Gradient:
+    def _facts_of(self, given: Any, target: Target) -> plan.Gradient:
         grad = self._program.attachment(KnownReductions).find(given)
         is_reduced = grad is not None
         if grad is None:
             grad = dense(given, target)
             is_reduced = target.layout.is_data_sharded and comes_reduced(grad, target)
         self._grads.append(grad)
-        return Gradient(
+        return plan.Gradient(
             elements=target.layout.local_elements,
             stepped=math.prod(target.state_layout.component_shape),
             dtype=grad.dtype.name,
@@ -286,10 +272,10 @@ class _Step:
             global_elements=target.layout.num_elements,
         )
 
-    def _gradients_in_flight(self, gradients: Sequence[Gradient]) -> GradientsInFlight | None:
+    def _gradients_in_flight(self, gradients: Sequence[plan.Gradient]) -> GradientsInFlight | None:
         """Returns those of stage 2, if they were made in the graph in which they are reduced."""
         program, ranks = self._program, self._program.group_ranks("data")
-        messages = buckets_of(gradients, self._config.bucket_bytes)
+        messages = plan.buckets_of(gradients, self._config.bucket_bytes)
         is_sharded_soon = isinstance(self._config.placements.gradient, Shard) and len(ranks) > 1
         if not is_sharded_soon or not messages or any(gradients[place].is_reduced for bucket in messages for place in bucket):
             return None

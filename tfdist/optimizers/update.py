@@ -57,7 +57,7 @@ class Updates:
         self._optimizer = optimizer
         self._learning_rate = learning_rate
         self._program = program
-        self._functions: dict[tuple, Callable[..., Any]] = {}
+        self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def update(self, targets: Sequence[Target], grads: Sequence[tf.Tensor], trace: Trace) -> list[tf.Tensor]:
         """Updates `targets`, side by side if there are several, and their slots.
