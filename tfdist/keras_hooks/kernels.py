@@ -6,7 +6,7 @@ The setting `use_kernels` of the strategy switches all of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -81,25 +81,16 @@ def _rms_normalization(
 
 
 def _normalized(program: RankProgram, x: tf.Tensor, gamma: Any, beta: Any, epsilon: float | None, *, subtract_mean: bool) -> Any:
-    """Normalizes; stage 3 gathers again what is read where gradients are formed, of the input's only where it is wanted."""
-    gamma, beta = (None if value is None else tf.convert_to_tensor(value) for value in (gamma, beta))
-    scopes = {
-        "input_scope": _input_gradient_scope(program, x, [value for value in (gamma, beta) if value is not None]),
-        "parameter_scope": tape.backward_scope,
-    }
-    return feature_norms.normalized(x, gamma, beta, epsilon, subtract_mean=subtract_mean, **scopes)
+    """Normalizes; stage 3 gathers parameters again for gradients, but not for the input's where it is not wanted.
 
-
-def _input_gradient_scope(
-    program: RankProgram, x: tf.Tensor, parameters: Sequence[tf.Tensor]
-) -> Callable[[], contextlib.AbstractContextManager]:
-    """Returns the scope for the gradient of a layer's input, to be asked in the forward pass: `tape.backward_scope`, or none.
-
-    None where a tape follows some of the parameters and not `x`, as in a model's first layer: the operations will not run, and
-    stage 3 gathers no parameter again for them. In loops and nested functions tapes do not follow what is made there.
+    It is not where a tape follows some of the parameters and not `x`, as in a model's first layer. In loops and nested functions
+    tapes do not follow what is made there.
     """
+    gamma, beta = (None if value is None else tf.convert_to_tensor(value) for value in (gamma, beta))
+    parameters = [value for value in (gamma, beta) if value is not None]
     is_wanted = not program.exists_here(x) or tape.tapes_watching([x]) or not tape.tapes_watching(parameters)
-    return tape.backward_scope if is_wanted else contextlib.nullcontext
+    scopes = {"input_scope": tape.backward_scope if is_wanted else contextlib.nullcontext, "parameter_scope": tape.backward_scope}
+    return feature_norms.normalized(x, gamma, beta, epsilon, subtract_mean=subtract_mean, **scopes)
 
 
 @replaces(
@@ -140,9 +131,8 @@ def _einsum(original: Callable[..., Any], subscripts: str, *operands: Any, **kwa
 def _sparse_categorical_crossentropy(
     original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
 ) -> Any:
-    program = _program()
+    program, losses = _program(), None
     # On a GPU TensorFlow's kernel is good, and another would not notice a label that is out of range.
-    losses = None
-    if program is not None and program.is_on_cpu and from_logits and crossentropy.are_logits(output, axis):
-        losses = crossentropy.of_classes(target, output)
-    return original(target, output, from_logits=from_logits, axis=axis) if losses is None else losses  # or raises
+    if program is not None and program.is_on_cpu and from_logits:
+        losses = crossentropy.of_logits(target, output, axis)
+    return original(target, output, from_logits=from_logits, axis=axis) if losses is None else losses

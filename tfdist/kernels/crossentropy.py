@@ -23,13 +23,7 @@ def sparse_crossentropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor
 
     Args:
         logits: (positions, classes), float32 or float64.
-        labels: (positions,), int32 or int64, in [0, classes).
-
-    Returns:
-        (positions,), of the logits' dtype.
-
-    Raises:
-        tf.errors.InvalidArgumentError: when run on a CPU, if a label is out of range; TensorFlow's kernel raises it, too.
+        labels: (positions,), in [0, classes); on a CPU another one raises InvalidArgumentError, as in TensorFlow's kernel.
     """
     shifted = logits - tf.reduce_max(logits, -1, keepdims=True)
     of_label = tf.gather(shifted, labels, batch_dims=1)
@@ -44,28 +38,22 @@ def sparse_crossentropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor
     return tf.math.log(total) - of_label, gradient
 
 
-def of_classes(target: Any, output: tf.Tensor) -> tf.Tensor | None:
-    """Returns the loss of each position of `output`, logits that `are_logits`; None if the labels are not of its shape.
+def of_logits(target: Any, output: Any, axis: int) -> tf.Tensor | None:
+    """Returns the loss of each position of `output`, logits, as Keras does; None where its own function must be called.
 
-    Args:
-        target: labels, of the shape of `output` without its last axis, or with a last axis of size 1.
-        output: (..., classes).
+    That is where classes are on another axis than the last, where Keras takes a softmax's argument for its result, and where
+    labels, of the shape of `output` without its last axis or with one of size 1, have another, which Keras refuses.
     """
-    labels = tf.cast(tf.convert_to_tensor(target), tf.int64)
-    if labels.shape.rank == output.shape.rank and labels.shape[-1] == 1:
+    if not isinstance(output, tf.Tensor) or output.dtype not in (tf.float32, tf.float64):
+        return None
+    rank, labels = output.shape.rank, tf.cast(tf.convert_to_tensor(target), tf.int64)
+    if rank is None or rank < 2 or output.shape[-1] is None or axis not in (-1, rank - 1):
+        return None
+    if hasattr(output, "_keras_logits") or (hasattr(output, "op") and output.op.type == "Softmax"):
+        return None
+    if labels.shape.rank == rank and labels.shape[-1] == 1:
         labels = tf.squeeze(labels, -1)
     if labels.shape.rank is None or not labels.shape.is_compatible_with(output.shape[:-1]):
         return None
     losses = sparse_crossentropy(tf.reshape(output, [-1, output.shape[-1]]), tf.reshape(labels, [-1]))
     return tf.reshape(losses, tf.shape(labels))
-
-
-def are_logits(output: Any, axis: int) -> bool:
-    """Whether Keras takes `output` as it is: of a softmax's result it takes the argument."""
-    if not isinstance(output, tf.Tensor) or output.dtype not in (tf.float32, tf.float64):
-        return False
-    rank = output.shape.rank
-    if rank is None or rank < 2 or output.shape[-1] is None or axis not in (-1, rank - 1):
-        return False
-    is_softmax = hasattr(output, "op") and output.op.type == "Softmax"
-    return not (is_softmax or hasattr(output, "_keras_logits"))

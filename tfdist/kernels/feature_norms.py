@@ -50,12 +50,10 @@ def normalized(
     """Returns `x`, which `is_over_features`, normalized; scaled by `gamma` and moved by `beta` where they are not None.
 
     Args:
-        x: the layer's input.
-        gamma, beta: the layer's parameters.
+        x, gamma, beta: the layer's input and parameters.
         epsilon: is added to the variance; None: Keras's default.
         subtract_mean: whether this is layer normalization, and not RMS normalization.
-        input_scope: makes the context in which the gradient of `x` is formed.
-        parameter_scope: makes the context in which the gradients of the parameters are formed.
+        input_scope, parameter_scope: make the contexts in which the gradients of `x` and of the parameters are formed.
     """
     epsilon = keras.config.epsilon() if epsilon is None else epsilon
     result, dtype = x.dtype, keras.backend.result_type(x.dtype.name, "float32")

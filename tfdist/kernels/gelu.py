@@ -25,13 +25,7 @@ from tfdist.custom_gradients import custom_gradient
 
 
 def gelu(x: tf.Tensor, approximate: bool, *, on_cpu: bool) -> tf.Tensor:
-    """Returns the GELU of `x`, a tensor of floating-point numbers of any shape.
-
-    Args:
-        x: the layer's input.
-        approximate: whether the tanh approximation is wanted, in the place of the exact GELU.
-        on_cpu: whether a CPU computes it.
-    """
+    """Returns the GELU of `x`, floating-point numbers of any shape; `approximate`: the tanh approximation of it."""
     derivative = _derivative_of_approximation if approximate else _derivative
     has_slow_erfc = not approximate and x.dtype == tf.float32 and on_cpu
 

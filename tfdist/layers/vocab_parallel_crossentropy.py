@@ -149,15 +149,10 @@ def _exponential_sums(
 ) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tuple]]:
     """Returns the sum of exp(logits - shift) of each position, and the label's logit less the shift.
 
-    One tensor of the logits' size is kept for the gradient, which goes over it twice.
-
     Args:
-        logits: (positions, classes), float32 or float64.
+        logits: (positions, classes). One tensor of that size is kept for the gradient.
         shift: (positions,), which counts as constant.
-        labels: (positions,), int32 or int64, in [0, classes).
-
-    Returns:
-        Two tensors of shape (positions,).
+        labels: (positions,), in [0, classes).
     """
     shifted = logits - shift[:, tf.newaxis]
     of_label = tf.gather(shifted, labels, batch_dims=1)

@@ -38,16 +38,13 @@ def _at_least(least: int, fix: str = "") -> _Check:
     return check
 
 
-def _true_or_false(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(errors.message(f"`{name}` must be True or False.", **{name: value}))
-    return value
+def _one_of(*values: Any) -> _Check:
+    def check(name: str, value: Any) -> Any:
+        if not any(value is one for one in values):
+            raise ValueError(errors.message(f"`{name}` must be {' or '.join(map(str, values))}.", **{name: value}))
+        return value
 
-
-def _true_false_or_none(name: str, value: Any) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(errors.message(f"`{name}` must be True, False or None.", **{name: value}))
-    return value
+    return check
 
 
 def _floating_dtype_or_none(name: str, value: Any) -> tf.DType | None:
@@ -128,7 +125,7 @@ class ShardingConfig:
     )
     reshard_after_forward: bool = _setting(
         True,
-        _true_or_false,
+        _one_of(True, False),
         "stage 3: True frees a gathered layer after forward and gathers it again for backward; False keeps it: a third less "
         "traffic, and all parameters gathered at the end of forward.",
     )
@@ -140,7 +137,7 @@ class ShardingConfig:
     )
     use_kernels: bool | None = _setting(
         None,
-        _true_false_or_none,
+        _one_of(True, False, None),
         "whether GELU, normalization over features, attention, projections of several axes (`EinsumDense`) and cross-entropy of "
         "integer labels are computed by tfdist's kernels, which take less time or memory than Keras's functions and differ by "
         "rounding. None: on devices of a kind on which they have been measured, which are CPUs; False: Keras's functions run.",
