@@ -364,8 +364,10 @@ def test_a_program_without_a_strategy():
         for wrap in (lambda module: module, lambda module: tfdist.PipelineModel(module, num_microbatches=4)):
             keras.utils.set_random_seed(3)
             embedding = keras.layers.Embedding(3, 4, mask_zero=True)
-            model = wrap(keras.Sequential([keras.Input((5,)), embedding, keras.layers.Dense(2, activity_regularizer="l2")]))
-            model.compile("sgd", "mse")
+            hidden = keras.layers.Dense(7, "tanh", kernel_regularizer="l2")
+            last = keras.layers.Dense(2, activity_regularizer="l2")
+            model = wrap(keras.Sequential([keras.Input((5,)), embedding, hidden, last]))
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
             losses.append([float(model.train_on_batch(x, y)) for _ in range(3)])
         np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     """

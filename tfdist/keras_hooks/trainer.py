@@ -12,7 +12,7 @@ from tfdist.data import rank_specs
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import cut_tensors
 from tfdist.optimizers.support import check_variables, describe
-from tfdist.pipeline import PipelineModel
+from tfdist.pipeline.model import check_is_pipelined
 from tfdist.sharding import config_of
 
 _TRAINER = "keras.src.trainers.trainer.Trainer"
@@ -52,15 +52,7 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
                 fix='Use `jit_compile="auto"` (the default) or `False`.',
             )
         )
-    if strategy.mesh.pipeline_parallel_size > 1 and not isinstance(model, PipelineModel):
-        raise ValueError(
-            errors.message(
-                "Under a strategy with a pipeline the model to train must be a `PipelineModel`.",
-                model=type(model).__name__,
-                pipeline_parallel_size=strategy.mesh.pipeline_parallel_size,
-                fix="Wrap it: `tfdist.PipelineModel(model, num_microbatches=...)`.",
-            )
-        )
+    check_is_pipelined(model, strategy.mesh)
     optimizer = model.optimizer
     if optimizer is not None and optimizer._distribution_strategy is not strategy:
         raise ValueError(

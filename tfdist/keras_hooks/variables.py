@@ -18,14 +18,14 @@ known, and never on another stage's ranks."""
 
 @replaces("keras.Variable", "_initialize_with_initializer", signature="(self, initializer)", why=_LATER)
 def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
-    if not deferred_weights.put_off(self, initializer):
+    if not deferred_weights.defer(self, initializer):
         with placement(**kept_placement(self)):
             original(self, initializer)
 
 
 @replaces("keras.Variable", "_deferred_initialize", signature="(self)", why=_LATER)
 def _deferred_initialize(original: Callable[..., None], self: Any) -> None:
-    if not deferred_weights.stays_put_off(self):
+    if not deferred_weights.stays_deferred(self):
         original(self)
 
 

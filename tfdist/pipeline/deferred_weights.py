@@ -1,7 +1,8 @@
-"""Weights of a pipelined model, which are made when it is known in which stage they are.
+"""Weights that are made when it is known which ranks of a pipeline use them.
 
-Under a strategy with a pipeline a layer's weights are not made where the layer is built: nobody knows yet in which stage that
-is, and a rank of another stage is never to hold them. They keep their initializer, and are made when `place` says where.
+Under a strategy with a pipeline a layer's weights are not made where the layer is built: nobody knows yet in which stage the
+layer will be, and a rank of another stage must never hold its weights. A deferred weight keeps its initializer until `make_on`
+makes the weight.
 
 `_value` and `_initializer` are private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when they change.
 """
@@ -20,8 +21,8 @@ from tfdist.mesh import current_mesh
 from tfdist.sharding import kept_placement, keras_scope, request_placement
 
 
-def place(variable: keras.Variable, pipe_ranks: Sequence[int], strategy: tf.distribute.Strategy) -> None:
-    """Makes a layer's weight on the pipeline coordinates `pipe_ranks`, or moves it there; it keeps its value."""
+def make_on(pipe_ranks: Sequence[int], variable: keras.Variable, strategy: tf.distribute.Strategy) -> None:
+    """Makes a layer's weight on the ranks at the coordinates `pipe_ranks` of the axis "pipe", or moves it there as it is."""
     owners = tuple(sorted(set(pipe_ranks)))
     with strategy.scope():
         layout = getattr(variable._value, "layout", None)  # None: not made yet, or outside the strategy's scope
@@ -31,8 +32,41 @@ def place(variable: keras.Variable, pipe_ranks: Sequence[int], strategy: tf.dist
             variable._deferred_initialize()
 
 
-class _Later:
-    """The initializer of a weight that is not made yet."""
+def defer(variable: keras.Variable, initializer: Callable[..., Any]) -> bool:
+    """Defers a variable that is being made, if it is a layer's and nobody has said where to make it; returns whether it did."""
+    mesh = current_mesh()
+    if mesh is None or mesh.pipeline_parallel_size == 1 or _has_place(variable):
+        return False
+    if not isinstance(keras_scope.current_layer(), keras.layers.Layer | keras.random.SeedGenerator):
+        return False
+    variable._value = None
+    variable._initializer = _DeferredInitializer(initializer, variable.path)
+    return True
+
+
+def stays_deferred(variable: keras.Variable) -> bool:
+    """Whether a variable that Keras wants to make now is deferred, and still nobody has said where to make it."""
+    return is_deferred(variable) and not _has_place(variable)
+
+
+def make_to_assign(variable: keras.Variable) -> None:
+    """Makes a deferred variable on every rank, since what is about to be assigned to it must be kept."""
+    if is_deferred(variable) and not keras_scope.in_stateless_scope():
+        strategy = variable._initializer.strategy
+        make_on(range(strategy.mesh.pipeline_parallel_size), variable, strategy)
+
+
+def is_deferred(variable: keras.Variable) -> bool:
+    """Whether `variable` has no value yet because it was deferred."""
+    return variable._value is None and isinstance(variable._initializer, _DeferredInitializer)
+
+
+def _has_place(variable: keras.Variable) -> bool:
+    return "pipe_owners" in kept_placement(variable)
+
+
+class _DeferredInitializer:
+    """The initializer of a deferred weight. It refuses to run on a rank that computes: by then the weight should exist."""
 
     def __init__(self, initializer: Callable[..., Any], path: str):
         self.strategy = tf.distribute.get_strategy()
@@ -48,38 +82,3 @@ class _Later:
                 )
             )
         return self._initializer(*args, **kwargs)
-
-
-def _later(variable: keras.Variable) -> _Later | None:
-    """Returns the initializer of a variable that is put off, None of any other."""
-    if variable._value is not None:
-        return None
-    return variable._initializer if isinstance(variable._initializer, _Later) else None
-
-
-def _has_place(variable: keras.Variable) -> bool:
-    return "pipe_owners" in kept_placement(variable)
-
-
-def put_off(variable: keras.Variable, initializer: Callable[..., Any]) -> bool:
-    """Puts a variable off that is a layer's and whose place is not known; returns whether it did."""
-    mesh = current_mesh()
-    if mesh is None or mesh.pipeline_parallel_size == 1 or _has_place(variable):
-        return False
-    if not isinstance(keras_scope.current_layer(), keras.layers.Layer | keras.random.SeedGenerator):
-        return False
-    variable._value = None
-    variable._initializer = _Later(initializer, variable.path)
-    return True
-
-
-def stays_put_off(variable: keras.Variable) -> bool:
-    """Whether a variable that Keras wants to make now is put off, and its place is still not known."""
-    return _later(variable) is not None and not _has_place(variable)
-
-
-def make_to_assign(variable: keras.Variable) -> None:
-    """Makes a variable that is put off on every rank, before it is assigned: its value must be kept."""
-    later = _later(variable)
-    if later is not None and not keras_scope.in_stateless_scope():
-        place(variable, range(later.strategy.mesh.pipeline_parallel_size), later.strategy)

@@ -93,6 +93,7 @@ class Executor:
     Attributes:
         pipe_rank: the rank's coordinate on the mesh axis "pipe".
         gradients: after `run`, the sums over the microbatches of the weights' gradients.
+        end: after `run`, operations at whose end all of the rank's actions have ended.
     """
 
     def __init__(
@@ -125,8 +126,8 @@ class Executor:
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._to_recompute: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
         self._held_back: dict[tuple[int, int], _Gradients] = {}
-        self._last: list[tf.Operation] = []  # the end of the last action
-        self._last_but_one: list[tf.Operation] = []
+        self.end: list[tf.Operation] = []  # of the action that was made last
+        self._end_of_one_before: list[tf.Operation] = []
         self.gradients = GradientSum()
 
     def run(self) -> None:
@@ -140,23 +141,23 @@ class Executor:
         for action in self._schedule.actions(self.pipe_rank):
             if not self._training and (action.phase is not Phase.FORWARD or action.microbatch >= self._num_microbatches):
                 continue
-            before = self._last
+            before = self.end
             try:
                 with tf.name_scope(f"PP/{action}"):
                     run_phase[action.phase](action)
-                    self._last = self._clock.stop(action, self._last)
+                    self.end = self._clock.stop(action, self.end)
             except Exception as error:
                 error.add_note(f"In the pipeline's action {action} on rank {self.pipe_rank}:\n{self._schedule.render(action)}")
                 raise
-            self._last_but_one = before
+            self._end_of_one_before = before
 
     # Actions
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = self._stages[action.stage_index], action.microbatch
         stage_inputs = self._receive_inputs(stage, microbatch)
-        self._last = self._clock.start(action, self._last, stage_inputs)
-        with tf.control_dependencies(self._last):
+        self.end = self._clock.start(action, self.end, stage_inputs)
+        with tf.control_dependencies(self.end):
             if self._training and not self._recompute:
                 outputs, losses = self._record(stage, microbatch, stage_inputs)
             else:
@@ -174,8 +175,8 @@ class Executor:
     def _backward(self, action: Action) -> None:
         self._compute_again(action)
         gradients = self._take_gradients(action)
-        tape.run_all_after(gradients.made, self._last)
-        with tf.control_dependencies(self._last):
+        tape.run_all_after(gradients.made, self.end)
+        with tf.control_dependencies(self.end):
             sums = self._add_up(action, gradients)
         self._end_after([*gradients.of_inputs, *sums])
 
@@ -184,16 +185,16 @@ class Executor:
         gradients = self._take_gradients(action)
         # Operations that TensorFlow orders run now: it has put those of later actions of this rank behind them.
         needed = tape.ancestors([*gradients.of_inputs, *gradients.in_turn], gradients.made)
-        tape.run_all_after([operation for operation in gradients.made if operation in needed], self._last)
+        tape.run_all_after([operation for operation in gradients.made if operation in needed], self.end)
         gradients.made = [operation for operation in gradients.made if operation not in needed]
         self._held_back[action.stage_index, action.microbatch] = gradients
         self._end_after(gradients.of_inputs)
 
     def _backward_weight(self, action: Action) -> None:
         gradients = self._held_back.pop((action.stage_index, action.microbatch))
-        self._last = self._clock.start(action, self._last)
-        tape.run_all_after(gradients.made, self._last)
-        with tf.control_dependencies(self._last):
+        self.end = self._clock.start(action, self.end)
+        tape.run_all_after(gradients.made, self.end)
+        with tf.control_dependencies(self.end):
             self._end_after(self._add_up(action, gradients))
 
     # Computing
@@ -232,7 +233,7 @@ class Executor:
             stage_inputs, state = self._to_recompute.pop(key)
             # Keras's attention takes the masks off what it is called on.
             self._work.annotate(stage, action.microbatch, stage_inputs)
-            with tf.control_dependencies(self._last), keras.StatelessScope(state_mapping=state, collect_losses=True):
+            with tf.control_dependencies(self.end), keras.StatelessScope(state_mapping=state, collect_losses=True):
                 self._record(stage, action.microbatch, stage_inputs, is_past=bool(state))
 
     def _take_gradients(self, action: Action) -> _Gradients:
@@ -240,7 +241,7 @@ class Executor:
         stage, microbatch = self._stages[action.stage_index], action.microbatch
         forward = self._forwards.pop((stage.index, microbatch))
         upstream = self._receive_gradients(stage, forward, microbatch)
-        self._last = self._clock.start(action, self._last, upstream)
+        self.end = self._clock.start(action, self.end, upstream)
         before = tape.operations_so_far()
         weights, inputs = self._weights[stage.index], floats(forward.stage_inputs)
         if forward.call is None:
@@ -296,7 +297,7 @@ class Executor:
         # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
         # would wait: that action may need it.
         is_held = point_to_point.message_holds_thread(self._program, rank)
-        with tf.control_dependencies(self._last if is_held else self._last_but_one):
+        with tf.control_dependencies(self.end if is_held else self._end_of_one_before):
             return [
                 point_to_point.receive_message(self._program, spec, rows, rank, f"{label}/{place}")
                 for place, spec in enumerate(specs)
@@ -308,7 +309,7 @@ class Executor:
         """Says that the action ends when all of `made` exist."""
         if not tf.executing_eagerly():
             made = [x for x in made if x is not None]
-            self._last = [tf.group(*made)] if made else self._last
+            self.end = [tf.group(*made)] if made else self.end
 
 
 def _gradients_of_tape(

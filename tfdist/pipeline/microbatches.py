@@ -68,7 +68,7 @@ class Microbatches:
         return self._microbatches[index]
 
     def _slice(self, x: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-        if not tf.is_tensor(x):
+        if x is None:
             return x
         rows = x[start:stop]
         if isinstance(rows, tf.Tensor):

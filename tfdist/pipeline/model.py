@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.global_losses import unscale_loss
-from tfdist.mesh import current_mesh
+from tfdist.mesh import DeviceMesh, current_mesh
 from tfdist.pipeline.action_clock import NoClock
 from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy
 from tfdist.pipeline.schedules.make_schedule import make_schedule
@@ -138,7 +138,7 @@ class PipelineModel(keras.Model):
         split_points = resolve_split_points(functional, self._split_points, self._schedule.num_stages)
         self._staged = StagedModel(functional, split_points, self._schedule)
         if self._schedule.num_ranks > 1:
-            self._staged.place(self.distribute_strategy)
+            self._staged.make_weights(self.distribute_strategy)
         self.built = True
 
     def stage_report(self) -> str:
@@ -249,11 +249,11 @@ class PipelineModel(keras.Model):
     @contextlib.contextmanager
     def without_layer_losses(self) -> Iterator[None]:
         """A block in which `losses`, which Keras's `compute_loss` adds up, is empty: every stage adds up those of its layers."""
-        self._hides_layer_losses = True
+        before, self._hides_layer_losses = self._hides_layer_losses, True
         try:
             yield
         finally:
-            self._hides_layer_losses = False
+            self._hides_layer_losses = before  # blocks nest where a loss asks for divisors that depend on the data
 
     @property
     def losses(self) -> list[Any]:
@@ -283,6 +283,19 @@ class PipelineModel(keras.Model):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> PipelineModel:
         module = keras.saving.deserialize_keras_object(config["layers_or_model"], custom_objects=custom_objects)
         return cls(**{**config, "layers_or_model": module})
+
+
+def check_is_pipelined(model: keras.Model, mesh: DeviceMesh) -> None:
+    """Raises ValueError if `model` is to train on a mesh with a pipeline, but is no `PipelineModel`."""
+    if mesh.pipeline_parallel_size > 1 and not isinstance(model, PipelineModel):
+        raise ValueError(
+            errors.message(
+                "Under a strategy with a pipeline the model to train must be a `PipelineModel`.",
+                model=type(model).__name__,
+                pipeline_parallel_size=mesh.pipeline_parallel_size,
+                fix="Wrap it: `tfdist.PipelineModel(model, num_microbatches=...)`.",
+            )
+        )
 
 
 def _check_schedule(schedule: Any, num_microbatches: int, stages_per_rank: int) -> None:

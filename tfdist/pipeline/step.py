@@ -119,8 +119,19 @@ class Step:
             owners = self._staged.owners(variable)
             if len(owners) > 1:
                 gradient = self._sum_over(owners, variable, gradient)
-            found.append((gradient, variable))
+            found.append((gradient if self._program is not None else self._after_reads(gradient), variable))
         return found
+
+    def _after_reads(self, gradient: Any) -> Any:
+        """Returns a gradient that exists when all actions have ended, and so have read the weights; for Keras's own optimizer.
+
+        The actions' functions read each weight several times, and an update waits for all of them by control dependencies. Keras
+        hands all gradients to one `IdentityN`: TensorFlow's graph optimizer first leaves out what that one implies, then it.
+        """
+        if gradient is None or tf.executing_eagerly():
+            return gradient
+        with tf.control_dependencies(self._executor.end):
+            return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
     def _sum_over(self, owners: Sequence[int], variable: Any, gradient: Any) -> tf.Tensor:
         """Returns the sum of the gradients of a weight that several ranks use, added in the same order on each of them."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import tree
 
 from tfdist import errors
-from tfdist.pipeline.deferred_weights import place
+from tfdist.pipeline.deferred_weights import make_on
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.masks import Masks
 from tfdist.pipeline.stages.stage import split_in_stages
@@ -69,10 +69,10 @@ class StagedModel:
         """The trainable variables that each stage uses."""
         return [[v for v in stage.variables_of_operations() if v.trainable] for stage in self.stages]
 
-    def place(self, strategy: tf.distribute.Strategy) -> None:
+    def make_weights(self, strategy: tf.distribute.Strategy) -> None:
         """Makes, or moves, every variable of the model on the ranks whose stages use it."""
         for variable in self.module.variables:
-            place(variable, self.owners(variable), strategy)
+            make_on(self.owners(variable), variable, strategy)
 
     @functools.cached_property
     def masks(self) -> Masks:
