@@ -1,5 +1,7 @@
 """What clipping, accumulation, averages and loss scaling send, message by message."""
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -163,3 +165,25 @@ def test_the_list_is_what_is_sent(zero_stage, make):
             expected.append(f"broadcast/owned_{action.bucket}")
     labels = [label for _, _, label in messages if "head" not in label]  # of stage 3's layer
     assert labels == expected
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_what_a_norm_has_reduced_is_found_one_by_one(zero_stage):
+    """The norm of the kernel's gradient alone: the step reduces the bias's, and no other."""
+    strategy = strategy_for(2, zero_stage, bucket_bytes=4)
+    with strategy.scope():
+        model = build()
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def on_rank(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x) ** 2)
+        grads = tape.gradient(loss, model.trainable_variables)
+        tfdist.global_norm(grads[:1], model.trainable_variables[:1])
+        optimizer.apply(grads, model.trainable_variables)
+
+    tf.function(lambda x: strategy.run(on_rank, args=(x,))).get_concrete_function(tf.zeros((4, FEATURES)))
+    shapes = [record.shape for record in strategy.last_plan.records[0] if "reduce" in record.op and record.label != "global_norm"]
+    expected = [FEATURES * CLASSES, CLASSES]
+    assert [math.prod(shape) for shape in shapes] == [size + size % 2 * bool(zero_stage) for size in expected]

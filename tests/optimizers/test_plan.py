@@ -105,9 +105,11 @@ def test_accumulating_shards_and_partial_sums():
 
 
 def test_what_follows_in_every_call():
-    chosen = {"averages": True, "constrains": True, "publishes_slots": True, "checks_drift": True}
-    assert text(1, 0, **chosen) == "reduce 0 (0) · update (0) · average · constrain · publish slots · check drift"
-    assert text(1, 0, accumulation_steps=2, averages=True) == "reduce 0 (0) · accumulate, in every 2. call [update (0)] · average"
+    assert text(1, 0, afterwards=("average", "constrain")) == "reduce 0 (0) · update (0) · then average · then constrain"
+    assert (
+        text(1, 0, accumulation_steps=2, afterwards=("average",))
+        == "reduce 0 (0) · accumulate, in every 2. call [update (0)] · then average"
+    )
 
 
 def test_owners_step_on_whole_parameters():

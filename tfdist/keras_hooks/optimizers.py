@@ -14,7 +14,7 @@ from tfdist.optimizers.loss_scaling import apply_unscaled
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.step import accumulates_partial_sums
 from tfdist.optimizers.support import check_no_overwriting, check_variables
-from tfdist.optimizers.variables import variable_of
+from tfdist.optimizers.target import variable_of
 from tfdist.sharding import MeshConfig, config_of, placement
 
 _TF_OPTIMIZER = "keras.src.backend.tensorflow.optimizer.TFOptimizer"

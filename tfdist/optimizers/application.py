@@ -12,7 +12,7 @@ from tfdist import errors
 from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients
 from tfdist.optimizers.support import is_elementwise
-from tfdist.optimizers.variables import variable_of
+from tfdist.optimizers.target import variable_of
 from tfdist.sharding import MeshConfig, Shard, placement
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.optimizers.target import Target
-from tfdist.optimizers.variables import local_part, variable_of
+from tfdist.optimizers.target import Target, local_part, variable_of
 from tfdist.sharding import MeshConfig
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
 

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, wire
-from tfdist.optimizers.variables import local_part, variable_of
+from tfdist.optimizers.target import local_part, variable_of
 from tfdist.sharding import MeshConfig
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.collectives import current_program
 from tfdist.optimizers.clipping import norm_of
 from tfdist.optimizers.step import reduce_gradients
-from tfdist.optimizers.variables import variable_of
+from tfdist.optimizers.target import variable_of
 from tfdist.sharding import config_of
 
 
@@ -42,4 +42,4 @@ def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
     reduced = reduce_gradients([grad for grad, _ in pairs], [variable for _, variable in pairs], config, program)
     layouts = [config.slot_layout(variable_of(variable).layout) for _, variable in pairs]
     with tf.device(program.device):
-        return norm_of([gradient.value for gradient in reduced], layouts, config, program)
+        return norm_of(reduced, layouts, config, program)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, current_program, wire
 from tfdist.mesh import MESH_AXES
-from tfdist.optimizers.reduction import ReducedGradient
+from tfdist.optimizers.reduction import KnownReductions
 from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients
 from tfdist.sharding import MeshConfig, Shard
 
@@ -20,12 +20,6 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     The gradients are reduced first: an inf of one rank is then seen by all (stage 0), or by the one that holds its shard, and
     the ranks agree with one message of one number. Where gradients are accumulated before they are reduced (stages 0 and 1),
     the ranks agree on their own gradients.
-
-    Args:
-        optimizer: a `keras.optimizers.LossScaleOptimizer`, built.
-        grads: this rank's gradients of the scaled loss, as they left the tape.
-        variables: the variables; None: those that it was built with.
-        config: the strategy's sharding.
     """
     program = current_program("`optimizer.apply`")
     inner = optimizer.inner_optimizer
@@ -33,15 +27,15 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
     found = [grad for grad, _ in pairs]
     scale = tf.convert_to_tensor(optimizer.dynamic_scale)
-    inner_optimizers = getattr(inner, "optimizers", [inner])
-    if any(accumulates_partial_sums(each, config) for each in inner_optimizers):
+    is_partial = any(accumulates_partial_sums(each, config) for each in getattr(inner, "optimizers", [inner]))
+    if is_partial:
         found = [tf.convert_to_tensor(grad) for grad in found]
-        is_finite = _agreed(found, config, program, is_partial=True)
-        unscaled: list[Any] = [grad / tf.cast(scale, grad.dtype) for grad in found]
     else:
-        reduced = reduce_gradients(found, [variable for _, variable in pairs], config, program)
-        is_finite = _agreed([gradient.value for gradient in reduced], config, program, is_partial=False)
-        unscaled = [ReducedGradient(gradient.value / tf.cast(scale, gradient.value.dtype)) for gradient in reduced]
+        found = reduce_gradients(found, [variable for _, variable in pairs], config, program)
+    is_finite = _agreed(found, config, program, is_partial)
+    unscaled = [grad / tf.cast(scale, grad.dtype) for grad in found]
+    for grad in () if is_partial else unscaled:
+        program.attachment(KnownReductions).add(grad, grad)
     by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}
 
     def step() -> tf.Tensor:

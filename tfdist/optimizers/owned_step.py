@@ -15,9 +15,8 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, wire
 from tfdist.optimizers.slots import slots_of
-from tfdist.optimizers.target import Target
+from tfdist.optimizers.target import Target, local_part
 from tfdist.optimizers.update import stand_in_of, update
-from tfdist.optimizers.variables import local_part
 from tfdist.sharding import packing
 from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
 

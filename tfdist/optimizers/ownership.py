@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.optimizers.variables import variable_of
+from tfdist.optimizers.target import variable_of
 
 _owners: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 

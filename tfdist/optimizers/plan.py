@@ -73,7 +73,7 @@ class Settings:
         accumulates_partial_sums: whether each rank accumulates its own gradients, which are reduced in the last of these steps.
         is_shareable: whether one update serves several parameters.
         may_compile: whether updates of very large parameters may be compiled.
-        averages, constrains, publishes_slots, checks_drift: whether there is something of this kind to do, in every call.
+        afterwards: what there is to do when the parameters are updated, in every call (`Then`).
     """
 
     placements: ZeroPlacements
@@ -85,16 +85,7 @@ class Settings:
     accumulates_partial_sums: bool = False
     is_shareable: bool = True
     may_compile: bool = False
-    averages: bool = False
-    constrains: bool = False
-    publishes_slots: bool = False
-    checks_drift: bool = False
-
-    @property
-    def afterwards(self) -> tuple[Action, ...]:
-        wanted = [(Average, self.averages), (Constrain, self.constrains)]
-        wanted += [(PublishSlots, self.publishes_slots), (CheckDrift, self.checks_drift)]
-        return tuple(kind() for kind, is_wanted in wanted if is_wanted)
+    afterwards: tuple[str, ...] = ()
 
     @property
     def norm(self) -> str | None:
@@ -215,20 +206,11 @@ class Broadcast(Action):
     members: tuple[int, ...]
 
 
-class Average(Action):
-    """Moves the averages of the weights (`use_ema`), and overwrites the weights with them when it is time."""
+@dataclasses.dataclass(frozen=True)
+class Then(Action):
+    """Does one of what may follow a step: "average", "constrain", "publish slots" or "check drift"."""
 
-
-class Constrain(Action):
-    """Applies the weights' constraints."""
-
-
-class PublishSlots(Action):
-    """Sends slots that every rank keeps, of parameters that some ranks store only, to the others."""
-
-
-class CheckDrift(Action):
-    """Compares weights that all tensor ranks hold, when it is time."""
+    what: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,10 +224,10 @@ class StepPlan:
         last: what follows in every call.
     """
 
-    first: tuple[Action, ...]
+    first: Sequence[Action]
     accumulation_steps: int
-    step: tuple[Action, ...]
-    last: tuple[Action, ...] = ()
+    step: Sequence[Action]
+    last: Sequence[Action]
 
     def __str__(self) -> str:
         step = " · ".join(map(str, self.step))
@@ -256,14 +238,14 @@ class StepPlan:
 
 def plan_step(gradients: Sequence[Gradient], settings: Settings) -> StepPlan:
     """Returns what `optimizer.apply` does with `gradients`. It is the same on all ranks that have the same gradients."""
-    planner, count = _Planner(gradients, settings), settings.accumulation_steps
+    planner, count, last = _Planner(gradients, settings), settings.accumulation_steps, [*map(Then, settings.afterwards)]
     if not count:
-        return StepPlan((), 0, tuple(planner.whole_step()), settings.afterwards)
+        return StepPlan([], 0, planner.whole_step(), last)
     if not settings.accumulates_partial_sums:
-        return StepPlan(tuple(planner.reductions()), count, tuple(planner.updates()), settings.afterwards)
+        return StepPlan(planner.reductions(), count, planner.updates(), last)
     first = planner.unscaled(planner.everything)
     planner = _Planner(gradients, dataclasses.replace(settings, is_unscaled=False))
-    return StepPlan(tuple(first), count, tuple(planner.whole_step()), settings.afterwards)
+    return StepPlan(first, count, planner.whole_step(), last)
 
 
 def plan_reduction(gradients: Sequence[Gradient], settings: Settings) -> list[Action]:

@@ -9,7 +9,6 @@ What happens to a gradient follows from the placements of its variable:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,21 +21,11 @@ from tfdist.sharding import MeshConfig, UnshardSchedule, packing
 from tfdist.sharding.shard_messages import scatter_sums
 
 
-@dataclasses.dataclass(frozen=True)
-class ReducedGradient:
-    """A gradient summed over the data axis, as far as this rank holds it.
-
-    It may be passed to `Optimizer.apply` in the place of a gradient; it is not reduced again.
-
-    Attributes:
-        value: a flat shard (L,), padded with zeros, or the whole gradient.
-    """
-
-    value: tf.Tensor
-
-
 class KnownReductions:
-    """What has been reduced in this trace, by the gradient as it left the tape."""
+    """What has been reduced in this trace, by the gradient as it left the tape: a flat shard (L,), or the whole sum.
+
+    A reduced gradient is known, too, so that it may be given to `Optimizer.apply` in the place of a gradient.
+    """
 
     def __init__(self, program: RankProgram):
         del program
@@ -44,13 +33,11 @@ class KnownReductions:
 
     def find(self, grad: Any) -> tf.Tensor | None:
         """Returns the reduced counterpart of `grad`, None where it has not been reduced."""
-        if isinstance(grad, ReducedGradient):
-            return grad.value
         return self._reduced.get(id(grad), (None, None))[1]
 
     def add(self, grad: Any, reduced: tf.Tensor) -> None:
-        # The gradient is kept, so that its id stays its own.
-        self._reduced[id(grad)] = (grad, reduced)
+        # The gradients are kept, so that their ids stay their own.
+        self._reduced.update({id(grad): (grad, reduced), id(reduced): (reduced, reduced)})
 
 
 def dense(grad: Any, target: Target) -> tf.Tensor:
@@ -88,15 +75,7 @@ def comes_reduced(grad: tf.Tensor, target: Target) -> bool:
 def reduce_bucket(
     grads: Sequence[tf.Tensor], targets: Sequence[Target], label: str, config: MeshConfig, program: RankProgram
 ) -> list[tf.Tensor]:
-    """Returns the sums of `grads` over the data axis, of one dtype: this rank's shards, or whole where nothing is sharded.
-
-    Args:
-        grads: full gradients.
-        targets: what the rank steps on with them.
-        label: the name of the bucket, or of the only variable.
-        config: the strategy's sharding.
-        program: the rank's program.
-    """
+    """Returns the sums of full `grads`, of one dtype, over the data axis: this rank's shards, or whole if none is sharded."""
     dtype = grads[0].dtype
     layouts = [target.state_layout for target in targets]
     if layouts[0].is_data_sharded:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, wire
 from tfdist.mesh import MESH_AXES
-from tfdist.optimizers.variables import local_part, variable_of
+from tfdist.optimizers.target import local_part, variable_of
 from tfdist.sharding import packing
 
 # Keras's own lists, which hold no slots of the update.

@@ -17,12 +17,11 @@ from tfdist.optimizers.clipping import clip, kind_of_clipping
 from tfdist.optimizers.constraining import constrain
 from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.ownership import owner_of
-from tfdist.optimizers.reduction import KnownReductions, ReducedGradient, comes_reduced, dense, reduce_bucket
+from tfdist.optimizers.reduction import KnownReductions, comes_reduced, dense, reduce_bucket
 from tfdist.optimizers.slots import publish_slots
 from tfdist.optimizers.support import may_share
-from tfdist.optimizers.target import Target
+from tfdist.optimizers.target import Target, local_part
 from tfdist.optimizers.update import Updates, decays
-from tfdist.optimizers.variables import local_part
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.shard_messages import gather_shards
@@ -35,7 +34,7 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
 
     Args:
         optimizer: a Keras optimizer, built on `variables` (and others).
-        grads: this rank's gradients as they left the tape, or `ReducedGradient`s; not None.
+        grads: this rank's gradients as they left the tape, or reduced ones; not None.
         variables: the variables, of Keras or TensorFlow.
         config: the strategy's sharding.
 
@@ -56,20 +55,13 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
         _Step(grads, variables, config, program, optimizer).apply()
 
 
-def reduce_gradients(
-    grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram
-) -> list[ReducedGradient]:
+def reduce_gradients(grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:
     """Sums `grads` over the data axis; each comes back as what this rank keeps of it.
 
-    Args:
-        grads: this rank's gradients as they left the tape; IndexedSlices are summed and made dense. What has been reduced in
-            this trace already, and `ReducedGradient`s, are not reduced again.
-        variables: the variables, of Keras or TensorFlow.
-        config: the strategy's sharding.
-        program: the rank's program.
+    IndexedSlices are summed and made dense. What has been reduced in this trace already is not reduced again.
     """
     with tf.device(program.device):
-        return [ReducedGradient(value) for value in _Step(grads, variables, config, program).reduced()]
+        return _Step(grads, variables, config, program).reduced()
 
 
 def accumulates_partial_sums(optimizer: Any, config: MeshConfig) -> bool:
@@ -83,15 +75,7 @@ def accumulates_partial_sums(optimizer: Any, config: MeshConfig) -> bool:
 
 
 class _Step:
-    """One call of `optimizer.apply` on one rank, or the reduction of gradients for another purpose.
-
-    Args:
-        grads: this rank's gradients as they left the tape, or `ReducedGradient`s.
-        variables: the variables, of Keras or TensorFlow.
-        config: the strategy's sharding.
-        program: the rank's program.
-        optimizer: a Keras optimizer; None: the gradients are reduced only.
-    """
+    """One call of `optimizer.apply` on one rank; without an `optimizer`, the reduction of gradients for another purpose."""
 
     def __init__(
         self, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram, optimizer: Any = None
@@ -170,13 +154,13 @@ class _Step:
                 case plan.Broadcast(bucket, owner):
                     wholes = [self._updated[place] for place in members]
                     owned_step.publish(optimizer, targets, wholes, owner, bucket, program)
-                case plan.Average():
+                case plan.Then("average"):
                     update_averages(optimizer, config, program)
-                case plan.Constrain():
+                case plan.Then("constrain"):
                     constrain(self._variables, config, program)
-                case plan.PublishSlots():
+                case plan.Then("publish slots"):
                     publish_slots(optimizer, program)
-                case plan.CheckDrift():
+                case plan.Then("check drift"):
                     check_drift(optimizer, self._variables, config, program)
 
     def _replace(self, members: Sequence[int], grads: Sequence[tf.Tensor]) -> None:
@@ -232,13 +216,19 @@ class _Step:
     def _facts(self) -> tuple[list[plan.Gradient], plan.Settings]:
         """Takes the gradients as they are, and returns what the plan must know of them and of the settings."""
         optimizer, config, program = self._optimizer, self._config, self._program
-        if not all(isinstance(grad, ReducedGradient) for grad in self._given):
+        if any(program.attachment(KnownReductions).find(grad) is None for grad in self._given):
             program.attachment(UnshardSchedule).flush(self._given)
         gradients = [self._facts_of(given, target) for given, target in zip(self._given, self._targets, strict=True)]
         self._flight = self._gradients_in_flight(gradients)
         settings = plan.Settings(config.placements, config.bucket_bytes, None if self._flight is None else self._flight.most)
         if optimizer is None:
             return gradients, settings
+        afterwards = {
+            "average": optimizer.use_ema,
+            "constrain": any(getattr(variable, "constraint", None) for variable in self._variables),
+            "publish slots": config.mesh.splits_layers,
+            "check drift": config.check_drift_every and config.mesh.tensor_parallel_size > 1,
+        }
         return gradients, dataclasses.replace(
             settings,
             is_unscaled=optimizer.loss_scale_factor is not None,
@@ -247,10 +237,7 @@ class _Step:
             accumulates_partial_sums=accumulates_partial_sums(optimizer, config),
             is_shareable=may_share(optimizer),
             may_compile=program.is_on_cpu,
-            averages=optimizer.use_ema,
-            constrains=any(getattr(variable, "constraint", None) for variable in self._variables),
-            publishes_slots=config.mesh.splits_layers,
-            checks_drift=bool(config.check_drift_every) and config.mesh.tensor_parallel_size > 1,
+            afterwards=tuple(what for what, is_wanted in afterwards.items() if is_wanted),
         )
 
     def _facts_of(self, given: Any, target: Target) -> plan.Gradient:

@@ -1,4 +1,4 @@
-"""What one rank steps on of one parameter."""
+"""What one rank stores of a variable, and steps on of a parameter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram
 from tfdist.mesh import Coordinate
 from tfdist.optimizers.stand_in import StandIn
-from tfdist.optimizers.variables import local_part, variable_of
 from tfdist.sharding import Layout, MeshConfig, packing
+
+
+def variable_of(variable: Any) -> tf.Variable:
+    """Returns the `tf.Variable` of a Keras variable, or `variable` itself."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def local_part(variable: Any, program: RankProgram) -> tf.Variable:
+    """Returns what this rank stores of a distributed variable, of Keras or TensorFlow."""
+    return variable_of(variable).values[program.local_index]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +70,13 @@ class Target:
         if self.is_in_place:
             return value
         return packing.data_shard(value, self.state_layout, self._coordinate.data, self.program.constant)
+
+    def keep(self, value: tf.Tensor, stored: tf.Variable | StandIn) -> list[tf.Tensor]:
+        """Stores the new `value` of what is stepped on in place; returns it where it is to be gathered first."""
+        if not self.is_in_place:
+            return [value]
+        stored.assign(value, read_value=False)
+        return []
 
     def store_global(self, value: tf.Tensor) -> None:
         """Stores this rank's part of the global tensor `value`."""

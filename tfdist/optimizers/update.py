@@ -19,8 +19,7 @@ from tfdist.collectives import RankProgram
 from tfdist.optimizers.plan import Trace
 from tfdist.optimizers.slots import slots_of, slots_replaced
 from tfdist.optimizers.stand_in import StandIn
-from tfdist.optimizers.target import Target
-from tfdist.optimizers.variables import local_part
+from tfdist.optimizers.target import Target, local_part
 from tfdist.sharding import packing
 
 
@@ -45,13 +44,7 @@ def decays(optimizer: Any, variable: tf.Variable) -> bool:
 
 
 class Updates:
-    """The updates of one optimizer on one rank.
-
-    Args:
-        optimizer: a Keras optimizer.
-        learning_rate: a scalar.
-        program: the rank's program.
-    """
+    """The updates of one optimizer on one rank, in one step."""
 
     def __init__(self, optimizer: Any, learning_rate: tf.Tensor, program: RankProgram):
         self._optimizer = optimizer
@@ -77,7 +70,7 @@ class Updates:
     ) -> list[tf.Tensor]:
         with tf.control_dependencies([grad]):
             parameter = stand_in_of(self._optimizer, target.variable, target.read(stored))
-        return _stored_in_place([target], [stored], [update(self._optimizer, parameter, grad, learning_rate)])
+        return target.keep(update(self._optimizer, parameter, grad, learning_rate), stored)
 
     def _update_side_by_side(self, targets: Sequence[Target], grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         constant = self._program.constant
@@ -93,7 +86,7 @@ class Updates:
         for same, stand_in in zip(slots, stand_ins, strict=True):
             for slot, part in zip(same, packing.apart(stand_in.value(), shapes, constant), strict=True):
                 slot.assign(part, read_value=False)
-        return _stored_in_place(targets, [target.stored for target in targets], updated)
+        return [kept for target, value in zip(targets, updated, strict=True) for kept in target.keep(value, target.stored)]
 
     def _call(self, target: Target, grad: tf.Tensor, is_compiled: bool) -> list[tf.Tensor]:
         """Calls the function of `target`'s kind on its own gradient, parameter and slots."""
@@ -115,14 +108,3 @@ class Updates:
     def _slots(self, target: Target) -> list[tf.Variable]:
         """Returns what this rank stores of the parameter's slots."""
         return [local_part(slot, self._program) for slot in slots_of(self._optimizer, target.variable)]
-
-
-def _stored_in_place(
-    targets: Sequence[Target], stored: Sequence[tf.Variable | StandIn], values: Sequence[tf.Tensor]
-) -> list[tf.Tensor]:
-    """Stores those of `values` that are stepped on in place, and returns the others: all targets of a step are of one sort."""
-    if not targets[0].is_in_place:
-        return list(values)
-    for variable, value in zip(stored, values, strict=True):
-        variable.assign(value, read_value=False)
-    return []
