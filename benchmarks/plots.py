@@ -38,7 +38,7 @@ def draw_all(figures: Figures, folder: pathlib.Path) -> list[pathlib.Path]:
     for model in MODELS:
         unit = "tokens" if SIZES[model]["model"] == "gpt" else "examples"
         speed = {"field": "tokens_per_second", "kind": SPEED, "scale": 1, "title": f"{model}: {unit} per second"}
-        memory = {"field": "growth_bytes", "kind": MEMORY, "scale": 1e-6, "title": f"{model}: peak memory of a rank, MB"}
+        memory = {"field": "growth_bytes", "kind": MEMORY, "scale": 1e-6, "title": f"{model}: peak memory of a process, MB"}
         for fields in (speed, memory):
             if panels := _panels(figures, model, fields["kind"], fields["field"]):
                 found.append(_draw_bars(figures, model, panels, folder / f"{fields['kind']}_{model}.png", **fields))
@@ -69,7 +69,11 @@ def _draw_bars(
     title: str,
 ) -> pathlib.Path:
     """A panel per number of ranks, a bar per contender; the line on a bar is the range over the rounds, the mark the floor."""
-    height = 1.6 + _BAR_INCHES * max(map(len, panels.values()))
+    handles: list[Any] = [Patch(color=color, label=label) for label, color in _LABELS.items()]
+    if kind == MEMORY:
+        handles.append(Line2D([], [], color="black", linewidth=2, label="floor: the stage's formula"))
+    legend_rows = -(-len(handles) // (2 * len(panels)))
+    height = 1.3 + 0.28 * legend_rows + _BAR_INCHES * max(map(len, panels.values()))
     figure = Figure(figsize=(_PANEL_INCHES * len(panels), height))
     axes = figure.subplots(1, len(panels), squeeze=False, sharex=True)
     for axis, (ranks, contenders) in zip(axes[0], panels.items(), strict=True):
@@ -87,12 +91,9 @@ def _draw_bars(
         axis.set_axisbelow(True)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    handles: list[Any] = [Patch(color=color, label=label) for label, color in _LABELS.items()]
-    if kind == MEMORY:
-        handles.append(Line2D([], [], color="black", linewidth=2, label="floor: the stage's formula"))
-    figure.legend(handles=handles, loc="lower center", ncol=len(handles), frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="lower center", ncol=2 * len(panels), frameon=False, fontsize=9)
     figure.suptitle(title)
-    figure.tight_layout(rect=(0, 0.28 / height, 1, 1))
+    figure.tight_layout(rect=(0, 0.28 * legend_rows / height, 1, 1))
     return _save(figure, file)
 
 
