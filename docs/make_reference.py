@@ -39,7 +39,7 @@ RETURNED = (
     profiling.MemoryReport,
     profiling.DeviceMemory,
     tensor_plans.SuggestedPlan,
-    tensor_plans.SuggestedCut,
+    tensor_plans.SuggestedSharding,
 )
 
 # Modules of functions within modules, documented too.

@@ -1,4 +1,4 @@
-"""Models of tensor-parallel layers, odd where a size is not cut, and how they are trained."""
+"""Models of tensor-parallel layers, odd where a size is not sharded, and how they are trained."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ GROUPED_QUERIES = {"key_dim": 4, "num_key_value_heads": 4, "normalization": "rms
 
 
 def transformer(*blocks: dict[str, Any], mask_zero: bool = True) -> keras.Model:
-    """Embedding, a block of each of the options, and logits that stay cut."""
+    """Embedding, a block of each of the options, and logits that stay sharded."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.VocabParallelEmbedding(VOCABULARY, WIDTH, mask_zero=mask_zero, name="tokens")(tokens)
     for i, options in enumerate(blocks):

@@ -9,7 +9,7 @@ from ranks import local, strategy_on, trace
 
 import tfdist
 from tfdist.layers import regions
-from tfdist.layers.randomness import cut_region
+from tfdist.layers.randomness import sharded_region
 
 layers = tfdist.layers
 tokens = np.arange(24).reshape(3, 8) % 13
@@ -90,7 +90,7 @@ def test_inside_replicas_it_computes_the_same(name, devices):
         layer, _ = built(parallel, call)
     for output in local(strategy, trace(strategy, lambda: call(layer))()):
         np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
-    assert any(len(record.ranks) == devices for record in strategy.last_plan.records[0]), "nothing was cut"
+    assert any(len(record.ranks) == devices for record in strategy.last_plan.records[0]), "nothing was sharded"
 
 
 def test_attention_of_masked_inputs_and_its_scores():
@@ -180,7 +180,7 @@ def test_tensor_ranks_drop_alike_but_in_a_cut_region():
 
     def on_rank():
         outside = dropout(tf.ones([64]), training=True)
-        with cut_region():
+        with sharded_region():
             inside = dropout(tf.ones([64]), training=True)
         return outside, inside
 
@@ -221,7 +221,7 @@ ATTENTION = ((3, 8, 12), (3, 8, 12))
         (lambda: layers.ParallelMultiHeadAttention(3, 4), ATTENTION, ["num_heads=3", "2, 4"]),
         (lambda: layers.ParallelGroupedQueryAttention(4, 6, 3), ATTENTION, ["num_key_value_heads=3", "2, 4"]),
         (lambda: layers.ColumnParallelEinsumDense("ab,bc->ac", 5), (3, 12), ["axis c", "4, 6"]),
-        (lambda: layers.RowParallelEinsumDense("ab,a->ab", 5), (3, 12), ["no label to cut by row", "ab,a->ab"]),
+        (lambda: layers.RowParallelEinsumDense("ab,a->ab", 5), (3, 12), ["no label to shard by row", "ab,a->ab"]),
         (lambda: layers.ParallelTransformerBlock(5, 8), (3, 8, 12), ["num_heads", "12 input features"]),
     ],
 )

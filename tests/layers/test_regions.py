@@ -1,4 +1,4 @@
-"""The borders of a cut region: what each does forward and backward, on sizes that are known and that are not."""
+"""The borders of a sharded region: what each does forward and backward, on sizes that are known and that are not."""
 
 import numpy as np
 import pytest

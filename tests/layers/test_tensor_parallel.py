@@ -77,8 +77,8 @@ def test_a_batch_counts_once_in_what_is_logged():
     def counts(strategy):
         keras.utils.set_random_seed(3)
         with strategy.scope():
-            cut = [layers.ColumnParallelDense(4), layers.RowParallelDense(1, activation="sigmoid")]
-            model = keras.Sequential([keras.Input((3,)), *cut])
+            shard = [layers.ColumnParallelDense(4), layers.RowParallelDense(1, activation="sigmoid")]
+            model = keras.Sequential([keras.Input((3,)), *shard])
             metrics = [keras.metrics.TruePositives(name="hits"), keras.metrics.FalsePositives(name="misses")]
             model.compile("sgd", "mse", metrics=metrics)
         logged = []
@@ -200,21 +200,23 @@ def test_one_all_reduce_forward_and_one_backward(name):
 
 def test_sequence_parallelism_moves_the_bytes_of_the_all_reduces():
     totals = {}
-    for is_cut in (False, True):
+    for is_sharded in (False, True):
         strategy = mesh(2, 1)
-        ends = {"input_is_parallel": True, "gather_output": False} if is_cut else {}
+        ends = {"input_is_parallel": True, "gather_output": False} if is_sharded else {}
         with strategy.scope():
             model = keras.Sequential(
                 [
                     keras.Input((LENGTH, 12)),
-                    layers.ParallelTransformerBlock(4, 16, sequence_parallel=is_cut, **ends, use_bias=False, normalization="rms"),
+                    layers.ParallelTransformerBlock(
+                        4, 16, sequence_parallel=is_sharded, **ends, use_bias=False, normalization="rms"
+                    ),
                 ]
             )
-        features = (LENGTH // 2 if is_cut else LENGTH, 12)
+        features = (LENGTH // 2 if is_sharded else LENGTH, 12)
         records = counts_of(strategy, model, features)
         activations = [record for record in records if not record.label.endswith(("weights/gradient", "gather_output"))]
-        totals[is_cut] = sum(record.sent_bytes for record in activations)
-        assert {record.op for record in activations} == ({"all_gather", "reduce_scatter"} if is_cut else {"all_reduce"})
+        totals[is_sharded] = sum(record.sent_bytes for record in activations)
+        assert {record.op for record in activations} == ({"all_gather", "reduce_scatter"} if is_sharded else {"all_reduce"})
     assert totals[True] == totals[False]
 
 

@@ -1,4 +1,4 @@
-"""Tiny models that hold layers which can be cut, in the ways in which users nest them."""
+"""Tiny models that hold layers which can be sharded, in the ways in which users nest them."""
 
 import functools
 import importlib

@@ -1,12 +1,12 @@
-"""Where each kind is cut: the sum or the concatenation of the parts is the layer."""
+"""Where each kind is sharded: the sum or the concatenation of the parts is the layer."""
 
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
-from tfdist.tensor_plans import cut_axes, cut_weights
-from tfdist.tensor_plans.layer_kinds import cut_sizes, kind_of, obstacle, roles_of, saved_bytes
+from tfdist.tensor_plans import sharded_axes, sharded_weights
+from tfdist.tensor_plans.layer_kinds import kind_of, obstacle, roles_of, saved_bytes, sharded_sizes
 
 RANKS = 2
 
@@ -47,7 +47,7 @@ def test_column_parts_are_concatenated(case):
     make, shape = CASES[case]
     layer = make()
     x, y = called(layer, *shape)
-    axes = cut_axes(layer, "column")
+    axes = sharded_axes(layer, "column")
     biases = [None] * RANKS if layer.bias is None else parts(layer.bias, axes.bias)
     local = [apply(layer, x, *pair) for pair in zip(parts(layer.kernel, axes.kernel), biases, strict=True)]
     assert axes.inputs is None
@@ -59,7 +59,7 @@ def test_row_parts_are_summed(case):
     make, shape = CASES[case]
     layer = make()
     x, y = called(layer, *shape)
-    axes = cut_axes(layer, "row")
+    axes = sharded_axes(layer, "row")
     assert axes.bias is None and axes.outputs is None
     local = [apply(layer, *pair) for pair in zip(parts(x, axes.inputs), parts(layer.kernel, axes.kernel), strict=True)]
     whole = sum(local) if layer.bias is None else sum(local) + np.asarray(layer.bias)
@@ -70,14 +70,14 @@ def test_sizes_that_a_cut_must_divide():
     dense, einsum = layers.Dense(6), CASES["projection to heads"][0]()
     called(dense, 3, 4)
     called(einsum, 3, 5, 4)
-    assert cut_sizes(dense, "column") == {"units": 6}
-    assert cut_sizes(dense, "row") == {"input features": 4}
-    assert cut_sizes(einsum, "column") == {"axis 'd' of 'abc,cde->abde'": 2}
-    assert cut_sizes(einsum, "row") == {"axis 'c' of 'abc,cde->abde'": 4}
-    assert cut_sizes(layers.Embedding(7, 4), "vocab") == {}
-    assert cut_sizes(layers.MultiHeadAttention(4, 8), "column") == {"num_heads": 4}
+    assert sharded_sizes(dense, "column") == {"units": 6}
+    assert sharded_sizes(dense, "row") == {"input features": 4}
+    assert sharded_sizes(einsum, "column") == {"axis 'd' of 'abc,cde->abde'": 2}
+    assert sharded_sizes(einsum, "row") == {"axis 'c' of 'abc,cde->abde'": 4}
+    assert sharded_sizes(layers.Embedding(7, 4), "vocab") == {}
+    assert sharded_sizes(layers.MultiHeadAttention(4, 8), "column") == {"num_heads": 4}
     grouped = layers.GroupQueryAttention(8, 4, 2)
-    assert cut_sizes(grouped, "column") == {"num_query_heads": 4, "num_key_value_heads": 2}
+    assert sharded_sizes(grouped, "column") == {"num_query_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.mark.parametrize("gate", [False, True])
@@ -92,7 +92,7 @@ def test_heads_are_the_cut_axis_of_every_attention_weight(make, gate):
     attention = make(gate)
     attention.build((None, 7, 8), (None, 7, 8))
     heads = {"value": (4, 2), "key": (4, 2)}
-    found = cut_weights(attention, "column")
+    found = sharded_weights(attention, "column")
     assert len(found) == len(attention.weights) == (10 if gate else 8)
     for weight, axis in found:
         projection, name = weight.path.split("/")[-2:]

@@ -1,4 +1,4 @@
-"""The layers that can be cut in models of every sort: found, in order, with their shapes and uses."""
+"""The layers that can be sharded in models of every sort: found, in order, with their shapes and uses."""
 
 import keras
 import pytest

@@ -6,14 +6,14 @@ import pytest
 from keras import layers, ops
 from plan_models import GatedMLP, chain, decoder, example_gpt, subclassed, with_raw_ops
 
-from tfdist.tensor_plans import cut_axes, resolve
+from tfdist.tensor_plans import resolve, sharded_axes
 
 
 def paired(model, plan, ranks=2):
     """Returns the names of the layers whose output stays local, and of those whose input is local."""
-    cuts = resolve(model, plan, ranks)
-    local = {cut.layer.name for cut in cuts if cut.role == "column" and not cut.gather_output}
-    return local, {cut.layer.name for cut in cuts if cut.input_is_parallel}
+    shardings = resolve(model, plan, ranks)
+    local = {sharding.layer.name for sharding in shardings if sharding.role == "column" and not sharding.gather_output}
+    return local, {sharding.layer.name for sharding in shardings if sharding.input_is_parallel}
 
 
 PLAN = {"up": "column", "down": "row"}
@@ -144,9 +144,9 @@ def test_cut_axes_must_meet():
     heads = layers.EinsumDense("abc,cde->abde", (None, 4, 6), name="up")(x)
     merged = layers.EinsumDense("abde,def->abf", (None, 3), name="down")(heads)
     assert paired(keras.Model(x, merged), PLAN) == PAIRED
-    other_axis = layers.EinsumDense("abde,edf->abf", (None, 3), name="down")(heads)  # cuts e, the second of the axes
+    other_axis = layers.EinsumDense("abde,edf->abf", (None, 3), name="down")(heads)  # shards e, the second of the axes
     assert paired(keras.Model(x, other_axis), PLAN) == APART
-    last = layers.Dense(6, name="down")(heads)  # cuts the last axis
+    last = layers.Dense(6, name="down")(heads)  # shards the last axis
     assert paired(keras.Model(x, last), PLAN) == APART
     flat = layers.Dense(8, name="up")(x)
     assert paired(keras.Model(x, layers.EinsumDense("...x,xy->...y", 6, name="down")(flat)), PLAN) == PAIRED
@@ -170,7 +170,7 @@ def test_what_cannot_be_followed_is_not_paired():
 
 def rank_of(layer, x, role, rank, ranks):
     """What one rank computes of a Dense or EinsumDense: its part, before the bias of a row."""
-    axes = cut_axes(layer, role)
+    axes = sharded_axes(layer, role)
     kernel = np.split(np.asarray(layer.kernel), ranks, axes.kernel)[rank]
     equation = layer.equation if isinstance(layer, layers.EinsumDense) else "...x,xy->...y"
     y = ops.einsum(equation, x, kernel)
@@ -185,13 +185,13 @@ def in_parts(monkeypatch, model, plan, x, ranks):
     total = 0
     for rank in range(ranks):
         with monkeypatch.context() as patch:
-            for cut in resolve(model, plan, ranks):
-                assert not cut.gather_output and cut.input_is_parallel == (cut.role == "row")
-                call = lambda x, layer=cut.layer, role=cut.role, rank=rank: rank_of(layer, x, role, rank, ranks)  # noqa: E731
-                patch.setattr(cut.layer, "call", call)
-                if cut.role == "row":
-                    patch.setattr(cut.layer, "input_spec", None)  # it pins the whole input
-                    last = cut.layer
+            for sharding in resolve(model, plan, ranks):
+                assert not sharding.gather_output and sharding.input_is_parallel == (sharding.role == "row")
+                call = lambda x, layer=sharding.layer, role=sharding.role, rank=rank: rank_of(layer, x, role, rank, ranks)  # noqa: E731
+                patch.setattr(sharding.layer, "call", call)
+                if sharding.role == "row":
+                    patch.setattr(sharding.layer, "input_spec", None)  # it pins the whole input
+                    last = sharding.layer
             total = total + model(x)
     return np.asarray(total) + np.asarray(last.bias)
 

@@ -118,8 +118,8 @@ def test_it_trains_as_on_one_device(tensor, data, zero_stage, infers, tmp_path):
     if infers:
         assert_same_tree(predicted(model), predictions)
     (table,) = printed
-    assert table.splitlines()[0] == f"6 layers are cut over {tensor} tensor ranks"
-    for path, output in (("mlp/up", "cut"), ("mlp/down", "whole"), ("head", "whole"), ("attention", "whole")):
+    assert table.splitlines()[0] == f"6 layers are sharded over {tensor} tensor ranks"
+    for path, output in (("mlp/up", "sharded"), ("mlp/down", "whole"), ("head", "whole"), ("attention", "whole")):
         assert any(path in line and line.endswith(output) for line in table.splitlines()), table
     assert isinstance(model.head, tfdist.layers.ColumnParallelDense) and isinstance(model.head, Head)
     model.save_weights(tmp_path / "it.weights.h5")
@@ -136,7 +136,7 @@ def test_a_suggested_plan_is_a_plan():
         tfdist.parallelize(model, tfdist.suggest_plan(model, 2), print_fn=None)
     assert [type(layer) for layer in model.layers] == [tfdist.layers.ColumnParallelDense, tfdist.layers.RowParallelDense]
     assert (model.layers[0].gather_output, model.layers[1].input_is_parallel) == (False, True)
-    with pytest.raises(ValueError, match="cut already"):
+    with pytest.raises(ValueError, match="sharded already"):
         tfdist.parallelize(model, {"dense": "column"}, print_fn=None)
     whole = sum(weight.value.numpy().nbytes for weight in model.weights)
     assert tfdist.memory_report(model).devices[0].parameter_bytes < 0.51 * whole

@@ -8,16 +8,16 @@ from keras import layers, ops
 from plan_models import chain, decoder, example_gpt, subclassed, with_raw_ops
 
 from tfdist.tensor_plans import TensorPlan, resolve, suggest_plan, trace_model
-from tfdist.tensor_plans.layer_cuts import layer_cuts
+from tfdist.tensor_plans.layer_shardings import layer_shardings
 from tfdist.tensor_plans.suggest import BREAK_EVEN_VECTORS, _Ranks
 
 
 def roles(plan):
-    return {cut.path.split("/")[-1]: cut.role for cut in plan.cuts}
+    return {sharding.path.split("/")[-1]: sharding.role for sharding in plan.shardings}
 
 
 def cut_of(plan, name):
-    (found,) = (cut for cut in plan.cuts if cut.path.split("/")[-1] == name)
+    (found,) = (sharding for sharding in plan.shardings if sharding.path.split("/")[-1] == name)
     return found
 
 
@@ -40,32 +40,36 @@ def test_the_example(ranks):
     }
     part = (ranks - 1) / ranks
     activation = 3 * SEQ * WIDTH * 4  # bytes of three examples
-    moved = {cut.path: cut.moved_bytes for cut in plan.cuts}
+    moved = {sharding.path: sharding.moved_bytes for sharding in plan.shardings}
     assert moved["token_embedding"] == 2 * activation * part  # all-reduce forward
     assert moved["block_0_attention"] == 4 * activation * part  # all-reduce forward and backward
     assert moved["block_0_mlp_in"] == moved["block_1_mlp_out"] == 2 * activation * part  # one of the two each
     assert moved["logits"] == (2 + 256 / WIDTH) * activation * part  # all-gather forward, all-reduce backward
-    saved = {cut.path: cut.saved_bytes for cut in plan.cuts}
+    saved = {sharding.path: sharding.saved_bytes for sharding in plan.shardings}
     assert saved["token_embedding"] == 4 * 256 * WIDTH * part
     assert saved["block_0_attention"] == 4 * (4 * WIDTH**2 + 3 * WIDTH) * part  # the output's bias is whole
     assert saved["block_0_mlp_in"] == 4 * (4 * WIDTH**2 + 4 * WIDTH) * part
     assert saved["block_0_mlp_out"] == 4 * 4 * WIDTH**2 * part
     assert plan.saved_bytes == sum(saved.values()) and plan.moved_bytes == sum(moved.values())
-    assert [cut.is_paired for cut in plan.cuts] == [False, False, True, True, False, True, True, False]
+    assert [sharding.is_paired for sharding in plan.shardings] == [False, False, True, True, False, True, True, False]
 
 
 def test_the_plan_can_be_used_as_it_is():
     model = large_gpt()
     plan = suggest_plan(model, 2)
     assert isinstance(plan, TensorPlan)
-    cuts = resolve(model, plan, 2)
-    assert [(cut.path, cut.role) for cut in cuts] == [(cut.path, cut.role) for cut in plan.cuts]
-    paired = [cut.is_paired for cut in plan.cuts]
+    shardings = resolve(model, plan, 2)
+    assert [(sharding.path, sharding.role) for sharding in shardings] == [
+        (sharding.path, sharding.role) for sharding in plan.shardings
+    ]
+    paired = [sharding.is_paired for sharding in plan.shardings]
     assert [
-        cut.input_is_parallel or (cut.role == "column" and not cut.gather_output) for cut in cuts if "attention" not in cut.path
-    ] == [flag for flag, cut in zip(paired, plan.cuts, strict=True) if "attention" not in cut.path]
+        sharding.input_is_parallel or (sharding.role == "column" and not sharding.gather_output)
+        for sharding in shardings
+        if "attention" not in sharding.path
+    ] == [flag for flag, sharding in zip(paired, plan.shardings, strict=True) if "attention" not in sharding.path]
     edited = {**plan.as_dict(), "^logits$": "replicate"}
-    assert len(resolve(model, edited, 2)) == len(cuts) - 1
+    assert len(resolve(model, edited, 2)) == len(shardings) - 1
 
 
 def test_the_plan_does_not_depend_on_the_batch():
@@ -82,18 +86,18 @@ def test_a_layer_alone_is_cut_the_way_that_moves_less(features, units, ranks):
     x = keras.Input((features,))
     y = layers.Dense(units, name="alone")(layers.LayerNormalization()(x))
     model = keras.Model(x, ops.softmax(y))
-    cut = cut_of(suggest_plan(model, ranks), "alone")
-    assert cut.role == ("row" if units < features else "column")
+    sharding = cut_of(suggest_plan(model, ranks), "alone")
+    assert sharding.role == ("row" if units < features else "column")
     part = 4 * (ranks - 1) / ranks
     column, row = part * (units + 2 * features), part * (2 * units + features)
-    assert cut.moved_bytes == min(column, row) and not cut.is_paired
+    assert sharding.moved_bytes == min(column, row) and not sharding.is_paired
 
 
 def test_the_first_layer_needs_no_gradient_of_its_input():
     """Then a gather moves half of what a sum does, whatever the sizes."""
     x = keras.Input((2048,))
-    cut = cut_of(suggest_plan(keras.Model(x, ops.softmax(layers.Dense(512, name="first")(x))), 2), "first")
-    assert (cut.role, cut.moved_bytes) == ("column", 512 * 4 / 2)
+    sharding = cut_of(suggest_plan(keras.Model(x, ops.softmax(layers.Dense(512, name="first")(x))), 2), "first")
+    assert (sharding.role, sharding.moved_bytes) == ("column", 512 * 4 / 2)
 
 
 def test_the_break_even_of_the_note():
@@ -137,7 +141,7 @@ def net(graph, ranks, chosen):
     """What a whole plan is worth: the quantity that the suggestion maximizes."""
     weigh = _Ranks(ranks)
     layers_of = {known.layer: known for known in graph.layers}
-    return sum(weigh.worth(layers_of[cut.layer], cut) for cut in layer_cuts(graph, chosen))
+    return sum(weigh.worth(layers_of[sharding.layer], sharding) for sharding in layer_shardings(graph, chosen))
 
 
 @pytest.mark.parametrize("features", [8, 320])
@@ -147,7 +151,11 @@ def net(graph, ranks, chosen):
 def test_no_other_plan_of_a_chain_is_worth_more(units, features):
     graph = trace_model(model := chain(*units, features=features))
     plan = suggest_plan(model, 2)
-    suggested = {known.layer: cut.role for known, cut in zip(graph.layers, plan.cuts, strict=True) if cut.role != "replicate"}
+    suggested = {
+        known.layer: sharding.role
+        for known, sharding in zip(graph.layers, plan.shardings, strict=True)
+        if sharding.role != "replicate"
+    }
     best = 0
     for choice in itertools.product(("column", "row", "replicate"), repeat=len(units)):
         chosen = {known.layer: role for known, role in zip(graph.layers, choice, strict=True) if role != "replicate"}
@@ -166,7 +174,7 @@ def test_nested_blocks_and_gates():
         "down": "row",
         "head": "replicate",
     }
-    assert all(cut.is_paired for cut in plan.cuts if "mlp" in cut.path)
+    assert all(sharding.is_paired for sharding in plan.shardings if "mlp" in sharding.path)
     assert r"^decoder/block_\d+/mlp/gate$" in plan.as_dict()
 
 
@@ -184,18 +192,18 @@ def test_sizes_that_are_not_divisible_stay_whole():
 def test_an_equation_without_an_axis_to_cut():
     x = keras.Input((8,))
     plan = suggest_plan(keras.Model(x, layers.EinsumDense("ab,b->ab", 8, name="scale")(x)), 2)
-    assert plan.cuts[0].reason == "its equation has no axis to cut"
+    assert plan.shardings[0].reason == "its equation has no axis to shard"
 
 
 def test_one_rank():
     plan = suggest_plan(large_gpt(), 1)
     assert set(roles(plan).values()) == {"replicate"}
-    assert {cut.reason for cut in plan.cuts} == {"there is one rank"}
+    assert {sharding.reason for sharding in plan.shardings} == {"there is one rank"}
     assert resolve(large_gpt(), plan, 1) == []
 
 
 def test_frozen_layers_have_no_gradient_and_no_moments():
-    """They save a quarter: this Dense is worth a cut only if it is trained."""
+    """They save a quarter: this Dense is worth sharding only if it is trained."""
     model = keras.Sequential(
         [keras.Input((256,)), layers.LayerNormalization(), layers.Dense(256, name="alone"), layers.Softmax()]
     )
@@ -213,7 +221,9 @@ def test_what_cannot_be_cut_or_followed_is_said():
 
     model = subclassed(tied, layers.Embedding(800, 64, name="e"), example=ops.ones((2, 3), "int32"))
     plan = suggest_plan(model, 2)
-    assert [(cut.role, cut.reason) for cut in plan.cuts] == [("replicate", "its weights are used outside of its calls too")]
+    assert [(sharding.role, sharding.reason) for sharding in plan.shardings] == [
+        ("replicate", "its weights are used outside of its calls too")
+    ]
 
 
 def test_layers_of_one_path_get_one_role():
@@ -223,7 +233,7 @@ def test_layers_of_one_path_get_one_role():
     assert paths[0] == paths[1]
     plan = suggest_plan(model, 2)
     assert set(roles(plan).values()) == {"replicate"}
-    assert plan.cuts[0].reason == "it has the path of another layer that is cut in another way"
+    assert plan.shardings[0].reason == "it has the path of another layer that is sharded in another way"
 
 
 def test_patterns_are_general_only_where_all_agree():
@@ -235,7 +245,7 @@ def test_patterns_are_general_only_where_all_agree():
 
 
 TABLE = """\
-Suggested cut over 2 tensor ranks
+Suggested sharding over 2 tensor ranks
 saved: parameter bytes that each rank no longer holds; gradients and optimizer state come on top
 moved: bytes through each rank in a training step of 1 example per replica, forward and backward
 layer          kind   role       paired      saved    moved
@@ -272,7 +282,7 @@ def test_bad_rows(rows):
 def test_bad_models_and_sizes():
     with pytest.raises(ValueError, match="`tensor_parallel_size` must be an integer >= 1"):
         suggest_plan(chain(4), 0)
-    with pytest.raises(ValueError, match="`model` must hold a layer that can be cut"):
+    with pytest.raises(ValueError, match="`model` must hold a layer that can be sharded"):
         suggest_plan(keras.Sequential([keras.Input((4,)), layers.LayerNormalization()]), 2)
     with pytest.raises(ValueError, match="`model` must be built"):
         suggest_plan(keras.Sequential([layers.Dense(4)]), 2)

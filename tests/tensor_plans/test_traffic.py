@@ -1,9 +1,9 @@
-"""The units of each cut, against collectives counted one by one."""
+"""The units of each sharded, against collectives counted one by one."""
 
 import pytest
 from keras import layers
 
-from tfdist.tensor_plans import LayerCut
+from tfdist.tensor_plans import LayerSharding
 from tfdist.tensor_plans.layer_uses import LayerUse
 from tfdist.tensor_plans.traffic import moved_units
 
@@ -32,13 +32,13 @@ CASES = {
 @pytest.mark.parametrize("make", [lambda: layers.Dense(3), lambda: layers.EinsumDense("ab,bc->ac", 3)])
 def test_dense(make, case):
     role, gather_output, input_is_parallel, forward, backward = CASES[case]
-    cut = LayerCut(make(), "", role, gather_output, input_is_parallel)
-    assert moved_units(cut, USE) == forward + backward
-    assert moved_units(cut, FIRST) == forward  # the model's inputs have no gradient
+    sharding = LayerSharding(make(), "", role, gather_output, input_is_parallel)
+    assert moved_units(sharding, USE) == forward + backward
+    assert moved_units(sharding, FIRST) == forward  # the model's inputs have no gradient
 
 
 def test_attention_and_embedding():
-    attention = LayerCut(layers.MultiHeadAttention(2, 2), "", "column", False, False)
+    attention = LayerSharding(layers.MultiHeadAttention(2, 2), "", "column", False, False)
     assert moved_units(attention, USE) == all_reduce(3) + all_reduce(5)
-    embedding = LayerCut(layers.Embedding(7, 3), "", "vocab", False, False)
+    embedding = LayerSharding(layers.Embedding(7, 3), "", "vocab", False, False)
     assert moved_units(embedding, USE) == all_reduce(3)

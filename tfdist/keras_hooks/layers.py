@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import replaces
-from tfdist.layers import cut_tensors, empty_batches, normalization, randomness
+from tfdist.layers import empty_batches, normalization, randomness, sharded_tensors
 
 _BACKEND = "keras.src.backend.tensorflow.nn"
 
@@ -66,5 +66,5 @@ def _fed_with_rows(original: Callable[..., tf.Tensor], inputs: tf.Tensor, *args:
     why="A loss must see whole predictions, also of a layer that leaves its output sharded over the tensor axis.",
 )
 def _call(original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
-    y_pred = y_pred if cut_tensors.takes_parts(self) else cut_tensors.all_whole(y_pred)
+    y_pred = y_pred if sharded_tensors.takes_parts(self) else sharded_tensors.all_whole(y_pred)
     return original(self, y_true, y_pred, *args, **kwargs)

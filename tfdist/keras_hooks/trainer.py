@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.data import rank_specs
 from tfdist.keras_hooks.table import replaces
-from tfdist.layers import cut_tensors
+from tfdist.layers import sharded_tensors
 from tfdist.optimizers.support import check_variables, describe
 from tfdist.pipeline.model import check_is_pipelined
 from tfdist.sharding import config_of
@@ -121,5 +121,5 @@ def _multi_worker_concat(original: Callable[..., Any], value: Any, strategy: tf.
 )
 def _compute_metrics(original: Callable[..., Any], self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     # Without metrics nothing is gathered: a compiled model has its own mean of the loss, which sees no predictions.
-    whole = cut_tensors.all_whole(y_pred) if self._compile_metrics is not None else y_pred
+    whole = sharded_tensors.all_whole(y_pred) if self._compile_metrics is not None else y_pred
     return original(self, x, y, whole, sample_weight)

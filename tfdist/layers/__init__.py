@@ -7,10 +7,10 @@ Of the modules below nothing is called by hand. Inside `strategy.run` of a tfdis
 * running statistics, such as those of `BatchNormalization`, are averaged over the ranks at the end of a step (`statistics`);
 * `BatchNormalization(synchronized=True)` normalises over the global batch (`normalization`);
 * convolutions and poolings work on ranks whose piece of the batch is empty (`empty_batches`);
-* activations that a tensor-parallel layer leaves cut are whole for those who want them whole (`cut_tensors`).
+* activations that a tensor-parallel layer leaves sharded are whole for those who want them whole (`sharded_tensors`).
 """
 
-from tfdist.layers import cut_tensors, empty_batches, normalization, randomness, regions, statistics
+from tfdist.layers import empty_batches, normalization, randomness, regions, sharded_tensors, statistics
 from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
 from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
@@ -31,7 +31,7 @@ __all__ = [
     "VocabParallelCrossentropy",
     "VocabParallelEmbedding",
     "VocabParallelReversibleEmbedding",
-    "cut_tensors",
+    "sharded_tensors",
     "empty_batches",
     "normalization",
     "randomness",

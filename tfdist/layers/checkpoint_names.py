@@ -1,8 +1,8 @@
 """The names under which weights are saved: those of the Keras layers that parallel layers are.
 
 In a `.weights.h5` or `.keras` file Keras names the weights of a model's layers by their classes: "dense_1". Under the name
-"column_parallel_dense_1" a model that has not been cut would not find them. So a parallel layer takes the name of the layer that
-it is outside replicas, and files are exchanged between the two.
+"column_parallel_dense_1" a model without parallel layers would not find them. So a parallel layer takes the name of the
+layer that it is outside replicas, and files are exchanged between the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the equation of an `EinsumDense` can be cut.
+"""Where the equation of an `EinsumDense` can be sharded.
 
 column    a label of the kernel that is in the output only        "abc,cde->abde": d
 row       a label of the kernel that is summed over               "abcd,cde->abe": c
@@ -14,8 +14,8 @@ COLUMN, ROW = "column", "row"
 
 
 @dataclasses.dataclass(frozen=True)
-class CutAxes:
-    """Where a Dense or EinsumDense is cut; negative axes count from the end, as the number of leading axes may vary.
+class ShardedAxes:
+    """Where a Dense or EinsumDense is sharded; negative axes count from the end, as the number of leading axes may vary.
 
     Attributes:
         kernel: the axis of the kernel.
@@ -38,23 +38,23 @@ def einsum_terms(layer: keras.layers.EinsumDense) -> tuple[str, str, str]:
 
 
 def einsum_label(layer: keras.layers.EinsumDense, role: str) -> str | None:
-    """Returns the label along which `role`, "column" or "row", cuts the layer; None if it cannot."""
+    """Returns the label along which `role`, "column" or "row", shards the layer; None if it cannot."""
     inputs, kernel, outputs = einsum_terms(layer)
     own, other = (outputs, inputs) if role == COLUMN else (inputs, outputs)
     return next((label for label in kernel if label in own and label not in other), None)
 
 
-def einsum_axes(layer: keras.layers.EinsumDense, role: str) -> CutAxes:
-    """Returns where the layer is cut in `role`, in which it can be."""
+def einsum_axes(layer: keras.layers.EinsumDense, role: str) -> ShardedAxes:
+    """Returns where the layer is sharded in `role`, in which it can be."""
     inputs, kernel, outputs = einsum_terms(layer)
     label = einsum_label(layer, role)
     if role == ROW:
-        return CutAxes(kernel.index(label), bias=None, inputs=_axis(inputs, label), outputs=None)
+        return ShardedAxes(kernel.index(label), bias=None, inputs=_axis(inputs, label), outputs=None)
     bias = None
     if layer.bias_axes and label in layer.bias_axes:
         # The bias begins at the first axis that has one.
         bias = outputs.index(label) - min(outputs.index(axis) for axis in layer.bias_axes)
-    return CutAxes(kernel.index(label), bias=bias, inputs=None, outputs=_axis(outputs, label))
+    return ShardedAxes(kernel.index(label), bias=bias, inputs=None, outputs=_axis(outputs, label))
 
 
 def _axis(term: str, label: str) -> int:

@@ -16,14 +16,14 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import activations
 from tfdist.layers import regions
-from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
-from tfdist.layers.randomness import cut_region
+from tfdist.layers.randomness import sharded_region
+from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
 from tfdist.sharding import Shard
 
 
 class _Projection(ColumnParallelEinsumDense):
-    """A projection to cut heads, of an input that has entered the region already."""
+    """A projection to sharded heads, of an input that has entered the region already."""
 
     gather_output = False
 
@@ -31,22 +31,22 @@ class _Projection(ColumnParallelEinsumDense):
         return inputs
 
 
-class _ParallelAttention(CutWeights):
+class _ParallelAttention(ShardedWeights):
     """What both attentions share. A subclass names its numbers of heads."""
 
     sequence_parallel = False
 
-    def _cuts(self) -> Mapping[str, Shard]:
+    def _shards(self) -> Mapping[str, Shard]:
         return {}  # the weights are the sublayers'
 
     def _heads(self) -> dict[str, int]:
         raise NotImplementedError
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        self.check_may_be_cut(query_shape)
+        self.check_may_be_sharded(query_shape)
         keras_class = next(base for base in type(self).__mro__ if base.__module__.startswith("keras.src.layers.attention"))
         keras_class.build(self, query_shape, value_shape, key_shape)
-        self.cut_weights()
+        self.shard_weights()
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
         for argument, heads in self._heads().items():
@@ -61,17 +61,17 @@ class _ParallelAttention(CutWeights):
                 )
             )
 
-    def cut_weights(self) -> None:
-        """Cuts the projections by heads; also of a Keras attention that has become a parallel one."""
+    def shard_weights(self) -> None:
+        """Shards the projections by heads; also of a Keras attention that has become a parallel one."""
         self._output_dense.__class__ = RowParallelEinsumDense
         self._output_dense.input_is_parallel = True
         self._output_dense.sequence_parallel = self.sequence_parallel
-        self._output_dense.cut_weights()  # (heads, head_dim, out)
+        self._output_dense.shard_weights()  # (heads, head_dim, out)
         for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
             dense = getattr(self, name, None)
             if dense is not None:
                 dense.__class__ = _Projection
-                dense.cut_weights()  # (in, heads, head_dim)
+                dense.shard_weights()  # (in, heads, head_dim)
 
     # Keras looks at the names of the arguments: masks and `training` are passed to who asks for them.
     def call(
@@ -98,7 +98,7 @@ class _ParallelAttention(CutWeights):
         }
         if regions.tensor_program() is None:
             return super().call(query, value, key=key, **options)
-        check_is_cut(self, self._query_dense._kernel)
+        check_is_sharded(self, self._query_dense._kernel)
         key = value if key is None else key
         entered: dict[int, Any] = {}
         for x in (query, value, key):
@@ -106,7 +106,7 @@ class _ParallelAttention(CutWeights):
                 entered[id(x)] = self._entered(x)
         if attention_mask is not None:
             options["attention_mask"] = self._own_heads(attention_mask)
-        with cut_region():
+        with sharded_region():
             outputs = super().call(entered[id(query)], entered[id(value)], key=entered[id(key)], **options)
         if not return_attention_scores:
             return outputs
@@ -139,8 +139,8 @@ class ParallelMultiHeadAttention(_ParallelAttention, keras.layers.MultiHeadAtten
     Args:
         num_heads: heads; a multiple of the tensor size.
         key_dim: size of each head.
-        sequence_parallel: True takes and returns activations that are cut along the sequence, axis 1: it all-gathers its input
-            and reduce-scatters its output instead of the all-reduce. See `ParallelTransformerBlock`.
+        sequence_parallel: True takes and returns activations that are sharded along the sequence, axis 1: it all-gathers its
+            input and reduce-scatters its output instead of the all-reduce. See `ParallelTransformerBlock`.
         **kwargs: as of `keras.layers.MultiHeadAttention`.
 
     Raises:
@@ -176,7 +176,7 @@ class ParallelGroupedQueryAttention(_ParallelAttention, keras.layers.GroupQueryA
         ValueError: when built: the tensor size does not divide one of the numbers of heads.
         NotImplementedError: an `activity_regularizer`.
 
-    Source: Ainslie et al. 2023; cut as by Megatron-LM.
+    Source: Ainslie et al. 2023; sharded as by Megatron-LM.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""`Dense` over the ranks of a tensor group, cut by columns or by rows of its kernel.
+"""`Dense` over the ranks of a tensor group, sharded by columns or by rows of its kernel.
 
     Y = X A + b
 
-    column    A = [A_1 ... A_t]           rank i: Y_i = X A_i + b_i           X whole, Y cut along its last axis
-    row       A = [A_1; ...; A_t]         rank i: X_i A_i,  Y = sum + b       X cut along its last axis, Y whole
+    column    A = [A_1 ... A_t]           rank i: Y_i = X A_i + b_i           X whole, Y sharded along its last axis
+    row       A = [A_1; ...; A_t]         rank i: X_i A_i,  Y = sum + b       X sharded along its last axis, Y whole
 
 A column-parallel layer followed by a row-parallel one needs no communication between the two.
 """
@@ -17,17 +17,18 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.layers import cut_tensors, regions
-from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, local
+from tfdist.layers import regions, sharded_tensors
 from tfdist.layers.elementwise import is_elementwise_activation
+from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, local
 from tfdist.sharding import Shard
+from tfdist.sharding.sharded_activations import ActivationShard
 
 
 @keras.saving.register_keras_serializable("tfdist")
-class ColumnParallelDense(CutWeights, keras.layers.Dense):
+class ColumnParallelDense(ShardedWeights, keras.layers.Dense):
     """`keras.layers.Dense` whose output features are computed by different tensor ranks (Megatron's column-parallel linear).
 
-    Kernel and bias are cut along the output; each rank stores and computes 1/t of them. Forward it sends nothing, or, with
+    Kernel and bias are sharded along the output; each rank stores and computes 1/t of them. Forward it sends nothing, or, with
     `gather_output`, all-gathers the output; backward it all-reduces the gradient of its input.
 
     Outside replicas, and where the strategy has no tensor axis, it is `keras.layers.Dense`: same weights, same shapes, same
@@ -60,7 +61,7 @@ class ColumnParallelDense(CutWeights, keras.layers.Dense):
         self.gather_output = gather_output
         check_column_output(self)
 
-    def _cuts(self) -> Mapping[str, Shard]:
+    def _shards(self) -> Mapping[str, Shard]:
         return {"_kernel": Shard(1), "bias": Shard(0)}
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
@@ -69,16 +70,16 @@ class ColumnParallelDense(CutWeights, keras.layers.Dense):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         if regions.tensor_program() is None:
             return super().call(inputs)
-        check_is_cut(self, self._kernel)
+        check_is_sharded(self, self._kernel)
         x = keras.ops.matmul(self._entered(inputs), local(self.kernel))  # (batch, ..., units / t)
         if self.bias is not None:
             x = keras.ops.add(x, local(self.bias))
         return column_output(self, x, -1, self.units)
 
     @property
-    def output_cut(self) -> cut_tensors.Cut | None:
-        """How the output is cut inside replicas; None: it is whole."""
-        return None if self.gather_output else cut_tensors.Cut(-1, self.units)
+    def output_shard(self) -> ActivationShard | None:
+        """How the output is sharded inside replicas; None: it is whole."""
+        return None if self.gather_output else ActivationShard(-1, self.units)
 
     def _entered(self, inputs: Any) -> Any:
         return regions.copy_to(inputs, f"{self.name}/copy_to")
@@ -88,11 +89,11 @@ class ColumnParallelDense(CutWeights, keras.layers.Dense):
 
 
 @keras.saving.register_keras_serializable("tfdist")
-class RowParallelDense(CutWeights, keras.layers.Dense):
+class RowParallelDense(ShardedWeights, keras.layers.Dense):
     """`keras.layers.Dense` whose input features are summed over by different tensor ranks (Megatron's row-parallel linear).
 
-    The kernel is cut along the input, the bias is whole. Forward it all-reduces the output; backward it sends nothing, or, with a
-    whole input, all-gathers its gradient.
+    The kernel is sharded along the input, the bias is whole. Forward it all-reduces the output; backward it sends nothing, or,
+    with a whole input, all-gathers its gradient.
 
     Outside replicas, and where the strategy has no tensor axis, it is `keras.layers.Dense`.
 
@@ -116,26 +117,26 @@ class RowParallelDense(CutWeights, keras.layers.Dense):
     Source: Megatron-LM, Shoeybi et al. 2019.
     """
 
-    sequence_parallel = False  # True in a `ParallelMLP` whose output is cut along the sequence
+    sequence_parallel = False  # True in a `ParallelMLP` whose output is sharded along the sequence
 
     def __init__(self, units: int, activation: Any = None, input_is_parallel: bool = False, **kwargs: Any):
         super().__init__(units, activation, **kwargs)
         self.input_is_parallel = input_is_parallel
 
-    def _cuts(self) -> Mapping[str, Shard]:
+    def _shards(self) -> Mapping[str, Shard]:
         return {"_kernel": Shard(0)}
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
         check_divisible("input size", input_shape[-1], parts, self.name)
 
-    def cut_weights(self) -> None:
-        super().cut_weights()
+    def shard_weights(self) -> None:
+        super().shard_weights()
         self.input_spec = keras.layers.InputSpec(min_ndim=2)  # inside a replica the last axis has another size
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         if regions.tensor_program() is None:
             return super().call(inputs)
-        check_is_cut(self, self._kernel)
+        check_is_sharded(self, self._kernel)
         x = inputs if self.input_is_parallel else regions.scatter_to(inputs, label=f"{self.name}/scatter_to")
         check_row_input(self, x, -1, self._kernel.shape[0])
         x, bias = regions.leave_region(keras.ops.matmul(x, local(self.kernel)), self.bias, self.sequence_parallel, self.name)
@@ -148,7 +149,7 @@ class RowParallelDense(CutWeights, keras.layers.Dense):
 
 
 def check_column_output(layer: Any) -> None:
-    """Raises when a column-parallel layer cannot leave its output cut."""
+    """Raises when a column-parallel layer cannot leave its output sharded."""
     if layer.gather_output:
         return
     if not is_elementwise_activation(layer.activation):
@@ -171,11 +172,11 @@ def check_column_output(layer: Any) -> None:
 
 
 def column_output(layer: Any, x: tf.Tensor, axis: int, size: int) -> tf.Tensor:
-    """Returns what a column-parallel layer returns for `x`, its output before the activation, cut along `axis`."""
+    """Returns what a column-parallel layer returns for `x`, its output before the activation, sharded along `axis`."""
     activation = layer.activation or keras.activations.linear
     label = f"{layer.name}/gather_output"
     if not layer.gather_output:
-        return cut_tensors.mark(activation(x), axis, size)
+        return sharded_tensors.mark(activation(x), axis, size)
     if is_elementwise_activation(layer.activation):
         return regions.gather_from(activation(x), axis, label)
     return activation(regions.gather_from(x, axis, label))

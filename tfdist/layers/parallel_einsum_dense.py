@@ -1,4 +1,4 @@
-"""`EinsumDense` over the ranks of a tensor group, cut by column or by row as `Dense` is in `parallel_dense`."""
+"""`EinsumDense` over the ranks of a tensor group, sharded by column or by row as `Dense` is in `parallel_dense`."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import keras
 
 from tfdist import errors
 from tfdist.layers import regions
-from tfdist.layers.cut_weights import CutWeights, check_divisible, check_is_cut, local
-from tfdist.layers.einsum_axes import COLUMN, ROW, CutAxes, einsum_axes, einsum_label
+from tfdist.layers.einsum_axes import COLUMN, ROW, ShardedAxes, einsum_axes, einsum_label
 from tfdist.layers.parallel_dense import check_column_output, check_row_input, column_output
+from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, local
 from tfdist.sharding import Shard
 
 
-class _ParallelEinsumDense(CutWeights):
+class _ParallelEinsumDense(ShardedWeights):
     _role: str
 
-    def _axes(self) -> CutAxes:
+    def _axes(self) -> ShardedAxes:
         if einsum_label(self, self._role) is None:
             raise ValueError(
                 errors.message(
-                    f"`equation` of layer {self.name!r} has no label to cut by {self._role}: one that is in the kernel and, of "
+                    f"`equation` of layer {self.name!r} has no label to shard by {self._role}: one that is in the kernel and, of "
                     f"input and output, in the {'output' if self._role == COLUMN else 'input'} only.",
                     equation=self.equation,
                 )
             )
         return einsum_axes(self, self._role)
 
-    def _cuts(self) -> Mapping[str, Shard]:
+    def _shards(self) -> Mapping[str, Shard]:
         axes = self._axes()
         bias = {} if axes.bias is None else {"bias": Shard(axes.bias)}
         return {"_kernel": Shard(axes.kernel), **bias}
@@ -38,24 +38,24 @@ class _ParallelEinsumDense(CutWeights):
         self._axes()
         super().build(input_shape)
 
-    def cut_weights(self) -> None:
+    def shard_weights(self) -> None:
         parts = regions.scope_tensor_size()
         check_divisible(f"axis {einsum_label(self, self._role)}", self._kernel.shape[self._axes().kernel], parts, self.name)
-        super().cut_weights()
+        super().shard_weights()
 
 
 @keras.saving.register_keras_serializable("tfdist")
 class ColumnParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
-    """`keras.layers.EinsumDense`, cut along a label that only kernel and output have; see `ColumnParallelDense`.
+    """`keras.layers.EinsumDense`, sharded along a label that only kernel and output have; see `ColumnParallelDense`.
 
     Args:
-        equation: of `EinsumDense`; the first label of the kernel that is in the output and not in the input is cut.
+        equation: of `EinsumDense`; the first label of the kernel that is in the output and not in the input is sharded.
         output_shape: as of `EinsumDense`.
         gather_output: True returns the whole output on every rank, False this rank's part.
         **kwargs: as of `keras.layers.EinsumDense`.
 
     Raises:
-        ValueError: when built: no label can be cut, or the tensor size does not divide its size.
+        ValueError: when built: no label can be sharded, or the tensor size does not divide its size.
     """
 
     _role = COLUMN
@@ -68,7 +68,7 @@ class ColumnParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         if regions.tensor_program() is None:
             return super().call(inputs)
-        check_is_cut(self, self._kernel)
+        check_is_sharded(self, self._kernel)
         axes = self._axes()
         x = keras.ops.einsum(self.equation, self._entered(inputs), local(self.kernel))
         if self.bias is not None:
@@ -84,21 +84,21 @@ class ColumnParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
 
 @keras.saving.register_keras_serializable("tfdist")
 class RowParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
-    """`keras.layers.EinsumDense`, cut along a label that is summed over; see `RowParallelDense`.
+    """`keras.layers.EinsumDense`, sharded along a label that is summed over; see `RowParallelDense`.
 
     Args:
-        equation: of `EinsumDense`; the first label of the kernel that is in the input and not in the output is cut.
+        equation: of `EinsumDense`; the first label of the kernel that is in the input and not in the output is sharded.
         output_shape: as of `EinsumDense`.
         input_is_parallel: False takes a whole input, True the part that a layer with `gather_output=False` returned.
         **kwargs: as of `keras.layers.EinsumDense`.
 
     Raises:
-        ValueError: when built: no label can be cut, or the tensor size does not divide its size; while tracing:
+        ValueError: when built: no label can be sharded, or the tensor size does not divide its size; while tracing:
             `input_is_parallel=True` and a whole input, or the reverse.
     """
 
     _role = ROW
-    sequence_parallel = False  # True in an attention whose output is cut along the sequence
+    sequence_parallel = False  # True in an attention whose output is sharded along the sequence
 
     def __init__(self, equation: str, output_shape: Any, input_is_parallel: bool = False, **kwargs: Any):
         super().__init__(equation, output_shape, **kwargs)
@@ -107,7 +107,7 @@ class RowParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         if regions.tensor_program() is None:
             return super().call(inputs)
-        check_is_cut(self, self._kernel)
+        check_is_sharded(self, self._kernel)
         axes = self._axes()
         x = inputs
         if not self.input_is_parallel:

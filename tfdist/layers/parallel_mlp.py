@@ -1,4 +1,4 @@
-"""The feed-forward network of a transformer, cut over the tensor ranks.
+"""The feed-forward network of a transformer, sharded over the tensor ranks.
 
     plain    Y = f(X A) B + b                   A by columns, B by rows: rank i computes f(X A_i) B_i
     gated    Y = (f(X G) * (X A)) B + b         G and A by columns
@@ -15,7 +15,7 @@ import keras
 from tfdist import errors
 from tfdist.layers import regions
 from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
-from tfdist.layers.randomness import cut_region
+from tfdist.layers.randomness import sharded_region
 
 
 class _Inner(ColumnParallelDense):
@@ -38,8 +38,8 @@ class ParallelMLP(keras.layers.Layer):
         gated: True multiplies the activation with a second projection of the input: "silu" makes it SwiGLU, "gelu" GeGLU.
         dropout: rate on the hidden features; every tensor rank drops of its own.
         use_bias: whether the projections have biases.
-        sequence_parallel: True takes and returns activations that are cut along the sequence, axis 1: it all-gathers its input
-            and reduce-scatters its output instead of the all-reduce. See `ParallelTransformerBlock`.
+        sequence_parallel: True takes and returns activations that are sharded along the sequence, axis 1: it all-gathers its
+            input and reduce-scatters its output instead of the all-reduce. See `ParallelTransformerBlock`.
         kernel_initializer: of all kernels.
 
     Input shape:
@@ -107,7 +107,7 @@ class ParallelMLP(keras.layers.Layer):
         if self._gate is not None:
             hidden = keras.ops.multiply(self._gate(x), hidden)
         if self._dropout is not None:
-            with cut_region():
+            with sharded_region():
                 hidden = self._dropout(hidden, training=training)
         return self._down(hidden)
 

@@ -1,10 +1,10 @@
 """A transformer block over the tensor ranks, plain or sequence-parallel.
 
-    plain                 x ── norm ── [ attention ] ── + ── norm ── [ MLP ] ── +       [ ] heads, hidden features cut
+    plain                 x ── norm ── [ attention ] ── + ── norm ── [ MLP ] ── +       [ ] heads, hidden features sharded
                           whole                         whole                   whole
 
     sequence_parallel     x ── norm ── [ attention ] ── + ── norm ── [ MLP ] ── +
-                          cut          gather  scatter  cut          gather  scatter    cut: along the sequence
+                          sharded      gather  scatter  sharded      gather  scatter    sharded: along the sequence
 
 Both send the same bytes: an all-reduce is a reduce-scatter and an all-gather. Sequence parallelism holds norms, dropouts and
 residuals of 1/t of the positions on each rank.
@@ -18,13 +18,14 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.layers import cut_tensors, regions
+from tfdist.layers import regions, sharded_tensors
 from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
 from tfdist.layers.parallel_mlp import ParallelMLP
-from tfdist.layers.randomness import cut_region
+from tfdist.layers.randomness import sharded_region
+from tfdist.sharding.sharded_activations import ActivationShard
 
-# Note: weights on cut sequences. A norm's weights are whole, but of positions that a rank has not it sees no gradient: they enter
-# as into a region, so that their gradients are summed over the tensor ranks, in one message a norm.
+# Note: weights on sharded sequences. A norm's weights are whole, but of positions that a rank has not it sees no gradient: they
+# enter as into a region, so that their gradients are summed over the tensor ranks, in one message a norm.
 
 
 class _LayerNormalization(keras.layers.LayerNormalization):
@@ -60,17 +61,18 @@ _NORMALIZATIONS = {
 class ParallelTransformerBlock(keras.layers.Layer):
     """A pre-normalization transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Attention is cut by heads and the MLP by hidden features: two all-reduces forward and two backward. Outside replicas, and
+    Attention is sharded by heads and the MLP by hidden features: two all-reduces forward and two backward. Outside replicas, and
     where the strategy has no tensor axis, it is the Keras layers that it is made of.
 
-    With `sequence_parallel` what lies between is cut along the sequence. A stack of blocks stays cut from its first to its last:
+    With `sequence_parallel` what lies between is sharded along the sequence. A stack of blocks stays sharded from its first to
+    its last:
 
         blocks = [
             ParallelTransformerBlock(..., sequence_parallel=True, input_is_parallel=i > 0, gather_output=i == n - 1)
             for i in range(n)
         ]
 
-    The mistake to avoid: leaving both at their defaults in every block of a stack. It is right, and gathers and cuts between
+    The mistake to avoid: leaving both at their defaults in every block of a stack. It is right, and gathers and shards between
     blocks.
 
     Args:
@@ -86,9 +88,9 @@ class ParallelTransformerBlock(keras.layers.Layer):
         epsilon: of the normalizations.
         use_bias: whether projections have biases.
         use_causal_mask: whether a position sees itself and those before it only.
-        sequence_parallel: whether norms, dropouts and residuals are cut along the sequence; its length must be a multiple of the
-            tensor size.
-        input_is_parallel: with `sequence_parallel`: the input is cut along the sequence already.
+        sequence_parallel: whether norms, dropouts and residuals are sharded along the sequence; its length must be a multiple of
+            the tensor size.
+        input_is_parallel: with `sequence_parallel`: the input is sharded along the sequence already.
         gather_output: with `sequence_parallel`: True returns the whole sequence on every rank, False this rank's part.
         kernel_initializer: of all kernels.
 
@@ -202,19 +204,19 @@ class ParallelTransformerBlock(keras.layers.Layer):
         x = keras.ops.add(x, self._dropped(self._mlp(self._mlp_norm(x)), training))
         if not self.sequence_parallel:
             return x
-        return regions.gather_from(x, 1, f"{self.name}/gather_sequence") if self.gather_output else cut_tensors.mark(x, 1)
+        return regions.gather_from(x, 1, f"{self.name}/gather_sequence") if self.gather_output else sharded_tensors.mark(x, 1)
 
     @property
-    def output_cut(self) -> cut_tensors.Cut | None:
-        """How the output is cut inside replicas; None: it is whole."""
-        return None if self.gather_output else cut_tensors.Cut(1)
+    def output_shard(self) -> ActivationShard | None:
+        """How the output is sharded inside replicas; None: it is whole."""
+        return None if self.gather_output else ActivationShard(1)
 
     def _dropped(self, x: Any, training: bool | None) -> Any:
         if self._dropout is None:
             return x
         if not self.sequence_parallel:
             return self._dropout(x, training=training)
-        with cut_region():
+        with sharded_region():
             return self._dropout(x, training=training)
 
     def compute_output_shape(self, input_shape: Any) -> Any:

@@ -7,11 +7,11 @@ the batch. Here data rank r gets
     r = 0    [seed, draws]              what one device would draw
     r > 0    [hash(seed, r), draws]     of a stream of its own
 
-Within `cut_region()`, where tensor ranks compute different things, r is the data rank plus the data size times the tensor rank:
-each draws for its own part. The state itself moves on alike on all ranks, as on one device, and is saved as ever. So two runs
-from one `keras.utils.set_random_seed` are equal bit by bit, and a run on other numbers of devices differs in its random numbers
-(and in nothing else). In a job of several workers r counts over all of them. Outside cut regions ranks that share a data index,
-tensor and pipe peers, draw the same.
+Within `sharded_region()`, where tensor ranks compute different things, r is the data rank plus the data size times the tensor
+rank: each draws for its own part. The state itself moves on alike on all ranks, as on one device, and is saved as ever. So two
+runs from one `keras.utils.set_random_seed` are equal bit by bit, and a run on other numbers of devices differs in its random
+numbers (and in nothing else). In a job of several workers r counts over all of them. Outside sharded regions ranks that share a
+data index, tensor and pipe peers, draw the same.
 
 Note: what has no generator. `keras.random.normal(shape, seed=3)`, with an integer, is a constant in Keras: the same in each
 call, and so on each rank. Layers turn their `seed=3` into a generator. A function of `keras.random` without a seed raises in a
@@ -34,14 +34,14 @@ _local = threading.local()
 
 
 @contextlib.contextmanager
-def cut_region() -> Iterator[None]:
+def sharded_region() -> Iterator[None]:
     """Within it, tensor ranks draw different random numbers."""
-    before = getattr(_local, "is_cut", False)
-    _local.is_cut = True
+    before = getattr(_local, "is_sharded", False)
+    _local.is_sharded = True
     try:
         yield
     finally:
-        _local.is_cut = before
+        _local.is_sharded = before
 
 
 def of_this_rank(seed: tf.Tensor) -> tf.Tensor:
@@ -55,7 +55,7 @@ def fold_in(seed: tf.Tensor, stream: int) -> tf.Tensor:
 
     Args:
         seed: integers of shape (2,), what a `SeedGenerator` returns.
-        stream: the data rank, in a cut region plus the data size times the tensor rank.
+        stream: the data rank, in a sharded region plus the data size times the tensor rank.
     """
     key = tf.stack([seed[0], tf.cast(stream, seed.dtype)])
     hashed = tf.random.stateless_uniform([], key, minval=None, maxval=None, dtype=seed.dtype, alg="philox")
@@ -68,5 +68,5 @@ def _stream() -> int:
     if program is None:
         return 0
     coordinate = program.mesh.coordinate(program.rank)
-    is_cut = getattr(_local, "is_cut", False)
-    return coordinate.data + (program.mesh.data_parallel_size * coordinate.tensor if is_cut else 0)
+    is_sharded = getattr(_local, "is_sharded", False)
+    return coordinate.data + (program.mesh.data_parallel_size * coordinate.tensor if is_sharded else 0)

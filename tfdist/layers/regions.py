@@ -1,21 +1,22 @@
 """The borders of a tensor-parallel region: where the ranks of a tensor group begin and cease to compute different things.
 
-A tensor is *whole* when every rank of the group holds the same, *cut* when each holds its part along an axis, and *partial* when
-each holds a summand. Each function takes one kind to another, and its gradient is the reverse; X is what a rank sends forward, Y
-backward, for t ranks and an activation of S bytes:
+A tensor is *whole* when every rank of the group holds the same, *sharded* when each holds its part along an axis, and *partial*
+when each holds a summand. Each function takes one kind to another, and its gradient is the reverse; X is what a rank sends
+forward, Y backward, for t ranks and an activation of S bytes:
 
     copy_to             whole -> whole      forward: identity          backward: all-reduce       Y = 2 S (t - 1) / t
     reduce_from         partial -> whole    forward: all-reduce        backward: identity         X = 2 S (t - 1) / t
-    scatter_to          whole -> cut        forward: own part          backward: all-gather       Y = S (t - 1) / t
-    gather_from         cut -> whole        forward: all-gather        backward: own part         X = S (t - 1) / t
+    scatter_to          whole -> sharded    forward: own part          backward: all-gather       Y = S (t - 1) / t
+    gather_from         sharded -> whole    forward: all-gather        backward: own part         X = S (t - 1) / t
 
-and, for sequence parallelism (Korthikanti et al. 2022), where what lies between the cut regions is cut along the sequence:
+and, for sequence parallelism (Korthikanti et al. 2022), where what lies between the sharded regions is sharded along the
+sequence:
 
-    gather_for_region   cut -> whole        forward: all-gather        backward: reduce-scatter   X = Y = S (t - 1) / t
-    reduce_scatter_from partial -> cut      forward: reduce-scatter    backward: all-gather       X = Y = S (t - 1) / t
+    gather_for_region   sharded -> whole    forward: all-gather        backward: reduce-scatter   X = Y = S (t - 1) / t
+    reduce_scatter_from partial -> sharded  forward: reduce-scatter    backward: all-gather       X = Y = S (t - 1) / t
 
 `gather_from` and `gather_for_region` differ in what follows: what every rank computes alike from the whole (its gradient is whole
-on each), or each rank's part of a cut region (its gradients are partial).
+on each), or each rank's part of a sharded region (its gradients are partial).
 
 Outside `strategy.run` of a tfdist strategy with a tensor axis, and in Keras's symbolic build, all of them return their input.
 
@@ -45,13 +46,13 @@ def tensor_program() -> RankProgram | None:
 
 
 def tensor_rank() -> int:
-    """Returns the index of the rank that computes here on the tensor axis; 0 where nothing is cut."""
+    """Returns the index of the rank that computes here on the tensor axis; 0 where nothing is sharded."""
     program = tensor_program()
     return 0 if program is None else program.mesh.coordinate(program.rank).tensor
 
 
 def tensor_ranks() -> int:
-    """Returns how many ranks share a layer here; 1 where nothing is cut."""
+    """Returns how many ranks share a layer here; 1 where nothing is sharded."""
     program = tensor_program()
     return 1 if program is None else program.mesh.tensor_parallel_size
 
@@ -63,7 +64,7 @@ def scope_tensor_size() -> int:
 
 
 def copy_to(x: tf.Tensor, label: str = "copy_to") -> tf.Tensor:
-    """Enters a cut region with a whole tensor. Forward: identity; backward: all-reduce.
+    """Enters a sharded region with a whole tensor. Forward: identity; backward: all-reduce.
 
     A tensor that several layers take (query, key and value projections, the two of a gated MLP) enters once: its gradients are
     added up before the one all-reduce.
@@ -80,12 +81,12 @@ def copy_to(x: tf.Tensor, label: str = "copy_to") -> tf.Tensor:
 
 
 def reduce_from(x: tf.Tensor, label: str = "reduce_from") -> tf.Tensor:
-    """Leaves a cut region with each rank's summand. Forward: all-reduce; backward: identity."""
+    """Leaves a sharded region with each rank's summand. Forward: all-reduce; backward: identity."""
     return _region(x, lambda program, x: _sum(program, x, label), lambda program, upstream: upstream)
 
 
 def scatter_to(x: tf.Tensor, axis: int = -1, label: str = "scatter_to") -> tf.Tensor:
-    """Enters a cut region with this rank's part of a whole tensor. Forward: own part; backward: all-gather.
+    """Enters a sharded region with this rank's part of a whole tensor. Forward: own part; backward: all-gather.
 
     Raises:
         ValueError: the number of tensor ranks does not divide the size of `axis`.
@@ -98,7 +99,7 @@ def scatter_to(x: tf.Tensor, axis: int = -1, label: str = "scatter_to") -> tf.Te
 
 
 def gather_from(x: tf.Tensor, axis: int = -1, label: str = "gather_from") -> tf.Tensor:
-    """Leaves a cut region with all ranks' parts, for what all compute alike. Forward: all-gather; backward: own part."""
+    """Leaves a sharded region with all ranks' parts, for what all compute alike. Forward: all-gather; backward: own part."""
     return _region(
         x,
         lambda program, x: _gather(program, x, axis, label),
@@ -107,7 +108,7 @@ def gather_from(x: tf.Tensor, axis: int = -1, label: str = "gather_from") -> tf.
 
 
 def gather_for_region(x: tf.Tensor, axis: int = 1, label: str = "gather_for_region") -> tf.Tensor:
-    """Enters a cut region from sequence-parallel activations. Forward: all-gather; backward: reduce-scatter."""
+    """Enters a sharded region from sequence-parallel activations. Forward: all-gather; backward: reduce-scatter."""
     return _region(
         x,
         lambda program, x: _gather(program, x, axis, label),
@@ -116,7 +117,7 @@ def gather_for_region(x: tf.Tensor, axis: int = 1, label: str = "gather_for_regi
 
 
 def reduce_scatter_from(x: tf.Tensor, axis: int = 1, label: str = "reduce_scatter_from") -> tf.Tensor:
-    """Leaves a cut region for sequence-parallel activations. Forward: reduce-scatter; backward: all-gather.
+    """Leaves a sharded region for sequence-parallel activations. Forward: reduce-scatter; backward: all-gather.
 
     Raises:
         ValueError: the number of tensor ranks does not divide the size of `axis`.
@@ -129,14 +130,14 @@ def reduce_scatter_from(x: tf.Tensor, axis: int = 1, label: str = "reduce_scatte
 
 
 def enter_region(x: tf.Tensor, sequence_parallel: bool, label: str) -> tf.Tensor:
-    """Enters a cut region from whole activations, or from those that are cut along the sequence, axis 1."""
+    """Enters a sharded region from whole activations, or from those that are sharded along the sequence, axis 1."""
     return gather_for_region(x, 1, f"{label}/gather_sequence") if sequence_parallel else copy_to(x, f"{label}/copy_to")
 
 
 def leave_region(x: tf.Tensor, bias: Any, sequence_parallel: bool, label: str) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Leaves a cut region; returns the output and the bias to add to it, a whole weight or None.
+    """Leaves a sharded region; returns the output and the bias to add to it, a whole weight or None.
 
-    On activations that are cut along the sequence each rank sees a part of the bias's gradient: it enters as into a region.
+    On activations that are sharded along the sequence each rank sees a part of the bias's gradient: it enters as into a region.
     """
     if not sequence_parallel:
         return reduce_from(x, f"{label}/reduce_from"), bias
@@ -146,7 +147,7 @@ def leave_region(x: tf.Tensor, bias: Any, sequence_parallel: bool, label: str) -
 
 
 class _Entered:
-    """Which tensors have entered a cut region in one trace; an attachment of its program."""
+    """Which tensors have entered a sharded region in one trace; an attachment of its program."""
 
     def __init__(self, program: RankProgram):
         self._program = program

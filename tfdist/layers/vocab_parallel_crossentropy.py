@@ -19,16 +19,17 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import activations
 from tfdist.custom_gradients import custom_gradient
-from tfdist.layers import cut_tensors, regions
+from tfdist.layers import regions, sharded_tensors
+from tfdist.sharding.sharded_activations import ActivationShard
 
 
-@cut_tensors.takes_cut_predictions
+@sharded_tensors.takes_sharded_predictions
 @keras.saving.register_keras_serializable("tfdist")
 class VocabParallelCrossentropy(keras.losses.Loss):
     """`keras.losses.SparseCategoricalCrossentropy` that never gathers the logits of the whole vocabulary.
 
     It takes the output of `ColumnParallelDense(vocabulary, gather_output=False)`, or of a `VocabParallelReversibleEmbedding` in
-    reverse, cut as it is. It moves 3 numbers a position (and one more with `label_smoothing`), times the 2 (t - 1) / t of an
+    reverse, sharded as it is. It moves 3 numbers a position (and one more with `label_smoothing`), times the 2 (t - 1) / t of an
     all-reduce, whatever the vocabulary; gathered logits would be vocabulary numbers a position. It takes whole predictions too.
 
     Args:
@@ -39,7 +40,7 @@ class VocabParallelCrossentropy(keras.losses.Loss):
 
     Call arguments:
         y_true: integers, (batch, ...) or (batch, ..., 1).
-        y_pred: (batch, ..., classes), cut along its last axis or whole.
+        y_pred: (batch, ..., classes), sharded along its last axis or whole.
 
     Raises:
         ValueError: `label_smoothing` is out of range, or `y_true` is one-hot.
@@ -65,11 +66,11 @@ class VocabParallelCrossentropy(keras.losses.Loss):
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         # Keras converts predictions before `call`, and a converted tensor has no mark.
-        self._cut = cut_tensors.shard_of(y_pred)
+        self._shard = sharded_tensors.shard_of(y_pred)
         return super().__call__(y_true, y_pred, sample_weight)
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        cut, self._cut = self._cut, None
+        shard, self._shard = self._shard, None
         logits = tf.convert_to_tensor(y_pred)
         labels = self._labels(y_true, logits)
         if not self.from_logits:
@@ -79,7 +80,7 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         if self.ignore_class is not None:
             is_valid = tf.not_equal(labels, self.ignore_class)
             labels = tf.where(is_valid, labels, tf.zeros_like(labels))
-        losses = self._losses(labels, logits, cut)
+        losses = self._losses(labels, logits, shard)
         if is_valid is not None:
             losses = tf.where(is_valid, losses, tf.zeros_like(losses))
             losses._keras_mask = is_valid  # as Keras: the mean is over what counts
@@ -100,14 +101,14 @@ class VocabParallelCrossentropy(keras.losses.Loss):
             labels = tf.squeeze(labels, -1)
         return tf.cast(labels, tf.int64)
 
-    def _losses(self, labels: tf.Tensor, logits: tf.Tensor, cut: cut_tensors.ActivationShard | None) -> tf.Tensor:
-        """Returns the loss of each position, labels (batch, ...), logits (batch, ..., classes), whole or cut."""
+    def _losses(self, labels: tf.Tensor, logits: tf.Tensor, shard: ActivationShard | None) -> tf.Tensor:
+        """Returns the loss of each position, labels (batch, ...), logits (batch, ..., classes), whole or sharded."""
         local = logits.shape[-1]
-        classes, start = (local, 0) if cut is None else (cut.size, regions.tensor_rank() * local)
+        classes, start = (local, 0) if shard is None else (shard.size, regions.tensor_rank() * local)
         counted = max(0, min(local, classes - start))
         if counted < local:  # the padding of a vocabulary
             logits = tf.where(tf.range(local) < counted, logits, tf.constant(-math.inf, logits.dtype))
-        shift = tf.stop_gradient(self._maximum(logits, cut))
+        shift = tf.stop_gradient(self._maximum(logits, shard))
         is_here = (labels >= start) & (labels < start + counted)
         places = tf.where(is_here, labels - start, tf.zeros_like(labels))
         flat = (tf.reshape(logits, [-1, local]), tf.reshape(shift, [-1]), tf.reshape(places, [-1]))
@@ -116,7 +117,7 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         if self.label_smoothing:
             sums.append(tf.reduce_sum(logits[..., :counted], -1) - counted * shift)
         packed = tf.stack(sums, -1)  # (batch, ..., 2 or 3)
-        if cut is not None:
+        if shard is not None:
             packed = regions.reduce_from(packed, f"{self.name}/sums")
         total, of_label, *of_all = tf.unstack(packed, axis=-1)
         target = of_label
@@ -127,9 +128,9 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         is_known = (labels >= 0) & (labels < classes)
         return tf.where(is_known, losses, tf.constant(float("nan"), losses.dtype))
 
-    def _maximum(self, logits: tf.Tensor, cut: cut_tensors.ActivationShard | None) -> tf.Tensor:
+    def _maximum(self, logits: tf.Tensor, shard: ActivationShard | None) -> tf.Tensor:
         highest = tf.reduce_max(logits, -1)
-        if cut is None:
+        if shard is None:
             return highest
         program = regions.tensor_program()
         return activations.all_reduce(program, tf.stop_gradient(highest), "tensor", f"{self.name}/maximum", reduce_op="max")

@@ -11,15 +11,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.layers import cut_tensors, regions
-from tfdist.layers.cut_weights import CutWeights, check_is_cut
+from tfdist.layers import regions, sharded_tensors
+from tfdist.layers.sharded_weights import ShardedWeights, check_is_sharded
 from tfdist.sharding import Shard
 
 
-class _VocabParallel(CutWeights):
+class _VocabParallel(ShardedWeights):
     """The lookup that both embeddings share."""
 
-    def _cuts(self) -> Mapping[str, Shard]:
+    def _shards(self) -> Mapping[str, Shard]:
         return {"_embeddings": Shard(0, is_padded=True), "reverse_embeddings": Shard(1, is_padded=True)}
 
     def build(self, input_shape: Any = None) -> None:
@@ -28,7 +28,7 @@ class _VocabParallel(CutWeights):
 
     def _lookup(self, inputs: Any) -> tf.Tensor:
         """Returns the rows of `inputs`, integers (batch, ...): (batch, ..., output_dim), whole."""
-        check_is_cut(self, self._embeddings)
+        check_is_sharded(self, self._embeddings)
         if inputs.dtype not in (tf.int32, tf.int64):
             inputs = tf.cast(inputs, tf.int32)
         table = tf.convert_to_tensor(self.embeddings)  # (rows, output_dim)
@@ -72,8 +72,8 @@ class VocabParallelEmbedding(_VocabParallel, keras.layers.Embedding):
 class VocabParallelReversibleEmbedding(_VocabParallel, keras.layers.ReversibleEmbedding):
     """`keras.layers.ReversibleEmbedding`, vocabulary-parallel: also called in reverse, for logits from the same table.
 
-    `layer(hidden, reverse=True)` sends nothing forward and all-reduces the gradient of `hidden` backward. Its logits stay cut:
-    `VocabParallelCrossentropy` computes on them as they are; every other loss, metrics and `predict` get them gathered.
+    `layer(hidden, reverse=True)` sends nothing forward and all-reduces the gradient of `hidden` backward. Its logits stay
+    sharded: `VocabParallelCrossentropy` computes on them as they are; every other loss, metrics and `predict` get them gathered.
 
     Args:
         *args, **kwargs: as of `keras.layers.ReversibleEmbedding`, without `lora_rank` and `quantization_config`.
@@ -88,7 +88,7 @@ class VocabParallelReversibleEmbedding(_VocabParallel, keras.layers.ReversibleEm
             return super().call(inputs, reverse=reverse)
         if reverse:
             logits = super().call(regions.copy_to(inputs, f"{self.name}/copy_to"), reverse=True)
-            return cut_tensors.mark(logits, -1, self.input_dim)
+            return sharded_tensors.mark(logits, -1, self.input_dim)
         found = self._lookup(inputs)
         mask = self.compute_mask(inputs)
         if mask is not None:

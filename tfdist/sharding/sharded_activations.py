@@ -1,7 +1,7 @@
 """Activations that leave a layer sharded over the tensor axis: what says so.
 
 The tensor carries a mark, as it may carry a Keras mask. It is on the very tensor that the layer returned, not on what is computed
-from it. Who takes such tensors, and who gets them whole, is told in `tfdist.layers.cut_tensors`.
+from it. Who takes such tensors, and who gets them whole, is told in `tfdist.layers.sharded_tensors`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def shard_of(x: Any) -> ActivationShard | None:
 
 
 def shard_of_output(tensor: Any) -> ActivationShard | None:
-    """Returns how the value of a symbolic Keras tensor is sharded inside replicas: as its layer's `output_cut` says."""
+    """Returns how the value of a symbolic Keras tensor is sharded inside replicas: as its layer's `output_shard` says."""
     operation = tensor._keras_history.operation
-    axis_and_size = getattr(operation, "output_cut", None)
+    axis_and_size = getattr(operation, "output_shard", None)
     return None if axis_and_size is None else ActivationShard(axis_and_size.axis % len(tensor.shape), axis_and_size.size)
 
 

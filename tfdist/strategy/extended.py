@@ -35,7 +35,7 @@ from tfdist.collectives import (
     where,
 )
 from tfdist.data import split_batches
-from tfdist.layers import cut_tensors
+from tfdist.layers import sharded_tensors
 from tfdist.runtime import give_back_free_memory
 from tfdist.sharding import MeshConfig, ParameterGroups, ShardedVariable
 from tfdist.strategy.variable_creation import VariableCreation
@@ -83,7 +83,7 @@ class ShardedExtendedMixin(VariableCreation):
             # (the count needs no data) would from then on scale their updates differently.
             inputs = [leaf for leaf in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_symbolic_tensor(leaf)]
             with tf.control_dependencies(inputs):
-                outputs = cut_tensors.all_whole(fn(*args, **kwargs))
+                outputs = sharded_tensors.all_whole(fn(*args, **kwargs))
                 program.close(outputs)
             return outputs
 
@@ -102,7 +102,7 @@ class ShardedExtendedMixin(VariableCreation):
             rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
             program = EagerProgram(self._communicator, rank, plan, meeting, (args, kwargs))
             program.install(tf.distribute.get_replica_context())
-            outputs = cut_tensors.all_whole(fn(*args, **kwargs))
+            outputs = sharded_tensors.all_whole(fn(*args, **kwargs))
             program.close(outputs)
             return outputs
 

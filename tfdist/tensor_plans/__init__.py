@@ -1,22 +1,22 @@
-"""Level 8: which layers of a model to cut over the tensor ranks, and which way."""
+"""Level 8: which layers of a model to shard over the tensor ranks, and which way."""
 
-from tfdist.tensor_plans.layer_cuts import LayerCut, resolve
-from tfdist.tensor_plans.layer_kinds import cut_axes, cut_weights
-from tfdist.tensor_plans.model_graph import CuttableLayer, ModelGraph, trace_model
+from tfdist.tensor_plans.layer_kinds import sharded_axes, sharded_weights
+from tfdist.tensor_plans.layer_shardings import LayerSharding, resolve
+from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer, trace_model
 from tfdist.tensor_plans.parallelize import parallelize
 from tfdist.tensor_plans.plan import TensorPlan
 from tfdist.tensor_plans.suggest import suggest_plan
-from tfdist.tensor_plans.suggested_plan import SuggestedCut, SuggestedPlan
+from tfdist.tensor_plans.suggested_plan import SuggestedPlan, SuggestedSharding
 
 __all__ = [
-    "CuttableLayer",
-    "LayerCut",
+    "ShardableLayer",
+    "LayerSharding",
     "ModelGraph",
-    "SuggestedCut",
+    "SuggestedSharding",
     "SuggestedPlan",
     "TensorPlan",
-    "cut_axes",
-    "cut_weights",
+    "sharded_axes",
+    "sharded_weights",
     "parallelize",
     "resolve",
     "suggest_plan",

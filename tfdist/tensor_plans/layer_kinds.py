@@ -1,6 +1,6 @@
-"""The layers that can be cut: in which roles, along which axes, and which sizes a cut must divide.
+"""The layers that can be sharded: in which roles, along which axes, and which sizes a sharded must divide.
 
-| kind | role | cut axis of the weights | input | output |
+| kind | role | sharded axis of the weights | input | output |
 |---|---|---|---|---|
 | Dense | column | kernel 1, bias 0 | whole | local on the last axis |
 | Dense | row | kernel 0 | local on the last axis | whole |
@@ -18,8 +18,8 @@ import math
 import keras
 import tensorflow as tf
 
-from tfdist.layers.cut_weights import CutWeights
-from tfdist.layers.einsum_axes import COLUMN, ROW, CutAxes, einsum_axes, einsum_label
+from tfdist.layers.einsum_axes import COLUMN, ROW, ShardedAxes, einsum_axes, einsum_label
+from tfdist.layers.sharded_weights import ShardedWeights
 
 VOCAB, REPLICATE = "vocab", "replicate"
 ROLES = (COLUMN, ROW, VOCAB, REPLICATE)
@@ -27,11 +27,11 @@ ROLES = (COLUMN, ROW, VOCAB, REPLICATE)
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """A Keras class whose layers can be cut.
+    """A Keras class whose layers can be sharded.
 
     Attributes:
         layer_class: the class; a subclass counts if it keeps the class's `call`.
-        roles: the ways it can be cut.
+        roles: the ways it can be sharded.
     """
 
     layer_class: type
@@ -55,13 +55,14 @@ KINDS = (
 )
 # Each step of these calls the layers inside once more, or replaces their weights: no collective may stand there.
 LOOPS = (keras.layers.RNN, keras.layers.Bidirectional, keras.layers.TimeDistributed, keras.layers.SpectralNormalization)
-# The methods that a subclass may not replace: the cut layer takes their place.
+# The methods that a subclass may not replace: the sharded layer takes their place.
 _METHODS = ("call", "_compute_attention", "_masked_softmax")
 
 
 def kind_of(layer: keras.Layer) -> LayerKind | None:
-    """Returns the kind of a layer that can be cut; None for every other: one that computes in another way, or is cut already."""
-    if isinstance(layer, CutWeights):
+    """Returns the kind of a layer that can be sharded; None for every other: one that computes in another way, or is sharded
+    already."""
+    if isinstance(layer, ShardedWeights):
         return None
     for kind in KINDS:
         if isinstance(layer, kind.layer_class):
@@ -77,7 +78,7 @@ def path_of(layer: keras.Layer) -> str:
 
 
 def obstacle(layer: keras.Layer) -> str | None:
-    """Returns why a layer of a kind that can be cut cannot be, as it is; None if nothing is in the way."""
+    """Returns why a layer of a kind that can be sharded cannot be, as it is; None if nothing is in the way."""
     if not layer.built:
         return "it is not built"
     if getattr(layer, "quantization_mode", None) is not None:
@@ -91,7 +92,7 @@ def obstacle(layer: keras.Layer) -> str | None:
 
 
 def roles_of(layer: keras.Layer) -> tuple[str, ...]:
-    """Returns the roles in which this layer can be cut: those of its kind, less those that its equation has no label for."""
+    """Returns the roles in which this layer can be sharded: those of its kind, less those that its equation has no label for."""
     kind = kind_of(layer)
     if kind is None:
         return ()
@@ -100,16 +101,16 @@ def roles_of(layer: keras.Layer) -> tuple[str, ...]:
     return kind.roles
 
 
-def cut_axes(layer: keras.Layer, role: str) -> CutAxes:
-    """Returns where a Dense or EinsumDense is cut in `role`, "column" or "row"."""
+def sharded_axes(layer: keras.Layer, role: str) -> ShardedAxes:
+    """Returns where a Dense or EinsumDense is sharded in `role`, "column" or "row"."""
     if isinstance(layer, keras.layers.Dense):
         if role == COLUMN:
-            return CutAxes(kernel=1, bias=None if layer.bias is None else 0, inputs=None, outputs=-1)
-        return CutAxes(kernel=0, bias=None, inputs=-1, outputs=None)
+            return ShardedAxes(kernel=1, bias=None if layer.bias is None else 0, inputs=None, outputs=-1)
+        return ShardedAxes(kernel=0, bias=None, inputs=-1, outputs=None)
     return einsum_axes(layer, role)
 
 
-def cut_sizes(layer: keras.Layer, role: str) -> dict[str, int]:
+def sharded_sizes(layer: keras.Layer, role: str) -> dict[str, int]:
     """Returns the sizes, by name, that the number of ranks must divide. Embedding: none, its rows are padded."""
     kind = kind_of(layer)
     if role == VOCAB:
@@ -118,27 +119,27 @@ def cut_sizes(layer: keras.Layer, role: str) -> dict[str, int]:
         return {"num_heads": layer.num_heads}
     if kind.layer_class is keras.layers.GroupQueryAttention:
         return {"num_query_heads": layer.num_query_heads, "num_key_value_heads": layer.num_key_value_heads}
-    size = layer.kernel.shape[cut_axes(layer, role).kernel]
+    size = layer.kernel.shape[sharded_axes(layer, role).kernel]
     if kind.layer_class is keras.layers.Dense:
         return {"units" if role == COLUMN else "input features": size}
     return {f"axis {einsum_label(layer, role)!r} of {layer.equation!r}": size}
 
 
-def cut_weights(layer: keras.Layer, role: str) -> list[tuple[keras.Variable, int | None]]:
-    """Returns every weight of the layer with the axis along which `role` cuts it, None if it stays whole."""
+def sharded_weights(layer: keras.Layer, role: str) -> list[tuple[keras.Variable, int | None]]:
+    """Returns every weight of the layer with the axis along which `role` shards it, None if it stays whole."""
     kind = kind_of(layer)
     if role == VOCAB:
         return [(weight, 0 if weight is layer.embeddings else None) for weight in layer.weights]
     if kind.is_attention:
         return [(weight, _attention_axis(weight)) for weight in layer.weights]
-    axes = cut_axes(layer, role)
+    axes = sharded_axes(layer, role)
     return [(weight, axes.kernel if weight is layer.kernel else axes.bias) for weight in layer.weights]
 
 
 def saved_bytes(layer: keras.Layer, role: str, tensor_parallel_size: int) -> int:
     """Returns the parameter bytes that a rank no longer holds, as stored; the rows of a table are padded to equal parts."""
     saved = 0
-    for weight, axis in cut_weights(layer, role) if role != REPLICATE else ():
+    for weight, axis in sharded_weights(layer, role) if role != REPLICATE else ():
         if axis is not None:
             size = weight.shape[axis]
             saved += (size - -(-size // tensor_parallel_size)) * (math.prod(weight.shape) // size) * dtype_bytes(weight.dtype)

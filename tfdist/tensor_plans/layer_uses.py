@@ -1,4 +1,4 @@
-"""How much goes through a layer each time the model calls it: what the traffic of a cut is computed from."""
+"""How much goes through a layer each time the model calls it: what the traffic of a sharded is computed from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers of a model can be cut, and what their outputs go through on the way to the next.
+"""Which layers of a model can be sharded, and what their outputs go through on the way to the next.
 
     x ── Dense up ── gelu ── Dropout ── Dense down ── + ── …      up: its output meets elementwise steps and `down` only
     └─────────────────────────────────────────────────┘
@@ -24,8 +24,8 @@ from tfdist.tensor_plans.model_inputs import symbolic_calls
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CuttableLayer:
-    """A layer that can be cut, and how the model calls it.
+class ShardableLayer:
+    """A layer that can be sharded, and how the model calls it.
 
     Attributes:
         layer: the Keras layer.
@@ -36,7 +36,7 @@ class CuttableLayer:
         uses: every call of a training step.
         is_traced: False if a call was hidden in something that cannot be followed, or none was seen: then nothing is
             known of what follows it.
-        obstacle: why it cannot be cut, None if it can.
+        obstacle: why it cannot be sharded, None if it can.
     """
 
     layer: keras.Layer
@@ -61,7 +61,7 @@ class CuttableLayer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelGraph:
-    """The layers of a model that can be cut, and the steps between them.
+    """The layers of a model that can be sharded, and the steps between them.
 
     Attributes:
         layers: in the order in which the model calls them.
@@ -69,13 +69,13 @@ class ModelGraph:
         notes: what could not be followed and what was assumed, a sentence each.
     """
 
-    layers: tuple[CuttableLayer, ...]
+    layers: tuple[ShardableLayer, ...]
     traces: tuple[Trace, ...]
     notes: tuple[str, ...]
 
 
 def trace_model(model: keras.Model) -> ModelGraph:
-    """Finds the layers of a model that can be cut, those nested in other layers too, and follows their outputs.
+    """Finds the layers of a model that can be sharded, those nested in other layers too, and follows their outputs.
 
     The model is called on symbols: nothing is computed, and nothing of it changes.
 
@@ -90,11 +90,11 @@ def trace_model(model: keras.Model) -> ModelGraph:
     """
     if not isinstance(model, keras.Model):
         raise ValueError(errors.message("`model` must be a `keras.Model`.", model=model))
-    leaves, loops = _cuttable(model)
+    leaves, loops = _shardable(model)
     if not model.built or not all(layer.built for layer in leaves):
         raise ValueError(
             errors.message(
-                "`model` must be built: the sizes of its layers and inputs decide how it is cut.",
+                "`model` must be built: the sizes of its layers and inputs decide how it is sharded.",
                 model=model.name,
                 fix="Call it on a batch first, or use `model.build(input_shape)`.",
             )
@@ -124,8 +124,8 @@ def _opaque(traces: Sequence[Trace]) -> int:
     return sum(len(trace.opaque) for trace in traces)
 
 
-def _cuttable(model: keras.Model) -> tuple[list[keras.Layer], set[keras.Layer]]:
-    """Returns the layers that can be cut, and those of them that stand in a layer that calls them in a loop."""
+def _shardable(model: keras.Model) -> tuple[list[keras.Layer], set[keras.Layer]]:
+    """Returns the layers that can be sharded, and those of them that stand in a layer that calls them in a loop."""
     layers = keras_tracing.all_layers(model)
     within = {inner for layer in layers if (kind := kind_of(layer)) and kind.is_attention for inner in _inside(layer)}
     looped = {inner for layer in layers if isinstance(layer, LOOPS) for inner in _inside(layer)}
@@ -143,7 +143,7 @@ def _in_order_of_calls(leaves: Sequence[keras.Layer], traces: Sequence[Trace]) -
     return list(order | dict.fromkeys(leaves))
 
 
-def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> CuttableLayer:
+def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> ShardableLayer:
     kind = kind_of(layer)
     calls = [[event for event in trace.events if event.operation is layer] for trace in traces]
     hidden = [(call, trace) for trace in traces for call in trace.hidden if call.layer is layer]
@@ -162,7 +162,7 @@ def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> 
         reason = "its weights are used outside of its calls too"
     elif kind.is_attention and any(len(event.outputs) > 1 for events in calls for event in events):
         reason = "it returns its attention scores"
-    return CuttableLayer(
+    return ShardableLayer(
         layer=layer,
         path=path_of(layer),
         kind=kind,

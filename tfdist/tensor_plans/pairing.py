@@ -1,9 +1,9 @@
-"""Which layers hand their cut output straight to the next: no gather between them, no cut of the input.
+"""Which layers hand their sharded output straight to the next: no gather between them, no scatter of the input.
 
     whole X ──► column A ──► local Y_i ──► elementwise ──► row B ──► sum over the ranks: whole Z
 
 An output may stay local if all that is ever done with it is elementwise, with other outputs that are local in the same way,
-until it enters layers cut by row. One use that needs the whole output (a residual, a softmax, a norm, the model's own output)
+until it enters layers sharded by row. One use that needs the whole output (a residual, a softmax, a norm, the model's own output)
 and it is gathered, for all its uses.
 """
 
@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 import keras
 
 from tfdist.tensor_plans.keras_tracing import Event, Trace
-from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, cut_axes
-from tfdist.tensor_plans.model_graph import CuttableLayer, ModelGraph
+from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, sharded_axes
+from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """What a symbol holds where it is cut: the axis, counted from the front, and the layers whose output it is made of."""
+    """What a symbol holds where it is sharded: the axis, counted from the front, and the layers whose output it is made of."""
 
     axis: int
     sources: frozenset[keras.Layer]
@@ -29,11 +29,11 @@ class Local:
 
 @dataclasses.dataclass(frozen=True)
 class Pairing:
-    """The layers that need no gather of their output, and those that need no cut of their input.
+    """The layers that need no gather of their output, and those that need no sharded of their input.
 
     Attributes:
-        local: layers cut by column whose output stays local.
-        parallel: layers cut by row whose input is local already.
+        local: layers sharded by column whose output stays local.
+        parallel: layers sharded by row whose input is local already.
     """
 
     local: frozenset[keras.Layer]
@@ -41,13 +41,13 @@ class Pairing:
 
 
 def pair(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> Pairing:
-    """Returns which of the cut layers are paired: as many as the graph allows.
+    """Returns which of the sharded layers are paired: as many as the graph allows.
 
     Args:
         graph: the model's.
-        roles: the role of each layer that is cut.
+        roles: the role of each layer that is sharded.
     """
-    layers = {cuttable.layer: cuttable for cuttable in graph.layers}
+    layers = {shardable.layer: shardable for shardable in graph.layers}
     columns = {layer for layer, role in roles.items() if role == COLUMN and layers[layer].keeps_local_output}
     rows = {layer for layer, role in roles.items() if role == ROW and layers[layer].is_traced}
     while True:
@@ -76,7 +76,7 @@ class Flow:
     def __init__(
         self,
         trace: Trace,
-        layers: Mapping[keras.Layer, CuttableLayer],
+        layers: Mapping[keras.Layer, ShardableLayer],
         columns: Iterable[keras.Layer],
         rows: Iterable[keras.Layer],
     ) -> None:
@@ -94,14 +94,14 @@ class Flow:
             elif found:
                 local.update(dict.fromkeys(event.outputs, joined))
             if event.operation in columns:
-                axis = cut_axes(event.operation, COLUMN).outputs
+                axis = sharded_axes(event.operation, COLUMN).outputs
                 (output,) = event.outputs
                 local[output] = Local(axis % len(output.shape), frozenset({event.operation}))
         self._gather(local[x] for x in trace.outputs if x in local)
 
     def _enter(self, event: Event, found: list[Local]) -> None:
         row = event.operation
-        axis = cut_axes(row, ROW).inputs % len(event.inputs[0].shape)
+        axis = sharded_axes(row, ROW).inputs % len(event.inputs[0].shape)
         if len(event.inputs) == len(found) and all(part.axis == axis for part in found):
             self.fed.append((row, found[0].sources))
         else:

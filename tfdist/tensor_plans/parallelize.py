@@ -1,4 +1,4 @@
-"""Cutting the layers of a model that exists."""
+"""Sharding the layers of a model that exists."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tfdist.layers import (
     VocabParallelReversibleEmbedding,
 )
 from tfdist.sharding import config_of
-from tfdist.tensor_plans.layer_cuts import LayerCut, resolve
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, VOCAB
+from tfdist.tensor_plans.layer_shardings import LayerSharding, resolve
 
 # The parallel class of each Keras class, by role; the more special class first.
 _PARALLEL = {
@@ -41,7 +41,8 @@ _PARALLEL = {
 
 
 def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[[str], Any] | None = print) -> keras.Model:
-    """Cuts the layers of a model over the tensor ranks of its strategy, in place, as a plan says. Its weights keep their values.
+    """Shards the layers of a model over the tensor ranks of its strategy, in place, as a plan says. Its weights keep their
+    values.
 
         strategy = tfdist.ShardedStrategy(tensor_parallel_size=2)
         with strategy.scope():
@@ -49,11 +50,11 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[
             tfdist.parallelize(model, {r"mlp_in$": "column", r"mlp_out$": "row", "attention": "column", "embedding": "vocab"})
             model.compile(...)
 
-    Each layer that is cut becomes the layer of `tfdist.layers` of its kind: it saves and loads as before, and outside replicas it
-    is the Keras layer. Where the strategy has no tensor axis the plan is checked and nothing changes.
+    Each layer that is sharded becomes the layer of `tfdist.layers` of its kind: it saves and loads as before, and outside
+    replicas it is the Keras layer. Where the strategy has no tensor axis the plan is checked and nothing changes.
 
-    Life of a layer: its weights are cut, each rank keeps 1/t; a column-parallel layer whose output goes to row-parallel layers
-    only, by way of elementwise operations, leaves it cut, and all others gather it.
+    Life of a layer: its weights are sharded, each rank keeps 1/t; a column-parallel layer whose output goes to row-parallel
+    layers only, by way of elementwise operations, leaves it sharded, and all others gather it.
 
     The mistake to avoid: calling it after the optimizer has been built: its state has the shapes of whole weights. It raises.
 
@@ -68,7 +69,7 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[
 
     Raises:
         ValueError: the model was not built in the scope of a tfdist strategy, or its optimizer is built; the plan has a pattern
-            that matches nothing, a layer that cannot be cut so, or a cut that does not divide.
+            that matches nothing, a layer that cannot be sharded so, or a sharding that does not divide.
         NotImplementedError: a layer is quantized, has LoRA, runs in a loop, or shares its weights; a strategy with a pipeline.
 
     Source: Keras's `LayoutMap`, for the form of the plan; PyTorch's `parallelize_module`.
@@ -84,13 +85,13 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[
             )
         )
     size = strategy.mesh.tensor_parallel_size
-    cuts = resolve(model, plan, size)
+    shardings = resolve(model, plan, size)
     if size > 1:
         with strategy.scope():
-            for cut in cuts:
-                _apply(cut)
+            for sharding in shardings:
+                _apply(sharding)
     if print_fn is not None:
-        print_fn(_described(cuts, size))
+        print_fn(_described(shardings, size))
     return model
 
 
@@ -122,7 +123,7 @@ def _check_no_pipeline(*strategies: Any) -> None:
     if max(sizes, default=1) > 1:
         raise NotImplementedError(
             errors.message(
-                "`parallelize` does not cut models of a pipeline.",
+                "`parallelize` does not shard models of a pipeline.",
                 pipeline_parallel_size=max(sizes),
                 fix="Build the model of the layers of `tfdist.layers`, and wrap it in a `PipelineModel`.",
             )
@@ -133,14 +134,14 @@ def _made_by(variable: keras.Variable) -> Any:
     return getattr(variable.value, "distribute_strategy", None)
 
 
-def _apply(cut: LayerCut) -> None:
-    layer = cut.layer
-    layer.__class__ = _parallel_class(type(layer), cut.role)
-    if cut.role == COLUMN and hasattr(layer, "kernel"):
-        layer.gather_output = cut.gather_output
-    if cut.role == ROW:
-        layer.input_is_parallel = cut.input_is_parallel
-    layer.cut_weights()
+def _apply(sharding: LayerSharding) -> None:
+    layer = sharding.layer
+    layer.__class__ = _parallel_class(type(layer), sharding.role)
+    if sharding.role == COLUMN and hasattr(layer, "kernel"):
+        layer.gather_output = sharding.gather_output
+    if sharding.role == ROW:
+        layer.input_is_parallel = sharding.input_is_parallel
+    layer.shard_weights()
 
 
 def _parallel_class(layer_class: type, role: str) -> type:
@@ -151,20 +152,24 @@ def _parallel_class(layer_class: type, role: str) -> type:
     return type(layer_class.__name__, (parallel, layer_class), {"__module__": layer_class.__module__})
 
 
-def _described(cuts: Sequence[LayerCut], size: int) -> str:
-    if not cuts:
-        return "Nothing is cut."
-    rows = [("layer", "cut by", "parameters", "of one rank", "output")]
-    for cut in cuts:
-        counts = [sum(count(weight) for weight in cut.layer.weights) for count in (_size, _local_size)]
-        output = "cut" if cut.role == COLUMN and hasattr(cut.layer, "kernel") and not cut.gather_output else "whole"
-        rows.append((cut.path, cut.role, *(f"{count:,}" for count in counts), output))
+def _described(shardings: Sequence[LayerSharding], size: int) -> str:
+    if not shardings:
+        return "Nothing is sharded."
+    rows = [("layer", "sharded by", "parameters", "of one rank", "output")]
+    for sharding in shardings:
+        counts = [sum(count(weight) for weight in sharding.layer.weights) for count in (_size, _local_size)]
+        output = (
+            "sharded" if sharding.role == COLUMN and hasattr(sharding.layer, "kernel") and not sharding.gather_output else "whole"
+        )
+        rows.append((sharding.path, sharding.role, *(f"{count:,}" for count in counts), output))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     aligned = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
     lines = [
         "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip() for row in rows
     ]
-    return "\n".join([f"{len(cuts)} layers are cut over {size} tensor ranks", lines[0], "-" * sum(widths, 8), *lines[1:]])
+    return "\n".join(
+        [f"{len(shardings)} layers are sharded over {size} tensor ranks", lines[0], "-" * sum(widths, 8), *lines[1:]]
+    )
 
 
 def _size(variable: keras.Variable) -> int:

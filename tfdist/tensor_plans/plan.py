@@ -1,4 +1,4 @@
-"""Which layers are cut, and how: patterns on the paths of layers or of their variables."""
+"""Which layers are sharded, and how: patterns on the paths of layers or of their variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdist.tensor_plans.layer_kinds import ROLES, kind_of, path_of
 
 
 class TensorPlan(Mapping[str, str]):
-    """An ordered mapping from patterns to the way in which the layers that they match are cut over the tensor ranks.
+    """An ordered mapping from patterns to the way in which the layers that they match are sharded over the tensor ranks.
 
     A pattern is a regular expression that is searched (`re.search`) in the path of a layer, and in those of the layer's
     variables: "mlp_in", "mlp_in$" and "mlp_in/kernel" all match the Dense layer "gpt/mlp_in". The first pattern that matches a
@@ -25,7 +25,7 @@ class TensorPlan(Mapping[str, str]):
     * "column": `A = [A_1 … A_t]`, each rank computes its own part of `Y`. Dense, EinsumDense; attention layers: their heads.
     * "row": `A = [A_1; …; A_t]` and `Y = X_1 A_1 + … + X_t A_t`: a sum over the ranks. Dense, EinsumDense.
     * "vocab": each rank holds a part of the table's rows. Embedding.
-    * "replicate": not cut.
+    * "replicate": not sharded.
 
     The usual mistake is a pattern that matches more than it should: "dense_1" is found in "dense_10" too. Write "dense_1$".
 
@@ -69,7 +69,7 @@ class TensorPlan(Mapping[str, str]):
         """Returns the role of a built layer, None if no pattern matches it.
 
         Raises:
-            ValueError: the pattern matches a part of an attention layer, which is cut as a whole.
+            ValueError: the pattern matches a part of an attention layer, which is sharded as a whole.
         """
         pattern = self.pattern_of(layer)
         return None if pattern is None else self._patterns[pattern]
@@ -91,7 +91,7 @@ def matches(pattern: str, layer: keras.Layer) -> bool:
         if parts:
             raise ValueError(
                 errors.message(
-                    "`plan` must cut an attention layer as a whole: by its heads, which all its projections share.",
+                    "`plan` must shard an attention layer as a whole: by its heads, which all its projections share.",
                     pattern=pattern,
                     matches=parts[0],
                     fix=f'Before this pattern, give the layer itself a role: {{"{path}$": "column"}} or "replicate".',

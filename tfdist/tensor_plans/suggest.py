@@ -1,13 +1,13 @@
-"""Which way to cut: the plan that saves most for what it moves.
+"""Which way to shard: the plan that saves most for what it moves.
 
-Note: what a cut is worth. A cut saves state on every rank: the parameter, and, if it is trained, its gradient and Adam's two
-moments, 4 times the parameter's bytes. It moves bytes in every step, in proportion to the vectors (examples, or positions of
+Note: what sharding a layer is worth. It saves state on every rank: the parameter, and, if it is trained, its gradient and Adam's
+two moments, 4 times the parameter's bytes. It moves bytes in every step, in proportion to the vectors (examples, or positions of
 sequences) that go through the layer. It is worth it where it saves more state than `BREAK_EVEN_VECTORS` vectors move. For a
 matrix of float32 this is also 6 / 16 * 256 = 96 floating-point operations saved for each byte moved, about what an accelerator
 computes in the time in which its link moves a byte. The number of ranks and the size of the batch play no part:
 
-    column  in * out / (2 in + out) > 64        a square Dense of 192 and more is cut alone, a head of 10 classes never
-    pair    the hidden width > 128              in -> hidden -> in: cut by column, then by row
+    column  in * out / (2 in + out) > 64        a square Dense of 192 and more is sharded alone, a head of 10 classes never
+    pair    the hidden width > 128              in -> hidden -> in: sharded by column, then by row
 """
 
 from __future__ import annotations
@@ -21,11 +21,21 @@ import keras
 
 from tfdist import errors
 from tfdist.tensor_plans import keras_tracing
-from tfdist.tensor_plans.layer_cuts import LayerCut, check_size, layer_cuts
-from tfdist.tensor_plans.layer_kinds import COLUMN, REPLICATE, ROW, VOCAB, cut_sizes, dtype_bytes, path_of, roles_of, saved_bytes
-from tfdist.tensor_plans.model_graph import CuttableLayer, ModelGraph, trace_model
+from tfdist.tensor_plans.layer_kinds import (
+    COLUMN,
+    REPLICATE,
+    ROW,
+    VOCAB,
+    dtype_bytes,
+    path_of,
+    roles_of,
+    saved_bytes,
+    sharded_sizes,
+)
+from tfdist.tensor_plans.layer_shardings import LayerSharding, check_size, layer_shardings
+from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer, trace_model
 from tfdist.tensor_plans.pairing import Flow
-from tfdist.tensor_plans.suggested_plan import SuggestedCut, SuggestedPlan, size_text
+from tfdist.tensor_plans.suggested_plan import SuggestedPlan, SuggestedSharding, size_text
 from tfdist.tensor_plans.traffic import moved_units
 
 BREAK_EVEN_VECTORS = 256
@@ -34,13 +44,13 @@ STATE_PER_TRAINED_BYTE = 4
 
 
 def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | None = None) -> SuggestedPlan:
-    """Suggests which layers to cut over the tensor ranks, and which way; prints as a table.
+    """Suggests which layers to shard over the tensor ranks, and which way; prints as a table.
 
-    A Dense cut by column whose output meets only elementwise steps on its way to layers cut by row is paired with them: nothing
-    is moved between. Where a layer could be in several pairs, those are made that gain most together. A layer alone is cut the
-    way that moves less: by column where its output is larger than its input, by row where it is smaller. It stays whole if none
-    of its sizes is divisible by the number of ranks, or if it is not worth a cut: if 256 vectors (examples, or positions of
-    sequences) move more bytes in a step than the cut saves of parameter, gradient and Adam's moments.
+    A Dense sharded by column whose output meets only elementwise steps on its way to layers sharded by row is paired with them:
+    nothing is moved between. Where a layer could be in several pairs, those are made that gain most together. A layer alone is
+    sharded the way that moves less: by column where its output is larger than its input, by row where it is smaller. It stays
+    whole if none of its sizes is divisible by the number of ranks, or if it is not worth sharding: if 256 vectors (examples, or
+    positions of sequences) move more bytes in a step than the sharding saves of parameter, gradient and Adam's moments.
 
     The plan does not depend on `rows`; the table's traffic does.
 
@@ -53,8 +63,8 @@ def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | N
         A `SuggestedPlan`: pass it to `tfdist.parallelize` as it is, or edit `plan.as_dict()`.
 
     Raises:
-        ValueError: the model is not built, or holds no layer that can be cut; `tensor_parallel_size` or `rows` is not a positive
-            integer.
+        ValueError: the model is not built, or holds no layer that can be sharded; `tensor_parallel_size` or `rows` is not a
+            positive integer.
     """
     check_size(tensor_parallel_size)
     rows = 1 if rows is None else rows
@@ -62,14 +72,14 @@ def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | N
         raise ValueError(errors.message("`rows` must be a positive integer: the examples of a replica in one step.", rows=rows))
     graph = trace_model(model)
     if not graph.layers:
-        raise ValueError(errors.message("`model` must hold a layer that can be cut, such as a Dense.", model=model.name))
+        raise ValueError(errors.message("`model` must hold a layer that can be sharded, such as a Dense.", model=model.name))
     ranks = _Ranks(tensor_parallel_size)
     roles = _one_role_per_path(graph, ranks.choose(graph))
-    cuts = {cut.layer: cut for cut in layer_cuts(graph, roles)}
-    table = [ranks.describe(known, cuts.get(known.layer), rows) for known in graph.layers]
+    shardings = {sharding.layer: sharding for sharding in layer_shardings(graph, roles)}
+    table = [ranks.describe(known, shardings.get(known.layer), rows) for known in graph.layers]
     return SuggestedPlan(
         _patterns(model, {row.path: row.role for row in table}),
-        cuts=table,
+        shardings=table,
         tensor_parallel_size=tensor_parallel_size,
         examples=rows,
         parameter_bytes=sum(math.prod(weight.shape) * dtype_bytes(weight.dtype) for weight in model.weights),
@@ -79,7 +89,7 @@ def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | N
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Layers cut by column and the layers cut by row that their outputs go to."""
+    """Layers sharded by column and the layers sharded by row that their outputs go to."""
 
     columns: frozenset[keras.Layer]
     rows: frozenset[keras.Layer]
@@ -91,39 +101,39 @@ class _Group:
 
 @dataclasses.dataclass(frozen=True)
 class _Ranks:
-    """Weighs cuts over so many ranks."""
+    """Weighs shards over so many ranks."""
 
     tensor_parallel_size: int
 
     def choose(self, graph: ModelGraph) -> dict[keras.Layer, str]:
-        """Returns the role of each layer that is worth cutting, so that the whole plan is worth most."""
+        """Returns the role of each layer that is worth sharding, so that the whole plan is worth most."""
         layers = {known.layer: known for known in graph.layers}
         alone = {known.layer: self.best_alone(known) for known in graph.layers}
         gains = []
         for group in self.groups(graph):
-            worth = sum(self.worth(layers[x], LayerCut(x, "", COLUMN, False, False)) for x in group.columns)
-            worth += sum(self.worth(layers[x], LayerCut(x, "", ROW, False, True)) for x in group.rows)
+            worth = sum(self.worth(layers[x], LayerSharding(x, "", COLUMN, False, False)) for x in group.columns)
+            worth += sum(self.worth(layers[x], LayerSharding(x, "", ROW, False, True)) for x in group.rows)
             gains.append((worth - sum(alone[x][1] for x in group.layers), group))
         roles: dict[keras.Layer, str] = {}
         for group in _best_choice(gains):
             roles |= dict.fromkeys(group.columns, COLUMN) | dict.fromkeys(group.rows, ROW)
         return {layer: role for layer, (role, _) in alone.items() if role != REPLICATE} | roles
 
-    def best_alone(self, known: CuttableLayer) -> tuple[str, float]:
+    def best_alone(self, known: ShardableLayer) -> tuple[str, float]:
         """Returns the best role of a layer that is not paired, and what it is worth."""
         if not known.uses:
             return REPLICATE, 0.0
         worths = [(role, self.worth(known, _alone(known, role))) for role in self.possible(known)]
         return max([*worths, (REPLICATE, 0.0)], key=lambda pair: (pair[1], pair[0] == REPLICATE))
 
-    def possible(self, known: CuttableLayer) -> list[str]:
-        """Returns the roles in which the layer can be cut over so many ranks."""
+    def possible(self, known: ShardableLayer) -> list[str]:
+        """Returns the roles in which the layer can be sharded over so many ranks."""
         if known.obstacle is not None:
             return []
         return [
             role
             for role in roles_of(known.layer)
-            if not any(size % self.tensor_parallel_size for size in cut_sizes(known.layer, role).values())
+            if not any(size % self.tensor_parallel_size for size in sharded_sizes(known.layer, role).values())
         ]
 
     def groups(self, graph: ModelGraph) -> list[_Group]:
@@ -143,37 +153,37 @@ class _Ranks:
                 groups[group] = None
         return list(groups)
 
-    def worth(self, known: CuttableLayer, cut: LayerCut) -> float:
-        """Returns the state bytes that a cut saves, less those that it moves in a step of `BREAK_EVEN_VECTORS` vectors."""
-        return self.state_bytes(known, cut.role) - self.break_even_bytes(known, cut)
+    def worth(self, known: ShardableLayer, sharding: LayerSharding) -> float:
+        """Returns the state bytes that a sharding saves, less those that it moves in a step of `BREAK_EVEN_VECTORS` vectors."""
+        return self.state_bytes(known, sharding.role) - self.break_even_bytes(known, sharding)
 
-    def state_bytes(self, known: CuttableLayer, role: str) -> float:
+    def state_bytes(self, known: ShardableLayer, role: str) -> float:
         factor = STATE_PER_TRAINED_BYTE if known.layer.trainable else 1
         return factor * saved_bytes(known.layer, role, self.tensor_parallel_size)
 
-    def break_even_bytes(self, known: CuttableLayer, cut: LayerCut) -> float:
-        units = sum(moved_units(cut, use) / use.vectors for use in known.uses)
+    def break_even_bytes(self, known: ShardableLayer, sharding: LayerSharding) -> float:
+        units = sum(moved_units(sharding, use) / use.vectors for use in known.uses)
         return BREAK_EVEN_VECTORS * self.moved_bytes(known, units)
 
-    def moved_bytes(self, known: CuttableLayer, units: float) -> float:
+    def moved_bytes(self, known: ShardableLayer, units: float) -> float:
         size = self.tensor_parallel_size
         return units * dtype_bytes(known.layer.compute_dtype) * (size - 1) / size
 
-    def describe(self, known: CuttableLayer, cut: LayerCut | None, examples: int) -> SuggestedCut:
-        role = REPLICATE if cut is None else cut.role
-        units = 0 if cut is None else sum(moved_units(cut, use) for use in known.uses)
-        is_pair = cut is not None and (cut.input_is_parallel or (role == COLUMN and not cut.gather_output))
-        return SuggestedCut(
+    def describe(self, known: ShardableLayer, sharding: LayerSharding | None, examples: int) -> SuggestedSharding:
+        role = REPLICATE if sharding is None else sharding.role
+        units = 0 if sharding is None else sum(moved_units(sharding, use) for use in known.uses)
+        is_pair = sharding is not None and (sharding.input_is_parallel or (role == COLUMN and not sharding.gather_output))
+        return SuggestedSharding(
             path=known.path,
             kind=known.kind.name,
             role=role,
             is_paired=is_pair and not known.kind.is_attention,
             saved_bytes=saved_bytes(known.layer, role, self.tensor_parallel_size),
             moved_bytes=round(examples * self.moved_bytes(known, units)),
-            reason=self.why_whole(known) if cut is None else _what_moves(known, cut),
+            reason=self.why_whole(known) if sharding is None else _what_moves(known, sharding),
         )
 
-    def why_whole(self, known: CuttableLayer) -> str:
+    def why_whole(self, known: ShardableLayer) -> str:
         if self.tensor_parallel_size == 1:
             return "there is one rank"
         if known.obstacle is not None:
@@ -181,15 +191,15 @@ class _Ranks:
         if not known.uses:
             return "no call of it was seen"
         if not roles_of(known.layer):
-            return "its equation has no axis to cut"
+            return "its equation has no axis to shard"
         if not (possible := self.possible(known)):
-            sizes = [size for role in roles_of(known.layer) for size in cut_sizes(known.layer, role).items()]
+            sizes = [size for role in roles_of(known.layer) for size in sharded_sizes(known.layer, role).items()]
             said = ", ".join(f"{name} {size}" for name, size in sizes)
             return f"{said}: not divisible by {self.tensor_parallel_size}"
-        cut = max((_alone(known, role) for role in possible), key=lambda cut: self.worth(known, cut))
-        if self.worth(known, cut) > 0:
-            return "it has the path of another layer that is cut in another way"
-        saved, moved = self.state_bytes(known, cut.role), self.break_even_bytes(known, cut)
+        sharding = max((_alone(known, role) for role in possible), key=lambda sharding: self.worth(known, sharding))
+        if self.worth(known, sharding) > 0:
+            return "it has the path of another layer that is sharded in another way"
+        saved, moved = self.state_bytes(known, sharding.role), self.break_even_bytes(known, sharding)
         return f"saves {size_text(saved)} of state, {BREAK_EVEN_VECTORS} vectors move {size_text(moved)}"
 
 
@@ -223,18 +233,18 @@ def _best_choice(gains: Sequence[tuple[float, _Group]]) -> tuple[_Group, ...]:
     return max(best.values(), key=lambda case: case[0])[1]
 
 
-def _alone(known: CuttableLayer, role: str) -> LayerCut:
-    return LayerCut(known.layer, known.path, role, gather_output=role == COLUMN, input_is_parallel=False)
+def _alone(known: ShardableLayer, role: str) -> LayerSharding:
+    return LayerSharding(known.layer, known.path, role, gather_output=role == COLUMN, input_is_parallel=False)
 
 
-def _what_moves(known: CuttableLayer, cut: LayerCut) -> str:
+def _what_moves(known: ShardableLayer, sharding: LayerSharding) -> str:
     if known.kind.is_attention:
         return "heads"
-    if cut.role == VOCAB:
+    if sharding.role == VOCAB:
         return "rows of the table"
-    if cut.role == COLUMN:
-        return "gathers its output" if cut.gather_output else "its output stays local"
-    return "its input is local" if cut.input_is_parallel else "cuts a whole input"
+    if sharding.role == COLUMN:
+        return "gathers its output" if sharding.gather_output else "its output stays local"
+    return "its input is local" if sharding.input_is_parallel else "shards a whole input"
 
 
 def _one_role_per_path(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> dict[keras.Layer, str]:

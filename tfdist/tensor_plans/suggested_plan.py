@@ -1,4 +1,4 @@
-"""A plan with its reasons: what each cut saves, and what it moves."""
+"""A plan with its reasons: what each sharding saves, and what it moves."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tfdist.tensor_plans.plan import TensorPlan
 
 
 @dataclasses.dataclass(frozen=True)
-class SuggestedCut:
+class SuggestedSharding:
     """What is suggested for one layer.
 
     Attributes:
         path: the layer's path.
         kind: the name of its class, such as "Dense".
         role: "column", "row", "vocab" or "replicate".
-        is_paired: its output stays local up to layers cut by row, or its input comes local from layers cut by column.
+        is_paired: its output stays local up to layers sharded by row, or its input comes local from layers sharded by column.
         saved_bytes: parameter bytes that each rank no longer holds. Gradients and optimizer state come on top.
         moved_bytes: bytes through each rank in one training step, forward and backward.
         reason: what it moves, or why it stays whole.
@@ -36,7 +36,7 @@ class SuggestedPlan(TensorPlan):
 
     Args:
         patterns: the plan.
-        cuts: one `SuggestedCut` per layer that could be cut, in the order in which the model calls them.
+        shardings: one `SuggestedSharding` per layer that could be sharded, in the order in which the model calls them.
         tensor_parallel_size: the ranks it was made for.
         examples: the examples of a replica in one step, which `moved_bytes` holds for.
         parameter_bytes: of the whole model.
@@ -47,14 +47,14 @@ class SuggestedPlan(TensorPlan):
         self,
         patterns: Mapping[str, str],
         *,
-        cuts: Sequence[SuggestedCut],
+        shardings: Sequence[SuggestedSharding],
         tensor_parallel_size: int,
         examples: int,
         parameter_bytes: int,
         notes: Sequence[str] = (),
     ) -> None:
         super().__init__(patterns)
-        self.cuts = tuple(cuts)
+        self.shardings = tuple(shardings)
         self.tensor_parallel_size = tensor_parallel_size
         self.examples = examples
         self.parameter_bytes = parameter_bytes
@@ -63,18 +63,20 @@ class SuggestedPlan(TensorPlan):
     @property
     def saved_bytes(self) -> int:
         """The parameter bytes that each rank no longer holds."""
-        return sum(cut.saved_bytes for cut in self.cuts)
+        return sum(sharding.saved_bytes for sharding in self.shardings)
 
     @property
     def moved_bytes(self) -> int:
         """The bytes through each rank in one training step."""
-        return sum(cut.moved_bytes for cut in self.cuts)
+        return sum(sharding.moved_bytes for sharding in self.shardings)
 
     def __str__(self) -> str:
         cells = [["layer", "kind", "role", "paired", "saved", "moved", ""]]
-        for cut in self.cuts:
-            sizes = size_text(cut.saved_bytes), size_text(cut.moved_bytes)
-            cells.append([cut.path, cut.kind, cut.role, "yes" if cut.is_paired else "", *sizes, cut.reason])
+        for sharding in self.shardings:
+            sizes = size_text(sharding.saved_bytes), size_text(sharding.moved_bytes)
+            cells.append(
+                [sharding.path, sharding.kind, sharding.role, "yes" if sharding.is_paired else "", *sizes, sharding.reason]
+            )
         total = f"of {size_text(self.parameter_bytes)} parameters"
         cells.append(["together", "", "", "", size_text(self.saved_bytes), size_text(self.moved_bytes), total])
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
@@ -84,7 +86,7 @@ class SuggestedPlan(TensorPlan):
         examples = "1 example" if self.examples == 1 else f"{self.examples} examples"
         return "\n".join(
             [
-                f"Suggested cut over {self.tensor_parallel_size} tensor ranks",
+                f"Suggested sharding over {self.tensor_parallel_size} tensor ranks",
                 "saved: parameter bytes that each rank no longer holds; gradients and optimizer state come on top",
                 f"moved: bytes through each rank in a training step of {examples} per replica, forward and backward",
                 lines[0],

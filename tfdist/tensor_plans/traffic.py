@@ -1,9 +1,9 @@
-"""What a cut layer moves between the t tensor ranks, forward and backward, in units of (t - 1)/t elements.
+"""What a sharded layer moves between the t tensor ranks, forward and backward, in units of (t - 1)/t elements.
 
 A ring all-reduce of S elements moves 2 S (t - 1)/t through each rank, an all-gather or a reduce-scatter S (t - 1)/t.
 For `Y = X A`, X of I elements and Y of O, of which a gradient flows back to G of X's I (all, or none of the model's own inputs):
 
-| cut | input | output | forward | backward | units |
+| sharded | input | output | forward | backward | units |
 |---|---|---|---|---|---|
 | column, gathered | whole | whole | all-gather Y | all-reduce dX | O + 2 G |
 | column, local | whole | local | nothing | all-reduce dX | 2 G |
@@ -17,18 +17,18 @@ The gradient of a gathered output is the same on every rank, so each takes its o
 
 from __future__ import annotations
 
-from tfdist.tensor_plans.layer_cuts import LayerCut
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, kind_of
+from tfdist.tensor_plans.layer_shardings import LayerSharding
 from tfdist.tensor_plans.layer_uses import LayerUse
 
 
-def moved_units(cut: LayerCut, use: LayerUse) -> float:
+def moved_units(sharding: LayerSharding, use: LayerUse) -> float:
     """Returns the units of one call and one example: elements, to be multiplied by (t - 1)/t."""
     inputs, outputs = use.gradient_elements, use.output_elements
-    if kind_of(cut.layer).is_attention:
+    if kind_of(sharding.layer).is_attention:
         return 2 * outputs + 2 * inputs
-    if cut.role == COLUMN:
-        return (outputs if cut.gather_output else 0) + 2 * inputs
-    if cut.role == ROW:
-        return 2 * outputs + (0 if cut.input_is_parallel else inputs)
+    if sharding.role == COLUMN:
+        return (outputs if sharding.gather_output else 0) + 2 * inputs
+    if sharding.role == ROW:
+        return 2 * outputs + (0 if sharding.input_is_parallel else inputs)
     return 2 * outputs

@@ -9,25 +9,26 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.layers.cut_weights import CutWeights
+from tfdist.layers.sharded_weights import ShardedWeights
 from tfdist.tensor_plans import keras_tracing
-from tfdist.tensor_plans.layer_kinds import COLUMN, KINDS, REPLICATE, ROW, cut_sizes, kind_of, path_of, roles_of
-from tfdist.tensor_plans.model_graph import CuttableLayer, ModelGraph, trace_model
+from tfdist.tensor_plans.layer_kinds import COLUMN, KINDS, REPLICATE, ROW, kind_of, path_of, roles_of, sharded_sizes
+from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer, trace_model
 from tfdist.tensor_plans.pairing import pair
 from tfdist.tensor_plans.plan import TensorPlan, matches
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LayerCut:
-    """How one layer is cut over the tensor ranks.
+class LayerSharding:
+    """How one layer is sharded over the tensor ranks.
 
     Attributes:
         layer: the Keras layer.
         path: its path in the model.
         role: "column", "row" or "vocab".
-        gather_output: a Dense or EinsumDense cut by column must give its whole output. An activation that is not elementwise,
+        gather_output: a Dense or EinsumDense sharded by column must give its whole output. An activation that is not elementwise,
             such as softmax, comes after the gather. False for all else: their output is whole, or stays local.
-        input_is_parallel: a Dense or EinsumDense cut by row gets its own part of the input, which an earlier layer left local.
+        input_is_parallel: a Dense or EinsumDense sharded by row gets its own part of the input, which an earlier layer left
+            local.
     """
 
     layer: keras.Layer
@@ -37,7 +38,7 @@ class LayerCut:
     input_is_parallel: bool
 
 
-def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: int) -> list[LayerCut]:
+def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: int) -> list[LayerSharding]:
     """Returns what a plan does with each layer of a model, after checking that it can be done.
 
     Args:
@@ -46,38 +47,38 @@ def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: i
         tensor_parallel_size: the ranks of the tensor axis.
 
     Returns:
-        A `LayerCut` for every layer that is cut, in the order in which the model calls them.
+        A `LayerSharding` for every layer that is sharded, in the order in which the model calls them.
 
     Raises:
-        ValueError: the plan or the size is not valid; a pattern matches nothing; a layer cannot be cut in its role; or a size
-            that is cut is not divisible by `tensor_parallel_size`.
-        NotImplementedError: a layer that could be cut is quantized, has LoRA enabled, runs in a loop, or shares its weights.
+        ValueError: the plan or the size is not valid; a pattern matches nothing; a layer cannot be sharded in its role; or a size
+            that is sharded is not divisible by `tensor_parallel_size`.
+        NotImplementedError: a layer that could be sharded is quantized, has LoRA enabled, runs in a loop, or shares its weights.
     """
     plan = plan if isinstance(plan, TensorPlan) else TensorPlan(plan)
     check_size(tensor_parallel_size)
     graph = trace_model(model)
     roles = planned_roles(model, graph, plan)
-    for cuttable in graph.layers:
-        if cuttable.layer in roles:
-            check_cut(cuttable, roles[cuttable.layer], tensor_parallel_size)
-    return layer_cuts(graph, roles)
+    for shardable in graph.layers:
+        if shardable.layer in roles:
+            check_sharding(shardable, roles[shardable.layer], tensor_parallel_size)
+    return layer_shardings(graph, roles)
 
 
-def layer_cuts(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> list[LayerCut]:
-    """Returns the cuts that give layers these roles, with a gather or a cut of the input where the graph needs one."""
+def layer_shardings(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> list[LayerSharding]:
+    """Returns the shards that give layers these roles, with a gather or a sharded of the input where the graph needs one."""
     pairing = pair(graph, roles)
     return [
-        LayerCut(
-            layer=cuttable.layer,
-            path=cuttable.path,
-            role=roles[cuttable.layer],
+        LayerSharding(
+            layer=shardable.layer,
+            path=shardable.path,
+            role=roles[shardable.layer],
             gather_output=(
-                roles[cuttable.layer] == COLUMN and not cuttable.kind.is_attention and cuttable.layer not in pairing.local
+                roles[shardable.layer] == COLUMN and not shardable.kind.is_attention and shardable.layer not in pairing.local
             ),
-            input_is_parallel=roles[cuttable.layer] == ROW and cuttable.layer in pairing.parallel,
+            input_is_parallel=roles[shardable.layer] == ROW and shardable.layer in pairing.parallel,
         )
-        for cuttable in graph.layers
-        if cuttable.layer in roles
+        for shardable in graph.layers
+        if shardable.layer in roles
     ]
 
 
@@ -90,11 +91,11 @@ def check_size(tensor_parallel_size: Any) -> None:
 
 
 def planned_roles(model: keras.Model, graph: ModelGraph, plan: TensorPlan) -> dict[keras.Layer, str]:
-    """Returns the role of each layer that the plan cuts; raises ValueError for a pattern or a layer that cannot be meant."""
+    """Returns the role of each layer that the plan shards; raises ValueError for a pattern or a layer that cannot be meant."""
     layers = keras_tracing.all_layers(model)[1:]
     parts = {part for layer in layers if _is_attention(layer) for part in keras_tracing.all_layers(layer)[1:]}
     layers = [layer for layer in layers if layer not in parts]
-    cuttable = {known.layer for known in graph.layers}
+    shardable = {known.layer for known in graph.layers}
     chosen = {layer: pattern for layer in layers if (pattern := plan.pattern_of(layer)) is not None}
     for pattern, role in plan.items():
         if not any(matches(pattern, layer) for layer in layers if layer.weights):
@@ -102,45 +103,45 @@ def planned_roles(model: keras.Model, graph: ModelGraph, plan: TensorPlan) -> di
                 errors.message(
                     "`plan` must have patterns that match a layer with weights.",
                     pattern=pattern,
-                    paths=[path_of(layer) for layer in layers if layer in cuttable],
+                    paths=[path_of(layer) for layer in layers if layer in shardable],
                 )
             )
         mine = [layer for layer, its_pattern in chosen.items() if its_pattern == pattern and layer.weights]
         # A pattern that matches a block is meant for the layers in it.
-        blocks = [layer for layer in mine if layer not in cuttable and keras_tracing.sublayers(layer)]
+        blocks = [layer for layer in mine if layer not in shardable and keras_tracing.sublayers(layer)]
         leaves = [layer for layer in mine if layer not in blocks]
-        for layer in [*(layer for layer in leaves if layer not in cuttable), *(() if leaves else blocks)]:
+        for layer in [*(layer for layer in leaves if layer not in shardable), *(() if leaves else blocks)]:
             if role != REPLICATE:
-                raise ValueError(_not_cuttable(layer, pattern, role))
-    return {layer: plan[chosen[layer]] for layer in chosen if layer in cuttable and plan[chosen[layer]] != REPLICATE}
+                raise ValueError(_not_shardable(layer, pattern, role))
+    return {layer: plan[chosen[layer]] for layer in chosen if layer in shardable and plan[chosen[layer]] != REPLICATE}
 
 
-def check_cut(cuttable: CuttableLayer, role: str, tensor_parallel_size: int) -> None:
-    """Raises unless the layer can be cut in this role over so many ranks."""
-    named = {"layer": cuttable.path, "role": role}
-    if role not in roles_of(cuttable.layer):
+def check_sharding(shardable: ShardableLayer, role: str, tensor_parallel_size: int) -> None:
+    """Raises unless the layer can be sharded in this role over so many ranks."""
+    named = {"layer": shardable.path, "role": role}
+    if role not in roles_of(shardable.layer):
         raise ValueError(
             errors.message(
-                f"`plan` must give a {cuttable.kind.name} one of the roles {(*roles_of(cuttable.layer), REPLICATE)}.", **named
+                f"`plan` must give a {shardable.kind.name} one of the roles {(*roles_of(shardable.layer), REPLICATE)}.", **named
             )
         )
-    if cuttable.obstacle is not None:
+    if shardable.obstacle is not None:
         raise NotImplementedError(
             errors.message(
-                f"`plan` cuts a layer that tfdist cannot cut: {cuttable.obstacle}.",
+                f"`plan` shards a layer that tfdist cannot shard: {shardable.obstacle}.",
                 **named,
                 fix='Give it the role "replicate".',
             )
         )
-    for name, size in cut_sizes(cuttable.layer, role).items():
+    for name, size in sharded_sizes(shardable.layer, role).items():
         if size % tensor_parallel_size:
             below = size // tensor_parallel_size * tensor_parallel_size
             nearest = [str(near) for near in (below, below + tensor_parallel_size) if near]
             raise ValueError(
                 errors.message(
-                    f"`tensor_parallel_size` must divide the {name} of a layer that is cut by {role}.",
+                    f"`tensor_parallel_size` must divide the {name} of a layer that is sharded by {role}.",
                     tensor_parallel_size=tensor_parallel_size,
-                    layer=cuttable.path,
+                    layer=shardable.path,
                     **{name: size},
                     fix=f'Nearest sizes: {" and ".join(nearest)}. Or give the layer the role "replicate".',
                 )
@@ -152,18 +153,18 @@ def _is_attention(layer: keras.Layer) -> bool:
     return kind is not None and kind.is_attention
 
 
-def _not_cuttable(layer: keras.Layer, pattern: str, role: str) -> str:
-    if isinstance(layer, CutWeights):
+def _not_shardable(layer: keras.Layer, pattern: str, role: str) -> str:
+    if isinstance(layer, ShardedWeights):
         return errors.message(
-            "`plan` matches a layer that is cut already: one of `tfdist.layers`, or of a model that was parallelized before.",
+            "`plan` matches a layer that is sharded already: one of `tfdist.layers`, or of a model that was parallelized before.",
             pattern=pattern,
             role=role,
             layer=path_of(layer),
-            fix="Name the layers that are not cut yet.",
+            fix="Name the layers that are not sharded yet.",
         )
     *names, last = [kind.name for kind in KINDS]
     return errors.message(
-        f"`plan` can cut {', '.join(names)} and {last} layers, and subclasses that keep their `call`.",
+        f"`plan` can shard {', '.join(names)} and {last} layers, and subclasses that keep their `call`.",
         pattern=pattern,
         role=role,
         layer=path_of(layer),

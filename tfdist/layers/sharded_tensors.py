@@ -1,4 +1,4 @@
-"""Activations that leave a layer cut over the tensor axis, and who may see them.
+"""Activations that leave a layer sharded over the tensor axis, and who may see them.
 
 A layer with `gather_output=False` returns this rank's part of its output. The tensor carries a mark that says so
 (`tfdist.sharding.sharded_activations`), so that nobody takes the part for the whole:
@@ -7,7 +7,7 @@ A layer with `gather_output=False` returns this rank's part of its output. The t
 * every other Keras loss, and metrics, get the whole: it is gathered for them;
 * what leaves the function given to `strategy.run` (the outputs of `predict`) is gathered on its way out.
 
-Such a layer also says so before it computes, in its attribute `output_cut`, for a pipeline that is cut behind it.
+Such a layer also says so before it computes, in its attribute `output_shard`, for a pipeline that is divided behind it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def mark(x: tf.Tensor, axis: int, size: int | None = None) -> tf.Tensor:
 
 
 def whole(x: Any) -> Any:
-    """Returns `x`, gathered over the tensor axis if it is cut."""
-    cut = shard_of(x)
-    if cut is None or regions.tensor_program() is None:
+    """Returns `x`, gathered over the tensor axis if it is sharded."""
+    shard = shard_of(x)
+    if shard is None or regions.tensor_program() is None:
         return x
-    gathered = cut.without_padding(regions.gather_from(x, cut.axis, "gather_output"))
+    gathered = shard.without_padding(regions.gather_from(x, shard.axis, "gather_output"))
     mask = getattr(x, "_keras_mask", None)
     if mask is not None:
         gathered._keras_mask = mask
@@ -40,18 +40,18 @@ def whole(x: Any) -> Any:
 
 
 def all_whole(structure: Any) -> Any:
-    """Returns a structure of tensors with those that are cut gathered."""
+    """Returns a structure of tensors with those that are sharded gathered."""
     if not any(shard_of(leaf) for leaf in tf.nest.flatten(structure)):
         return structure
     return tf.nest.map_structure(whole, structure)
 
 
-def takes_cut_predictions(loss_class: type) -> type:
-    """Declares that a Keras loss computes on this rank's part of cut predictions. A class decorator."""
-    loss_class._takes_cut_predictions = True
+def takes_sharded_predictions(loss_class: type) -> type:
+    """Declares that a Keras loss computes on this rank's part of sharded predictions. A class decorator."""
+    loss_class._takes_sharded_predictions = True
     return loss_class
 
 
 def takes_parts(loss: Any) -> bool:
-    """Whether `loss`, a Keras loss, computes on this rank's part of cut predictions."""
-    return getattr(loss, "_takes_cut_predictions", False)
+    """Whether `loss`, a Keras loss, computes on this rank's part of sharded predictions."""
+    return getattr(loss, "_takes_sharded_predictions", False)

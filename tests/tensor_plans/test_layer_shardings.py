@@ -1,33 +1,33 @@
-"""A plan on a model: the cuts in order, and everything that is refused."""
+"""A plan on a model: the shards in order, and everything that is refused."""
 
 import keras
 import pytest
 from keras import layers, ops
 from plan_models import chain, decoder, example_gpt, subclassed, with_raw_ops
 
-from tfdist.tensor_plans import LayerCut, TensorPlan, resolve
+from tfdist.tensor_plans import LayerSharding, TensorPlan, resolve
 
 GPT_PLAN = {"embedding$": "vocab", "attention$": "column", "mlp_in": "column", "mlp_out": "row", "logits": "column"}
 
 
-def table(cuts):
-    return [(cut.path, cut.role, cut.gather_output, cut.input_is_parallel) for cut in cuts]
+def table(shardings):
+    return [(sharding.path, sharding.role, sharding.gather_output, sharding.input_is_parallel) for sharding in shardings]
 
 
 def test_the_example():
     model = example_gpt(blocks=1)
     plan = {"token_embedding": "vocab", **GPT_PLAN, "position_embedding": "replicate"}
     del plan["embedding$"]
-    cuts = resolve(model, plan, 4)
-    assert all(isinstance(cut, LayerCut) and cut.layer is model.get_layer(cut.path) for cut in cuts)
-    assert table(cuts) == [
+    shardings = resolve(model, plan, 4)
+    assert all(isinstance(sharding, LayerSharding) and sharding.layer is model.get_layer(sharding.path) for sharding in shardings)
+    assert table(shardings) == [
         ("token_embedding", "vocab", False, False),
         ("block_0_attention", "column", False, False),
         ("block_0_mlp_in", "column", False, False),
         ("block_0_mlp_out", "row", False, True),
         ("logits", "column", True, False),
     ]
-    assert table(resolve(model, TensorPlan(plan), 1)) == table(cuts)
+    assert table(resolve(model, TensorPlan(plan), 1)) == table(shardings)
 
 
 def test_layers_without_a_role_and_replicated_ones_are_left_out():
@@ -37,8 +37,8 @@ def test_layers_without_a_role_and_replicated_ones_are_left_out():
 
 
 def test_a_pattern_that_matches_a_block_is_meant_for_the_layers_in_it():
-    cuts = resolve(decoder(), {"norm": "replicate", "block_0/mlp/down": "row", "block_0": "column"}, 2)
-    assert [(cut.path.split("/")[-1], cut.role) for cut in cuts] == [
+    shardings = resolve(decoder(), {"norm": "replicate", "block_0/mlp/down": "row", "block_0": "column"}, 2)
+    assert [(sharding.path.split("/")[-1], sharding.role) for sharding in shardings] == [
         ("attention", "column"),
         ("gate", "column"),
         ("up", "column"),
@@ -66,7 +66,7 @@ def test_patterns_that_match_nothing(pattern):
     [
         (
             {"final_norm": "column"},
-            "can cut Dense, .*Received: pattern='final_norm', role='column', layer='final_norm', type='Layer",
+            "can shard Dense, .*Received: pattern='final_norm', role='column', layer='final_norm', type='Layer",
         ),
         ({"position": "vocab"}, "type='PositionEmbedding'. Narrow the pattern"),
         ({"block_0": "column"}, "layer='block_0_attention_norm'"),
@@ -124,8 +124,8 @@ def test_both_head_counts_must_be_divisible():
 
 def test_any_vocabulary_is_cut():
     table = layers.Embedding(7, 3, name="table")
-    (cut,) = resolve(keras.Sequential([keras.Input((5,), dtype="int32"), table]), {"table": "vocab"}, 4)
-    assert (cut.layer, cut.role, cut.gather_output, cut.input_is_parallel) == (table, "vocab", False, False)
+    (sharding,) = resolve(keras.Sequential([keras.Input((5,), dtype="int32"), table]), {"table": "vocab"}, 4)
+    assert (sharding.layer, sharding.role, sharding.gather_output, sharding.input_is_parallel) == (table, "vocab", False, False)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", None])
@@ -150,13 +150,13 @@ def test_our_own_limits():
 
 
 def test_what_cannot_be_followed_is_gathered_and_cut():
-    cuts = resolve(with_raw_ops(), {"first": "column", "second": "row"}, 2)
-    assert table(cuts) == [("raw/first", "column", True, False), ("raw/second", "row", False, False)]
+    shardings = resolve(with_raw_ops(), {"first": "column", "second": "row"}, 2)
+    assert table(shardings) == [("raw/first", "column", True, False), ("raw/second", "row", False, False)]
 
 
 def test_a_softmax_is_gathered():
     model = keras.Sequential([keras.Input((8,)), layers.Dense(4, "softmax", name="a"), layers.Dense(4, name="b")])
-    assert [cut.gather_output for cut in resolve(model, {"a$": "column", "b$": "row"}, 2)] == [True, False]
+    assert [sharding.gather_output for sharding in resolve(model, {"a$": "column", "b$": "row"}, 2)] == [True, False]
 
 
 def test_unbuilt_models_are_refused():

@@ -1,4 +1,4 @@
-"""What tensor-parallel layers have in common: weights that are cut, and what cannot be done with them."""
+"""What tensor-parallel layers have in common: weights that are sharded, and what cannot be done with them."""
 
 from __future__ import annotations
 
@@ -17,43 +17,46 @@ from tfdist.sharding import Shard, request_placement
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
-class CutWeights:
-    """A mixin for Keras layers whose weights may be cut over the tensor axis; before the Keras class.
+class ShardedWeights:
+    """A mixin for Keras layers whose weights may be sharded over the tensor axis; before the Keras class.
 
-    A subclass says in `_cuts` which; they are cut when the layer has been built, in the scope of a strategy with a tensor axis.
+    A subclass says in `_shards` which; they are sharded when the layer has been built, in the scope of a strategy with a tensor
+    axis.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        whole = next((base for base in cls.__mro__ if issubclass(base, keras.Layer) and not issubclass(base, CutWeights)), None)
+        whole = next(
+            (base for base in cls.__mro__ if issubclass(base, keras.Layer) and not issubclass(base, ShardedWeights)), None
+        )
         if whole is not None:
             save_as(cls, whole)
 
-    def _cuts(self) -> Mapping[str, Shard]:
-        """Returns, by the attribute that holds it, how each weight is cut; what is not named stays whole."""
+    def _shards(self) -> Mapping[str, Shard]:
+        """Returns, by the attribute that holds it, how each weight is sharded; what is not named stays whole."""
         raise NotImplementedError
 
     def build(self, input_shape: Any) -> None:
-        self.check_may_be_cut(input_shape)
+        self.check_may_be_sharded(input_shape)
         super().build(input_shape)
-        self.cut_weights()
+        self.shard_weights()
 
-    def check_may_be_cut(self, input_shape: Any) -> None:
-        """Raises what the layer raises that cannot be cut in as many parts as the strategy has tensor ranks."""
+    def check_may_be_sharded(self, input_shape: Any) -> None:
+        """Raises what the layer raises that cannot be sharded in as many parts as the strategy has tensor ranks."""
         if getattr(self, "lora_rank", None) or getattr(self, "quantization_mode", None):
             self._refuse("LoRA and quantization")
         self._check_sizes(input_shape, regions.scope_tensor_size())
 
-    def cut_weights(self) -> None:
-        """Cuts the weights of the layer, which is built."""
+    def shard_weights(self) -> None:
+        """Shards the weights of the layer, which is built."""
         begin_use()  # in a file they stand under the name of the whole layer, also without a strategy
-        for name, placement in self._cuts().items():
+        for name, placement in self._shards().items():
             variable = getattr(self, name, None)
             if variable is not None:
-                cut_weight(variable, placement)
+                shard_weight(variable, placement)
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
-        """Raises ValueError when the layer cannot be cut in `parts`."""
+        """Raises ValueError when the layer cannot be sharded in `parts`."""
 
     def enable_lora(self, *args: Any, **kwargs: Any) -> None:
         self._refuse("LoRA")
@@ -71,7 +74,7 @@ class CutWeights:
         )
 
 
-def cut_weight(variable: keras.Variable, placement: Shard) -> None:
+def shard_weight(variable: keras.Variable, placement: Shard) -> None:
     """Shards a layer's weight over the tensor axis, if the strategy has one, and lets its regularizer see all of it.
 
     Raises:
@@ -85,7 +88,7 @@ def cut_weight(variable: keras.Variable, placement: Shard) -> None:
 
 
 class WholeRegularizer:
-    """A regularizer of a weight that is cut: inside a replica it sees all ranks' parts."""
+    """A regularizer of a weight that is sharded: inside a replica it sees all ranks' parts."""
 
     def __init__(self, regularizer: Callable[..., Any], axis: int, shape: tuple[int, ...]):
         self._regularizer = regularizer
@@ -116,21 +119,21 @@ def check_divisible(argument: str, size: int, parts: int, layer: str) -> None:
         lower = size // parts * parts
         raise ValueError(
             errors.message(
-                f"`{argument}` of layer {layer!r} is cut in equal parts, one a tensor rank, but {parts} does not divide {size}.",
+                f"`{argument}` of layer {layer!r} is sharded equally over the tensor ranks, but {parts} does not divide {size}.",
                 fix=f"The nearest sizes that work: {f'{lower}, ' if lower else ''}{lower + parts}.",
                 **{argument: size, "tensor_parallel_size": parts},
             )
         )
 
 
-def check_is_cut(layer: Any, variable: keras.Variable) -> None:
+def check_is_sharded(layer: Any, variable: keras.Variable) -> None:
     """Raises RuntimeError when `layer`, which computes its part here, has a weight that is whole."""
     layout = getattr(variable._value, "layout", None)  # None: made outside
     if regions.tensor_program() is None or layout is not None and layout.is_tensor_sharded:
         return
     raise RuntimeError(
         errors.message(
-            f"Layer {layer.name!r} was built outside the `scope()` of the strategy that runs it: its weights are not cut.",
+            f"Layer {layer.name!r} was built outside the `scope()` of the strategy that runs it: its weights are not sharded.",
             fix="Build the model, and with it the layer, inside `strategy.scope()`.",
         )
     )
