@@ -7,6 +7,8 @@ exception to a variable being a `ShardedVariable`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 from tensorflow.python.distribute import values
 
@@ -16,24 +18,18 @@ from tfdist.sharding.placements import Partial, Replicate
 
 
 class _WithLayout:
-    """The part that both kinds share: made from TensorFlow's variable, whose components they take over.
+    """The part that both kinds share: a layout, which copies keep."""
 
-    Args:
-        variable: TensorFlow's, just made; it is not used any more.
-        mesh: the strategy's.
-    """
+    layout: Layout
 
-    _data: Replicate | Partial
-
-    def __init__(self, variable: values.DistributedVariable, mesh: DeviceMesh):
-        super().__init__(variable.distribute_strategy, variable._values, variable.aggregation, variable._policy)
-        self.layout = Layout(tuple(variable.shape.as_list()), mesh, data=self._data)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        copied.layout = self.layout
+        return copied
 
 
 class ReplicatedMirroredVariable(_WithLayout, values.MirroredVariable):
     """A variable of which every rank stores all."""
-
-    _data = Replicate()
 
 
 class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
@@ -42,15 +38,16 @@ class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
     Metrics' totals are, and gradients that are accumulated before they are reduced.
     """
 
-    _data = Partial()
-
 
 def with_layout(variable: tf.Variable, mesh: DeviceMesh) -> tf.Variable:
     """Returns a variable that TensorFlow has made as one that has a layout; one whose shape is not known is left alone."""
     if not variable.shape.is_fully_defined():
         return variable
-    if type(variable) is values.MirroredVariable:
-        return ReplicatedMirroredVariable(variable, mesh)
-    if type(variable) is values.SyncOnReadVariable:
-        return PartialSyncOnReadVariable(variable, mesh)
+    kinds = {
+        values.MirroredVariable: (ReplicatedMirroredVariable, Replicate()),
+        values.SyncOnReadVariable: (PartialSyncOnReadVariable, Partial()),
+    }
+    if type(variable) in kinds:
+        variable.__class__, data = kinds[type(variable)]
+        variable.layout = Layout(tuple(variable.shape.as_list()), mesh, data=data)
     return variable
