@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.collectives.instance_keys import InstanceKeys
-from tfdist.collectives.plan import CollectivePlan
+from tfdist.collectives.plan import CollectivePlan, Ranks
 from tfdist.mesh import MESH_AXES, DeviceMesh
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class Communicator:
         self.mesh = mesh
         self.transport = transport
         self.local_ranks = tuple(range(mesh.world_size) if local_ranks is None else local_ranks)
-        self.transports: dict[tuple[int, ...], Transport] = {}
+        self.transports: dict[Ranks, Transport] = {}
         self.message_transports: dict[int, MessageTransport] = {}
-        self.member_orders: dict[tuple[int, ...], list[int]] = {}
+        self.member_orders: dict[Ranks, list[int]] = {}
         self.programs: list[CollectivePlan] = []
         self.instance_keys = InstanceKeys()
         self._first_key = next(self._next_key_range)
@@ -64,7 +64,7 @@ class Communicator:
     def is_multi_worker(self) -> bool:
         return len(self.local_ranks) < self.mesh.world_size
 
-    def transport_of(self, ranks: tuple[int, ...]) -> Transport:
+    def transport_of(self, ranks: Ranks) -> Transport:
         """Returns how the collectives of the group of `ranks` travel."""
         return self.transports.get(ranks, self.transport)
 
@@ -72,7 +72,7 @@ class Communicator:
         """Returns how messages to and from `rank`, of another process, travel."""
         return self.message_transports.get(rank, self.transport.messages)
 
-    def group_key(self, ranks: tuple[int, ...]) -> int:
+    def group_key(self, ranks: Ranks) -> int:
         """Returns the key of the group of `ranks`, the same on every call and every worker.
 
         The groups are those of the mesh, that of the workers' first ranks, and pairs.

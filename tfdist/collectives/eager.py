@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.cross_replica import CrossReplica
-from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
+from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.transport import Transport
 
@@ -111,7 +111,7 @@ class EagerProgram(RankProgram):
         self._meeting = meeting
         self._transport = _MeetingTransport()
 
-    def transport_of(self, ranks: tuple[int, ...]) -> Transport:
+    def transport_of(self, ranks: Ranks) -> Transport:
         return self._transport
 
     def together(
@@ -151,23 +151,19 @@ class EagerProgram(RankProgram):
 class _MeetingTransport(Transport):
     """The transport of every group of an eager program: the ranks meet, and the group's own transport does the rest, traced."""
 
-    def all_reduce(self, program: EagerProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
+    def all_reduce(self, program: EagerProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
         return _together(program, x, ranks, "all_reduce", label, (reduce_op, label))
 
-    def all_gather(self, program: EagerProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    def all_gather(self, program: EagerProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         return _together(program, x, ranks, "all_gather", label, (label,))
 
-    def all_to_all(self, program: EagerProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    def all_to_all(self, program: EagerProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         return _together(program, x, ranks, "all_to_all", label, (label,))
 
-    def reduce_scatter(
-        self, program: EagerProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, dtype: tf.DType
-    ) -> tf.Tensor:
+    def reduce_scatter(self, program: EagerProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         return _together(program, x, ranks, "reduce_scatter", label, (label, dtype))
 
-    def broadcast(
-        self, program: EagerProgram, x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...], source: int, op: str, label: str
-    ) -> tf.Tensor:
+    def broadcast(self, program: EagerProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
             mine = value if rank.rank == source else tf.TensorSpec(value.shape, value.dtype)
             return rank.transport_of(ranks).broadcast(rank, mine, ranks, source, op, label)
@@ -177,9 +173,7 @@ class _MeetingTransport(Transport):
         return program.together(record, (op, ranks, source), emit, value)
 
 
-def _together(
-    program: EagerProgram, x: tf.Tensor, ranks: tuple[int, ...], op: str, label: str, arguments: tuple[Any, ...]
-) -> tf.Tensor:
+def _together(program: EagerProgram, x: tf.Tensor, ranks: Ranks, op: str, label: str, arguments: tuple[Any, ...]) -> tf.Tensor:
     """Runs the method `op` of the group's transport with `arguments`, once all members have come."""
 
     def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:

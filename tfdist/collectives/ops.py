@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import wire
 from tfdist.collectives.instance_keys import log2_ceiling
+from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.where import current_program
 from tfdist.custom_gradients import custom_gradient
@@ -106,7 +107,7 @@ def all_gather(x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, l
     return gather(x)
 
 
-def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], mesh_axis: str, label: str) -> tf.Tensor:
+def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axis: str, label: str) -> tf.Tensor:
     """All-gather of tensors whose axis 0 differs by rank: padded to the power of two that holds the longest.
 
     At least one row, because kernels crash on none; a power of two, because every length that occurs costs a key.

@@ -12,6 +12,9 @@ import tensorflow as tf
 
 from tfdist import errors
 
+Ranks = tuple[int, ...]  # the members of a group, in group order
+TensorLike = tf.Tensor | tf.TensorSpec  # a tensor, or the shape and dtype of one that is elsewhere
+
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRecord:
@@ -28,7 +31,7 @@ class CollectiveRecord:
     """
 
     op: str
-    ranks: tuple[int, ...]
+    ranks: Ranks
     shape: tuple[int | None, ...]
     dtype: str
     label: str = ""
@@ -94,7 +97,7 @@ class CollectivePlan:
         self.records: list[list[CollectiveRecord]] = [[] for _ in range(world_size)]
         self.notes: list[str] = []
         self.steps: list[list[Any]] = [[] for _ in range(world_size)]
-        self._agreed: dict[tuple[int, ...], list[CollectiveRecord]] = collections.defaultdict(list)
+        self._agreed: dict[Ranks, list[CollectiveRecord]] = collections.defaultdict(list)
         self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
         self._attachments: dict[type, Any] = {}
 
@@ -136,7 +139,7 @@ class CollectivePlan:
         if rank == self.local_ranks[0]:
             self.notes.append(text)
 
-    def sequences(self) -> dict[tuple[int, ...], list[CollectiveRecord]]:
+    def sequences(self) -> dict[Ranks, list[CollectiveRecord]]:
         """Returns, per group of the local ranks, its collectives in order."""
         return dict(self._agreed)
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.instance_keys import log2_ceiling
-from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
+from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks
 
 if TYPE_CHECKING:
     from tfdist.collectives.transports.transport import Transport
@@ -66,11 +66,11 @@ class RankProgram:
         """Returns the ranks of this rank's group along `mesh_axis`."""
         return self.mesh.group_ranks(mesh_axis, self.rank)
 
-    def transport_of(self, ranks: tuple[int, ...]) -> Transport:
+    def transport_of(self, ranks: Ranks) -> Transport:
         """Returns how the collectives of the group of `ranks` travel."""
         return self.communicator.transport_of(ranks)
 
-    def begin(self, op: str, x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...], label: str, source: int | None = None) -> Any:
+    def begin(self, op: str, x: tf.Tensor | tf.TensorSpec, ranks: Ranks, label: str, source: int | None = None) -> Any:
         """Registers one collective and returns its instance key: a tensor where `x` has a size known when it runs only."""
         if self._is_on_trial:
             raise CollectiveOnTrialError(f"{op} {label!r} on trial")

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 
 _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
-def check_dtype(op: str, x: tf.Tensor | tf.TensorSpec) -> None:
+def check_dtype(op: str, x: TensorLike) -> None:
     """Raises ValueError when the collective `op` cannot carry `x.dtype`."""
     if x.dtype not in _DTYPES:
         raise ValueError(
@@ -28,47 +29,45 @@ def check_dtype(op: str, x: tf.Tensor | tf.TensorSpec) -> None:
         )
 
 
-def is_trivial(x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...]) -> bool:
+def is_trivial(x: TensorLike, ranks: Ranks) -> bool:
     """Whether nothing has to move: a group of one rank, or a tensor that is known to be empty."""
     return len(ranks) == 1 or 0 in x.shape.as_list()
 
 
-def holds_thread(program: RankProgram, ranks: tuple[int, ...]) -> bool:
+def holds_thread(program: RankProgram, ranks: Ranks) -> bool:
     """Whether a collective of `ranks` holds one of the threads that run operations until all members have come."""
     return program.transport_of(ranks).holds_thread
 
 
-def all_reduce(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
+def all_reduce(program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
     """Reduces `x` elementwise by `reduce_op` ("sum", "max", "min") over `ranks`."""
     if is_trivial(x, ranks):
         return tf.identity(x)
     return program.transport_of(ranks).all_reduce(program, x, ranks, reduce_op, label)
 
 
-def all_gather(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+def all_gather(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
     """Concatenates `x` of all `ranks`, of one shape, along axis 0, in group order."""
     if is_trivial(x, ranks):
         return tf.concat([x] * len(ranks), 0)
     return program.transport_of(ranks).all_gather(program, x, ranks, label)
 
 
-def all_gather_parts(program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str) -> list[tf.Tensor]:
+def all_gather_parts(program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
     """All-gathers vectors of one dtype in one collective; returns of each the (N, L) of all `ranks`, flattened or not."""
     if is_trivial(tf.TensorSpec([sum(part.shape[0] for part in parts)]), ranks):
         return [all_gather(program, part, ranks, label) for part in parts]
     return program.transport_of(ranks).all_gather_parts(program, parts, ranks, label)
 
 
-def all_to_all(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+def all_to_all(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
     """Sends `x[i]` to the i-th of `ranks` and returns what each sent here, stacked: (N, ...) to (N, ...)."""
     if is_trivial(x, ranks):
         return tf.identity(x)
     return program.transport_of(ranks).all_to_all(program, x, ranks, label)
 
 
-def reduce_scatter(
-    program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, *, dtype: tf.DType | None = None
-) -> tf.Tensor:
+def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, *, dtype: tf.DType | None = None) -> tf.Tensor:
     """Sums `x`, of shape (N, ...), over `ranks`, and returns row i to the i-th rank: (N, ...) to (...), as `dtype` (None: x's).
 
     What is summed where it arrives travels in x's dtype; what is summed on the way, in the wider of the two.
@@ -80,7 +79,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_parts(
-    program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str, *, dtype: tf.DType
+    program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, *, dtype: tf.DType
 ) -> list[tf.Tensor]:
     """Reduce-scatters several (N, L) of one dtype in one collective; returns of each this rank's (L,), as `dtype`."""
     if is_trivial(tf.TensorSpec([sum(part.shape[1] for part in parts)]), ranks):
@@ -90,9 +89,9 @@ def reduce_scatter_parts(
 
 def broadcast(
     program: RankProgram,
-    x: tf.Tensor | tf.TensorSpec,
+    x: TensorLike,
     shape: tf.TensorShape,
-    ranks: tuple[int, ...],
+    ranks: Ranks,
     source: int,
     label: str,
     *,

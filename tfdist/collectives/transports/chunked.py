@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernels import Kernels
 from tfdist.collectives.transports.transport import Transport
@@ -22,7 +23,7 @@ class Chunked(Transport):
         self.hint = inner.hint
         self.messages = inner.messages
 
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
+    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
         # Of a ring all-reduce one in N of the elements travels at once.
         pieces = self._pieces(x, x.shape.num_elements(), len(ranks))
         if len(pieces) == 1:
@@ -34,7 +35,7 @@ class Chunked(Transport):
             ]
             return tf.reshape(tf.concat(moved, 0), x.shape)
 
-    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         pieces = self._pieces(x, x.shape.num_elements())
         if len(pieces) == 1:
             return self.inner.all_gather(program, x, ranks, label)
@@ -46,9 +47,7 @@ class Chunked(Transport):
             ]
             return tf.reshape(tf.concat(moved, 1), [len(ranks) * x.shape[0], *x.shape[1:]])
 
-    def reduce_scatter(
-        self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, dtype: tf.DType
-    ) -> tf.Tensor:
+    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         pieces = self._pieces(x, x.shape[1:].num_elements())
         if len(pieces) == 1:
             return self.inner.reduce_scatter(program, x, ranks, label, dtype)
@@ -59,12 +58,10 @@ class Chunked(Transport):
             ]
             return tf.reshape(tf.concat(moved, 0), x.shape[1:])
 
-    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         return self.inner.all_to_all(program, x, ranks, label)
 
-    def broadcast(
-        self, program: RankProgram, x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...], source: int, op: str, label: str
-    ) -> tf.Tensor:
+    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         return self.inner.broadcast(program, x, ranks, source, op, label)
 
     def _pieces(self, x: tf.Tensor, elements: int | None, hops: int = 1) -> list[int]:

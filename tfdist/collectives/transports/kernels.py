@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_messages import KernelMessages
 from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, kernel_arguments
@@ -42,7 +43,7 @@ class Kernels(Transport):
         """Returns the dtype in which a reduction of `dtype` travels."""
         return dtype
 
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
+    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
         with tf.device(program.device):
             carried = tf.cast(x, self.reduction_dtype(x.dtype))
             reduced = tf.raw_ops.CollectiveReduceV2(
@@ -55,7 +56,7 @@ class Kernels(Transport):
             )
             return tf.cast(reduced, x.dtype)
 
-    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         with tf.device(program.device):
             carried = as_bytes(x)
             gathered = tf.raw_ops.CollectiveGatherV2(
@@ -66,16 +67,14 @@ class Kernels(Transport):
             gathered.set_shape([rows, *x.shape[1:]])
             return gathered
 
-    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         if len(ranks) > _ALL_TO_ALL_RANKS:
             gathered = self.all_gather(program, x, ranks, label)
             return tf.reshape(gathered, [len(ranks), *x.shape])[:, ranks.index(program.rank)]
         with tf.device(program.device):
             return in_group_order(program, self._all_to_all(program, x, ranks, "all_to_all", label), ranks)
 
-    def broadcast(
-        self, program: RankProgram, x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...], source: int, op: str, label: str
-    ) -> tf.Tensor:
+    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         with tf.device(program.device):
             if program.rank == source:
                 carried = as_bytes(x)
@@ -95,8 +94,8 @@ class Kernels(Transport):
         self,
         program: RankProgram,
         op: str,
-        x: tf.Tensor | tf.TensorSpec,
-        ranks: tuple[int, ...],
+        x: TensorLike,
+        ranks: Ranks,
         label: str,
         source: int | None = None,
     ) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Kernels(Transport):
         key = program.begin(op, x, ranks, label, source)
         return kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key)
 
-    def _all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], op: str, label: str) -> tf.Tensor:
+    def _all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, op: str, label: str) -> tf.Tensor:
         """Sends `x[i]` to the i-th of `ranks`; what arrives is in the kernels' order."""
         x = in_kernel_order(program, x, ranks)
         return tf.raw_ops.CollectiveAllToAllV2(
@@ -117,9 +116,7 @@ class Ring(Kernels):
 
     hint = "ring"
 
-    def reduce_scatter(
-        self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, dtype: tf.DType
-    ) -> tf.Tensor:
+    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """An all-to-all and a sum: what is summed where it arrives travels in x's dtype."""
         wide = sum_dtype(x.dtype)
         with tf.device(program.device):
@@ -138,9 +135,7 @@ class Nccl(Kernels):
     def reduction_dtype(self, dtype: tf.DType) -> tf.DType:
         return {tf.bfloat16: tf.float32, tf.int32: tf.int64}.get(dtype, dtype)
 
-    def reduce_scatter(
-        self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, dtype: tf.DType
-    ) -> tf.Tensor:
+    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """What is summed on the way travels in the wider of both dtypes."""
         wide = self.reduction_dtype(dtype if dtype.size > x.dtype.size else x.dtype)
         with tf.device(program.device):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_settings import TIMEOUT_SECONDS
 from tfdist.mesh import MESH_AXES
@@ -24,15 +25,13 @@ def find_member_orders(communicator: Communicator) -> None:
                 communicator.member_orders[ranks] = [int(place) for place in _gather_places(communicator, ranks)]
 
 
-def in_kernel_order(program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...]) -> tf.Tensor:
+def in_kernel_order(program: RankProgram, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:
     """Returns the rows of `x`, one per member in group order, in the kernels' order."""
     order = _order(program, ranks)
     return x if order == sorted(order) else tf.gather(x, order)
 
 
-def in_group_order(
-    program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], rows_of: tf.TensorShape | None = None
-) -> tf.Tensor:
+def in_group_order(program: RankProgram, x: tf.Tensor, ranks: Ranks, rows_of: tf.TensorShape | None = None) -> tf.Tensor:
     """Returns `x`, one row per member in the kernels' order, in group order.
 
     With `rows_of`, the shape of what one member has given, `x` is the concatenation of all members'.
@@ -47,7 +46,7 @@ def in_group_order(
     return tf.reshape(tf.gather(stacked, inverse), tf.shape(x))
 
 
-def _order(program: RankProgram, ranks: tuple[int, ...]) -> list[int]:
+def _order(program: RankProgram, ranks: Ranks) -> list[int]:
     """Returns the places in `ranks` of the members, in the order in which the kernels number them."""
     orders = program.communicator.member_orders
     if ranks not in orders:
@@ -56,7 +55,7 @@ def _order(program: RankProgram, ranks: tuple[int, ...]) -> list[int]:
     return orders[ranks]
 
 
-def _gather_places(communicator: Communicator, ranks: tuple[int, ...]) -> tf.Tensor:
+def _gather_places(communicator: Communicator, ranks: Ranks) -> tf.Tensor:
     @tf.function(autograph=False)
     def gather() -> tf.Tensor:
         gathered = []

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 
 
@@ -53,35 +54,29 @@ class Transport(abc.ABC):
     holds_thread = False
 
     @abc.abstractmethod
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
+    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
         """Reduces `x` elementwise by `reduce_op` ("sum", "max", "min") over `ranks`."""
 
     @abc.abstractmethod
-    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         """Concatenates `x` of all `ranks`, of one shape, along axis 0, in group order."""
 
     @abc.abstractmethod
-    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         """Sends `x[i]` to the i-th of `ranks` and returns what each sent here, stacked: (N, ...) to (N, ...)."""
 
     @abc.abstractmethod
-    def reduce_scatter(
-        self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, dtype: tf.DType
-    ) -> tf.Tensor:
+    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """Sums `x`, of shape (N, ...), over `ranks`, and returns row i to the i-th rank as `dtype`: (N, ...) to (...)."""
 
     @abc.abstractmethod
-    def broadcast(
-        self, program: RankProgram, x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...], source: int, op: str, label: str
-    ) -> tf.Tensor:
+    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         """Returns the `x` of rank `source` on every one of `ranks`; the others give its static shape and dtype as `x`.
 
         `op` is what the plan calls it.
         """
 
-    def all_gather_parts(
-        self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str
-    ) -> list[tf.Tensor]:
+    def all_gather_parts(self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
         """All-gathers vectors of one dtype in one collective; returns of each the (N, L) of all `ranks`, flattened or not."""
         if len(parts) == 1:
             return [self.all_gather(program, parts[0], ranks, label)]
@@ -92,7 +87,7 @@ class Transport(abc.ABC):
             return tf.split(rows, program.constant(lengths), program.constant(1), num=len(lengths))
 
     def reduce_scatter_parts(
-        self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str, dtype: tf.DType
+        self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
     ) -> list[tf.Tensor]:
         """Reduce-scatters several (N, L) of one dtype in one collective; returns of each this rank's (L,), as `dtype`."""
         if len(parts) == 1:

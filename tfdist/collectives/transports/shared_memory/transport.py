@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.shared_memory.exchange import Exchange
 from tfdist.collectives.transports.shared_memory.mailbox import Mailbox
@@ -32,44 +33,38 @@ class SharedMemory(Transport):
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
 
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], reduce_op: str, label: str) -> tf.Tensor:
+    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
         dtype = sum_dtype(x.dtype).as_numpy_dtype
         move = functools.partial(self._exchange.all_reduce, reduce_op=reduce_op, dtype=dtype)
         return self._move(program, move, [x], [_shape(x)], x.dtype, x, ranks, "all_reduce", label)[0]
 
-    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
         shape = [rows, *x.shape[1:]] if x.shape.is_fully_defined() else tf.shape(x) * [len(ranks), *[1] * (x.shape.rank - 1)]
         [found] = self._move(program, self._exchange.all_gather, [x], [shape], x.dtype, x, ranks, "all_gather", label)
         return tf.ensure_shape(found, [rows, *x.shape[1:]])
 
-    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str) -> tf.Tensor:
+    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         [found] = self._move(program, self._exchange.all_to_all, [x], [_shape(x)], x.dtype, x, ranks, "all_to_all", label)
         return tf.ensure_shape(found, x.shape)
 
-    def reduce_scatter(
-        self, program: RankProgram, x: tf.Tensor, ranks: tuple[int, ...], label: str, dtype: tf.DType
-    ) -> tf.Tensor:
+    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         return self._reduce_scatter(program, [x], x, ranks, label, dtype)[0]
 
-    def broadcast(
-        self, program: RankProgram, x: tf.Tensor | tf.TensorSpec, ranks: tuple[int, ...], source: int, op: str, label: str
-    ) -> tf.Tensor:
+    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         move = functools.partial(self._exchange.broadcast, source=ranks.index(source))
         if program.rank == source:
             self._move(program, move, [x], [], x.dtype, x, ranks, op, label, source)
             return tf.identity(x)
         return self._move(program, move, [], [x.shape], x.dtype, x, ranks, op, label, source)[0]
 
-    def all_gather_parts(
-        self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str
-    ) -> list[tf.Tensor]:
+    def all_gather_parts(self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
         packed = tf.TensorSpec([sum(part.shape[0] for part in parts)], parts[0].dtype)
         shapes = [[len(ranks) * part.shape[0]] for part in parts]
         return self._move(program, self._exchange.all_gather, parts, shapes, packed.dtype, packed, ranks, "all_gather", label)
 
     def reduce_scatter_parts(
-        self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: tuple[int, ...], label: str, dtype: tf.DType
+        self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
     ) -> list[tf.Tensor]:
         packed = tf.TensorSpec([len(ranks), sum(part.shape[1] for part in parts)], parts[0].dtype)
         return self._reduce_scatter(program, parts, packed, ranks, label, dtype)
@@ -79,7 +74,7 @@ class SharedMemory(Transport):
         program: RankProgram,
         parts: Sequence[tf.Tensor],
         packed: tf.Tensor | tf.TensorSpec,
-        ranks: tuple[int, ...],
+        ranks: Ranks,
         label: str,
         dtype: tf.DType,
     ) -> list[tf.Tensor]:
@@ -96,7 +91,7 @@ class SharedMemory(Transport):
         shapes: Sequence[Any],
         dtype: tf.DType,
         packed: tf.Tensor | tf.TensorSpec,
-        ranks: tuple[int, ...],
+        ranks: Ranks,
         op: str,
         label: str,
         source: int | None = None,
