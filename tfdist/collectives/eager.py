@@ -115,11 +115,7 @@ class EagerProgram(RankProgram):
         return self._transport
 
     def together(
-        self,
-        record: CollectiveRecord,
-        key: Hashable,
-        emit: Callable[[RankProgram, tf.Tensor], tf.Tensor],
-        value: tf.Tensor,
+        self, record: CollectiveRecord, key: Hashable, emit: Callable[[RankProgram, tf.Tensor], tf.Tensor], value: tf.Tensor
     ) -> tf.Tensor:
         """Runs a collective with the other ranks of its group.
 

@@ -132,7 +132,8 @@ def send_message(program: RankProgram, x: tf.Tensor, destination: int, label: st
         label: no two messages of a step between two ranks have the same.
     """
     _check_sizes(program, x.shape, destination, label)
-    _transport(program, destination).send(program, x, destination, label)
+    with tf.device(program.device):
+        _transport(program, destination).send(program, x, destination, label)
 
 
 def receive_message(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:

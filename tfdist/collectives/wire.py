@@ -43,28 +43,32 @@ def all_reduce(program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str,
     """Reduces `x` elementwise by `reduce_op` ("sum", "max", "min") over `ranks`."""
     if is_trivial(x, ranks):
         return tf.identity(x)
-    return program.transport_of(ranks).all_reduce(program, x, ranks, reduce_op, label)
+    with tf.device(program.device):
+        return program.transport_of(ranks).all_reduce(program, x, ranks, reduce_op, label)
 
 
 def all_gather(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
     """Concatenates `x` of all `ranks`, of one shape, along axis 0, in group order."""
     if is_trivial(x, ranks):
         return tf.concat([x] * len(ranks), 0)
-    return program.transport_of(ranks).all_gather(program, x, ranks, label)
+    with tf.device(program.device):
+        return program.transport_of(ranks).all_gather(program, x, ranks, label)
 
 
 def all_gather_parts(program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
     """All-gathers vectors of one dtype in one collective; returns of each the (N, L) of all `ranks`, flattened or not."""
     if is_trivial(tf.TensorSpec([sum(part.shape[0] for part in parts)]), ranks):
         return [all_gather(program, part, ranks, label) for part in parts]
-    return program.transport_of(ranks).all_gather_parts(program, parts, ranks, label)
+    with tf.device(program.device):
+        return program.transport_of(ranks).all_gather_parts(program, parts, ranks, label)
 
 
 def all_to_all(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
     """Sends `x[i]` to the i-th of `ranks` and returns what each sent here, stacked: (N, ...) to (N, ...)."""
     if is_trivial(x, ranks):
         return tf.identity(x)
-    return program.transport_of(ranks).all_to_all(program, x, ranks, label)
+    with tf.device(program.device):
+        return program.transport_of(ranks).all_to_all(program, x, ranks, label)
 
 
 def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, *, dtype: tf.DType | None = None) -> tf.Tensor:
@@ -75,7 +79,8 @@ def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str,
     dtype = dtype or x.dtype
     if is_trivial(x, ranks):
         return tf.cast(x[0], dtype)
-    return program.transport_of(ranks).reduce_scatter(program, x, ranks, label, dtype)
+    with tf.device(program.device):
+        return program.transport_of(ranks).reduce_scatter(program, x, ranks, label, dtype)
 
 
 def reduce_scatter_parts(
@@ -84,18 +89,12 @@ def reduce_scatter_parts(
     """Reduce-scatters several (N, L) of one dtype in one collective; returns of each this rank's (L,), as `dtype`."""
     if is_trivial(tf.TensorSpec([sum(part.shape[1] for part in parts)]), ranks):
         return [reduce_scatter(program, part, ranks, label, dtype=dtype) for part in parts]
-    return program.transport_of(ranks).reduce_scatter_parts(program, parts, ranks, label, dtype)
+    with tf.device(program.device):
+        return program.transport_of(ranks).reduce_scatter_parts(program, parts, ranks, label, dtype)
 
 
 def broadcast(
-    program: RankProgram,
-    x: TensorLike,
-    shape: tf.TensorShape,
-    ranks: Ranks,
-    source: int,
-    label: str,
-    *,
-    op: str = "broadcast",
+    program: RankProgram, x: TensorLike, shape: tf.TensorShape, ranks: Ranks, source: int, label: str, *, op: str = "broadcast"
 ) -> tf.Tensor:
     """Returns on every one of `ranks` the `x` of `source`, one of them, of static `shape`; elsewhere only its dtype matters.
 
@@ -104,4 +103,5 @@ def broadcast(
     like = tf.TensorSpec(shape, x.dtype)
     if is_trivial(like, ranks):
         return tf.identity(x) if program.rank == source else tf.zeros(shape, x.dtype)
-    return program.transport_of(ranks).broadcast(program, x if program.rank == source else like, ranks, source, op, label)
+    with tf.device(program.device):
+        return program.transport_of(ranks).broadcast(program, x if program.rank == source else like, ranks, source, op, label)

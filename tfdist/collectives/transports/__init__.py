@@ -6,13 +6,4 @@ from tfdist.collectives.transports.kernels import NCCL, RING
 from tfdist.collectives.transports.member_order import find_member_orders
 from tfdist.collectives.transports.transport import MessageTransport, Transport
 
-__all__ = [
-    "NCCL",
-    "RING",
-    "Chunked",
-    "MessageTransport",
-    "Transport",
-    "are_cpus",
-    "choose_transport",
-    "find_member_orders",
-]
+__all__ = ["NCCL", "RING", "Chunked", "MessageTransport", "Transport", "are_cpus", "choose_transport", "find_member_orders"]

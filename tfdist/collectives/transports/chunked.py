@@ -28,35 +28,28 @@ class Chunked(Transport):
         pieces = self._pieces(x, x.shape.num_elements(), len(ranks))
         if len(pieces) == 1:
             return self.inner.all_reduce(program, x, ranks, reduce_op, label)
-        with tf.device(program.device):
-            parts = tf.split(tf.reshape(x, [-1]), pieces)
-            moved = [
-                self.inner.all_reduce(program, part, ranks, reduce_op, f"{label}/{number}") for number, part in enumerate(parts)
-            ]
-            return tf.reshape(tf.concat(moved, 0), x.shape)
+        parts = tf.split(tf.reshape(x, [-1]), pieces)
+        moved = [self.inner.all_reduce(program, part, ranks, reduce_op, f"{label}/{number}") for number, part in enumerate(parts)]
+        return tf.reshape(tf.concat(moved, 0), x.shape)
 
     def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         pieces = self._pieces(x, x.shape.num_elements())
         if len(pieces) == 1:
             return self.inner.all_gather(program, x, ranks, label)
-        with tf.device(program.device):
-            parts = tf.split(tf.reshape(x, [-1]), pieces)
-            moved = [
-                tf.reshape(self.inner.all_gather(program, part, ranks, f"{label}/{number}"), [len(ranks), -1])
-                for number, part in enumerate(parts)
-            ]
-            return tf.reshape(tf.concat(moved, 1), [len(ranks) * x.shape[0], *x.shape[1:]])
+        parts = tf.split(tf.reshape(x, [-1]), pieces)
+        moved = [
+            tf.reshape(self.inner.all_gather(program, part, ranks, f"{label}/{number}"), [len(ranks), -1])
+            for number, part in enumerate(parts)
+        ]
+        return tf.reshape(tf.concat(moved, 1), [len(ranks) * x.shape[0], *x.shape[1:]])
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         pieces = self._pieces(x, x.shape[1:].num_elements())
         if len(pieces) == 1:
             return self.inner.reduce_scatter(program, x, ranks, label, dtype)
-        with tf.device(program.device):
-            parts = tf.split(tf.reshape(x, [len(ranks), -1]), pieces, 1)
-            moved = [
-                self.inner.reduce_scatter(program, part, ranks, f"{label}/{number}", dtype) for number, part in enumerate(parts)
-            ]
-            return tf.reshape(tf.concat(moved, 0), x.shape[1:])
+        parts = tf.split(tf.reshape(x, [len(ranks), -1]), pieces, 1)
+        moved = [self.inner.reduce_scatter(program, part, ranks, f"{label}/{number}", dtype) for number, part in enumerate(parts)]
+        return tf.reshape(tf.concat(moved, 0), x.shape[1:])
 
     def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         return self.inner.all_to_all(program, x, ranks, label)

@@ -36,11 +36,10 @@ class KernelMessages(MessageTransport):
             padded = _power_of_two(rows)
             x = tf.ensure_shape(tf.pad(x, [[0, padded - rows]] + [[0, 0]] * (x.shape.rank - 1)), x.shape)
         x = tf.cast(x, WIDENED.get(x.dtype, x.dtype))
-        with tf.device(program.device):
-            carried = as_bytes(x)
-            spec = tf.TensorSpec(carried.shape, carried.dtype)
-            arguments = self._begin(program, spec, padded, program.rank, destination, label)
-            _keep(program, tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments))
+        carried = as_bytes(x)
+        spec = tf.TensorSpec(carried.shape, carried.dtype)
+        arguments = self._begin(program, spec, padded, program.rank, destination, label)
+        _keep(program, tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments))
 
     def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
         dtype = WIDENED.get(spec.dtype, spec.dtype)
@@ -50,11 +49,10 @@ class KernelMessages(MessageTransport):
             shape = tf.concat([[padded], tf.constant(inner, tf.int32)], 0)
         else:
             shape = tf.constant(spec.shape.as_list(), tf.int32)
-        with tf.device(program.device):
-            arguments = self._begin(program, carried, padded, source, program.rank, label)
-            received = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
-            _keep(program, received)
-            received = from_bytes(tf.ensure_shape(received, spec.shape), dtype)
+        arguments = self._begin(program, carried, padded, source, program.rank, label)
+        received = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
+        _keep(program, received)
+        received = from_bytes(tf.ensure_shape(received, spec.shape), dtype)
         return tf.cast(received if padded is None else received[:rows], spec.dtype)
 
     def _begin(

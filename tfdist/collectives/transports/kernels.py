@@ -44,60 +44,50 @@ class Kernels(Transport):
         return dtype
 
     def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
-        with tf.device(program.device):
-            carried = tf.cast(x, self.reduction_dtype(x.dtype))
-            reduced = tf.raw_ops.CollectiveReduceV2(
-                input=carried,
-                merge_op=_MERGE_OPS[reduce_op],
-                final_op="Id",
-                ordering_token=[program.token()],
-                max_subdivs_per_device=-1,
-                **self._begin(program, "all_reduce", carried, ranks, label),
-            )
-            return tf.cast(reduced, x.dtype)
+        carried = tf.cast(x, self.reduction_dtype(x.dtype))
+        reduced = tf.raw_ops.CollectiveReduceV2(
+            input=carried,
+            merge_op=_MERGE_OPS[reduce_op],
+            final_op="Id",
+            ordering_token=[program.token()],
+            max_subdivs_per_device=-1,
+            **self._begin(program, "all_reduce", carried, ranks, label),
+        )
+        return tf.cast(reduced, x.dtype)
 
     def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
-        with tf.device(program.device):
-            carried = as_bytes(x)
-            gathered = tf.raw_ops.CollectiveGatherV2(
-                input=carried, ordering_token=[program.token()], **self._begin(program, "all_gather", carried, ranks, label)
-            )
-            gathered = in_group_order(program, from_bytes(gathered, x.dtype), ranks, rows_of=x.shape)
-            rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
-            gathered.set_shape([rows, *x.shape[1:]])
-            return gathered
+        carried = as_bytes(x)
+        gathered = tf.raw_ops.CollectiveGatherV2(
+            input=carried, ordering_token=[program.token()], **self._begin(program, "all_gather", carried, ranks, label)
+        )
+        gathered = in_group_order(program, from_bytes(gathered, x.dtype), ranks, rows_of=x.shape)
+        rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
+        gathered.set_shape([rows, *x.shape[1:]])
+        return gathered
 
     def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         if len(ranks) > _ALL_TO_ALL_RANKS:
             gathered = self.all_gather(program, x, ranks, label)
             return tf.reshape(gathered, [len(ranks), *x.shape])[:, ranks.index(program.rank)]
-        with tf.device(program.device):
-            return in_group_order(program, self._all_to_all(program, x, ranks, "all_to_all", label), ranks)
+        return in_group_order(program, self._all_to_all(program, x, ranks, "all_to_all", label), ranks)
 
     def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
-        with tf.device(program.device):
-            if program.rank == source:
-                carried = as_bytes(x)
-                arguments = self._begin(program, op, carried, ranks, label, source)
-                with _chained(program):
-                    moved = tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
-            else:
-                carried = tf.TensorSpec(x.shape, byte_dtype(x.dtype))
-                arguments = self._begin(program, op, carried, ranks, label, source)
-                with _chained(program):
-                    shape = tf.constant(x.shape.as_list(), tf.int32)
-                    moved = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
-            _extend_chain(program, moved)
-            return from_bytes(moved if program.rank == source else tf.ensure_shape(moved, x.shape), x.dtype)
+        if program.rank == source:
+            carried = as_bytes(x)
+            arguments = self._begin(program, op, carried, ranks, label, source)
+            with _chained(program):
+                moved = tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
+        else:
+            carried = tf.TensorSpec(x.shape, byte_dtype(x.dtype))
+            arguments = self._begin(program, op, carried, ranks, label, source)
+            with _chained(program):
+                shape = tf.constant(x.shape.as_list(), tf.int32)
+                moved = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
+        _extend_chain(program, moved)
+        return from_bytes(moved if program.rank == source else tf.ensure_shape(moved, x.shape), x.dtype)
 
     def _begin(
-        self,
-        program: RankProgram,
-        op: str,
-        x: TensorLike,
-        ranks: Ranks,
-        label: str,
-        source: int | None = None,
+        self, program: RankProgram, op: str, x: TensorLike, ranks: Ranks, label: str, source: int | None = None
     ) -> dict[str, Any]:
         """Registers one collective and returns the arguments that every kernel takes."""
         key = program.begin(op, x, ranks, label, source)
@@ -119,12 +109,11 @@ class Ring(Kernels):
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """An all-to-all and a sum: what is summed where it arrives travels in x's dtype."""
         wide = sum_dtype(x.dtype)
-        with tf.device(program.device):
-            if len(ranks) > _ALL_TO_ALL_RANKS:
-                reduced = self.all_reduce(program, tf.cast(x, wide), ranks, "sum", label)[ranks.index(program.rank)]
-                return tf.cast(reduced, dtype)
-            received = self._all_to_all(program, x, ranks, "reduce_scatter", label)
-            return tf.cast(tf.reduce_sum(tf.cast(received, wide), axis=0), dtype)
+        if len(ranks) > _ALL_TO_ALL_RANKS:
+            reduced = self.all_reduce(program, tf.cast(x, wide), ranks, "sum", label)[ranks.index(program.rank)]
+            return tf.cast(reduced, dtype)
+        received = self._all_to_all(program, x, ranks, "reduce_scatter", label)
+        return tf.cast(tf.reduce_sum(tf.cast(received, wide), axis=0), dtype)
 
 
 class Nccl(Kernels):
@@ -138,16 +127,15 @@ class Nccl(Kernels):
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """What is summed on the way travels in the wider of both dtypes."""
         wide = self.reduction_dtype(dtype if dtype.size > x.dtype.size else x.dtype)
-        with tf.device(program.device):
-            carried = in_kernel_order(program, tf.cast(x, wide), ranks)
-            reduced = tf.raw_ops.CollectiveReduceScatterV2(
-                input=carried,
-                merge_op="Add",
-                final_op="Id",
-                ordering_token=[program.token()],
-                **self._begin(program, "reduce_scatter", carried, ranks, label),
-            )
-            return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), dtype)
+        carried = in_kernel_order(program, tf.cast(x, wide), ranks)
+        reduced = tf.raw_ops.CollectiveReduceScatterV2(
+            input=carried,
+            merge_op="Add",
+            final_op="Id",
+            ordering_token=[program.token()],
+            **self._begin(program, "reduce_scatter", carried, ranks, label),
+        )
+        return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), dtype)
 
 
 RING = Ring()

@@ -9,8 +9,8 @@ know nothing else of how bytes travel:
       Chunked                       another transport, given large tensors in pieces
       shared_memory/                memory that CPU workers of one machine share
 
-All methods emit operations on the program's device, and put the collective in the plan (`RankProgram.begin`). None has a
-gradient. They are never called for a group of one rank or for an empty tensor (`group_ops`).
+All methods emit operations, and put the collective in the plan (`RankProgram.begin`). None has a gradient. They are called in the
+scope of the program's device, and never for a group of one rank or for an empty tensor (`group_ops`).
 """
 
 from __future__ import annotations
@@ -81,10 +81,9 @@ class Transport(abc.ABC):
         if len(parts) == 1:
             return [self.all_gather(program, parts[0], ranks, label)]
         lengths = [part.shape[0] for part in parts]
-        with tf.device(program.device):
-            gathered = self.all_gather(program, tf.concat(parts, program.constant(0)), ranks, label)
-            rows = tf.reshape(gathered, program.constant([len(ranks), sum(lengths)]))
-            return tf.split(rows, program.constant(lengths), program.constant(1), num=len(lengths))
+        gathered = self.all_gather(program, tf.concat(parts, program.constant(0)), ranks, label)
+        rows = tf.reshape(gathered, program.constant([len(ranks), sum(lengths)]))
+        return tf.split(rows, program.constant(lengths), program.constant(1), num=len(lengths))
 
     def reduce_scatter_parts(
         self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
@@ -93,9 +92,8 @@ class Transport(abc.ABC):
         if len(parts) == 1:
             return [self.reduce_scatter(program, parts[0], ranks, label, dtype)]
         lengths = [part.shape[1] for part in parts]
-        with tf.device(program.device):
-            reduced = self.reduce_scatter(program, tf.concat(parts, program.constant(1)), ranks, label, dtype)
-            return tf.split(reduced, program.constant(lengths), program.constant(0), num=len(lengths))
+        reduced = self.reduce_scatter(program, tf.concat(parts, program.constant(1)), ranks, label, dtype)
+        return tf.split(reduced, program.constant(lengths), program.constant(0), num=len(lengths))
 
 
 def sum_dtype(dtype: tf.DType) -> tf.DType:

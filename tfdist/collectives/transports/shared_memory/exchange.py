@@ -161,14 +161,7 @@ class Exchange:
                 total[start + bounds[other] : start + bounds[other + 1]] = _typed(slots[other], mine.dtype, 0, count)
 
     def _reduce_part(
-        self,
-        slots: np.ndarray,
-        part: np.ndarray,
-        begin: int,
-        end: int,
-        total: np.ndarray,
-        reduce: Callable[..., Any],
-        dtype: Any,
+        self, slots: np.ndarray, part: np.ndarray, begin: int, end: int, total: np.ndarray, reduce: Callable[..., Any], dtype: Any
     ) -> None:
         """Writes elements [begin, end) of the reduction of what all members wrote, this one `part`, to `total`."""
         parts = [_typed(slots[member], part.dtype, begin, end - begin) for member in range(self.size)]

@@ -62,17 +62,13 @@ class Peers:
 
     def send(self, number: int, packet: bytes) -> None:
         """Sends `packet`, waiting for room if there is none."""
-        try:
-            self._connections[number].sendall(packet)
-        except OSError as error:
-            raise self.lost(number, error) from error
+        with self.talking_to(number) as connection:
+            connection.sendall(packet)
 
     def receive_into(self, number: int, packet: bytearray) -> None:
         """Waits for the next packet, which fills `packet`."""
-        try:
-            count = self._connections[number].recv_into(packet, len(packet), socket.MSG_WAITALL)
-        except OSError as error:
-            raise self.lost(number, error) from error
+        with self.talking_to(number) as connection:
+            count = connection.recv_into(packet, len(packet), socket.MSG_WAITALL)
         if count != len(packet):
             raise self.lost(number)
 
@@ -88,12 +84,11 @@ class Peers:
 
     def try_send(self, number: int, packet: bytes) -> bool:
         """Sends `packet` if there is room, and returns whether there was."""
-        try:
-            self._connections[number].send(packet)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise self.lost(number, error) from error
+        with self.talking_to(number) as connection:
+            try:
+                connection.send(packet)
+            except BlockingIOError:
+                return False
         return True
 
     def arrived(self, number: int, size: int) -> Iterator[bytes]:

@@ -82,23 +82,22 @@ def call_python(
         counter: handle of an int64 variable, to which the call adds zero when it has run: TensorFlow drops a call for which
             others only wait.
     """
-    with tf.device(program.device):
-        if tf.executing_eagerly():
-            found = [np.empty(np.array(shape, np.int32), dtype.as_numpy_dtype) for shape, dtype in results]
-            function(*[x.numpy() for x in inputs], *[x.reshape(-1) if x.ndim == 0 else x for x in found])
-            return [tf.constant(x) for x in found]
-        call = _Call(function, len(results), program.attachment(_Trace))
-        _alive.append(call)
-        token = script_ops._py_funcs.insert(call)  # noqa: SLF001
-        with tf.control_dependencies(inputs):  # not earlier
-            buffers = [_uninitialized(program, shape, dtype) for shape, dtype in results]
-        (done,) = tf.raw_ops.PyFuncStateless(input=[*inputs, *buffers], token=token, Tout=[tf.int64])
-        tf.raw_ops.AssignAddVariableOp(resource=counter, value=done)
-        with tf.control_dependencies([done]):
-            return [
-                tf.reshape(buffer, []) if _is_scalar(shape) else tf.identity(buffer)
-                for buffer, (shape, _) in zip(buffers, results, strict=True)
-            ]
+    if tf.executing_eagerly():
+        found = [np.empty(np.array(shape, np.int32), dtype.as_numpy_dtype) for shape, dtype in results]
+        function(*[x.numpy() for x in inputs], *[x.reshape(-1) if x.ndim == 0 else x for x in found])
+        return [tf.constant(x) for x in found]
+    call = _Call(function, len(results), program.attachment(_Trace))
+    _alive.append(call)
+    token = script_ops._py_funcs.insert(call)  # noqa: SLF001
+    with tf.control_dependencies(inputs):  # not earlier
+        buffers = [_uninitialized(program, shape, dtype) for shape, dtype in results]
+    (done,) = tf.raw_ops.PyFuncStateless(input=[*inputs, *buffers], token=token, Tout=[tf.int64])
+    tf.raw_ops.AssignAddVariableOp(resource=counter, value=done)
+    with tf.control_dependencies([done]):
+        return [
+            tf.reshape(buffer, []) if _is_scalar(shape) else tf.identity(buffer)
+            for buffer, (shape, _) in zip(buffers, results, strict=True)
+        ]
 
 
 def _uninitialized(program: RankProgram, shape: Any, dtype: tf.DType) -> tf.Tensor:

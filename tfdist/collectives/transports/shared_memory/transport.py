@@ -106,10 +106,9 @@ class SharedMemory(Transport):
             packed: all parts as one, for the plan.
             ranks, op, label, source: for the plan.
         """
-        with tf.device(program.device):
-            key = program.begin(op, packed, ranks, label, source)
-            # That it reads its turn keeps it from being folded.
-            turn = tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)
+        key = program.begin(op, packed, ranks, label, source)
+        # That it reads its turn keeps it from being folded.
+        turn = tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)
         results = [(shape, dtype) for shape in shapes]
         return call_python(program, _Move(move, len(parts)), [key, turn, *parts], results, program.token())
 
