@@ -151,7 +151,7 @@ def test_stage_2_gathers_parameters_between_the_reductions(zero_stage, clipnorm)
 def as_in_memory(monkeypatch):
     """Gradients wait as large ones do where ranks meet in memory."""
     monkeypatch.setattr(gradients_in_flight, "_LARGE_BYTES", 0)
-    monkeypatch.setattr(gradients_in_flight, "wire", types.SimpleNamespace(holds_thread=lambda program, ranks: True))
+    monkeypatch.setattr(gradients_in_flight, "group_ops", types.SimpleNamespace(holds_thread=lambda program, ranks: True))
 
 
 def test_stage_2_holds_one_bucket_of_full_gradients_in_memory(as_in_memory):

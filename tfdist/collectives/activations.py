@@ -18,7 +18,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import wire
+from tfdist.collectives import group_ops
 from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.program import RankProgram
 
@@ -30,7 +30,7 @@ def all_reduce(program: RankProgram, x: tf.Tensor, mesh_axis: str, label: str, r
         return x
     with tf.device(program.device):
         rows, restore = _as_rows(x)
-        return restore(wire.all_reduce(program, rows, ranks, reduce_op, label), x)
+        return restore(group_ops.all_reduce(program, rows, ranks, reduce_op, label), x)
 
 
 def all_gather(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int, label: str) -> tf.Tensor:
@@ -40,7 +40,7 @@ def all_gather(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int, la
         return x
     with tf.device(program.device):
         rows, restore = _as_rows(x)
-        gathered = tf.split(wire.all_gather(program, rows, ranks, label), len(ranks))
+        gathered = tf.split(group_ops.all_gather(program, rows, ranks, label), len(ranks))
         return tf.concat([restore(part, x) for part in gathered], axis)
 
 
@@ -52,7 +52,7 @@ def reduce_scatter(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int
     with tf.device(program.device):
         parts = split(x, len(ranks), axis)
         rows, restore = _as_rows(tf.stack(parts), outer=1)
-        return restore(wire.reduce_scatter(program, rows, ranks, label), parts[0])
+        return restore(group_ops.reduce_scatter(program, rows, ranks, label), parts[0])
 
 
 def split(x: tf.Tensor, parts: int, axis: int) -> list[tf.Tensor]:

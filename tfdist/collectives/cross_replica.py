@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import activations, ops, wire
+from tfdist.collectives import activations, group_ops, ops
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_messages import WIDENED
@@ -41,7 +41,7 @@ class CrossReplica:
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
             ranks = program.group_ranks("data")
-            reduced = wire.all_reduce(program, value, ranks, "sum" if reduce_op == "mean" else reduce_op, label)
+            reduced = group_ops.all_reduce(program, value, ranks, "sum" if reduce_op == "mean" else reduce_op, label)
             reduced = reduced / tf.cast(len(ranks), value.dtype) if reduce_op == "mean" else reduced
             return _of_last_stage(program, reduced, label)
 
@@ -68,7 +68,7 @@ class CrossReplica:
         members = self._communicator.first_ranks
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
-            return wire.all_reduce(program, value, members, "sum", label)
+            return group_ops.all_reduce(program, value, members, "sum", label)
 
         return self.call(("workers", label), lambda p, v: _carried(emit, p, v), [value], members)[0]
 
@@ -77,7 +77,7 @@ class CrossReplica:
         members = self._communicator.first_ranks
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
-            return wire.broadcast(program, value, value.shape, members, members[0], label)
+            return group_ops.broadcast(program, value, value.shape, members, members[0], label)
 
         return self.call(("from_chief", label), lambda p, v: _carried(emit, p, v), [value], members)[0]
 
@@ -95,7 +95,7 @@ class CrossReplica:
             for receiver in firsts[1:]:
                 pair = (firsts[0], receiver)
                 if program.rank in pair:
-                    value = wire.broadcast(program, value, value.shape, pair, firsts[0], label)
+                    value = group_ops.broadcast(program, value, value.shape, pair, firsts[0], label)
             return value
 
         return self.call(("from_first_owner", label, tuple(firsts)), lambda p, v: _carried(emit, p, v), [value], firsts)[0]
@@ -151,7 +151,7 @@ def _carried(emit: Emit, program: RankProgram, value: tf.Tensor) -> tf.Tensor:
         return tf.bitcast(emit(program, tf.bitcast(value, _SAME_BITS[dtype])), dtype)
     if dtype in WIDENED:
         return tf.cast(emit(program, tf.cast(value, WIDENED[dtype])), dtype)
-    wire.check_dtype("a collective between workers", value)
+    group_ops.check_dtype("a collective between workers", value)
     return emit(program, value)
 
 

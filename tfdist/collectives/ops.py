@@ -17,7 +17,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import wire
+from tfdist.collectives import group_ops
 from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
@@ -68,7 +68,7 @@ def all_reduce(x: tf.Tensor, mesh_axis: str = "data", *, reduce_op: str = "sum",
                 )
             return all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
 
-        return wire.all_reduce(program, x, ranks, reduce_op, label), gradient
+        return group_ops.all_reduce(program, x, ranks, reduce_op, label), gradient
 
     return reduce(x)
 
@@ -102,7 +102,7 @@ def all_gather(x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, l
         def gradient(upstream):
             return reduce_scatter(upstream, mesh_axis, label=f"{label}/gradient")
 
-        return wire.all_gather(program, x, ranks, label), gradient
+        return group_ops.all_gather(program, x, ranks, label), gradient
 
     return gather(x)
 
@@ -113,7 +113,7 @@ def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axi
     At least one row, because kernels crash on none; a power of two, because every length that occurs costs a key.
     """
     length = tf.shape(x)[0]
-    lengths = wire.all_gather(program, tf.reshape(length, [1]), ranks, f"{label}/lengths")
+    lengths = group_ops.all_gather(program, tf.reshape(length, [1]), ranks, f"{label}/lengths")
     rows = tf.bitwise.left_shift(1, log2_ceiling(tf.reduce_max(lengths)))
     inner = x.shape[1:]
     keep = tf.reshape(tf.sequence_mask(lengths, rows), [-1])
@@ -124,9 +124,9 @@ def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axi
     def gather(padded):
         def gradient(upstream):
             pieces = tf.ensure_shape(tf.reshape(upstream, [len(ranks), rows, *inner]), [len(ranks), None, *inner])
-            return wire.reduce_scatter(program, pieces, ranks, f"{label}/gradient")
+            return group_ops.reduce_scatter(program, pieces, ranks, f"{label}/gradient")
 
-        return wire.all_gather(program, tf.ensure_shape(padded, [None, *inner]), ranks, label), gradient
+        return group_ops.all_gather(program, tf.ensure_shape(padded, [None, *inner]), ranks, label), gradient
 
     return tf.boolean_mask(gather(padded), keep)
 
@@ -164,7 +164,7 @@ def reduce_scatter(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "reduc
             return all_gather(tf.pad(upstream, short), mesh_axis, label=f"{label}/gradient")[:rows]
 
         stacked = tf.reshape(tf.pad(x, padding), [size, chunk, *x.shape[1:]])
-        return wire.reduce_scatter(program, stacked, ranks, label)[:mine], gradient
+        return group_ops.reduce_scatter(program, stacked, ranks, label)[:mine], gradient
 
     return scatter(x)
 
@@ -201,7 +201,7 @@ def all_to_all(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "all_to_al
             return all_to_all(upstream, mesh_axis, label=f"{label}/gradient")
 
         blocks = tf.reshape(x, [len(ranks), x.shape[0] // len(ranks), *x.shape[1:]])
-        return tf.reshape(wire.all_to_all(program, blocks, ranks, label), x.shape), gradient
+        return tf.reshape(group_ops.all_to_all(program, blocks, ranks, label), x.shape), gradient
 
     return exchange(x)
 
@@ -234,7 +234,7 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
             total = all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
             return total if is_root else tf.zeros_like(total)
 
-        return wire.broadcast(program, x, x.shape, ranks, ranks[root], label), gradient
+        return group_ops.broadcast(program, x, x.shape, ranks, ranks[root], label), gradient
 
     return copy(x)
 
@@ -242,7 +242,7 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
 def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tensor, tuple[int, ...]]:
     program = current_program(f"`{op}`")
     x = tf.convert_to_tensor(x)
-    wire.check_dtype(op, x)
+    group_ops.check_dtype(op, x)
     return program, x, program.group_ranks(mesh_axis)
 
 

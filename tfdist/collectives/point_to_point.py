@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import wire
+from tfdist.collectives import group_ops
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.graph_edges import GRAPH_EDGES
 from tfdist.collectives.transports.transport import MessageTransport
@@ -43,7 +43,7 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
     """
     program, peer, pair = _pair("send", "destination", destination, mesh_axis)
     x = tf.convert_to_tensor(x)
-    wire.check_dtype("send", x)
+    group_ops.check_dtype("send", x)
     if not x.shape.is_fully_defined():
         raise ValueError(errors.message("`send` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`."))
 
@@ -51,9 +51,9 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
     def leave(x):
         def gradient(_):
             # Not times the receipt's gradient: what arrives is the whole gradient of the receiver's loss, scaled as that is.
-            return wire.broadcast(program, x, x.shape, pair, peer, f"{label}/gradient", op="send")
+            return group_ops.broadcast(program, x, x.shape, pair, peer, f"{label}/gradient", op="send")
 
-        sent = wire.broadcast(program, x, x.shape, pair, program.rank, label, op="send")
+        sent = group_ops.broadcast(program, x, x.shape, pair, program.rank, label, op="send")
         with tf.control_dependencies([sent]):
             return tf.zeros([], x.dtype), gradient
 
@@ -90,16 +90,16 @@ def receive(
     spec = tf.TensorSpec(shape, dtype)
     if not spec.shape.is_fully_defined():
         raise ValueError(errors.message("`receive` needs a static `shape`.", shape=spec.shape))
-    wire.check_dtype("receive", spec)
+    group_ops.check_dtype("receive", spec)
 
     @custom_gradient
     def arrive(anchor):
         def gradient(upstream):
-            sent = wire.broadcast(program, upstream, upstream.shape, pair, program.rank, f"{label}/gradient", op="send")
+            sent = group_ops.broadcast(program, upstream, upstream.shape, pair, program.rank, f"{label}/gradient", op="send")
             with tf.control_dependencies([sent]):
                 return tf.zeros_like(anchor)
 
-        return wire.broadcast(program, spec, spec.shape, pair, peer, label, op="send"), gradient
+        return group_ops.broadcast(program, spec, spec.shape, pair, peer, label, op="send"), gradient
 
     return arrive(tf.zeros([], tf.float32) if anchor is None else anchor)
 

@@ -26,7 +26,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, rank_program, wire
+from tfdist.collectives import RankProgram, group_ops, rank_program
 from tfdist.losses.rank_batch import RankBatch
 from tfdist.sharding import keras_scope
 
@@ -67,7 +67,7 @@ class Statistics:
             # Not a product alone: the statistics of no rows are NaN.
             shares = [tf.where(w > 0, w * value, tf.zeros_like(value)) for w, value in zip(weights, values, strict=True)]
             packed = tf.concat([tf.reshape(share, [-1]) for share in shares] + [tf.stack(weights)], 0)
-            total = wire.all_reduce(program, packed, program.group_ranks("data"), "sum", "statistics")
+            total = group_ops.all_reduce(program, packed, program.group_ranks("data"), "sum", "statistics")
             sizes = [value.shape.num_elements() for value in values]
             *sums, total_weights = tf.split(total, [*sizes, len(weights)])
             for index, (variable, value) in enumerate(zip(variables, values, strict=True)):

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, wire
+from tfdist.collectives import RankProgram, group_ops
 from tfdist.mesh import MESH_AXES
 from tfdist.sharding import Layout, MeshConfig, Shard
 
@@ -67,7 +67,7 @@ def _sum(
     total = tf.reduce_sum(total) if together else total
     for mesh_axis in mesh_axes:
         name = label if mesh_axis == "data" else f"{label}/{mesh_axis}"
-        total = wire.all_reduce(program, total, program.group_ranks(mesh_axis), "sum", name)
+        total = group_ops.all_reduce(program, total, program.group_ranks(mesh_axis), "sum", name)
     return total
 
 

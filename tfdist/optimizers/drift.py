@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, wire
+from tfdist.collectives import RankProgram, group_ops
 from tfdist.optimizers.target import local_part, variable_of
 from tfdist.sharding import MeshConfig
 
@@ -29,8 +29,8 @@ def check_drift(optimizer: Any, variables: Sequence[Any], config: MeshConfig, pr
 
     def compare() -> tf.Tensor:
         prints = tf.stack([_fingerprint(local_part(v, program)) for v in whole])
-        highest = wire.all_reduce(program, prints, ranks, "max", "drift/max")
-        differs = tf.not_equal(highest, wire.all_reduce(program, prints, ranks, "min", "drift/min"))
+        highest = group_ops.all_reduce(program, prints, ranks, "max", "drift/max")
+        differs = tf.not_equal(highest, group_ops.all_reduce(program, prints, ranks, "min", "drift/min"))
         tf.debugging.Assert(
             tf.logical_not(tf.reduce_any(differs)),
             [

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, current_program, wire
+from tfdist.collectives import RankProgram, current_program, group_ops
 from tfdist.mesh import MESH_AXES
 from tfdist.optimizers.reduction import KnownReductions
 from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients
@@ -71,5 +71,5 @@ def _agreed(grads: Sequence[tf.Tensor], config: MeshConfig, program: RankProgram
             if mesh_axis == "data" and not (is_partial or isinstance(config.placements.optimizer_state, Shard)):
                 continue  # all data ranks have seen the same
             label = "is_finite" if mesh_axis == "data" else f"is_finite/{mesh_axis}"
-            together = wire.all_reduce(program, together, program.group_ranks(mesh_axis), "min", label)
+            together = group_ops.all_reduce(program, together, program.group_ranks(mesh_axis), "min", label)
         return tf.equal(together, 1)

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, wire
+from tfdist.collectives import RankProgram, group_ops
 from tfdist.optimizers.slots import slots_of
 from tfdist.optimizers.target import Target, local_part
 from tfdist.optimizers.update import stand_in_of, update
@@ -65,7 +65,7 @@ def publish(
     ]
     tensors = [*weights, *(tf.cast(slot.read_value(), weights[0].dtype) for slot in kept)]
     packed, ranks = packing.side_by_side(tensors, program.constant), program.group_ranks("data")
-    sent = wire.broadcast(program, packed, packed.shape, ranks, ranks[owner], f"broadcast/owned_{bucket}")
+    sent = group_ops.broadcast(program, packed, packed.shape, ranks, ranks[owner], f"broadcast/owned_{bucket}")
     parts = packing.apart(sent, [tensor.shape for tensor in tensors], program.constant)
     for target, whole in zip(targets, parts, strict=False):
         target.store_global(whole)

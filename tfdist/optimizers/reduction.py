@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, wire
+from tfdist.collectives import RankProgram, group_ops
 from tfdist.optimizers.target import Target
 from tfdist.sharding import MeshConfig, UnshardSchedule, packing
 from tfdist.sharding.shard_messages import scatter_sums
@@ -83,5 +83,5 @@ def reduce_bucket(
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
     wide = config.travel_dtype(tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype)
     flat = tf.cast(packing.side_by_side(grads, program.constant), wide)
-    reduced = tf.cast(wire.all_reduce(program, flat, program.group_ranks("data"), "sum", f"all_reduce/{label}"), dtype)
+    reduced = tf.cast(group_ops.all_reduce(program, flat, program.group_ranks("data"), "sum", f"all_reduce/{label}"), dtype)
     return packing.apart(reduced, [grad.shape for grad in grads], program.constant)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, wire
+from tfdist.collectives import RankProgram, group_ops
 from tfdist.mesh import MESH_AXES
 from tfdist.optimizers.target import local_part, variable_of
 from tfdist.sharding import packing
@@ -60,7 +60,7 @@ def _broadcast(slots: Sequence[tf.Variable], ranks: tuple[int, ...], source: int
     """Gives `slots` on all of `ranks` the values that they have on rank `source`."""
     dtype = tf.float64 if any(slot.dtype == tf.float64 for slot in slots) else tf.float32
     packed = packing.side_by_side([tf.cast(slot, dtype) for slot in slots], program.constant)
-    sent = wire.broadcast(program, packed, packed.shape, ranks, source, label)
+    sent = group_ops.broadcast(program, packed, packed.shape, ranks, source, label)
     for slot, value in zip(slots, packing.apart(sent, [slot.shape for slot in slots], program.constant), strict=True):
         slot.assign(tf.cast(value, slot.dtype), read_value=False)
 

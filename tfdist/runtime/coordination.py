@@ -133,16 +133,16 @@ class Coordination:
             self._check()
         raise TimeoutError(f"{key!r} was not written within {timeout_seconds:g} s")
 
-    def exchange(self, key: str, value: str, timeout_seconds: float) -> list[str]:
+    def all_gather(self, key: str, value: str, timeout_seconds: float) -> list[str]:
         """Gives every worker the `value` of every worker, in worker order.
 
         Raises:
             TimeoutError: it names the workers that have not called it with `key` within `timeout_seconds`.
         """
         self.put(f"{key}/{self.cluster.worker_index}", value)
-        return self._gather(key, range(self.cluster.num_workers), timeout_seconds)
+        return self._values(key, range(self.cluster.num_workers), timeout_seconds)
 
-    def _gather(self, key: str, workers: Sequence[int], timeout_seconds: float) -> list[str]:
+    def _values(self, key: str, workers: Sequence[int], timeout_seconds: float) -> list[str]:
         end = time.monotonic() + timeout_seconds
         values = {}
         for index in workers:
@@ -172,7 +172,7 @@ class Coordination:
         key = f"meeting/{next(self._meetings)}"
         self.put(f"{key}/{here}", json.dumps([what, value]))
         try:
-            answers = self._gather(key, [0] if with_chief_only else range(self.cluster.num_workers), timeout_seconds)
+            answers = self._values(key, [0] if with_chief_only else range(self.cluster.num_workers), timeout_seconds)
         except TimeoutError as error:
             self.fail(
                 errors.message(

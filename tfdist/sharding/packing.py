@@ -6,7 +6,7 @@
         rows                  rank 0:  a0 a0     b0
                               rank 1:  a1 a1     b1          (N, L_a) and (N, L_b)
 
-Several of them travel in one message (`collectives.wire`), side by side.
+Several of them travel in one message (`collectives.group_ops`), side by side.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, assign_buckets, wire
+from tfdist.collectives import RankProgram, assign_buckets, group_ops
 from tfdist.sharding import packing
 from tfdist.sharding.layout import Layout
 
@@ -23,7 +23,7 @@ def gather_shards(program: RankProgram, shards: Sequence[tf.Tensor], layouts: Se
         layouts: how each tensor is sharded.
         label: what the message is for.
     """
-    gathered = wire.all_gather_parts(program, shards, program.group_ranks("data"), label)
+    gathered = group_ops.all_gather_parts(program, shards, program.group_ranks("data"), label)
     return packing.fulls_of(gathered, layouts, program.constant)
 
 
@@ -47,7 +47,7 @@ def gather_over_tensor(program: RankProgram, local: tf.Tensor, layout: Layout, l
     """Returns the global tensor of `layout` from this rank's local one, gathered over the tensor axis."""
     if not layout.is_tensor_sharded:
         return local
-    gathered = wire.all_gather(program, local[tf.newaxis], program.group_ranks("tensor"), label)
+    gathered = group_ops.all_gather(program, local[tf.newaxis], program.group_ranks("tensor"), label)
     return packing.join_tensor_shards(tf.unstack(gathered), layout)
 
 
@@ -70,4 +70,4 @@ def scatter_sums(
         dtype: the dtype of the result.
     """
     rows = [tf.cast(row, travel_dtype) for row in packing.rows_of(summands, layouts, program.constant)]
-    return wire.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)
+    return group_ops.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)

@@ -13,7 +13,7 @@ from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, Where, cross_replica_of, current_program, rank_program, where, wire
+from tfdist.collectives import RankProgram, Where, cross_replica_of, current_program, group_ops, rank_program, where
 from tfdist.mesh import Coordinate
 from tfdist.sharding import keras_scope, packing
 from tfdist.sharding.layout import Layout
@@ -183,14 +183,14 @@ class ShardedVariable(values.DistributedVariable):
         owners = layout.pipe_owners
         if owners is None or program.mesh.coordinate(program.rank).pipe in owners:
             if layout.data_owner is not None:
-                part = wire.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
+                part = group_ops.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
             elif layout.is_data_sharded:
                 (part,) = gather_shards(program, [part], [layout], "assemble")
             part = gather_over_tensor(program, part, layout, "assemble")
         if owners is None:
             return part
         stages = program.group_ranks("pipe")
-        return wire.broadcast(program, part, layout.shape, stages, stages[layout.first_pipe], "assemble/pipe")
+        return group_ops.broadcast(program, part, layout.shape, stages, stages[layout.first_pipe], "assemble/pipe")
 
     def __getattr__(self, name: str) -> Any:
         # The base class would read the variable, and so gather it, to look for any attribute on its value. Only what TensorFlow

@@ -137,7 +137,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         self._coordination = Coordination(self._cluster, name, watch.check, watch.report)
         mine = self._settings()
         try:
-            answers = self._coordination.exchange("hello", json.dumps(mine), timeout_seconds)
+            answers = self._coordination.all_gather("hello", json.dumps(mine), timeout_seconds)
         except TimeoutError as error:
             raise RuntimeError(_not_met(self._cluster, timeout_seconds, str(error))) from error
         for index, answer in enumerate(answers):

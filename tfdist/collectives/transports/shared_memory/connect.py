@@ -75,12 +75,12 @@ def connect_shared_memory(
     with contextlib.ExitStack() as stack:
         first = [ranks for ranks in groups if is_wanted and ranks[0] == here]
         offered = {str(ranks): _offer(0 if message_axis else file_bytes(len(ranks)), stack) for ranks in first}
-        answers = [json.loads(answer) for answer in store.exchange("memory", json.dumps([is_wanted, offered]), timeout_seconds)]
+        answers = [json.loads(answer) for answer in store.all_gather("memory", json.dumps([is_wanted, offered]), timeout_seconds)]
         if not all(answer[0] for answer in answers):
             return
         joined = {ranks: _join(ranks, here, answers[ranks[0]][1].get(str(ranks)), stack) for ranks in groups}
         mine = json.dumps([str(ranks) for ranks, place in joined.items() if place is not None])
-        answers = [json.loads(answer) for answer in store.exchange("memory/joined", mine, timeout_seconds)]
+        answers = [json.loads(answer) for answer in store.all_gather("memory/joined", mine, timeout_seconds)]
         for ranks, place in joined.items():
             if all(str(ranks) in answers[rank] for rank in ranks):
                 peers = place.connect(len(ranks), timeout_seconds)
@@ -92,7 +92,7 @@ def connect_shared_memory(
                     exchange = Exchange(place.memory, place.index, peers)
                     communicator.transports[ranks] = SharedMemory(exchange)
                     _open.add(exchange)
-        store.exchange("memory/connected", "", timeout_seconds)
+        store.all_gather("memory/connected", "", timeout_seconds)
 
 
 def _may_wait(communicator: Communicator) -> bool:
