@@ -14,6 +14,8 @@ from tfdist.collectives.plan import CollectivePlan, Ranks
 from tfdist.mesh import MESH_AXES, DeviceMesh
 
 if TYPE_CHECKING:
+    from tfdist.collectives.transports.chunked import Chunked
+    from tfdist.collectives.transports.kernels import Kernels
     from tfdist.collectives.transports.transport import MessageTransport, Transport
 
 # Room for all pairs of 350 ranks, twice; keys are int32, so that a process may have 8,000 communicators.
@@ -44,7 +46,7 @@ class Communicator:
 
     _next_key_range = itertools.count(1 << 20, _KEYS_PER_COMMUNICATOR)
 
-    def __init__(self, mesh: DeviceMesh, transport: Transport, local_ranks: Sequence[int] | None = None):
+    def __init__(self, mesh: DeviceMesh, transport: Kernels | Chunked, local_ranks: Sequence[int] | None = None):
         self.mesh = mesh
         self.transport = transport
         self.local_ranks = tuple(range(mesh.world_size) if local_ranks is None else local_ranks)

@@ -44,7 +44,7 @@ class _Call:
     rank: int
     record: CollectiveRecord | None = None
     key: Hashable = None
-    emit: Callable[[RankProgram, tf.Tensor], tf.Tensor] | None = None
+    emit: Any = None
     value: tf.Tensor | None = None
     result: tf.Tensor | None = None
     is_done: bool = False
@@ -78,15 +78,15 @@ class Meeting:
             members = [other for other in waiting if other.record.ranks == call.record.ranks]
             here = [rank for rank in self._local_ranks if rank in call.record.ranks]
             if not call.is_done and len(members) == len(here):
-                self._run(members)
+                self._run(members, call.record.ranks)
                 served = True
         if not served:
             self._refuse(waiting)
 
-    def _run(self, calls: Sequence[_Call]) -> None:
+    def _run(self, calls: Sequence[_Call], ranks: Ranks) -> None:
         first = calls[0]
         values = [call.value for call in calls]
-        results = self._cross_replica.call(first.key, first.emit, values, first.record.ranks)
+        results = self._cross_replica.call(first.key, first.emit, values, ranks)
         for call, result in zip(calls, results, strict=True):
             call.result, call.is_done = result, True
 
@@ -109,7 +109,7 @@ class EagerProgram(RankProgram):
     def __init__(self, communicator: Communicator, rank: int, plan: CollectivePlan, meeting: Meeting, arguments: Any = ()):
         super().__init__(communicator, rank, tf.compat.v1.get_default_graph(), plan, arguments)
         self._meeting = meeting
-        self._transport = _MeetingTransport()
+        self._transport = _MeetingTransport(self)
 
     def transport_of(self, ranks: Ranks) -> Transport:
         return self._transport
@@ -147,33 +147,35 @@ class EagerProgram(RankProgram):
 class _MeetingTransport(Transport):
     """The transport of every group of an eager program: the ranks meet, and the group's own transport does the rest, traced."""
 
-    def all_reduce(self, program: EagerProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
-        return _together(program, x, ranks, "all_reduce", label, (reduce_op, label))
+    def __init__(self, program: EagerProgram):
+        self._program = program
 
-    def all_gather(self, program: EagerProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
-        return _together(program, x, ranks, "all_gather", label, (label,))
+    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
+        return self._together(x, ranks, "all_reduce", label, (reduce_op, label))
 
-    def all_to_all(self, program: EagerProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
-        return _together(program, x, ranks, "all_to_all", label, (label,))
+    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+        return self._together(x, ranks, "all_gather", label, (label,))
 
-    def reduce_scatter(self, program: EagerProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
-        return _together(program, x, ranks, "reduce_scatter", label, (label, dtype))
+    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+        return self._together(x, ranks, "all_to_all", label, (label,))
 
-    def broadcast(self, program: EagerProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
+    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
+        return self._together(x, ranks, "reduce_scatter", label, (label, dtype))
+
+    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
             mine = value if rank.rank == source else tf.TensorSpec(value.shape, value.dtype)
             return rank.transport_of(ranks).broadcast(rank, mine, ranks, source, op, label)
 
         record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label, source)
         value = x if program.rank == source else tf.zeros(x.shape, x.dtype)
-        return program.together(record, (op, ranks, source), emit, value)
+        return self._program.together(record, (op, ranks, source), emit, value)
 
+    def _together(self, x: tf.Tensor, ranks: Ranks, op: str, label: str, arguments: tuple[Any, ...]) -> tf.Tensor:
+        """Runs the method `op` of the group's transport with `arguments`, once all members have come."""
 
-def _together(program: EagerProgram, x: tf.Tensor, ranks: Ranks, op: str, label: str, arguments: tuple[Any, ...]) -> tf.Tensor:
-    """Runs the method `op` of the group's transport with `arguments`, once all members have come."""
+        def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
+            return getattr(rank.transport_of(ranks), op)(rank, value, ranks, *arguments)
 
-    def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
-        return getattr(rank.transport_of(ranks), op)(rank, value, ranks, *arguments)
-
-    record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label)
-    return program.together(record, (op, ranks, arguments), emit, x)
+        record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label)
+        return self._program.together(record, (op, ranks, arguments), emit, x)

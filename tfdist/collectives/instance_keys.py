@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import tensorflow as tf
 
@@ -28,7 +29,7 @@ class InstanceKeys:
     """
 
     def __init__(self) -> None:
-        self._keys: dict[tuple, int] = {}
+        self._keys: dict[tuple[Any, ...], int] = {}
         self._taken: set[int] = set()
 
     def key(self, record: CollectiveRecord) -> int:
@@ -38,7 +39,7 @@ class InstanceKeys:
             self._keys[kind] = self._free_key(kind, None in record.shape)
         return self._keys[kind]
 
-    def _free_key(self, kind: tuple, is_dynamic: bool) -> int:
+    def _free_key(self, kind: tuple[Any, ...], is_dynamic: bool) -> int:
         number = int.from_bytes(hashlib.sha256(repr(kind).encode()).digest()[:8], "big")
         while True:
             key = _FIRST_BLOCK + number % _BLOCKS * KEYS_PER_COLLECTIVE if is_dynamic else 1 + number % (_FIRST_BLOCK - 1)

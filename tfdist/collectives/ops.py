@@ -14,6 +14,8 @@ A group of one rank returns its input. Dtypes: float32, float64, float16, bfloat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from tfdist import errors
@@ -24,6 +26,7 @@ from tfdist.collectives.program import RankProgram
 from tfdist.collectives.where import current_program
 from tfdist.custom_gradients import custom_gradient
 
+_Gradient = Callable[[tf.Tensor], tf.Tensor]
 _REDUCE_OPS = ("sum", "mean", "max", "min")
 
 
@@ -56,8 +59,8 @@ def all_reduce(x: tf.Tensor, mesh_axis: str = "data", *, reduce_op: str = "sum",
         return all_reduce(x, mesh_axis, label=label) / len(ranks)
 
     @custom_gradient
-    def reduce(x):
-        def gradient(upstream):
+    def reduce(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             if reduce_op != "sum":
                 raise NotImplementedError(
                     errors.message(
@@ -98,8 +101,8 @@ def all_gather(x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, l
         return all_gather_uneven(program, x, ranks, mesh_axis, label)
 
     @custom_gradient
-    def gather(x):
-        def gradient(upstream):
+    def gather(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             return reduce_scatter(upstream, mesh_axis, label=f"{label}/gradient")
 
         return group_ops.all_gather(program, x, ranks, label), gradient
@@ -121,8 +124,8 @@ def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axi
     padded = tf.pad(x, [[0, rows - length]] + [[0, 0]] * inner.rank)
 
     @custom_gradient
-    def gather(padded):
-        def gradient(upstream):
+    def gather(padded: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             pieces = tf.ensure_shape(tf.reshape(upstream, [len(ranks), rows, *inner]), [len(ranks), None, *inner])
             return group_ops.reduce_scatter(program, pieces, ranks, f"{label}/gradient")
 
@@ -158,8 +161,8 @@ def reduce_scatter(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "reduc
     padding = [[0, chunk * size - rows]] + [[0, 0]] * (x.shape.rank - 1)
 
     @custom_gradient
-    def scatter(x):
-        def gradient(upstream):
+    def scatter(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             short = [[0, chunk - mine]] + [[0, 0]] * (x.shape.rank - 1)
             return all_gather(tf.pad(upstream, short), mesh_axis, label=f"{label}/gradient")[:rows]
 
@@ -196,8 +199,8 @@ def all_to_all(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "all_to_al
         )
 
     @custom_gradient
-    def exchange(x):
-        def gradient(upstream):
+    def exchange(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             return all_to_all(upstream, mesh_axis, label=f"{label}/gradient")
 
         blocks = tf.reshape(x, [len(ranks), x.shape[0] // len(ranks), *x.shape[1:]])
@@ -229,8 +232,8 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
     is_root = ranks[root] == program.rank
 
     @custom_gradient
-    def copy(x):
-        def gradient(upstream):
+    def copy(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             total = all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
             return total if is_root else tf.zeros_like(total)
 

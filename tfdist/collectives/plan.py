@@ -6,14 +6,14 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tfdist import errors
 
 Ranks = tuple[int, ...]  # the members of a group, in group order
-TensorLike = tf.Tensor | tf.TensorSpec  # a tensor, or the shape and dtype of one that is elsewhere
+TensorLike: TypeAlias = tf.Tensor | tf.TensorSpec  # a tensor, or the shape and dtype of one that is elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,10 @@ class CollectiveRecord:
     @property
     def input_bytes(self) -> int:
         """Bytes of this rank's input. Raises ValueError when the shape is known at run time only."""
-        if None in self.shape:
+        sizes = [size for size in self.shape if size is not None]
+        if len(sizes) < len(self.shape):
             raise ValueError(errors.message("The bytes of a collective need a static shape.", record=self))
-        return math.prod(self.shape) * tf.as_dtype(self.dtype).size
+        return math.prod(sizes) * tf.as_dtype(self.dtype).size
 
     @property
     def sent_bytes(self) -> float:
@@ -63,14 +64,14 @@ class CollectiveRecord:
         return factor * self.input_bytes
 
     @property
-    def kind(self) -> tuple:
+    def kind(self) -> tuple[Any, ...]:
         """What makes two collectives of a group interchangeable on the wire."""
         # Messages run side by side, and are told apart by what they are for.
         own = (self.label,) if self.op == "edge" else ()
         return (self.op, self.ranks, self.shape, self.dtype, self.source, *own)
 
     @property
-    def signature(self) -> tuple:
+    def signature(self) -> tuple[Any, ...]:
         """What all members of the group in one process must agree on."""
         return (*self.kind, self.label)
 
@@ -151,7 +152,7 @@ class CollectivePlan:
         for ranks, agreed in self._agreed.items():
             counts = {rank: self._position[rank, ranks] for rank in ranks if rank in self.local_ranks}
             if set(counts.values()) != {len(agreed)}:
-                shortest = min(counts, key=counts.get)
+                shortest = min(counts, key=lambda rank: counts[rank])
                 raise RuntimeError(
                     errors.message(
                         f"Ranks of group {list(ranks)} run different numbers of collectives: {counts}. Rank {shortest} lacks "

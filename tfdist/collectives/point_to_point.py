@@ -10,7 +10,8 @@ other by a label. They have no gradient. How a message travels is its pair's tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -21,6 +22,8 @@ from tfdist.collectives.transports.graph_edges import GRAPH_EDGES
 from tfdist.collectives.transports.transport import MessageTransport
 from tfdist.collectives.where import current_program
 from tfdist.custom_gradients import custom_gradient
+
+_Gradient = Callable[[tf.Tensor], tf.Tensor]
 
 
 def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str = "send") -> tf.Tensor:
@@ -48,8 +51,8 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
         raise ValueError(errors.message("`send` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`."))
 
     @custom_gradient
-    def leave(x):
-        def gradient(_):
+    def leave(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
+        def gradient(_: tf.Tensor) -> tf.Tensor:
             # Not times the receipt's gradient: what arrives is the whole gradient of the receiver's loss, scaled as that is.
             return group_ops.broadcast(program, x, x.shape, pair, peer, f"{label}/gradient", op="send")
 
@@ -93,8 +96,8 @@ def receive(
     group_ops.check_dtype("receive", spec)
 
     @custom_gradient
-    def arrive(anchor):
-        def gradient(upstream):
+    def arrive(anchor: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
             sent = group_ops.broadcast(program, upstream, upstream.shape, pair, program.rank, f"{label}/gradient", op="send")
             with tf.control_dependencies([sent]):
                 return tf.zeros_like(anchor)
@@ -107,16 +110,17 @@ def receive(
 def _pair(op: str, argument: str, index: int, mesh_axis: str) -> tuple[RankProgram, int, tuple[int, int]]:
     program = current_program(f"`{op}`")
     ranks = program.group_ranks(mesh_axis)
+    received: dict[str, Any] = {argument: index}
     if not 0 <= index < len(ranks) or ranks[index] == program.rank:
         raise ValueError(
             errors.message(
                 f"`{argument}` must be another member of the group: an index in [0, {len(ranks)}) other than this rank's, "
                 f"{ranks.index(program.rank)}.",
-                **{argument: index},
+                **received,
             )
         )
     peer = ranks[index]
-    return program, peer, tuple(sorted((program.rank, peer)))
+    return program, peer, (min(program.rank, peer), max(program.rank, peer))
 
 
 # Messages

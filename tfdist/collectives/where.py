@@ -63,7 +63,7 @@ def rank_program(*, peers_on: str | None = None) -> RankProgram | None:
     if where() not in (Where.TRACED_RANK, Where.EAGER_RANK):
         return None
     program = _program_here()
-    return program if peers_on is None or program.mesh.size(peers_on) > 1 else None
+    return program if program is None or peers_on is None or program.mesh.size(peers_on) > 1 else None
 
 
 def current_program(what: str = "A collective") -> RankProgram:

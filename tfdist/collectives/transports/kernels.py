@@ -10,6 +10,7 @@ Facts behind what differs (TensorFlow 2.21):
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -145,7 +146,7 @@ NCCL = Nccl()
 # Note: broadcasts on the chain. The broadcast kernels take no ordering token, and a send whose output nobody reads is pruned,
 # so that its peer waits for ever; so does that of a receive. Reading the token before and writing it after puts them on the chain
 # and keeps them alive.
-def _chained(program: RankProgram):
+def _chained(program: RankProgram) -> AbstractContextManager[None]:
     return tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)])
 
 

@@ -82,13 +82,13 @@ def connect_shared_memory(
         mine = json.dumps([str(ranks) for ranks, place in joined.items() if place is not None])
         answers = [json.loads(answer) for answer in store.all_gather("memory/joined", mine, timeout_seconds)]
         for ranks, place in joined.items():
-            if all(str(ranks) in answers[rank] for rank in ranks):
+            if place is not None and all(str(ranks) in answers[rank] for rank in ranks):
                 peers = place.connect(len(ranks), timeout_seconds)
                 if message_axis:
                     mailbox = Mailbox.connect({ranks[index]: peer for index, peer in peers.items()})
                     communicator.message_transports.update(dict.fromkeys(mailbox.peers, MailboxMessages(mailbox)))
                     _open.add(mailbox)
-                else:
+                elif place.memory is not None:
                     exchange = Exchange(place.memory, place.index, peers)
                     communicator.transports[ranks] = SharedMemory(exchange)
                     _open.add(exchange)
