@@ -1,7 +1,7 @@
 """Collectives of activations: tensors (batch, ..., features) whose leading sizes are often known at run time only.
 
-The ranks of a tensor or pipeline group compute on the same examples, so their activations have one shape, whatever it turns out
-to be. Static sizes travel as they are. Else the dimensions from the last unknown one to the left are taken as rows, and the rows
+The ranks of a group along "tensor" or "pipe" compute on the same examples, so their activations have one shape, whatever it
+turns out to be. Static sizes travel as they are. Else the dimensions from the last unknown one to the left are taken as rows, and the rows
 are padded to a power of two, because a collective's key is bound to one shape for the life of the process:
 
     (None, 65, 32)   rows of (65, 32)     40 examples travel as 64
@@ -56,7 +56,7 @@ def reduce_scatter(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int
 
 
 def split(x: tf.Tensor, parts: int, axis: int) -> list[tf.Tensor]:
-    """Cuts `x` in equal `parts` along `axis`.
+    """Splits `x` in equal `parts` along `axis`.
 
     Raises:
         ValueError: `parts` does not divide the size of `axis`, where it is known.

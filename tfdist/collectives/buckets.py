@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 
 def assign_buckets(sizes: Sequence[int], bucket_bytes: int, kinds: Sequence[Hashable] | None = None) -> list[list[int]]:
-    """Cuts the tensors 0, 1, ... in consecutive buckets of about `bucket_bytes`.
+    """Splits the tensors 0, 1, ... in consecutive buckets of about `bucket_bytes`.
 
     A bucket is closed when the next tensor would take it past `bucket_bytes`; a tensor larger than that is a bucket of its own.
     Only tensors of one kind (a dtype, say) share a bucket.

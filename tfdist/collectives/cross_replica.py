@@ -37,27 +37,27 @@ class CrossReplica:
         return self._communicator.is_multi_worker
 
     def all_reduce(self, values: Sequence[tf.Tensor], reduce_op: str, label: str = "reduce") -> list[tf.Tensor]:
-        """Reduces ("sum", "mean", "max", "min") elementwise over the data axis; of a pipeline, its last rank's values count."""
+        """Reduces ("sum", "mean", "max", "min") over the data axis; of the ranks along "pipe" the last one's values count."""
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
             ranks = program.group_ranks("data")
             reduced = group_ops.all_reduce(program, value, ranks, "sum" if reduce_op == "mean" else reduce_op, label)
             reduced = reduced / tf.cast(len(ranks), value.dtype) if reduce_op == "mean" else reduced
-            return _of_last_stage(program, reduced, label)
+            return _of_last_pipe_rank(program, reduced, label)
 
         return self.call(("all_reduce", reduce_op, label), lambda p, v: _carried(emit, p, v), values)
 
     def all_gather(self, values: Sequence[tf.Tensor], axis: int = 0, label: str = "gather") -> list[tf.Tensor]:
         """Concatenates over the data axis, in rank order, along `axis`, which may differ in length.
 
-        Of a pipeline the last rank's values count; the others' have the same shapes.
+        Of the ranks along the axis "pipe" the last one's values count; the others' have the same shapes.
         """
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
             axes = list(range(value.shape.rank))
             axes[0], axes[axis] = axes[axis], axes[0]
             swapped = tf.transpose(value, axes) if axis else value
-            swapped = _of_last_stage(program, swapped, label)
+            swapped = _of_last_pipe_rank(program, swapped, label)
             gathered = ops.all_gather_uneven(program, swapped, program.group_ranks("data"), "data", label)
             return tf.transpose(gathered, axes) if axis else gathered
 
@@ -82,7 +82,7 @@ class CrossReplica:
         return self.call(("from_chief", label), lambda p, v: _carried(emit, p, v), [value], members)[0]
 
     def from_first_owner(self, value: tf.Tensor, pipe_ranks: Sequence[int], label: str = "broadcast/owner") -> tf.Tensor:
-        """Returns the `value` of the first of the ranks at the pipeline coordinates `pipe_ranks`, on every worker that has one.
+        """Returns the `value` of the first of the ranks at the coordinates `pipe_ranks` of "pipe", on every worker that has one.
 
         Workers that have none do not call it; the others give a value of the same shape and dtype.
         """
@@ -135,8 +135,8 @@ class CrossReplica:
         return results
 
 
-def _of_last_stage(program: RankProgram, value: tf.Tensor, label: str) -> tf.Tensor:
-    """Returns the `value` of the last rank of this rank's pipeline, where outputs, losses and metrics are."""
+def _of_last_pipe_rank(program: RankProgram, value: tf.Tensor, label: str) -> tf.Tensor:
+    """Returns the `value` of the last rank of this rank's group along "pipe", where outputs, losses and metrics are."""
     ranks = program.group_ranks("pipe")
     if len(ranks) == 1:
         return value

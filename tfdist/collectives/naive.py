@@ -1,7 +1,7 @@
 """The all-reduce that needs no idea: everybody sends to one master, which adds up and sends back.
 
 Kept because it explains the ring. With S bytes and N ranks the master receives (N-1) S and sends (N-1) S: its link carries
-2 (N-1) S bytes, growing with N, while the others' links idle. The ring cuts S in N pieces and keeps every link busy: each rank
+2 (N-1) S bytes, growing with N, while the others' links idle. The ring splits S in N pieces and keeps every link busy: each rank
 sends 2 S (N-1)/N bytes, less than 2 S for every N.
 
         naive                            ring
