@@ -133,6 +133,7 @@ def ask_models(methods: dict[int, list[str]]) -> dict[tuple[int, str], dict[str,
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
         for name in names:
             found[stage, name] = METHODS[name](strategy)
+            assert not strategy.extended.communicator.running(), "also after data that ran out"
             gc.freeze()  # as after every test: see conftest.py
     return found
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # Room for all pairs of 350 ranks, twice; keys are int32, so that a process may have 8,000 communicators.
 _KEYS_PER_COMMUNICATOR = 1 << 18
-# A token counts: odd while its rank runs a program, even between programs. Its upper bits are the program's number while odd.
-_COUNT_BITS = 40
 
 
 class Communicator:
@@ -61,6 +59,7 @@ class Communicator:
         self._group_numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         self._tokens: dict[int, tf.Variable] = {}
         self._message_tokens: dict[int, tf.Variable] = {}
+        self._running: dict[int, tf.Variable] = {}
 
     @property
     def is_multi_worker(self) -> bool:
@@ -116,10 +115,18 @@ class Communicator:
             self.programs.append(plan)
         return plan
 
-    def marks(self, plan: CollectivePlan) -> tuple[int, int]:
-        """Returns what a rank that runs `plan` adds to its token before its first collective, and after its last."""
-        number = self.programs.index(plan) << _COUNT_BITS
-        return 1 + number, 1 - number
+    def mark_running(self, rank: int, plan: CollectivePlan | None) -> tf.Operation:
+        """Emits the operation that notes which program `rank` runs from here on, None if it has ended.
+
+        It stands on the rank's chain: after the collectives before it, and before those after it.
+        """
+        running = self._made(self._running, rank).handle
+        one, number = tf.constant(1, tf.int64), tf.constant(0 if plan is None else 1 + self.programs.index(plan), tf.int64)
+        if plan is None:
+            with tf.control_dependencies([tf.raw_ops.AssignAddVariableOp(resource=self.token(rank), value=one)]):
+                return tf.raw_ops.AssignVariableOp(resource=running, value=number)
+        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=running, value=number)]):
+            return tf.raw_ops.AssignAddVariableOp(resource=self.token(rank), value=one)
 
     def running(self) -> dict[int, tuple[int, CollectivePlan]]:
         """Returns, per local rank that is running collectives at this moment, a count of its programs so far and the plan.
@@ -128,8 +135,8 @@ class Communicator:
         runs; known for jobs of several workers only.
         """
         found = {}
-        for rank, token in list(self._tokens.items()):
-            number, count = divmod(int(token.numpy()), 1 << _COUNT_BITS)
-            if count % 2:
-                found[rank] = (count, self.programs[number])
+        for rank, running in list(self._running.items()):
+            count, number = int(self._tokens[rank].numpy()), int(running.numpy())
+            if number:
+                found[rank] = (count, self.programs[number - 1])
         return found

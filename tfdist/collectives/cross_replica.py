@@ -129,8 +129,12 @@ class CrossReplica:
         for rank, value in zip(ranks, values, strict=True):
             program = RankProgram(communicator, rank, tf.compat.v1.get_default_graph(), plan)
             with tf.device(program.device):
-                results.append(emit(program, value))
-                program.close(results[-1])
+                result = emit(program, value)
+                ended = program.close(result)
+                if ended:  # code outside replicas may stop the graph: when no worker has data any more
+                    with tf.control_dependencies(ended):
+                        result = tf.identity(result)
+                results.append(result)
         plan.check_complete()
         return results
 

@@ -138,10 +138,11 @@ class EagerProgram(RankProgram):
         self.plan.add(self.rank, record)
         return self._meeting.wait_for(_Call(self.rank, record, key, emit, value))
 
-    def close(self, outputs: object) -> None:
-        super().close(outputs)
+    def close(self, outputs: Any) -> list[tf.Operation]:
+        ended = super().close(outputs)
         if len(self.communicator.local_ranks) > 1:
             self._meeting.wait_for(_Call(self.rank))
+        return ended
 
 
 class _MeetingTransport(Transport):

@@ -156,23 +156,29 @@ class RankProgram:
             return tf.executing_eagerly()
         return tf.compat.v1.get_default_graph() in (self.graph, *self._branches[-1:])
 
-    def close(self, outputs: Any) -> None:
-        """Runs the `at_close` callbacks; `outputs` is what the rank's function returned."""
+    def close(self, outputs: Any) -> list[tf.Operation]:
+        """Runs the `at_close` callbacks; `outputs` is what the rank's function returned.
+
+        Returns the operations that note the end. Who can stop the graph because of an output lets that wait for them: else a
+        program would seem to run that has been stopped.
+        """
         for callback in self.at_close:
             callback(outputs)
-        if self._is_marked:
-            self._mark(self.communicator.marks(self.plan)[1])
+        return [self._mark(None)] if self._is_marked else []
 
-    # Marks on the token, before the program's first collective and after its last, tell a watching thread that the rank is in it.
+    # Marks on the chain, before the program's first collective and after its last, tell a watching thread that the rank is in it.
     def _mark_start(self) -> None:
         if self.communicator.is_multi_worker and not self._is_marked:
             self._is_marked = True
-            self._mark(self.communicator.marks(self.plan)[0])
+            self._mark(self.plan)
 
-    def _mark(self, mark: int) -> None:
-        with self.graph.as_default(), tf.control_dependencies(None), tf.device(self.device):
-            # Also where the first collective stands in a branch: of an accumulation, whose other steps send nothing.
-            tf.raw_ops.AssignAddVariableOp(resource=self.token(), value=tf.constant(mark, tf.int64))
+    def _mark(self, plan: CollectivePlan | None) -> tf.Operation:
+        inputs = tf.nest.flatten(self.arguments, expand_composites=True)
+        inputs = [leaf for leaf in inputs if tf.is_symbolic_tensor(leaf) and leaf.graph is self.graph]
+        # In the graph of all ranks, also where the first collective stands in a branch: of an accumulation, whose other steps
+        # send nothing. When the data have run out, nothing of the step happens, and so the rank is not in it.
+        with self.graph.as_default(), tf.control_dependencies(None), tf.control_dependencies(inputs), tf.device(self.device):
+            return self.communicator.mark_running(self.rank, plan)
 
     def install(self, replica_context: tf.distribute.ReplicaContext) -> None:
         """Makes this the program of `replica_context`, which `current_program` finds."""
