@@ -1,16 +1,18 @@
 # make train   trains the example GPT, sharded, in a fresh .venv:  make train ARGS="--devices 4 --zero-stage 2"
 # make test    lint, the tests and what they cover;  make test-exhaustive: with every case of their grids
 # make lint    ruff and mypy;  make format: what ruff mends
+# make test-nightly   what tfdist stands on in Keras, with tomorrow's Keras (keras-nightly), in a .venv-nightly of its own
 # make bench   the benchmarks beside TensorFlow, PyTorch and DeepSpeed:  make bench ARGS="--suite full --torch-python PYTHON"
 #
 # Needs Python 3.11 or later and make; another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3.11
 VENV   := .venv
+NIGHTLY := .venv-nightly
 BIN    := $(VENV)/bin
 PIP     = $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: train test test-exhaustive bench lint format clean
+.PHONY: train test test-exhaustive test-nightly bench lint format clean
 .DEFAULT_GOAL := test
 
 train: $(VENV)/.installed-examples
@@ -23,6 +25,14 @@ test: lint
 
 test-exhaustive:
 	$(MAKE) test ARGS='-m "" $(ARGS)'
+
+# The replacements, the private names, and a smoke of parity. Both packages are called `keras` inside, so one has to go first.
+test-nightly:
+	$(MAKE) VENV=$(NIGHTLY) $(NIGHTLY)/.installed-test
+	$(NIGHTLY)/bin/python -m pip --quiet uninstall --yes keras keras-nightly
+	$(NIGHTLY)/bin/python -m pip --disable-pip-version-check --quiet install --pre --no-deps keras-nightly
+	$(NIGHTLY)/bin/python -m pytest -n 2 tests/keras_hooks tests/test_private_names*.py tests/*/test_private_names_*.py \
+		tests/layers/test_normalization.py tests/losses/test_uneven_batches.py tests/strategy/test_optimizer_parity.py $(ARGS)
 
 bench: $(VENV)/.installed-examples
 	$(BIN)/python -m benchmarks.run $(ARGS)
@@ -51,5 +61,5 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info coverage.txt .hypothesis .mypy_cache .pytest_cache .ruff_cache out
+	rm -rf $(VENV) $(NIGHTLY) build dist *.egg-info coverage.txt .hypothesis .mypy_cache .pytest_cache .ruff_cache out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,7 +27,7 @@ HEAD = f"""\
 and Keras has no hook to say otherwise. From then on each of them looks at the strategy first, and does what it always did for
 models, optimizers and losses that were made under none, or under one of TensorFlow's own.
 
-The table was written for {SUPPORTED}.
+The table was written for `{"`, `".join(SUPPORTED)}`; where Keras 3.16's nightly differs, it has both.
 Before anything is replaced, all of it is compared with the packages that are installed. If a function is not there, or has other
 parameters, the strategy raises an error that names each such function, and nothing has been changed.
 

@@ -62,7 +62,6 @@ PRIVATE = {
     "strategy/variable_creation.py",
     "strategy/multi_worker_extended.py",
     "pipeline/stages/masks.py",
-    "kernels/matrix_products.py",
     "tensor_plans/keras_tracing.py",
 }
 # Rooms without which everything else runs, with those that may know them.

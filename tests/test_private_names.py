@@ -15,9 +15,8 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers.trainer import Trainer
+from keras_owners import TensorFlowTrainer, Trainer
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx, config
 from tensorflow.python.autograph.impl import api as autograph

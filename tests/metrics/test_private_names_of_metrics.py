@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras_owners import TensorFlowTrainer
 
 
 def test_functions_that_the_seam_overrides():

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from tfdist.pipeline.stages.stage import nodes_in_order
 

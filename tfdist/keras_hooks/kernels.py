@@ -13,26 +13,24 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
-from tfdist.keras_hooks.table import replaces
+from tfdist.keras_hooks.table import BACKEND_NN, BACKEND_NUMPY, replaces
 from tfdist.kernels import crossentropy, feature_norms, matrix_products
 from tfdist.kernels.gelu import gelu
 from tfdist.sharding import config_of, tape
 
-_BACKEND = "keras.src.backend.tensorflow"
-
 
 def _program() -> RankProgram | None:
     """Returns the program of the rank that computes; None where none does, or where its strategy's kernels are off."""
-    program = rank_program()
-    if program is None:
+    program, config = rank_program(), config_of(tf.distribute.get_strategy())
+    if program is None or config is None:
         return None
-    wanted = config_of(tf.distribute.get_strategy()).use_kernels
+    wanted = config.use_kernels
     is_on = program.is_on_cpu if wanted is None else wanted  # measured on CPUs alone: docs/notes/kernels.md
     return program if is_on else None
 
 
 @replaces(
-    f"{_BACKEND}.nn",
+    BACKEND_NN,
     "gelu",
     signature="(x, approximate=True)",
     why="TensorFlow's keeps three tensors of the hidden layer's size for the backward pass; one is enough.",
@@ -94,7 +92,7 @@ def _normalized(program: RankProgram, x: tf.Tensor, gamma: Any, beta: Any, epsil
 
 
 @replaces(
-    f"{_BACKEND}.nn",
+    BACKEND_NN,
     "_dot_product_attention_xla",
     signature="(query, key, value, bias, mask, is_causal, scale)",
     why="Keras's moves the heads before and behind each of six products; moved once, they are moved three times.",
@@ -107,7 +105,7 @@ def _dot_product_attention(
 
 
 @replaces(
-    f"{_BACKEND}.numpy",
+    BACKEND_NUMPY,
     "einsum",
     signature="(subscripts, *operands, **kwargs)",
     why="A projection of several axes is one product of matrices; Keras's multiplies example by example.",
@@ -123,7 +121,7 @@ def _einsum(original: Callable[..., Any], subscripts: str, *operands: Any, **kwa
 
 
 @replaces(
-    f"{_BACKEND}.nn",
+    BACKEND_NN,
     "sparse_categorical_crossentropy",
     signature="(target, output, from_logits=False, axis=-1)",
     why="TensorFlow's kernel goes over the logits in a scalar loop on CPUs, and takes three times as long.",

@@ -8,10 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import rank_program
-from tfdist.keras_hooks.table import replaces
+from tfdist.keras_hooks.table import BACKEND_NN, replaces
 from tfdist.layers import empty_batches, normalization, randomness, sharded_tensors
-
-_BACKEND = "keras.src.backend.tensorflow.nn"
 
 
 @replaces(
@@ -37,7 +35,7 @@ def _next(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
 
 def _for_no_rows(name: str, signature: str) -> Callable[..., Any]:
     why = "A rank's piece of the batch may be empty, and TensorFlow's kernel on CPUs fails on no rows."
-    return replaces(_BACKEND, name, signature=signature, why=why)
+    return replaces(BACKEND_NN, name, signature=signature, why=why)
 
 
 _CONV = "strides=1, padding='valid', data_format=None, dilation_rate=1)"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.keras_hooks.table import replaces
+from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, replaces
 from tfdist.metrics.global_results import naming_the_model, reduce_logs
 from tfdist.sharding import config_of
 
 
 @replaces(
-    "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
+    TENSORFLOW_TRAINER,
     "_make_function",
     signature="(self, step_function)",
     why="A step's logs must say whose they are: where Keras reduces them it does not know the model.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,19 +17,21 @@ _MANY_WRITERS = "Every worker would write the same file, and a variable that is 
 @replaces(
     "keras.src.saving.saving_lib",
     "save_model",
-    signature="(model, filepath, weights_format='h5', zipped=True)",
+    signature=("(model, filepath, weights_format='h5', zipped=True)", "(model, filepath, zipped=True)"),
     why=_MANY_WRITERS,
 )
-def _save_model(
-    original: Callable[..., None], model: Any, filepath: Any, weights_format: str = "h5", zipped: bool = True
-) -> None:
-    path = str(filepath)
+def _save_model(original: Callable[..., None], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+    def write(target: Any) -> None:
+        original(model, target, *args, **kwargs)
+
+    given = inspect.signature(original).bind(model, filepath, *args, **kwargs).arguments
+    path, zipped = str(filepath), given.get("zipped", True)
     refused = zipped != path.endswith(".keras") or (zipped and path.startswith("hf://"))
     # An object in memory is no file: each worker fills its own. What Keras refuses, it refuses on every worker.
     if writing_role(model) is WritingRole.ALONE or isinstance(filepath, io.IOBase) or refused:
-        original(model, filepath, weights_format, zipped)
+        write(filepath)
     else:
-        saving.save_model(model, filepath, weights_format, lambda target: original(model, target, weights_format, zipped))
+        saving.save_model(model, filepath, given.get("weights_format", "h5"), write)
 
 
 @replaces(

@@ -24,8 +24,15 @@ import tensorflow as tf
 
 from tfdist import errors
 
-SUPPORTED = "Keras 3.15, TensorFlow 2.21"
+# What the suite was run with, as setup.py has it; of Keras 3.16 only `make test-nightly` was.
+SUPPORTED = ("tensorflow>=2.21,<2.22", "keras>=3.15,<3.16")
 _ORIGINAL = "_tfdist_original"
+
+# Owners that Keras 3.16 has moved.
+BACKEND_NN = ("keras.src.backend.tensorflow.nn", "keras.src.backend.tensorflow.ops.nn")
+BACKEND_NUMPY = ("keras.src.backend.tensorflow.numpy", "keras.src.backend.tensorflow.ops.numpy")
+TRAINER = ("keras.src.trainers.trainer.Trainer", "keras.src.trainers.trainer.BaseTrainer")
+TENSORFLOW_TRAINER = ("keras.src.backend.tensorflow.trainer.TensorFlowTrainer", "keras.src.backend.tensorflow.trainer.Trainer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +40,8 @@ class Replacement:
     """One function, method or value of Keras or TensorFlow that tfdist replaces.
 
     Args:
-        owner: the dotted name of the module or class that has it.
+        owners: the dotted name of the module or class that has it; several, where versions of Keras have it in different places:
+            the first that exists is meant.
         name: the attribute.
         signatures: the parameters of the functions that the replacement was written for, one of each version of Keras, as in
             "(self, grads, learning_rate=None)"; none for a value that is no function.
@@ -42,11 +50,16 @@ class Replacement:
             what replaces it.
     """
 
-    owner: str
+    owners: tuple[str, ...]
     name: str
     signatures: tuple[str, ...]
     why: str
     binding: Callable[..., Any]
+
+    @property
+    def owner(self) -> str:
+        """The dotted name of the owner in the versions that are installed; the first of `owners` if none exists."""
+        return next((name for name in self.owners if resolve(name) is not None), self.owners[0])
 
     def found(self) -> tuple[Any, Any]:
         """Returns the owner and the present attribute.
@@ -89,18 +102,13 @@ class Table:
         self._is_installed = False
         self._lock = threading.Lock()
 
-    def replaces(self, owner: str, name: str, *, signature: str | Sequence[str], why: str) -> Callable[..., Any]:
+    def replaces(
+        self, owner: str | Sequence[str], name: str, *, signature: str | Sequence[str] = (), why: str
+    ) -> Callable[..., Any]:
         """A decorator that adds a row; the decorated function stays as it is. See `Replacement` for the arguments."""
-        signatures = (signature,) if isinstance(signature, str) else tuple(signature)
-        return self._adding(owner, name, signatures, why)
 
-    def replaces_value(self, owner: str, name: str, *, why: str) -> Callable[..., Any]:
-        """As `replaces`, for an attribute that is no function: the decorated function returns the new value, from the old."""
-        return self._adding(owner, name, (), why)
-
-    def _adding(self, owner: str, name: str, signatures: tuple[str, ...], why: str) -> Callable[..., Any]:
         def add(binding: Callable[..., Any]) -> Callable[..., Any]:
-            self.rows.append(Replacement(owner, name, signatures, " ".join(why.split()), binding))
+            self.rows.append(Replacement(_tuple(owner), name, _tuple(signature), " ".join(why.split()), binding))
             return binding
 
         return add
@@ -120,7 +128,7 @@ class Table:
                     errors.message(
                         f"tfdist was not written for these versions of Keras and TensorFlow: {'; '.join(misfits)}.",
                         versions=f"Keras {keras.__version__}, TensorFlow {tf.__version__}",
-                        fix=f"Install what it was written for: {SUPPORTED}.",
+                        fix=f"Install what it was written for: {' '.join(SUPPORTED)}.",
                     )
                 )
             found = [(row, *row.found()) for row in self.rows]
@@ -129,22 +137,22 @@ class Table:
             self._is_installed = True
 
 
-def resolve(name: str) -> Any:
-    """Returns the module or class of a dotted name.
+def _tuple(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
-    Raises:
-        AttributeError: there is none.
-    """
+
+def resolve(name: str) -> Any:
+    """Returns the module or class of a dotted name, None if there is none."""
     parts = name.split(".")
     for number in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:number]))
+            found: Any = importlib.import_module(".".join(parts[:number]))
         except ModuleNotFoundError:
             continue
         for part in parts[number:]:
-            found = getattr(found, part)
+            found = getattr(found, part, None)
         return found
-    raise AttributeError(f"There is no module {parts[0]}.")
+    return None
 
 
 def signature_of(function: Any) -> str:
@@ -154,4 +162,4 @@ def signature_of(function: Any) -> str:
 
 
 TABLE = Table()
-replaces, replaces_value, install = TABLE.replaces, TABLE.replaces_value, TABLE.install
+replaces, install = TABLE.replaces, TABLE.install

@@ -9,14 +9,14 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import config
 
 from tfdist.data import device_iterators
-from tfdist.keras_hooks.table import replaces, replaces_value
+from tfdist.keras_hooks.table import replaces
 from tfdist.sharding import config_of
 
 _INPUT = "tensorflow.python.distribute.input_lib"
 _MULTI_DEVICE = "tensorflow.python.data.ops.multi_device_iterator_ops"
 
 
-@replaces_value(
+@replaces(
     "tensorflow.python.autograph.core.config",
     "CONVERSION_RULES",
     why="""A `tf.function` rewrites the Python of what it calls, library code too unless the library is listed here, as TensorFlow

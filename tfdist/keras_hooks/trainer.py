@@ -9,18 +9,15 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.data import rank_specs
-from tfdist.keras_hooks.table import replaces
+from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.layers import sharded_tensors
 from tfdist.optimizers.support import check_variables, describe
 from tfdist.pipeline.model import check_is_pipelined
 from tfdist.sharding import config_of
 
-_TRAINER = "keras.src.trainers.trainer.Trainer"
-_TF_TRAINER = "keras.src.backend.tensorflow.trainer"
-
 
 @replaces(
-    _TRAINER,
+    TRAINER,
     "compile",
     signature="""(self, optimizer='rmsprop', loss=None, loss_weights=None, metrics=None, weighted_metrics=None, \
 run_eagerly=False, steps_per_execution=1, jit_compile='auto', auto_scale_loss=True)""",
@@ -68,7 +65,7 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 @replaces(
-    f"{_TF_TRAINER}.TensorFlowTrainer",
+    TENSORFLOW_TRAINER,
     "_maybe_symbolic_build",
     signature="(self, iterator=None, data_batch=None)",
     why="""Keras reads and averages the ranks' first batches only to learn their shape: that fails for uneven batches and strings,
@@ -90,7 +87,7 @@ def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: An
 
 
 @replaces(
-    f"{_TF_TRAINER}.TensorFlowTrainer",
+    TENSORFLOW_TRAINER,
     "predict_on_batch",
     signature="(self, x)",
     why="Every rank predicts the whole batch, and Keras returns it once for each of them.",
@@ -104,7 +101,7 @@ def _predict_on_batch(original: Callable[..., Any], self: Any, x: Any) -> Any:
 
 
 @replaces(
-    _TF_TRAINER,
+    "keras.src.backend.tensorflow.trainer",
     "_multi_worker_concat",
     signature="(v, strategy)",
     why="Keras puts the predictions of all workers' first devices first; a worker's devices are neighbours here.",
@@ -114,7 +111,7 @@ def _multi_worker_concat(original: Callable[..., Any], value: Any, strategy: tf.
 
 
 @replaces(
-    _TRAINER,
+    TRAINER,
     "compute_metrics",
     signature="(self, x, y, y_pred, sample_weight=None)",
     why="Metrics must see whole predictions, also of a layer that leaves its output sharded over the tensor axis.",

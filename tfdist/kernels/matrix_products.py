@@ -5,8 +5,7 @@ before it multiplies and back behind. Here query, key and value are moved once a
 contracts the last axes of its input with the first ones of its kernel is one product of two matrices, where Keras multiplies
 example by example, and sums up as many gradients of the kernel.
 
-Keras's values to rounding. Equations of any other form are left to Keras. `_get_large_negative` is private to Keras:
-tests/layers/test_private_names_of_layers.py fails when it changes.
+Keras's values to rounding. Equations of any other form are left to Keras.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn
+
+# What stands for no score, as in Keras.
+_MASKED = -0.7 * 3.38953e38
 
 
 def attention(query: Any, key: Any, value: Any, bias: Any, mask: Any, is_causal: bool, scale: Any) -> tf.Tensor:
@@ -42,7 +43,7 @@ def attention(query: Any, key: Any, value: Any, bias: Any, mask: Any, is_causal:
         scores = tf.cast(scores, dtype) * scale
     if bias is not None:
         scores += tf.cast(bias, dtype)
-    masked = keras_nn._get_large_negative(dtype)
+    masked = tf.constant(_MASKED, dtype)
     if is_causal:
         positions = tf.shape(scores)[-2:]
         causal = tf.linalg.band_part(tf.ones(positions, tf.bool), -1, 0)

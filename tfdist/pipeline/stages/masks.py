@@ -4,7 +4,7 @@ A mask (of `Embedding(mask_zero=True)`, of `Masking`) follows from the model's i
 not travel. Besides, a mask is known before the predictions are: a masked loss is a mean over the valid elements of all
 microbatches.
 
-    keras.src.backend.get_keras_mask, set_keras_mask    private to Keras: tests/pipeline/test_private_names_of_pipeline.py
+    keras.src.backend.common.masking    private to Keras: tests/pipeline/test_private_names_of_pipeline.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import SymbolicScope
 
 from tfdist import errors
