@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.sharding import MeshConfig
+from tfdist.sharding import MeshConfig, PlacementRequest
 from tfdist.sharding.config import settings_of
 
 STRATEGIES = (tfdist.ShardedStrategy, tfdist.MultiWorkerShardedStrategy)
@@ -64,7 +64,7 @@ def test_names_that_are_no_settings():
 
 def test_layouts_follow_from_settings_and_mesh():
     config = MeshConfig.over([f"/device:CPU:{index}" for index in range(4)], tfdist.ShardingConfig(zero_stage=3))
-    layout = config.parameter_layout((8, 3))
+    layout = PlacementRequest().layout(tf.TensorSpec([8, 3]), True, config)
     assert layout.mesh is config.mesh
     assert layout.shard_elements == 6
     assert config.slot_layout(layout) == layout

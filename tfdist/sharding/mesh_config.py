@@ -10,7 +10,6 @@ import tensorflow as tf
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding.config import ShardingConfig
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.placements import Replicate, Shard
 from tfdist.sharding.zero import ZeroPlacements, placements_of
 
 
@@ -37,10 +36,6 @@ class MeshConfig(ShardingConfig):
     def travel_dtype(self, dtype: tf.DType) -> tf.DType:
         """Returns the dtype in which gradients of `dtype` are sent."""
         return self.reduce_dtype or dtype
-
-    def parameter_layout(self, shape: tuple[int, ...], tensor: Replicate | Shard | None = None) -> Layout:
-        """Returns the layout of a parameter of global `shape`, sharded over the tensor axis as `tensor` says (None: not)."""
-        return Layout(tuple(shape), self.mesh, tensor=tensor or Replicate(), data=self.placements.parameter)
 
     def slot_layout(self, parameter: Layout) -> Layout:
         """Returns the layout of an optimizer slot of `parameter`: sharded as it, and flat over data where the stage says so."""

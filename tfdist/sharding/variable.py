@@ -208,14 +208,12 @@ class ShardedVariable(values.DistributedVariable):
     def _get_cross_replica(self) -> tf.Tensor:
         return self._assemble()
 
-    def _get_on_device_or_primary(self) -> tf.Tensor | tf.Variable:
-        return self._read()
+    _get_on_device_or_primary = _get
 
     def value(self) -> tf.Tensor:
         return tf.convert_to_tensor(self._read())
 
-    def read_value(self) -> tf.Tensor:
-        return tf.convert_to_tensor(self._read())
+    read_value = value
 
     def numpy(self) -> Any:
         if not tf.executing_eagerly():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
@@ -31,13 +32,12 @@ from tfdist.collectives import (
     RankProgram,
     Where,
     choose_transport,
-    rank_program,
     where,
 )
 from tfdist.data import split_batches
 from tfdist.layers import sharded_tensors
 from tfdist.runtime import give_back_free_memory
-from tfdist.sharding import MeshConfig, ParameterGroups, ShardedVariable
+from tfdist.sharding import MeshConfig, ParameterGroups
 from tfdist.strategy.variable_creation import VariableCreation
 
 
@@ -68,16 +68,30 @@ class ShardedExtendedMixin(VariableCreation):
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if isinstance(fn, polymorphic_function.Function):
             return self._as_graph_function(fn)(*(args or ()), **(kwargs or {}))
+        communicator = self._communicator
         if tf.executing_eagerly():
-            return self._run_eagerly(fn, args, kwargs)
+            plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks)
+            program_of = functools.partial(
+                EagerProgram, communicator, plan=plan, meeting=Meeting(communicator, self.cross_replica)
+            )
+            return self._run_ranks(fn, args, kwargs, plan, program_of)
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
-        graph = tf.compat.v1.get_default_graph()
-        plan = self._communicator.new_plan()
+        plan = communicator.new_plan()
+        program_of = functools.partial(RankProgram, communicator, graph=tf.compat.v1.get_default_graph(), plan=plan)
+        result = self._run_ranks(fn, args, kwargs, plan, program_of)
+        self._check_agreement(plan)
+        give_back_free_memory()
+        return result
+
+    def _run_ranks(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, plan: CollectivePlan, program_of: Callable[..., RankProgram]
+    ) -> Any:
+        """Traces `fn` for each local rank, or runs it, with the program that `program_of` makes of the rank and its arguments."""
 
         @tf.autograph.experimental.do_not_convert
         def run_rank(*args: Any, **kwargs: Any) -> Any:
             rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
-            program = RankProgram(self._communicator, rank, graph, plan, (args, kwargs))
+            program = program_of(rank, arguments=(args, kwargs))
             program.install(tf.distribute.get_replica_context())
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
             # (the count needs no data) would from then on scale their updates differently.
@@ -85,25 +99,6 @@ class ShardedExtendedMixin(VariableCreation):
             with tf.control_dependencies(inputs):
                 outputs = sharded_tensors.all_whole(fn(*args, **kwargs))
                 program.close(outputs)
-            return outputs
-
-        result = mirrored_run.call_for_each_replica(self._container_strategy(), run_rank, args, kwargs)
-        plan.check_complete()
-        self._check_agreement(plan)
-        self.last_plan = plan
-        give_back_free_memory()
-        return result
-
-    def _run_eagerly(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        plan = CollectivePlan(self._communicator.mesh.world_size, self._communicator.local_ranks)
-        meeting = Meeting(self._communicator, self.cross_replica)
-
-        def run_rank(*args: Any, **kwargs: Any) -> Any:
-            rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
-            program = EagerProgram(self._communicator, rank, plan, meeting, (args, kwargs))
-            program.install(tf.distribute.get_replica_context())
-            outputs = sharded_tensors.all_whole(fn(*args, **kwargs))
-            program.close(outputs)
             return outputs
 
         result = mirrored_run.call_for_each_replica(self._container_strategy(), run_rank, args, kwargs)
@@ -207,16 +202,6 @@ class ShardedExtendedMixin(VariableCreation):
             for rank in self._communicator.local_ranks
         ]
         return distribute_utils.regroup([value_fn(context) for context in contexts], always_wrap=True)
-
-    # Updates
-
-    def _replica_ctx_update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        program = rank_program()
-        if not isinstance(var, ShardedVariable) or program is None:
-            return super()._replica_ctx_update(var, fn, args, kwargs, group)
-        component = var.component(program.rank)
-        with tf.device(component.device):
-            return fn(component, *args, **(kwargs or {}))
 
 
 class ShardedMirroredExtended(ShardedExtendedMixin, mirrored_strategy.MirroredExtended):
