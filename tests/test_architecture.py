@@ -144,6 +144,31 @@ def test_schedules_are_data():
                 assert module.startswith(("tfdist.pipeline.schedules.", "tfdist.errors")), f"tfdist/{name}:{line}"
 
 
+def mentions(name, words):
+    """Returns the lines of a file that match the regular expression `words`."""
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return [f"tfdist/{name}:{number}: {line.strip()}" for number, line in enumerate(lines, 1) if re.search(words, line, re.I)]
+
+
+@pytest.mark.parametrize("room", ["optimizers", "losses", "sharding"])
+def test_no_word_of_pipelines(room):
+    """What a pipeline needs of these rooms follows from a layout, or is handed down. "pipe" is the name of a mesh axis there."""
+    words = r"(?<!_)pipelin(?!e_parallel_size)|micro-?batch|stages? (of|in) (a|the|another|one)\b"
+    files = [name for name in TREES if part(name) == room and name != "sharding/config.py"]  # which tells users of the setting
+    assert files
+    assert not [line for name in files for line in mentions(name, words)]
+
+
+def test_no_word_of_tensor_parallelism():
+    """A rank of a pipeline may hold a part of a tensor that passes between stages: only `sharding` knows of what kind."""
+    files = [name for name in TREES if name.startswith("pipeline/")]
+    assert not [line for name in files for line in mentions(name, r"tensor.?parallel|tensor axis|[\"']tensor[\"']")]
+
+
+def test_mentions_finds_words():
+    assert mentions("pipeline/model.py", "pipelin") and mentions("sharding/config.py", "tensor.?parallel")
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_private_names_of_tensorflow_and_keras(name):
     found = [

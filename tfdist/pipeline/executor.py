@@ -26,6 +26,12 @@ from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, floats
 from tfdist.sharding import tape
+from tfdist.sharding.variable import NotHereError
+
+_NOT_OF_THIS_STAGE = (
+    "A stage can use its own layers' weights only. Let the layers that share a weight be shared as layers of the model, so that "
+    "`PipelineModel` sees it, or split the model elsewhere (`stages`)."
+)
 
 
 class Work(Protocol):
@@ -147,6 +153,8 @@ class Executor:
                     run_phase[action.phase](action)
                     self.end = self._clock.stop(action, self.end)
             except Exception as error:
+                if isinstance(error, NotHereError):
+                    error.add_note(_NOT_OF_THIS_STAGE)
                 error.add_note(f"In the pipeline's action {action} on rank {self.pipe_rank}:\n{self._schedule.render(action)}")
                 raise
             self._end_of_one_before = before

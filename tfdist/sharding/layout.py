@@ -29,15 +29,15 @@ class Layout:
     """Maps a variable of a global shape to the components that the ranks store.
 
     Two ways to shard combine: first a tensor axis over the mesh's `tensor` axis (column, row or vocabulary parallel), then
-    what is left, flattened and padded, over `data` (ZeRO). `pipe_owners` says which pipeline coordinates store it at all: the
-    one of its stage, or several for a weight that stages share.
+    what is left, flattened and padded, over `data` (ZeRO). `pipe_owners` says which pipe ranks (coordinates of the axis
+    "pipe") store the variable at all.
 
     Args:
         shape: the global shape.
         mesh: the mesh; only its axis sizes matter.
         tensor: `Replicate()` or `Shard(axis)` over the mesh's tensor axis.
         data: `Replicate()`, `Shard()` (flat), `Own(rank)` or `Partial()` over the mesh's data axis.
-        pipe_owners: the pipeline coordinates that store the variable, ascending; None: all of them.
+        pipe_owners: the pipe ranks that store the variable, ascending; None: all of them.
 
     Raises:
         ValueError: another placement, the tensor axis does not exist, its size is not divisible, or `pipe_owners` are
@@ -161,7 +161,7 @@ class Layout:
 
     @property
     def first_pipe(self) -> int:
-        """The first pipeline coordinate that stores the variable."""
+        """The first pipe rank that stores the variable."""
         return self.pipe_owners[0] if self.pipe_owners else 0
 
     def tensor_slices(self, coordinate: Coordinate) -> tuple[slice, ...]:

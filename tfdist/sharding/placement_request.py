@@ -1,7 +1,7 @@
 """How the variable that is made next is to be placed: asked for in one scope, which the strategy reads when it makes a variable.
 
     with placement(tensor=Shard(1)):            a layer's weight, sharded over the tensor axis
-    with placement(pipe_owners=(0, 3)):         a weight of pipeline ranks 0 and 3
+    with placement(pipe_owners=(0, 3)):         a weight that pipe ranks 0 and 3 store
     with placement(data_owner=2):               an optimizer's slot that data rank 2 alone keeps, whole
     with placement(is_partial=True):            a sum to which every rank holds a summand
     with placement(is_replicated=True):         an optimizer's scalar, which is no parameter though Keras calls it trainable
@@ -38,7 +38,7 @@ class PlacementRequest:
 
     Attributes:
         tensor: the tensor axis of it that is sharded over the mesh's tensor axis, if one is.
-        pipe_owners: the pipeline coordinates that store it, ascending; None: all.
+        pipe_owners: the pipe ranks that store it, ascending; None: all.
         slot_of: the layout of the parameter whose optimizer state it is; None: it is no such state.
         data_owner: the data rank that alone keeps the slot, whole; None: it is sharded as the ZeRO stage says.
         is_partial: whether each rank keeps a summand of it.

@@ -26,6 +26,10 @@ from tfdist.sharding.unshard import UnshardSchedule
 _NOT_DELEGATED = ("_values", "_use_resource_variables", "_attribute_sentinel", "_distributed_container")
 
 
+class NotHereError(RuntimeError):
+    """A rank uses a variable that only ranks at other places of the axis "pipe" store."""
+
+
 class ShardedVariable(values.DistributedVariable):
     """A `tf.distribute` variable that looks whole from outside and is stored in shards.
 
@@ -132,25 +136,19 @@ class ShardedVariable(values.DistributedVariable):
 
     def _read_parameter(self, program: RankProgram, dtype: tf.DType) -> tf.Tensor | tf.Variable:
         """Returns what the rank of `program` computes with: its component, or where that is a flat shard, the gathered value."""
-        self._check_stage(program)
+        self._check_is_here(program)
         if not self.layout.is_data_sharded:
             return self._local_component()
         if self.group is None:
             self.group = self._groups.adopt(self, self._maker())
         return program.attachment(UnshardSchedule).read(self, config_of(self._distribute_strategy), dtype)
 
-    def _check_stage(self, program: RankProgram) -> None:
-        """Raises RuntimeError on a rank of a pipeline stage that does not hold the variable."""
-        coordinate = program.mesh.coordinate(program.rank)
-        owners = self.layout.pipe_owners
-        if owners is not None and coordinate.pipe not in owners:
-            raise RuntimeError(
-                errors.message(
-                    f"Variable {self.name!r} lives on pipeline rank {' and '.join(map(str, owners))}, but is used on rank "
-                    f"{coordinate.pipe}.",
-                    fix="A stage can use its own layers' weights only. Let the layers that share a weight be shared as layers "
-                    "of the model, so that `PipelineModel` sees it, or split the model elsewhere (`stages`).",
-                )
+    def _check_is_here(self, program: RankProgram) -> None:
+        """Raises NotHereError on a rank that stores nothing of the variable, nor can gather it from its data and tensor peers."""
+        here, owners = program.mesh.coordinate(program.rank).pipe, self.layout.pipe_owners
+        if owners is not None and here not in owners:
+            raise NotHereError(
+                f"Variable {self.name!r} lives on pipe rank {' and '.join(map(str, owners))}, but is used on {here}."
             )
 
     @property
@@ -178,7 +176,7 @@ class ShardedVariable(values.DistributedVariable):
             return packing.join_tensor_shards(pieces, layout)
 
     def _gather_whole(self, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
-        """Returns the full value from this rank's part, over the data and the tensor axis, and from its pipeline rank."""
+        """Returns the full value from this rank's part, over all three axes."""
         layout, ranks = self.layout, program.group_ranks("data")
         owners = layout.pipe_owners
         if owners is None or program.mesh.coordinate(program.rank).pipe in owners:
@@ -275,7 +273,7 @@ class ShardedVariable(values.DistributedVariable):
         index = values_util.get_current_replica_id_as_int()
         program = rank_program()
         if program is not None and self.is_parameter:
-            self._check_stage(program)
+            self._check_is_here(program)
             program.attachment(UnshardSchedule).invalidate()
         if self._aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN) and self.is_parameter:
             reduce_op = tf.distribute.ReduceOp[self._aggregation.name]
