@@ -128,7 +128,7 @@ def describe(name: str, member: Any, level: int) -> list[str]:
     """Returns the section of a function or class called `name`, its heading of `level`."""
     lines = [f"{'#' * level} `{name}`", ""]
     if not callable(member):  # a constant
-        return [*lines, f"`{member!r}`", ""]
+        return [*lines, "`" + re.sub(" at 0x[0-9a-f]+", "", repr(member)) + "`", ""]  # an address is another in every process
     if not (inspect.isclass(member) and issubclass(member, enum.Enum)):  # nobody calls an enum
         lines += ["```text", f"{name.rpartition('.')[2]}{signature(member, WIDTH)}", "```", ""]
     lines += markdown(inspect.getdoc(member) or "")
