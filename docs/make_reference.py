@@ -42,6 +42,14 @@ RETURNED = (
     tensor_plans.SuggestedSharding,
 )
 
+# What programs call of the modules whose `__all__` serves tfdist's own packages too.
+FOR_PROGRAMS = {
+    "collectives": (
+        "all_gather all_reduce all_to_all broadcast choose_transport current_program gather_to_master_all_reduce "
+        "naive_master_bytes receive reduce_scatter ring_bytes send CollectivePlan CollectiveRecord NCCL RankProgram RING"
+    ).split(),
+    "optimizers": ["elementwise"],
+}
 # Modules of functions within modules, documented too.
 WITHIN = {"collectives": ("activations",), "layers": ("regions",)}
 
@@ -124,11 +132,17 @@ def class_members(owner: type) -> Iterator[tuple[str, Any]]:
             yield name, member
 
 
+def first_line(member: Any) -> str:
+    """Returns the first line of a docstring; "" without one."""
+    return (inspect.getdoc(member) or "").partition("\n")[0]
+
+
 def describe(name: str, member: Any, level: int) -> list[str]:
     """Returns the section of a function or class called `name`, its heading of `level`."""
     lines = [f"{'#' * level} `{name}`", ""]
     if not callable(member):  # a constant
-        return [*lines, "`" + re.sub(" at 0x[0-9a-f]+", "", repr(member)) + "`", ""]  # an address is another in every process
+        shown = f"`{member!r}`" if type(member).__repr__ is not object.__repr__ else first_line(type(member))
+        return [*lines, shown, ""]
     if not (inspect.isclass(member) and issubclass(member, enum.Enum)):  # nobody calls an enum
         lines += ["```text", f"{name.rpartition('.')[2]}{signature(member, WIDTH)}", "```", ""]
     lines += markdown(inspect.getdoc(member) or "")
@@ -145,7 +159,7 @@ def describe(name: str, member: Any, level: int) -> list[str]:
 def describe_module(name: str, module: ModuleType) -> list[str]:
     """Returns the section of a module, member by member."""
     lines = [f"## tfdist.{name}", "", *markdown(inspect.getdoc(module))]
-    for own in sorted(module.__all__, key=str.lower):
+    for own in sorted(FOR_PROGRAMS.get(name, module.__all__), key=str.lower):
         member = getattr(module, own)
         if not inspect.ismodule(member) and own not in tfdist.__all__:
             lines += describe(f"tfdist.{name}.{own}", member, 3)
