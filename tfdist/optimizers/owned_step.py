@@ -13,11 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, group_ops
-from tfdist.optimizers.slots import slots_of
+from tfdist.collectives import RankProgram
+from tfdist.optimizers.slots import broadcast_together, slots_of
 from tfdist.optimizers.target import Target, local_part
 from tfdist.optimizers.update import stand_in_of, update
-from tfdist.sharding import packing
 from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
 
 _WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
@@ -63,14 +62,12 @@ def publish(
         for slot in slots_of(optimizer, target.variable)
         if slot.dtype.is_floating and slot.layout.data_owner is None
     ]
-    tensors = [*weights, *(tf.cast(slot.read_value(), weights[0].dtype) for slot in kept)]
-    packed, ranks = packing.side_by_side(tensors, program.constant), program.group_ranks("data")
-    sent = group_ops.broadcast(program, packed, packed.shape, ranks, ranks[owner], f"broadcast/owned_{bucket}")
-    parts = packing.apart(sent, [tensor.shape for tensor in tensors], program.constant)
-    for target, whole in zip(targets, parts, strict=False):
-        target.store_global(whole)
-    for slot, value in zip(kept, parts[len(targets) :], strict=True):
-        slot.assign(tf.cast(value, slot.dtype), read_value=False)
+    ranks, tensors = program.group_ranks("data"), [*weights, *(slot.read_value() for slot in kept)]
+    values = broadcast_together(tensors, ranks, ranks[owner], f"broadcast/owned_{bucket}", program)
+    for target, weight in zip(targets, values, strict=False):
+        target.store_global(weight)
+    for slot, value in zip(kept, values[len(targets) :], strict=True):
+        slot.assign(value, read_value=False)
 
 
 def _check_writes(optimizer: Any, target: Target, graph: tf.Graph, operations: Sequence[tf.Operation]) -> None:

@@ -53,16 +53,21 @@ def publish_slots(optimizer: Any, program: RankProgram) -> None:
         ranks = program.group_ranks(mesh_axis)
         for source, slots in sorted(by_source.items()):
             if slots:
-                _broadcast(slots, ranks, ranks[source], f"broadcast/slots_{source}", program)
+                values = broadcast_together(slots, ranks, ranks[source], f"broadcast/slots_{source}", program)
+                for slot, value in zip(slots, values, strict=True):
+                    slot.assign(value, read_value=False)
 
 
-def _broadcast(slots: Sequence[tf.Variable], ranks: tuple[int, ...], source: int, label: str, program: RankProgram) -> None:
-    """Gives `slots` on all of `ranks` the values that they have on rank `source`."""
-    dtype = tf.float64 if any(slot.dtype == tf.float64 for slot in slots) else tf.float32
-    packed = packing.side_by_side([tf.cast(slot, dtype) for slot in slots], program.constant)
+def broadcast_together(
+    tensors: Sequence[tf.Tensor | tf.Variable], ranks: tuple[int, ...], source: int, label: str, program: RankProgram
+) -> list[tf.Tensor]:
+    """Returns the values that `tensors` have on rank `source`, on all of `ranks`. One message."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    dtype = dtypes.pop() if len(dtypes) == 1 else tf.float64 if tf.float64 in dtypes else tf.float32
+    packed = packing.side_by_side([tf.cast(tensor, dtype) for tensor in tensors], program.constant)
     sent = group_ops.broadcast(program, packed, packed.shape, ranks, source, label)
-    for slot, value in zip(slots, packing.apart(sent, [slot.shape for slot in slots], program.constant), strict=True):
-        slot.assign(tf.cast(value, slot.dtype), read_value=False)
+    values = packing.apart(sent, [tensor.shape for tensor in tensors], program.constant)
+    return [tf.cast(value, tensor.dtype) for value, tensor in zip(values, tensors, strict=True)]
 
 
 def _entries_of(optimizer: Any, parameter: Any) -> list[Any]:

@@ -21,7 +21,7 @@ class StandIn(tf.__internal__.types.Tensor):
         variable: the distributed variable, by which the optimizer finds a parameter's slots.
         value: what it reads as; with a handle, only shape and dtype matter.
         path: the path of Keras's variable, which some optimizers choose by (Muon).
-        handle: the resource, if there is one.
+        handle: of a resource.
     """
 
     def __init__(

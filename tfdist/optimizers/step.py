@@ -28,18 +28,10 @@ from tfdist.sharding.shard_messages import gather_shards
 
 
 def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig) -> None:
-    """Lets `optimizer` update `variables` with the sum of `grads` over the data axis; all but counting the step.
+    """Lets `optimizer` update `variables` with the sum of this rank's `grads` over the data axis; all but counting the step.
 
-    The order is Keras's: unscale, accumulate, clip, decay, update, average, constrain.
-
-    Args:
-        optimizer: a Keras optimizer, built on `variables` (and others).
-        grads: this rank's gradients as they left the tape, or reduced ones; not None.
-        variables: the variables, of Keras or TensorFlow.
-        config: the strategy's sharding.
-
-    Raises:
-        RuntimeError: called outside `strategy.run`, or inside a loop or branch of the function given to it.
+    The order is Keras's: unscale, accumulate, clip, decay, update, average, constrain. Raises RuntimeError outside
+    `strategy.run`, and inside a loop or branch of the function given to it.
     """
     program = current_program("`optimizer.apply`")
     if not program.may_emit_here():
@@ -182,10 +174,9 @@ class _Step:
         self._optimizer._backend_update_step(self, variables, self._optimizer.learning_rate)
 
     def _accumulate(self) -> None:
-        """Adds to the accumulators; in every `gradient_accumulation_steps`-th step updates with their mean and empties them.
+        """Adds to the accumulators; in every `gradient_accumulation_steps`-th call updates with their mean and empties them.
 
-        Stages 2 and 3 accumulate reduced shards. Stages 0 and 1 accumulate each rank's own gradients, and nothing travels
-        before the last of the steps.
+        Stages 0 and 1 accumulate each rank's own gradients, and nothing travels before the last call; 2 and 3, reduced shards.
         """
         optimizer, program, grads = self._optimizer, self._program, list(self._grads)
         accumulators = [

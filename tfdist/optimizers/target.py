@@ -33,12 +33,8 @@ class Target:
     3                  the shard that it stores        nothing
     1 to 3, owned      the whole, on its owner         a broadcast; the slots stay with the owner
 
-    Attributes:
-        variable: the parameter, a distributed variable.
-        stored: what this rank stores of it.
-        layout: which part each rank stores of the parameter.
-        state_layout: which part each rank steps on, and stores of the optimizer's slots.
-        program: the rank's program.
+    `layout` is the part that each rank stores of the parameter, `state_layout` the part that it steps on and stores of the
+    optimizer's slots.
     """
 
     variable: tf.Variable

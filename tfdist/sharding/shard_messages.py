@@ -15,14 +15,7 @@ from tfdist.sharding.layout import Layout
 
 
 def gather_shards(program: RankProgram, shards: Sequence[tf.Tensor], layouts: Sequence[Layout], label: str) -> list[tf.Tensor]:
-    """Returns the whole local tensors, of `layout.local_shape` each, of which every data rank has a shard. One message.
-
-    Args:
-        program: the rank's program.
-        shards: this rank's, (L,) each, of one dtype.
-        layouts: how each tensor is sharded.
-        label: what the message is for.
-    """
+    """Returns the whole local tensors, of `layout.local_shape` each, from every data rank's `shards`, (L,) each. One message."""
     gathered = group_ops.all_gather_parts(program, shards, program.group_ranks("data"), label)
     return packing.fulls_of(gathered, layouts, program.constant)
 
@@ -59,15 +52,6 @@ def scatter_sums(
     travel_dtype: tf.DType,
     dtype: tf.DType,
 ) -> list[tf.Tensor]:
-    """Returns this rank's shards, as `dtype`, of the sums of whole local tensors over the data ranks. One message.
-
-    Args:
-        program: the rank's program.
-        summands: this rank's, of `layout.local_shape` each.
-        layouts: how each sum is sharded.
-        label: what the message is for.
-        travel_dtype: the dtype in which they are sent.
-        dtype: the dtype of the result.
-    """
+    """Returns this rank's shards, as `dtype`, of the sums of the data ranks' whole `summands`, sent as `travel_dtype`."""
     rows = [tf.cast(row, travel_dtype) for row in packing.rows_of(summands, layouts, program.constant)]
     return group_ops.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)
