@@ -86,7 +86,8 @@ def connect_shared_memory(
                 peers = place.connect(len(ranks), timeout_seconds)
                 if message_axis:
                     mailbox = Mailbox.connect({ranks[index]: peer for index, peer in peers.items()})
-                    communicator.message_transports.update(dict.fromkeys(mailbox.peers, MailboxMessages(mailbox)))
+                    others = [rank for rank in ranks if rank != here]
+                    communicator.message_transports.update(dict.fromkeys(others, MailboxMessages(mailbox)))
                     _open.add(mailbox)
                 elif place.memory is not None:
                     exchange = Exchange(place.memory, place.index, peers)

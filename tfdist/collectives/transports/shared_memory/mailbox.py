@@ -56,8 +56,7 @@ class Mailbox:
         self._memory = memory
         self._segments = [Segment(memory, 0, 0)]
         self._used = 0  # bytes of the last segment
-        self._peers = Peers(connections, "rank")
-        self._peers.set_blocking(False)
+        self._peers = Peers(connections, "rank", waits_in_calls=False)
         self._own: defaultdict[int, list[_Slot]] = defaultdict(list)
         self._memories = dict(memories)
         self._theirs: dict[tuple[int, int], Segment] = {}
@@ -84,11 +83,6 @@ class Mailbox:
                 raise peers.lost(rank)
             memories[rank] = io.FileIO(descriptors[0], "r+")
         return cls(memory, connections, memories)
-
-    @property
-    def peers(self) -> frozenset[int]:
-        """The ranks of the others."""
-        return self._peers.numbers
 
     def abort(self, reason: str) -> None:
         """Lets whoever waits, in another thread, and all later calls raise `PeerLost`."""

@@ -26,18 +26,17 @@ class Peers:
     Args:
         connections: the sockets.
         noun: what a number is called in errors, "member" or "rank".
+        waits_in_calls: whether `send` and `receive_into` wait; else `wait` does, for all of them at once.
     """
 
-    def __init__(self, connections: Mapping[int, socket.socket], noun: str):
+    def __init__(self, connections: Mapping[int, socket.socket], noun: str, *, waits_in_calls: bool = True):
         self._connections = dict(connections)
         self._numbers = {connection.fileno(): number for number, connection in connections.items()}
         self._noun = noun
         self._ended: set[int] = set()
+        for connection in connections.values():
+            connection.setblocking(waits_in_calls)
         self._reason: str | None = None
-
-    @property
-    def numbers(self) -> frozenset[int]:
-        return frozenset(self._connections)
 
     def abort(self, reason: str) -> None:
         """Lets whoever waits, in another thread, and all later calls raise `PeerLost` with `reason`."""
@@ -58,8 +57,6 @@ class Peers:
         except OSError as error:
             raise self.lost(number, error) from error
 
-    # Waiting in the call
-
     def send(self, number: int, packet: bytes) -> None:
         """Sends `packet`, waiting for room if there is none."""
         with self.talking_to(number) as connection:
@@ -71,13 +68,6 @@ class Peers:
             count = connection.recv_into(packet, len(packet), socket.MSG_WAITALL)
         if count != len(packet):
             raise self.lost(number)
-
-    # Waiting for all of them at once
-
-    def set_blocking(self, blocking: bool) -> None:
-        """Chooses between both kinds of waiting."""
-        for connection in self._connections.values():
-            connection.setblocking(blocking)
 
     def has_ended(self, number: int) -> bool:
         return number in self._ended

@@ -6,7 +6,6 @@ keep the whole graph of its trace.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,8 @@ from tfdist.collectives.transports.shared_memory.mailbox import Mailbox
 from tfdist.collectives.transports.shared_memory.python_calls import call_python
 from tfdist.collectives.transports.transport import MessageTransport, Transport, sum_dtype
 
+_Method = Callable[..., None]
+
 
 class SharedMemory(Transport):
     """The collectives of the one group whose members meet in `exchange`.
@@ -34,94 +35,66 @@ class SharedMemory(Transport):
         self._exchange = exchange
 
     def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
+        key = program.begin("all_reduce", x, ranks, label)
         dtype = sum_dtype(x.dtype).as_numpy_dtype
         move = functools.partial(self._exchange.all_reduce, reduce_op=reduce_op, dtype=dtype)
-        return self._move(program, move, [x], [_shape(x)], x.dtype, x, ranks, "all_reduce", label)[0]
+        return _move(program, key, move, [x], [_shape(x)], x.dtype)[0]
 
     def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+        key = program.begin("all_gather", x, ranks, label)
         rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
         shape = [rows, *x.shape[1:]] if x.shape.is_fully_defined() else tf.shape(x) * [len(ranks), *[1] * (x.shape.rank - 1)]
-        [found] = self._move(program, self._exchange.all_gather, [x], [shape], x.dtype, x, ranks, "all_gather", label)
+        [found] = _move(program, key, self._exchange.all_gather, [x], [shape], x.dtype)
         return tf.ensure_shape(found, [rows, *x.shape[1:]])
 
     def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
-        [found] = self._move(program, self._exchange.all_to_all, [x], [_shape(x)], x.dtype, x, ranks, "all_to_all", label)
-        return tf.ensure_shape(found, x.shape)
+        key = program.begin("all_to_all", x, ranks, label)
+        return tf.ensure_shape(_move(program, key, self._exchange.all_to_all, [x], [_shape(x)], x.dtype)[0], x.shape)
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
-        return self._reduce_scatter(program, [x], x, ranks, label, dtype)[0]
+        return self._reduce_scatter(program, program.begin("reduce_scatter", x, ranks, label), [x], dtype)[0]
 
     def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
+        key = program.begin(op, x, ranks, label, source)
         move = functools.partial(self._exchange.broadcast, source=ranks.index(source))
-        if program.rank == source:
-            self._move(program, move, [x], [], x.dtype, x, ranks, op, label, source)
-            return tf.identity(x)
-        return self._move(program, move, [], [x.shape], x.dtype, x, ranks, op, label, source)[0]
+        if program.rank != source:
+            return _move(program, key, move, [], [x.shape], x.dtype)[0]
+        _move(program, key, move, [x], [], x.dtype)
+        return tf.identity(x)
 
     def all_gather_parts(self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
         packed = tf.TensorSpec([sum(part.shape[0] for part in parts)], parts[0].dtype)
-        shapes = [[len(ranks) * part.shape[0]] for part in parts]
-        return self._move(program, self._exchange.all_gather, parts, shapes, packed.dtype, packed, ranks, "all_gather", label)
+        key = program.begin("all_gather", packed, ranks, label)
+        return _move(program, key, self._exchange.all_gather, parts, [[len(ranks) * x.shape[0]] for x in parts], packed.dtype)
 
     def reduce_scatter_parts(
         self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
     ) -> list[tf.Tensor]:
         packed = tf.TensorSpec([len(ranks), sum(part.shape[1] for part in parts)], parts[0].dtype)
-        return self._reduce_scatter(program, parts, packed, ranks, label, dtype)
+        return self._reduce_scatter(program, program.begin("reduce_scatter", packed, ranks, label), parts, dtype)
 
-    def _reduce_scatter(
-        self,
-        program: RankProgram,
-        parts: Sequence[tf.Tensor],
-        packed: tf.Tensor | tf.TensorSpec,
-        ranks: Ranks,
-        label: str,
-        dtype: tf.DType,
-    ) -> list[tf.Tensor]:
+    def _reduce_scatter(self, program: RankProgram, key: Any, parts: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
         shapes = [part.shape[1:] if part.shape.is_fully_defined() else tf.shape(part)[1:] for part in parts]
-        wide = sum_dtype(packed.dtype)
-        moved = self._move(program, self._exchange.reduce_scatter, parts, shapes, wide, packed, ranks, "reduce_scatter", label)
+        moved = _move(program, key, self._exchange.reduce_scatter, parts, shapes, sum_dtype(parts[0].dtype))
         return [tf.cast(tf.ensure_shape(one, part.shape[1:]), dtype) for one, part in zip(moved, parts, strict=True)]
 
-    def _move(
-        self,
-        program: RankProgram,
-        move: Callable[..., None],
-        parts: Sequence[tf.Tensor],
-        shapes: Sequence[Any],
-        dtype: tf.DType,
-        packed: tf.Tensor | tf.TensorSpec,
-        ranks: Ranks,
-        op: str,
-        label: str,
-        source: int | None = None,
-    ) -> list[tf.Tensor]:
-        """Runs `move(arrays, out, key=...)`, a method of the `Exchange`, on the chain.
 
-        Args:
-            program: of the rank.
-            move: the method.
-            parts: this rank's tensors.
-            shapes, dtype: of the results.
-            packed: all parts as one, for the plan.
-            ranks, op, label, source: for the plan.
-        """
-        key = program.begin(op, packed, ranks, label, source)
-        # That it reads its turn keeps it from being folded.
-        turn = tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)
-        results = [(shape, dtype) for shape in shapes]
-        return call_python(program, _Move(move, len(parts)), [key, turn, *parts], results, program.token())
+def _move(
+    program: RankProgram, key: Any, move: _Method, parts: Sequence[tf.Tensor], shapes: Sequence[Any], dtype: tf.DType
+) -> list[tf.Tensor]:
+    """Runs a method of the `Exchange` on the chain; returns its results, of `shapes` and `dtype`."""
+    results = [(shape, dtype) for shape in shapes]
+    run = functools.partial(_run, move, len(parts))
+    return call_python(program, run, [key, _turn(program.token()), *parts], results, program.token())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Move:
-    """What the operation of one collective calls."""
+def _run(move: _Method, num_parts: int, key: Any, _: Any, *arrays: np.ndarray) -> None:
+    move(arrays[:num_parts], arrays[num_parts:], key=int(key))
 
-    move: Callable[..., None]
-    num_parts: int
 
-    def __call__(self, key: Any, _: Any, *arrays: np.ndarray) -> None:
-        self.move(arrays[: self.num_parts], arrays[self.num_parts :], key=int(key))
+def _turn(token: tf.Tensor) -> tf.Tensor:
+    """Returns an input for a call in whose turn `token` is read: it keeps the call from being folded."""
+    return tf.raw_ops.ReadVariableOp(resource=token, dtype=tf.int64)
 
 
 class MailboxMessages(MessageTransport):
@@ -146,23 +119,14 @@ class MailboxMessages(MessageTransport):
         has_unknown_rows = bool(spec.shape.rank) and spec.shape[0] is None
         shape = tf.stack([rows, *spec.shape[1:]]) if has_unknown_rows else spec.shape
         with tf.control_dependencies(received.last):
-            # That it reads its turn keeps it from being folded.
-            turn = tf.raw_ops.ReadVariableOp(resource=counter, dtype=tf.int64)
-            [found] = call_python(program, _Take(self.mailbox, source, key), [turn], [(shape, spec.dtype)], counter)
+            take = functools.partial(_take, self.mailbox, source, key)
+            [found] = call_python(program, take, [_turn(counter)], [(shape, spec.dtype)], counter)
         received.last = [] if program.is_eager else [found.op]
         return tf.ensure_shape(found, spec.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Take:
-    """What the operation that receives a message calls."""
-
-    mailbox: Mailbox
-    source: int
-    key: int
-
-    def __call__(self, _: Any, found: np.ndarray) -> None:
-        self.mailbox.receive(self.source, self.key, found)
+def _take(mailbox: Mailbox, source: int, key: int, _: Any, found: np.ndarray) -> None:
+    mailbox.receive(source, key, found)
 
 
 class _Received:
