@@ -59,13 +59,17 @@ class Peers:
 
     def send(self, number: int, packet: bytes) -> None:
         """Sends `packet`, waiting for room if there is none."""
-        with self.talking_to(number) as connection:
-            connection.sendall(packet)
+        try:  # not `talking_to`, which takes two microseconds
+            self._connections[number].sendall(packet)
+        except OSError as error:
+            raise self.lost(number, error) from error
 
     def receive_into(self, number: int, packet: bytearray) -> None:
         """Waits for the next packet, which fills `packet`."""
-        with self.talking_to(number) as connection:
-            count = connection.recv_into(packet, len(packet), socket.MSG_WAITALL)
+        try:
+            count = self._connections[number].recv_into(packet, len(packet), socket.MSG_WAITALL)
+        except OSError as error:
+            raise self.lost(number, error) from error
         if count != len(packet):
             raise self.lost(number)
 
