@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import group_ops
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.graph_edges import GRAPH_EDGES
+from tfdist.collectives.transports.graph_edges import GraphEdges
 from tfdist.collectives.transports.transport import MessageTransport
 from tfdist.collectives.where import current_program
 from tfdist.custom_gradients import custom_gradient
@@ -161,8 +161,9 @@ def message_holds_thread(program: RankProgram, source: int) -> bool:
 
 
 def _transport(program: RankProgram, other: int) -> MessageTransport:
-    communicator = program.communicator
-    return GRAPH_EDGES if other in communicator.local_ranks else communicator.message_transport_of(other)
+    if other in program.communicator.local_ranks:
+        return program.plan.attachment(GraphEdges)
+    return program.communicator.message_transport_of(other)
 
 
 def _check_sizes(program: RankProgram, shape: tf.TensorShape, other: int, label: str) -> None:

@@ -15,19 +15,6 @@ from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.transport import MessageTransport
 
 
-class GraphEdges(MessageTransport):
-    """Messages between the ranks of this process in one trace."""
-
-    def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
-        program.plan.attachment(_Edges).send(_Message(program.rank, destination, label), x)
-
-    def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
-        return program.plan.attachment(_Edges).receive(_Message(source, program.rank, label), spec)
-
-
-GRAPH_EDGES = GraphEdges()
-
-
 @dataclasses.dataclass(frozen=True)
 class _Message:
     source: int
@@ -35,19 +22,21 @@ class _Message:
     label: str
 
 
-class _Edges:
+class GraphEdges(MessageTransport):
     """The messages between ranks of this process in one trace; an attachment of its plan."""
 
     def __init__(self) -> None:
         self._sent: dict[_Message, tf.Tensor] = {}
         self._awaited: dict[_Message, tf.Tensor] = {}
 
-    def send(self, message: _Message, x: tf.Tensor) -> None:
+    def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+        message = _Message(program.rank, destination, label)
         self._sent[message] = x
         if message in self._awaited:
             self._connect(self._awaited.pop(message), x, message)
 
-    def receive(self, message: _Message, spec: tf.TensorSpec) -> tf.Tensor:
+    def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+        message = _Message(source, program.rank, label)
         if message in self._sent:
             received = tf.identity(self._sent[message])
             received.set_shape(spec.shape)
