@@ -5,29 +5,31 @@ import socket
 
 import pytest
 
-from tfdist.launch.tasks import Cluster, Task, free_ports
+from tfdist.launch.tasks import free_ports, tasks_on_free_ports
+from tfdist.runtime import Cluster
 
 pytestmark = pytest.mark.timeout(60)
 
 
+def configs(tasks):
+    return [json.loads(Cluster(tasks, index).tf_config()) for index in range(len(tasks))]
+
+
 def test_workers():
-    cluster = Cluster.on_free_ports(3, chief=False)
-    addresses = [f"localhost:{port}" for port in cluster.ports]
-    assert [str(task) for task in cluster.tasks] == ["worker 0", "worker 1", "worker 2"]
-    for index, task in enumerate(cluster.tasks):
-        assert json.loads(cluster.tf_config(task)) == {
-            "cluster": {"worker": addresses},
-            "task": {"type": "worker", "index": index},
-        }
+    tasks = tasks_on_free_ports(3, chief=False)
+    assert [task.name for task in tasks] == ["worker 0", "worker 1", "worker 2"]
+    assert configs(tasks) == [
+        {"cluster": {"worker": [f"localhost:{task.port}" for task in tasks]}, "task": {"type": "worker", "index": index}}
+        for index in range(3)
+    ]
 
 
 def test_the_first_is_the_chief():
-    cluster = Cluster.on_free_ports(3, chief=True)
-    first, second, third = (f"localhost:{port}" for port in cluster.ports)
-    assert cluster.tasks == (Task("chief", 0), Task("worker", 0), Task("worker", 1))
-    configs = [json.loads(cluster.tf_config(task)) for task in cluster.tasks]
-    assert all(config["cluster"] == {"chief": [first], "worker": [second, third]} for config in configs)
-    assert [config["task"] for config in configs] == [
+    tasks = tasks_on_free_ports(3, chief=True)
+    first, second, third = (task.address for task in tasks)
+    assert [task.name for task in tasks] == ["chief 0", "worker 0", "worker 1"]
+    assert all(config["cluster"] == {"chief": [first], "worker": [second, third]} for config in configs(tasks))
+    assert [config["task"] for config in configs(tasks)] == [
         {"type": "chief", "index": 0},
         {"type": "worker", "index": 0},
         {"type": "worker", "index": 1},
@@ -35,8 +37,8 @@ def test_the_first_is_the_chief():
 
 
 def test_a_chief_alone():
-    cluster = Cluster.on_free_ports(1, chief=True)
-    assert list(json.loads(cluster.tf_config(cluster.tasks[0]))["cluster"]) == ["chief"]
+    (config,) = configs(tasks_on_free_ports(1, chief=True))
+    assert list(config["cluster"]) == ["chief"]
 
 
 def test_ports_are_distinct_and_free():

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tfdist.launch.output import Output
-from tfdist.launch.tasks import Task
 from tfdist.launch.worker import Worker
+from tfdist.runtime import Task
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture
 def start():
     def worker(source):
-        return Worker(Task("worker", 0), [sys.executable, "-c", source], os.environ, Output("worker 0"))
+        return Worker(Task("worker", 0, "localhost:1"), [sys.executable, "-c", source], os.environ, Output("worker 0"))
 
     return worker
 

@@ -130,7 +130,7 @@ def test_any_vocabulary_is_cut():
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", None])
 def test_bad_sizes(size):
-    with pytest.raises(ValueError, match="`tensor_parallel_size` must be an integer >= 1. Received: tensor_parallel_size="):
+    with pytest.raises(ValueError, match="`tensor_parallel_size` must be a positive integer. Received: tensor_parallel_size="):
         resolve(chain(4), {"dense": "column"}, size)
 
 

@@ -280,7 +280,7 @@ def test_bad_rows(rows):
 
 
 def test_bad_models_and_sizes():
-    with pytest.raises(ValueError, match="`tensor_parallel_size` must be an integer >= 1"):
+    with pytest.raises(ValueError, match="`tensor_parallel_size` must be a positive integer"):
         suggest_plan(chain(4), 0)
     with pytest.raises(ValueError, match="`model` must hold a layer that can be sharded"):
         suggest_plan(keras.Sequential([keras.Input((4,)), layers.LayerNormalization()]), 2)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def staged(path: str | os.PathLike) -> Iterator[str]:
+def staged(path: str | os.PathLike[str]) -> Iterator[str]:
     """Gives a path to write to; what the block writes there takes the place of `path` when the block ends without an error.
 
     A process that is killed inside the block leaves the old file as it was. The process also leaves the staging directory, which

@@ -153,9 +153,9 @@ def difference(mine: DatasetSignature, theirs: DatasetSignature) -> str | None:
         if one is None or other is None or one[0] != other[0]:
             here, there = (_text(*entry) if entry else "nothing more" for entry in (one, other))
             return f"{here} here, {there} there"
-        name, here, there = one[0], one[1], other[1]
-        key = next(key for key in [*here, *there] if here.get(key) != there.get(key))
-        return f"{name}: {key}={here.get(key)!r} here, {key}={there.get(key)!r} there"
+        name, mine_, theirs_ = one[0], one[1], other[1]
+        key = next(key for key in [*mine_, *theirs_] if mine_.get(key) != theirs_.get(key))
+        return f"{name}: {key}={mine_.get(key)!r} here, {key}={theirs_.get(key)!r} there"
     return None
 
 
@@ -218,7 +218,7 @@ def _head(source: tf.data.Dataset) -> int | None:
     Integers and strings only: they are the file names, labels and tokens, and equal bit for bit when they are equal. Floats may
     differ in the last bit between machines. Of paths the last part counts: folders may be mounted elsewhere.
     """
-    values = []
+    values: list[Any] = []
     for tensor in getattr(source, "_tensors", ())[:_HEAD_VALUES]:
         if hasattr(tensor, "numpy") and (tensor.dtype.is_integer or tensor.dtype == tf.string):
             with tf.init_scope(), tf.device(tensor.device):  # whatever scope is around: read now, copy nothing to a device

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdist.custom_gradients import custom_gradient
 
-Scope = Callable[[], contextlib.AbstractContextManager]
+Scope = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def is_over_features(x: Any, axis: int | Sequence[int], *parameters: Any) -> bool:

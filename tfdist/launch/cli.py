@@ -8,6 +8,7 @@ import pathlib
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from tfdist.launch.gpus import device_environments, visible_gpus
 from tfdist.launch.job import KILL_SECONDS, Job
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _add_run(commands: argparse._SubParsersAction) -> None:
+def _add_run(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
         help="start the workers of a training script on this machine",
@@ -142,7 +143,7 @@ def _grace_seconds(text: str) -> float:
     return _number(float, text, least=0, most=_LONGEST_GRACE, expected=f"a number of seconds from 0 to {_LONGEST_GRACE:g}")
 
 
-def _number(kind: type, text: str, *, least: float, most: float = float("inf"), expected: str) -> float:
+def _number(kind: type, text: str, *, least: float, most: float = float("inf"), expected: str) -> Any:
     try:
         value = kind(text)
     except ValueError:

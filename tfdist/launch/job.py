@@ -26,8 +26,9 @@ import time
 from tfdist.errors import PEER_FAILED_EXIT_CODE
 from tfdist.launch.output import Output, say
 from tfdist.launch.signals import Signals
-from tfdist.launch.tasks import Cluster, Task
+from tfdist.launch.tasks import tasks_on_free_ports
 from tfdist.launch.worker import Worker
+from tfdist.runtime.cluster import Cluster, Task
 
 KILL_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
@@ -98,18 +99,18 @@ class Attempt:
         self._plan: collections.deque[tuple[float, signal.Signals]] = collections.deque()  # what to send at what time
 
     def run(self) -> Outcome:
-        cluster = Cluster.on_free_ports(self._job.workers, chief=self._job.chief)
+        tasks = tasks_on_free_ports(self._job.workers, chief=self._job.chief)
         say(
             f"{_count(self._job.workers)} on localhost, "
-            f"ports {', '.join(map(str, cluster.ports))}, python {shlex.join(self._job.command)}"
+            f"ports {', '.join(str(task.port) for task in tasks)}, python {shlex.join(self._job.command)}"
         )
         if self._log_dir:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-            say(f"output in {self._log_dir}, a file per worker; the console shows {cluster.tasks[0]} only")
+            say(f"output in {self._log_dir}, a file per worker; the console shows {tasks[0].name} only")
         start = time.monotonic()
         with contextlib.ExitStack() as stack:
             for rank in range(self._job.workers):
-                self._workers.append(self._start(cluster, rank, stack))
+                self._workers.append(self._start(Cluster(tasks, rank), stack))
             self._watch()
         outcome = self._outcome()
         say(f"{self._label} ended after {time.monotonic() - start:.1f} s: {outcome.summary}")
@@ -124,21 +125,21 @@ class Attempt:
         return self._job.log_dir and self._job.log_dir / f"attempt_{self._number}"
 
     def _log_file(self, task: Task) -> pathlib.Path | None:
-        return self._log_dir and self._log_dir / f"{task.kind}_{task.index}.log"
+        return self._log_dir and self._log_dir / f"{task.type}_{task.index}.log"
 
-    def _start(self, cluster: Cluster, rank: int, stack: contextlib.ExitStack) -> Worker:
-        task = cluster.tasks[rank]
+    def _start(self, cluster: Cluster, stack: contextlib.ExitStack) -> Worker:
+        task, rank = cluster.task, cluster.worker_index
         environment = {
             **os.environ,
             **self._job.device_environments[rank],
-            "TF_CONFIG": cluster.tf_config(task),
+            "TF_CONFIG": cluster.tf_config(),
             "TFDIST_LAUNCHER": "1",
             "TFDIST_ATTEMPT": str(self._number),
         }
         path = self._log_file(task)
         # Unbuffered, to be read while it grows; appended, so that no earlier run's output is lost.
         file = stack.enter_context(path.open("ab", buffering=0)) if path else None
-        output = Output(str(task), shown=rank == 0 or not path, file=file)
+        output = Output(task.name, shown=rank == 0 or not path, file=file)
         return stack.enter_context(Worker(task, [sys.executable, "-u", *self._job.command], environment, output))
 
     def _watch(self) -> None:
@@ -171,7 +172,7 @@ class Attempt:
             self._failures.append(worker)
             if len(self._failures) == 1 and self._running():
                 grace = f"the others have {self._job.grace_seconds:g} s to end by themselves"
-                say(f"{worker.task} {_how(worker.exit_code)}; {grace}")
+                say(f"{worker.task.name} {_how(worker.exit_code)}; {grace}")
                 self._plan_ends()
 
     def _on_signals(self) -> None:
@@ -202,7 +203,7 @@ class Attempt:
             return Outcome(128 + self._received, f"stopped by {self._received.name}", failure, stopped=True)
         if failed:
             exit_code = failed.exit_code if failed.exit_code > 0 else 128 - failed.exit_code
-            return Outcome(exit_code, f"{failed.task} {_how(failed.exit_code)}", failure)
+            return Outcome(exit_code, f"{failed.task.name} {_how(failed.exit_code)}", failure)
         return Outcome(0, f"{_count(self._job.workers)} succeeded")
 
     def _describe(self, failed: Worker) -> str:
@@ -210,7 +211,7 @@ class Attempt:
         where = f" (all of it in {path})" if path else ""
         lines = failed.output.last_words()
         end = f"its last output{where}:" if lines else "it printed nothing"
-        headline = f"tfdist: {failed.task} (pid {failed.pid}, {self._label}) {_how(failed.exit_code)}; {end}"
+        headline = f"tfdist: {failed.task.name} (pid {failed.pid}, {self._label}) {_how(failed.exit_code)}; {end}"
         return "\n".join([headline, *lines])
 
 

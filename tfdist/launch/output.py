@@ -34,7 +34,7 @@ class Output:
         self._shown = shown
         self._file = file
         self._lines = {source: Lines() for source in ("stdout", "stderr")}
-        self._last = collections.deque(maxlen=_OTHER_LINES)
+        self._last: collections.deque[str] = collections.deque(maxlen=_OTHER_LINES)
         self._traceback: tuple[str, collections.deque[str]] | None = None  # which stream it is on, and its lines
 
     def feed(self, source: str, data: bytes) -> None:

@@ -34,3 +34,4 @@ def run_job(job: Job) -> int:
             if received := signals.wait(DELAY_SECONDS):
                 say(f"stopped by {received[0].name}")
                 return 128 + received[0]
+    raise AssertionError("unreachable: attempts are counted without an end")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
 from tfdist.pipeline.schedules.drawing import draw
 from tfdist.pipeline.schedules.make_schedule import make_schedule
@@ -21,7 +23,7 @@ examples:
   python -m tfdist schedule --file my_schedule.txt"""
 
 
-def add_schedule(commands: argparse._SubParsersAction) -> None:
+def add_schedule(commands: Any) -> None:
     """Adds the command to those of the program."""
     parser = commands.add_parser(
         "schedule",
@@ -78,5 +80,5 @@ def _report(simulation: Simulation) -> str:
     return "\n".join(lines)
 
 
-def _numbers(values: list[float]) -> str:
+def _numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.4g}" for value in values)

@@ -1,45 +1,18 @@
-"""The tasks of a job, where each listens, and the TF_CONFIG that tells a task so."""
+"""The tasks of a job on this machine, each with a free port."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import socket
-from typing import Self
+
+from tfdist.runtime.cluster import Task
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """One process of the job. `kind` is "chief" or "worker"; `index` counts within the kind."""
-
-    kind: str
-    index: int
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.index}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """All tasks of one attempt, in order of rank, and the port of each on this machine."""
-
-    tasks: tuple[Task, ...]
-    ports: tuple[int, ...]
-
-    @classmethod
-    def on_free_ports(cls, workers: int, *, chief: bool) -> Self:
-        """Returns a cluster of `workers` processes on ports that nobody uses now. With `chief`, the first is the chief."""
-        chiefs = [Task("chief", 0)] if chief else []
-        tasks = (*chiefs, *(Task("worker", index) for index in range(workers - len(chiefs))))
-        return cls(tasks, free_ports(workers))
-
-    def tf_config(self, task: Task) -> str:
-        """Returns the JSON that `tf.distribute` reads from the environment of `task`."""
-        addresses: dict[str, list[str]] = {}
-        for other, port in zip(self.tasks, self.ports, strict=True):
-            addresses.setdefault(other.kind, []).append(f"localhost:{port}")
-        return json.dumps({"cluster": addresses, "task": {"type": task.kind, "index": task.index}})
+def tasks_on_free_ports(workers: int, *, chief: bool) -> tuple[Task, ...]:
+    """Returns `workers` tasks, in order of rank, on ports that nobody uses now. With `chief`, the first is the chief."""
+    kinds = [("chief", 0)] if chief else []
+    kinds += [("worker", index) for index in range(workers - len(kinds))]
+    return tuple(Task(kind, index, f"localhost:{port}") for (kind, index), port in zip(kinds, free_ports(workers), strict=True))
 
 
 def free_ports(n: int) -> tuple[int, ...]:

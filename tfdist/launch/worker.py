@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from tfdist.launch.output import Output
-from tfdist.launch.tasks import Task
+from tfdist.runtime.cluster import Task
 
 _READ_BYTES = 1 << 16  # what a pipe holds
 

@@ -42,9 +42,9 @@ class _ParallelAttention(ShardedWeights):
     def _heads(self) -> dict[str, int]:
         raise NotImplementedError
 
-    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:  # type: ignore[override]  # as Keras's
         self.check_may_be_sharded(query_shape)
-        keras_class = next(base for base in type(self).__mro__ if base.__module__.startswith("keras.src.layers.attention"))
+        keras_class: Any = next(base for base in type(self).__mro__ if base.__module__.startswith("keras.src.layers.attention"))
         keras_class.build(self, query_shape, value_shape, key_shape)
         self.shard_weights()
 

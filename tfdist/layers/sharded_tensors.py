@@ -46,7 +46,7 @@ def all_whole(structure: Any) -> Any:
     return tf.nest.map_structure(whole, structure)
 
 
-def takes_sharded_predictions(loss_class: type) -> type:
+def takes_sharded_predictions(loss_class: Any) -> Any:
     """Declares that a Keras loss computes on this rank's part of sharded predictions. A class decorator."""
     loss_class._takes_sharded_predictions = True
     return loss_class

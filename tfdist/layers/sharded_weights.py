@@ -17,7 +17,11 @@ from tfdist.sharding import Shard, request_placement
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
-class ShardedWeights:
+# The Keras layer that it is mixed into: the type checker is not to ask what that has.
+_Layer: Any = object
+
+
+class ShardedWeights(_Layer):
     """A mixin for Keras layers whose weights may be sharded over the tensor axis; before the Keras class.
 
     A subclass says in `_shards` which; they are sharded when the layer has been built, in the scope of a strategy with a tensor

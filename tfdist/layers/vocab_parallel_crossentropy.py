@@ -147,7 +147,7 @@ class VocabParallelCrossentropy(keras.losses.Loss):
 @custom_gradient
 def _exponential_sums(
     logits: tf.Tensor, shift: tf.Tensor, labels: tf.Tensor
-) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tuple]]:
+) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., Any]]:
     """Returns the sum of exp(logits - shift) of each position, and the label's logit less the shift.
 
     Args:

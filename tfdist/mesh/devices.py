@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.mesh.device_mesh import canonical
-from tfdist.runtime.cluster import devices_per_worker_setting
+from tfdist.runtime.tf_config import devices_per_worker_setting
 from tfdist.runtime.threads import share_cores
 
 

@@ -80,7 +80,7 @@ def _summed(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras
         value = variable.value
         if isinstance(value, tf.distribute.DistributedValues) and value.aggregation == tf.VariableAggregation.SUM:
             by_dtype.setdefault(value.dtype, []).append(variable)
-    sums = []
+    sums: list[tuple[Any, tf.Tensor]] = []
     for members in by_dtype.values():
         parts = zip(*(member.value.values for member in members), strict=True)
         packed = [tf.concat([tf.reshape(part, [-1]) for part in of_rank], 0) for of_rank in parts]
@@ -94,5 +94,4 @@ def _sum_over_ranks(parts: Sequence[tf.Tensor], strategy: tf.distribute.Strategy
     cross_replica = cross_replica_of(strategy)
     if cross_replica.is_multi_worker:
         return cross_replica.all_reduce(parts, "sum", "metrics")[0]
-    parts = strategy.extended.one_per_replica(distribute_values.PerReplica(tuple(parts)))
-    return tf.add_n(parts.values)
+    return tf.add_n(strategy.extended.one_per_replica(distribute_values.PerReplica(tuple(parts))).values)

@@ -1,15 +1,16 @@
 """Level 1: what a process has: its place in a job, how jobs of several workers meet and talk, threads, memory given back.
 
-Only `cluster` reads TF_CONFIG.
+Only `tf_config` reads TF_CONFIG.
 """
 
 from tfdist.runtime import coordination
-from tfdist.runtime.cluster import Cluster, Task, read_cluster
+from tfdist.runtime.cluster import Cluster, Task
 from tfdist.runtime.coordination import Coordination
 from tfdist.runtime.failure_watch import FailureWatch
 from tfdist.runtime.first_use import before_first_use, begin_use
 from tfdist.runtime.free_memory import give_back_free_memory
 from tfdist.runtime.rendezvous import wait_for_workers
+from tfdist.runtime.tf_config import read_cluster
 from tfdist.runtime.threads import operations_at_once, share_cores
 
 __all__ = [

@@ -195,7 +195,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     @contextlib.contextmanager
     def _partial_batches_handled(self, enabled: bool) -> Iterator[None]:
         before = self.experimental_enable_get_next_as_optional
-        self.experimental_enable_get_next_as_optional = enabled
+        self.experimental_enable_get_next_as_optional: bool = enabled
         try:
             yield
         finally:

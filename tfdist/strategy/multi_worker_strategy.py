@@ -80,10 +80,11 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         step_timeout_seconds: float = 600.0,
         **settings: Any,
     ):
-        for name, value in (
-            ("rendezvous_timeout_seconds", rendezvous_timeout_seconds),
-            ("step_timeout_seconds", step_timeout_seconds),
-        ):
+        timeouts: dict[str, Any] = {
+            "rendezvous_timeout_seconds": rendezvous_timeout_seconds,
+            "step_timeout_seconds": step_timeout_seconds,
+        }
+        for name, value in timeouts.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(errors.message(f"`{name}` must be a positive number of seconds.", **{name: value}))
         config = settings_of(config, settings)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from typing import Any
 
 from tfdist.sharding import ShardingConfig, with_settings_listed
 
 
-def takes_settings(strategy: type) -> type:
+def takes_settings(strategy: Any) -> Any:
     """Class decorator: shows the settings in the signature of `strategy`, for its `**settings`, and in its docstring.
 
     The docstring must have a line `...: the settings`.

@@ -25,7 +25,11 @@ from tfdist.sharding import (
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 
 
-class VariableCreation:
+# The extended class of TensorFlow that it is mixed into: the type checker is not to ask what that has.
+_Extended: Any = object
+
+
+class VariableCreation(_Extended):
     """The part of a strategy's extended class that makes variables; before TensorFlow's class."""
 
     _sharding: MeshConfig
@@ -93,8 +97,8 @@ class VariableCreation:
                 def drawn() -> tf.Tensor:
                     return tf.convert_to_tensor(initial() if callable(initial) else initial, dtype)
 
-                drawn = tf.function(drawn, autograph=False).get_concrete_function().outputs[0]
-                return tf.TensorSpec(drawn.shape, drawn.dtype)
+                symbolic = tf.function(drawn, autograph=False).get_concrete_function().outputs[0]
+                return tf.TensorSpec(symbolic.shape, symbolic.dtype)
             return self._initial_value(kwargs, mesh.devices[storing[0]])
         return self._initial_value(kwargs)
 

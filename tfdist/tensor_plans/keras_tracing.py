@@ -118,7 +118,7 @@ def sublayers(layer: keras.Layer) -> list[keras.Layer]:
 
 def all_layers(layer: keras.Layer) -> list[keras.Layer]:
     """Returns a layer and those within it at any depth, each once, outer before inner."""
-    found = {}
+    found: dict[int, keras.Layer] = {}
     pending = [layer]
     while pending:
         current = pending.pop()

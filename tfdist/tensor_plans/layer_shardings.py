@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import keras
 
@@ -55,7 +54,7 @@ def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: i
         NotImplementedError: a layer that could be sharded is quantized, has LoRA enabled, runs in a loop, or shares its weights.
     """
     plan = plan if isinstance(plan, TensorPlan) else TensorPlan(plan)
-    check_size(tensor_parallel_size)
+    errors.check_integer("tensor_parallel_size", tensor_parallel_size, 1)
     graph = trace_model(model)
     roles = planned_roles(model, graph, plan)
     for shardable in graph.layers:
@@ -80,14 +79,6 @@ def layer_shardings(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> list
         for shardable in graph.layers
         if shardable.layer in roles
     ]
-
-
-def check_size(tensor_parallel_size: Any) -> None:
-    """Raises ValueError unless the number of ranks is a positive integer."""
-    if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
-        raise ValueError(
-            errors.message("`tensor_parallel_size` must be an integer >= 1.", tensor_parallel_size=tensor_parallel_size)
-        )
 
 
 def planned_roles(model: keras.Model, graph: ModelGraph, plan: TensorPlan) -> dict[keras.Layer, str]:

@@ -147,7 +147,8 @@ def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> 
     kind = kind_of(layer)
     calls = [[event for event in trace.events if event.operation is layer] for trace in traces]
     hidden = [(call, trace) for trace in traces for call in trace.hidden if call.layer is layer]
-    shapes, uses = (None, None), ()
+    shapes: tuple[tuple[int | None, ...] | None, ...] = (None, None)
+    uses: tuple[LayerUse, ...] = ()
     for events, trace in zip(calls, traces, strict=True):
         if events and not uses:
             shapes = events[0].inputs[0].shape, events[0].outputs[0].shape

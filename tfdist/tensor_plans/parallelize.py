@@ -25,7 +25,7 @@ from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, VOCAB
 from tfdist.tensor_plans.layer_shardings import LayerSharding, resolve
 
 # The parallel class of each Keras class, by role; the more special class first.
-_PARALLEL = {
+_PARALLEL: dict[str, dict[type, type]] = {
     COLUMN: {
         keras.layers.Dense: ColumnParallelDense,
         keras.layers.EinsumDense: ColumnParallelEinsumDense,
@@ -155,13 +155,11 @@ def _parallel_class(layer_class: type, role: str) -> type:
 def _described(shardings: Sequence[LayerSharding], size: int) -> str:
     if not shardings:
         return "Nothing is sharded."
-    rows = [("layer", "sharded by", "parameters", "of one rank", "output")]
+    rows: list[tuple[str, ...]] = [("layer", "sharded by", "parameters", "of one rank", "output")]
     for sharding in shardings:
         counts = [sum(count(weight) for weight in sharding.layer.weights) for count in (_size, _local_size)]
-        output = (
-            "sharded" if sharding.role == COLUMN and hasattr(sharding.layer, "kernel") and not sharding.gather_output else "whole"
-        )
-        rows.append((sharding.path, sharding.role, *(f"{count:,}" for count in counts), output))
+        is_local = sharding.role == COLUMN and hasattr(sharding.layer, "kernel") and not sharding.gather_output
+        rows.append((sharding.path, sharding.role, *(f"{count:,}" for count in counts), "sharded" if is_local else "whole"))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     aligned = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
     lines = [

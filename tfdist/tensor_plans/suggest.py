@@ -32,7 +32,7 @@ from tfdist.tensor_plans.layer_kinds import (
     saved_bytes,
     sharded_sizes,
 )
-from tfdist.tensor_plans.layer_shardings import LayerSharding, check_size, layer_shardings
+from tfdist.tensor_plans.layer_shardings import LayerSharding, layer_shardings
 from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer, trace_model
 from tfdist.tensor_plans.pairing import Flow
 from tfdist.tensor_plans.suggested_plan import SuggestedPlan, SuggestedSharding, size_text
@@ -66,10 +66,9 @@ def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | N
         ValueError: the model is not built, or holds no layer that can be sharded; `tensor_parallel_size` or `rows` is not a
             positive integer.
     """
-    check_size(tensor_parallel_size)
+    errors.check_integer("tensor_parallel_size", tensor_parallel_size, 1)
     rows = 1 if rows is None else rows
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ValueError(errors.message("`rows` must be a positive integer: the examples of a replica in one step.", rows=rows))
+    errors.check_integer("rows", rows, 1, fix="It is how many examples a replica gets in one step.")
     graph = trace_model(model)
     if not graph.layers:
         raise ValueError(errors.message("`model` must hold a layer that can be sharded, such as a Dense.", model=model.name))
@@ -205,7 +204,7 @@ class _Ranks:
 
 def _connected(column: keras.Layer, fed: Sequence[tuple[keras.Layer, frozenset[keras.Layer]]]) -> _Group:
     """Returns the layers that `column` feeds, all that feed these, all that those feed, and so on."""
-    columns, rows = {column}, set()
+    columns, rows = {column}, set[keras.Layer]()
     while more := {row for row, sources in fed if not columns.isdisjoint(sources)} - rows:
         rows |= more
         columns.update(*(sources for row, sources in fed if row in more))
@@ -218,7 +217,7 @@ def _best_choice(gains: Sequence[tuple[float, _Group]]) -> tuple[_Group, ...]:
     One group after the other is taken or left. What was taken matters only as far as later groups hold a layer of it: in a
     chain of layers one at most, so there are few cases at a time.
     """
-    best = {frozenset(): (0.0, ())}
+    best: dict[frozenset[keras.Layer], tuple[float, tuple[_Group, ...]]] = {frozenset(): (0.0, ())}
     for index, (gain, group) in enumerate(gains):
         later = frozenset().union(*(other.layers for _, other in gains[index + 1 :]))
         choices = []

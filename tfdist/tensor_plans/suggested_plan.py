@@ -74,14 +74,13 @@ class SuggestedPlan(TensorPlan):
         cells = [["layer", "kind", "role", "paired", "saved", "moved", ""]]
         for sharding in self.shardings:
             sizes = size_text(sharding.saved_bytes), size_text(sharding.moved_bytes)
-            cells.append(
-                [sharding.path, sharding.kind, sharding.role, "yes" if sharding.is_paired else "", *sizes, sharding.reason]
-            )
+            paired = "yes" if sharding.is_paired else ""
+            cells.append([sharding.path, sharding.kind, sharding.role, paired, *sizes, sharding.reason])
         total = f"of {size_text(self.parameter_bytes)} parameters"
         cells.append(["together", "", "", "", size_text(self.saved_bytes), size_text(self.moved_bytes), total])
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
         justify = [str.ljust, str.ljust, str.ljust, str.ljust, str.rjust, str.rjust, str.ljust]
-        lines = ["  ".join(side(*cell) for side, *cell in zip(justify, row, widths, strict=True)).rstrip() for row in cells]
+        lines = ["  ".join(side(cell, w) for side, cell, w in zip(justify, row, widths, strict=True)).rstrip() for row in cells]
         rule = "-" * max(map(len, lines))
         examples = "1 example" if self.examples == 1 else f"{self.examples} examples"
         return "\n".join(

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.runtime import read_cluster
-from tfdist.runtime.cluster import devices_per_worker_setting
+from tfdist.runtime.tf_config import devices_per_worker_setting
 
 HOSTS = ["a:1", "b:2", "c:3"]
 
@@ -133,3 +133,10 @@ def test_bad_devices_per_worker(monkeypatch, text):
     monkeypatch.setenv("TFDIST_DEVICES_PER_WORKER", text)
     with pytest.raises(ValueError, match="TFDIST_DEVICES_PER_WORKER must be a positive integer"):
         devices_per_worker_setting()
+
+
+def test_what_is_written_is_read(monkeypatch):
+    set_config(monkeypatch, {"chief": ["a:1"], "worker": ["b:2", "c:3"]}, {"type": "worker", "index": 1})
+    cluster = read_cluster()
+    monkeypatch.setenv("TF_CONFIG", cluster.tf_config())
+    assert read_cluster() == cluster
