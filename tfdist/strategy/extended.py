@@ -71,10 +71,9 @@ class ShardedExtendedMixin(VariableCreation):
         communicator = self._communicator
         if tf.executing_eagerly():
             plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks)
-            program_of = functools.partial(
-                EagerProgram, communicator, plan=plan, meeting=Meeting(communicator, self.cross_replica)
-            )
-            return self._run_ranks(fn, args, kwargs, plan, program_of)
+            meeting = Meeting(communicator, self.cross_replica)
+            eager_program = functools.partial(EagerProgram, communicator, plan=plan, meeting=meeting)
+            return self._run_ranks(fn, args, kwargs, plan, eager_program)
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
         plan = communicator.new_plan()
         program_of = functools.partial(RankProgram, communicator, graph=tf.compat.v1.get_default_graph(), plan=plan)
