@@ -2,12 +2,12 @@
 
 TensorFlow's GELU is several operations, each of which keeps what its own derivative needs: three tensors of the hidden layer's
 size, of the tanh approximation more, where one is enough. In a Transformer's block the hidden layer is the largest (what that is
-of a step: docs/notes/kernels.md). What they give to the derivative is computed early, too, of all layers at once, since it does
+of a step: docs/notes/kernels.md). Their parts of the derivative are computed early, too, of all layers at once, since these do
 not wait for the gradient from above. Here
 
     gelu'(x) = Phi(x) + x phi(x)
 
-is computed from x when that gradient is there, as TensorFlow has it for `tf.nn.silu`.
+is computed from x when that gradient is there, as TensorFlow does for `tf.nn.silu`.
 
 Values are TensorFlow's own, bit by bit, but for the exact GELU in float32 on CPUs, where TensorFlow's erfc takes four times as
 long as its erf: Phi(x) is (1 + erf(x / sqrt 2)) / 2, as in PyTorch, which differs from erfc's by rounding of 1.
