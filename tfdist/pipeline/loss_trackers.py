@@ -19,60 +19,42 @@ from tfdist.losses.global_losses import unscale_loss
 
 
 class LossTrackers:
-    """The trackers of a model's losses, while the losses of one batch are computed.
-
-    Args:
-        model: a compiled model.
-    """
+    """The trackers of a compiled model's losses, while the losses of one batch are computed."""
 
     def __init__(self, model: keras.Model):
         self._compile_loss = model._compile_loss
         self._trackers = list(getattr(self._compile_loss, "_metrics", ()))
-        self._sums = [_Sum() for _ in self._trackers]
-        self._seen: set[int] = set()
+        self._losses: dict[int, list[_Losses]] = {}  # by microbatch
 
     @contextlib.contextmanager
-    def collected(self, microbatch: int) -> Iterator[None]:
-        """A block in which the losses of a microbatch are added up, and the trackers get none.
-
-        A microbatch whose losses are computed a second time adds nothing.
-        """
-        sums = [_Sum() for _ in self._trackers] if microbatch in self._seen else self._sums
-        self._seen.add(microbatch)
-        with self._replaced(sums):
-            yield
-
-    @contextlib.contextmanager
-    def ignored(self) -> Iterator[None]:
-        """A block in which losses are neither added up nor tracked."""
-        with self._replaced([_Sum() for _ in self._trackers]):
-            yield
-
-    def update(self, rows: int | None) -> None:
-        """Updates the trackers with the batch's losses, weighted by the batch's number of rows, if that is known, as by Keras."""
-        for tracker, total in zip(self._trackers, self._sums, strict=True):
-            if total.parts:
-                tracker.update_state(unscale_loss(tf.add_n(total.parts)), sample_weight=rows)
-
-    @contextlib.contextmanager
-    def _replaced(self, stand_ins: list[Any]) -> Iterator[None]:
+    def withheld(self, microbatch: int | None) -> Iterator[None]:
+        """A block in which the trackers get no loss: its losses are kept as those of a microbatch (None: dropped)."""
         if not self._trackers:
             yield
             return
-        before = self._compile_loss._metrics
-        self._compile_loss._metrics = stand_ins
+        stand_ins = [_Losses() for _ in self._trackers]
+        before, self._compile_loss._metrics = self._compile_loss._metrics, stand_ins
         try:
             yield
         finally:
             self._compile_loss._metrics = before
+        if microbatch is not None:
+            self._losses.setdefault(microbatch, stand_ins)
+
+    def update(self, rows: int | None) -> None:
+        """Updates the trackers with the batch's losses, weighted by the batch's number of rows, if that is known, as by Keras."""
+        for tracker, *parts in zip(self._trackers, *self._losses.values(), strict=True):
+            shares = [share for part in parts for share in part.values]
+            if shares:
+                tracker.update_state(unscale_loss(tf.add_n(shares)), sample_weight=rows)
 
 
-class _Sum:
-    """Takes the place of a tracker and keeps what the tracker would have got."""
+class _Losses:
+    """Takes the place of a tracker. It is no list, which Keras would take for no tracker while it is empty."""
 
     def __init__(self) -> None:
-        self.parts: list[tf.Tensor] = []
+        self.values: list[tf.Tensor] = []
 
     def update_state(self, value: tf.Tensor, sample_weight: Any = None) -> None:
         del sample_weight
-        self.parts.append(value)
+        self.values.append(value)

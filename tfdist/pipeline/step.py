@@ -84,11 +84,6 @@ class Step:
         self._trackers.update(self._data.known_rows)
         exempt_from_automatic_order(tape.operations_since(self._began))
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank has the model's outputs."""
-        return self._staged.schedule.rank_of(self._staged.last_stage) == self._executor.pipe_rank
-
     def loss(self) -> tf.Tensor:
         """Returns this replica's share of the loss of the batch, the same on all of the replica's ranks."""
         loss = tf.add_n(self._reported) if self._reported else tf.zeros([])
@@ -99,7 +94,7 @@ class Step:
     def outputs(self) -> Any:
         """Returns the model's outputs for the batch; zeros of their shapes on ranks other than the last."""
         rows = self._data.known_rows
-        if self.is_last:
+        if self._staged.schedule.rank_of(self._staged.last_stage) == self._executor.pipe_rank:
             flat = [tf.concat(parts, 0) for parts in zip(*self._outputs, strict=True)]
         else:
             size = tf.cast(tf.add_n(self._data.rows), tf.int32) if rows is None else rows
@@ -174,7 +169,7 @@ class Step:
             found = [scale_loss(tf.reduce_sum(loss)) for loss in of_layers]
             if stage_index == self._staged.last_stage:
                 self._first_outputs = self._first_outputs or stage_outputs
-                with self._trackers.collected(microbatch):
+                with self._trackers.withheld(microbatch):
                     found.append(self._loss(microbatch, stage_outputs))
         return found
 
@@ -209,7 +204,7 @@ class Step:
         """Calls the loss on zeros in the place of a microbatch's predictions, with the predictions' masks."""
         zeros = self._zeros(self.num_rows(microbatch), self._first_outputs)
         self._staged.masks.put(self._staged.last_stage, zeros, self._data[microbatch][0])
-        with self._trackers.ignored():
+        with self._trackers.withheld(None):
             self._loss(microbatch, zeros)
 
     def _build_trackers(self) -> None:

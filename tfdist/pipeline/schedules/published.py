@@ -35,9 +35,6 @@ def ScheduleGPipe(num_stages: int, num_microbatches: int, stages_per_rank: int =
         num_microbatches: how many microbatches a batch has.
         stages_per_rank: how many stages each rank has; it must divide `num_stages`.
 
-    Returns:
-        The schedule, "gpipe".
-
     Raises:
         ValueError: a size is not a positive integer, or does not divide.
 
@@ -63,16 +60,7 @@ def Schedule1F1B(num_stages: int, num_microbatches: int, stages_per_rank: int = 
           . 1F0 1F1   . 1B0 1F2 1B1 1F3 1B2   . 1B3   .
           .   . 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3   .   .
 
-    Args:
-        num_stages: how many stages the model has, one on each rank.
-        num_microbatches: how many microbatches a batch has.
-        stages_per_rank: 1.
-
-    Returns:
-        The schedule, "1f1b".
-
-    Raises:
-        ValueError: a size is not a positive integer, or `stages_per_rank` is above 1.
+    Args, Raises: as of `ScheduleGPipe`, with a `stages_per_rank` of 1.
 
     Source: PipeDream-Flush, Narayanan et al. 2021 (Memory-Efficient Pipeline-Parallel DNN Training).
     """
@@ -99,16 +87,7 @@ def ScheduleInterleaved1F1B(num_stages: int, num_microbatches: int, stages_per_r
     Where p does not divide m the groups are larger than p, of sizes that differ by one at most. Larger groups idle no longer, but
     a rank holds more: (v-1) (g-p) activations for a first group of g microbatches.
 
-    Args:
-        num_stages: how many stages the model has: v p.
-        num_microbatches: how many microbatches a batch has, best a multiple of the number of ranks.
-        stages_per_rank: v, how many stages each rank has; it must be at least 2 and divide `num_stages`.
-
-    Returns:
-        The schedule, "interleaved".
-
-    Raises:
-        ValueError: a size is not a positive integer or does not divide, or `stages_per_rank` is 1.
+    Args, Raises: as of `ScheduleGPipe`, with a `stages_per_rank`, v, of at least 2. Best m is a multiple of p.
 
     Source: Megatron-LM, Narayanan et al. 2021 (Efficient Large-Scale Language Model Training on GPU Clusters).
     """
@@ -149,16 +128,7 @@ def ScheduleZeroBubble(num_stages: int, num_microbatches: int, stages_per_rank: 
 
     With phases of durations F, I and W, of which W is the shortest, a rank idles (p-1) (F + I - W).
 
-    Args:
-        num_stages: how many stages the model has, one on each rank.
-        num_microbatches: how many microbatches a batch has.
-        stages_per_rank: 1.
-
-    Returns:
-        The schedule, "zero_bubble".
-
-    Raises:
-        ValueError: a size is not a positive integer, or `stages_per_rank` is above 1.
+    Args, Raises: as of `ScheduleGPipe`, with a `stages_per_rank` of 1.
 
     Source: ZB-H1 of Zero Bubble Pipeline Parallelism, Qi et al. 2023.
     """
