@@ -150,7 +150,7 @@ def mentions(name, words):
     return [f"tfdist/{name}:{number}: {line.strip()}" for number, line in enumerate(lines, 1) if re.search(words, line, re.I)]
 
 
-@pytest.mark.parametrize("room", ["optimizers", "losses", "sharding"])
+@pytest.mark.parametrize("room", ["optimizers", "losses", "sharding", "collectives"])
 def test_no_word_of_pipelines(room):
     """What a pipeline needs of these rooms follows from a layout, or is handed down. "pipe" is the name of a mesh axis there."""
     words = r"(?<!_)pipelin(?!e_parallel_size)|micro-?batch|stages? (of|in) (a|the|another|one)\b"
