@@ -78,7 +78,7 @@ class _Gradients:
     of_inputs: list[tf.Tensor]
     of_weights: list[Any]
     made: list[tf.Operation]  # operations that wait for their action's turn
-    in_turn: list[tf.Operation]  # those of `made` that TensorFlow runs in the order of tracing
+    in_turn: Sequence[tf.Operation]  # those of `made` that TensorFlow runs in the order of tracing
 
 
 class Executor:
@@ -132,8 +132,8 @@ class Executor:
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._to_recompute: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
         self._held_back: dict[tuple[int, int], _Gradients] = {}
-        self.end: list[tf.Operation] = []  # of the action that was made last
-        self._end_of_one_before: list[tf.Operation] = []
+        self.end: Sequence[tf.Operation] = []  # of the action that was made last
+        self._end_of_one_before: Sequence[tf.Operation] = []
         self.gradients = GradientSum()
 
     def run(self) -> None:

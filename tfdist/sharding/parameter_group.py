@@ -17,7 +17,7 @@ class ParameterGroup:
 
     def __init__(self, name: str):
         self.name = name
-        self._members: list[weakref.ref] = []
+        self._members: list[weakref.ref[Any]] = []
 
     def add(self, variable: Any) -> None:
         self._members.append(weakref.ref(variable))
@@ -41,7 +41,7 @@ class ParameterGroups:
     def __init__(self, group_bytes: int):
         self._group_bytes = group_bytes
         self._by_layer: weakref.WeakKeyDictionary[Any, ParameterGroup] = weakref.WeakKeyDictionary()
-        self._layers: list[weakref.ref] = []  # in the order in which they made their first parameter
+        self._layers: list[weakref.ref[Any]] = []  # in the order in which they made their first parameter
 
     def note_maker(self, layer: Any | None) -> None:
         """Notes that `layer` has made a parameter."""

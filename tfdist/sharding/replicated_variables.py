@@ -14,10 +14,12 @@ from tensorflow.python.distribute import values
 
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.placements import Partial, Replicate
+from tfdist.sharding.placements import Partial, Placement, Replicate
+
+_Variable: Any = object  # what it is mixed into
 
 
-class _WithLayout:
+class _WithLayout(_Variable):
     """The part that both kinds share: a layout, which copies keep."""
 
     layout: Layout
@@ -43,7 +45,7 @@ def with_layout(variable: tf.Variable, mesh: DeviceMesh) -> tf.Variable:
     """Returns a variable that TensorFlow has made as one that has a layout; one whose shape is not known is left alone."""
     if not variable.shape.is_fully_defined():
         return variable
-    kinds = {
+    kinds: dict[type, tuple[type, Placement]] = {
         values.MirroredVariable: (ReplicatedMirroredVariable, Replicate()),
         values.SyncOnReadVariable: (PartialSyncOnReadVariable, Partial()),
     }

@@ -40,7 +40,7 @@ def is_backward(operation: tf.Operation) -> bool:
     return "gradient_tape/" in operation.name or operation.name.startswith("gradients/") or "/gradients/" in operation.name
 
 
-def backward_scope() -> contextlib.AbstractContextManager:
+def backward_scope() -> contextlib.AbstractContextManager[None]:
     """Names operations of a gradient function of our own as a tape names those of TensorFlow's."""
     return tf.name_scope("gradient_tape/")  # with the slash: this one, and no second one of another name
 

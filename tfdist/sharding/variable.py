@@ -304,7 +304,7 @@ class ShardedVariable(values.DistributedVariable):
             )
         )
 
-    def __deepcopy__(self, memo: dict) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise NotImplementedError("A ShardedVariable cannot be copied; build the model again in the strategy's scope.")
 
 

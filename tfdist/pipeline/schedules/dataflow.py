@@ -55,7 +55,7 @@ def earliest_starts(
     """
     waiting = {rank: deque(actions) for rank, actions in orders.items()}
     rank_of = {action: rank for rank, actions in waiting.items() for action in actions}
-    free = dict.fromkeys(waiting, 0)
+    free: dict[int, float] = dict.fromkeys(waiting, 0)
     starts: dict[Action, float] = {}
     ends: dict[Action, float] = {}
     found = True

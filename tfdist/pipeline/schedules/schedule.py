@@ -100,10 +100,10 @@ class Schedule:
     def aligned(self) -> Schedule:
         """Returns the same schedule with every action in the first slot behind all actions that it waits for."""
         starts = earliest_starts(self.orders)
-        num_slots = 1 + max(starts.values())
-        table = {rank: [None] * num_slots for rank in self.table}
+        num_slots = 1 + int(max(starts.values()))
+        table: dict[int, list[Action | None]] = {rank: [None] * num_slots for rank in self.table}
         for action, slot in starts.items():
-            table[self.rank_of(action.stage_index)][slot] = action
+            table[self.rank_of(action.stage_index)][int(slot)] = action
         return Schedule({rank: tuple(row) for rank, row in table.items()}, self.name)
 
     @property

@@ -55,7 +55,7 @@ def _least_largest(sums: Sequence[float], num_parts: int) -> float:
         before, largest = largest, {}
         for stop in range(parts, count + 1):
             starts = range(parts - 1, stop)
-            meet = bisect.bisect_left(starts, True, key=lambda start, stop=stop: before[start] >= sums[stop] - sums[start])
+            meet = bisect.bisect_left(starts, True, key=lambda start, stop=stop: before[start] >= sums[stop] - sums[start])  # type: ignore[misc]
             largest[stop] = min(max(before[start], sums[stop] - sums[start]) for start in starts[max(meet - 1, 0) : meet + 1])
     return largest[count]
 
@@ -63,7 +63,7 @@ def _least_largest(sums: Sequence[float], num_parts: int) -> float:
 def _most_even(sums: Sequence[float], num_parts: int, largest: float) -> list[int]:
     """Returns the split points with the least sum of squares among those that leave no part above `largest`."""
     count = len(sums) - 1
-    squares = {0: 0}  # the least sum of squares, by how many items are in parts
+    squares = {0: 0.0}  # the least sum of squares, by how many items are in parts
     chosen: list[dict[int, int]] = []  # where the last of 1, 2, ... parts starts
     for _ in range(num_parts):
         before, squares = squares, {}

@@ -41,7 +41,7 @@ class Masks:
         places: list[tuple[int, int]] = []
 
         def masks(*inputs: tf.Tensor) -> list[tf.Tensor]:
-            found, passed_on = [], []
+            found, passed_on = [], list[Any]()
             with SymbolicScope(), keras.StatelessScope():
                 for stage in stages:
                     passed_on = stage(passed_on, list(inputs), training=False)
@@ -81,7 +81,7 @@ class Masks:
         if tf.executing_eagerly():
             found = dict(zip(self._masks, self._traced(*model_inputs), strict=True))
         else:
-            known = {inside.op: [x] for inside, x in zip(self._inputs, model_inputs, strict=True)}
+            known: dict[Any, Any] = {inside.op: [x] for inside, x in zip(self._inputs, model_inputs, strict=True)}
             found = {(stage, place): tape.copy(self._masks[stage, place], known) for place in places}
         for place in places:
             set_keras_mask(stage_outputs[place], found[stage, place])

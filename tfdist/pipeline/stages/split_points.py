@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import numbers
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -97,11 +97,11 @@ def _weigh(costs: Sequence[Cost]) -> list[int]:
     return [cost.flops * (1 + sum(sizes)) + size for cost, size in zip(costs, sizes, strict=True)]
 
 
-def _name(module: keras.Model, stage: Any, names: Sequence[str]) -> str:
+def _name(module: keras.Model, stage: Any, names: Collection[str]) -> str:
     """Returns the name of the layer that an entry of `stages` means."""
     if isinstance(stage, numbers.Integral):
         layers = [layer for layer in module.layers if not isinstance(layer, keras.layers.InputLayer)]
-        if 0 <= stage < len(layers):
+        if 0 <= int(stage) < len(layers):
             return layers[stage].name
         raise ValueError(
             errors.message(f"A place in `stages` must be from 1 to {len(layers) - 1}: {len(layers)} layers.", place=stage)

@@ -120,7 +120,7 @@ def split_in_stages(module: keras.Model, split_points: Sequence[int]) -> list[St
                 made_at[id(tensor)], tensors[id(tensor)] = stage, tensor
     for tensor in module.outputs:
         needed_until[id(tensor)] = len(groups)
-    stages, stage_inputs = [], []
+    stages, stage_inputs = [], list[Any]()
     for stage, group in enumerate(groups):
         if stage == len(groups) - 1:
             stage_outputs = list(module.outputs)

@@ -56,7 +56,7 @@ class StageFunctions:
         self._program = program
         self._weights = weights
         self._training = training
-        self._traced: dict[tuple, _Functions | None] = {}
+        self._traced: dict[Any, _Functions | None] = {}
 
     def call(
         self, stage: StageLayer, stage_inputs: Sequence[tf.Tensor], model_inputs: Sequence[Any], *, has_backward: bool
