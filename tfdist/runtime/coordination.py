@@ -1,4 +1,4 @@
-"""Words between workers outside the training step: TensorFlow's coordination service, a key-value store that the chief hosts.
+"""What workers tell each other outside of steps: TensorFlow's coordination service, a key-value store that the chief hosts.
 
 Private names of TensorFlow: the eager context's methods around the service. A put or get costs about a millisecond.
 """

@@ -17,6 +17,6 @@ def before_first_use(action: Callable[[], None]) -> None:
 
 
 def begin_use() -> None:
-    """Says that tfdist is used from now on."""
+    """Calls what `before_first_use` was given: tfdist is used from now on."""
     for action in _actions:
         action()

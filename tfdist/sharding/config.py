@@ -107,22 +107,14 @@ class ShardingConfig:
         "how many ranks share the layers of a `tfdist.PipelineModel`, which the model to train must then be. `zero_stage` must "
         "be 0, 1 or 2.",
     )
-    bucket_bytes: int = _setting(
-        8 * 2**20,
-        _at_least(1),
-        "stages 0-2: gradients travel in messages of about this many bytes.",
-    )
+    bucket_bytes: int = _setting(8 * 2**20, _at_least(1), "stages 0-2: gradients travel in messages of about this many bytes.")
     group_bytes: int = _setting(
         2 * 2**20,
         _at_least(0),
         "stage 3: what is gathered, and freed, at once: a layer, or consecutive layers up to this many bytes, because small "
         "messages cost what large ones do; 0: each layer alone.",
     )
-    prefetch: int = _setting(
-        1,
-        _at_least(0),
-        "stage 3: how many groups may be gathered ahead of the one in use. Each costs a gathered group of memory.",
-    )
+    prefetch: int = _setting(1, _at_least(0), "stage 3: how many groups are gathered ahead of the one in use; each takes memory.")
     reshard_after_forward: bool = _setting(
         True,
         _one_of(True, False),

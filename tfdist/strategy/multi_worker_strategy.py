@@ -66,7 +66,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
     Source: ZeRO, Rajbhandari et al. 2020.
     """
 
-    # Two strategies of one process must not share group keys of TensorFlow's own collectives, nor words in the store.
+    # Two strategies of one process must not share group keys of TensorFlow's own collectives, nor keys of the key-value store.
     _serials = itertools.count(1)
     _watch: FailureWatch | None = None
 

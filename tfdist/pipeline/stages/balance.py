@@ -63,7 +63,7 @@ def _least_largest(sums: Sequence[float], num_parts: int) -> float:
 def _most_even(sums: Sequence[float], num_parts: int, largest: float) -> list[int]:
     """Returns the split points with the least sum of squares among those that leave no part above `largest`."""
     count = len(sums) - 1
-    squares = {0: 0.0}  # the least sum of squares, by how many items are in parts
+    squares: dict[int, float] = {0: 0}  # the least sum of squares, by how many items are in parts
     chosen: list[dict[int, int]] = []  # where the last of 1, 2, ... parts starts
     for _ in range(num_parts):
         before, squares = squares, {}
