@@ -12,25 +12,20 @@ import tfdist
 from tfdist.data import device_iterators
 
 
-def made_for(strategy, monkeypatch):
-    """Returns the options of the devices' datasets of an iterator over `strategy`."""
+def tuning_of_what_is_prefetched(strategy, monkeypatch):
+    """Returns whether each device's dataset may be tuned, of the iterators of two datasets of `strategy`."""
     made = []
-    create = multi_device_iterator_ops._create_device_dataset
-
-    def note(*args):
-        made.append(create(*args))
-        return made[-1]
-
-    monkeypatch.setattr(multi_device_iterator_ops, "_create_device_dataset", note)
+    original = tf.data.Dataset.__iter__
+    monkeypatch.setattr(tf.data.Dataset, "__iter__", lambda self: made.append(self) or original(self))
     dataset = tf.data.Dataset.range(8).batch(4)
-    assert len(list(strategy.experimental_distribute_dataset(dataset))) == 2
+    list(strategy.experimental_distribute_dataset(dataset))
     list(strategy.distribute_datasets_from_function(lambda context: dataset))
     return [dataset.options().autotune.enabled for dataset in made]
 
 
 def test_only_those_of_tfdist_are_not_tuned(cpus, monkeypatch):
-    assert made_for(tfdist.ShardedStrategy(cpus[:2]), monkeypatch) == [False] * 4
-    assert made_for(tf.distribute.MirroredStrategy(cpus[:2]), monkeypatch) == [None] * 4
+    assert tuning_of_what_is_prefetched(tfdist.ShardedStrategy(cpus[:2]), monkeypatch) == [False] * 4
+    assert tuning_of_what_is_prefetched(tf.distribute.MirroredStrategy(cpus[:2]), monkeypatch) == [None] * 4
 
 
 def test_the_users_dataset_keeps_its_tuning(cpus):
@@ -38,33 +33,57 @@ def test_the_users_dataset_keeps_its_tuning(cpus):
     assert [dataset.options().autotune.enabled for dataset in distributed._cloned_datasets] == [None]
 
 
-@pytest.mark.parametrize("owner", [input_lib.DistributedDataset, input_lib.DistributedDatasetsFromFunction])
-def test_where_iterators_are_made(owner):
-    assert owner.__iter__._tfdist_original.__module__.startswith("tensorflow.python.distribute")
-    assert "_strategy" in inspect.getsource(owner.__init__)
+@pytest.mark.parametrize("from_function", [False, True])
+def test_they_are_tensorflows_datasets(cpus, from_function):
+    strategy, dataset = tfdist.ShardedStrategy(cpus[:2]), tf.data.Dataset.range(8).batch(4)
+    seen = []
+    if from_function:
+        distributed = strategy.distribute_datasets_from_function(lambda context: dataset)
+    else:
+        distributed = strategy.experimental_distribute_dataset(dataset)
+    assert isinstance(
+        distributed, input_lib.DistributedDatasetsFromFunction if from_function else tf.distribute.DistributedDataset
+    )
+
+    @tf.function
+    def total(distributed):
+        seen.append(type(distributed))
+        total = tf.constant(0, tf.int64)
+        for batch in distributed:
+            total += sum(tf.reduce_sum(part) for part in strategy.experimental_local_results(batch))
+        return total
+
+    assert int(total(distributed)) == int(total(distributed)) == 28
+    assert seen == [type(distributed)]
 
 
-def test_what_makes_a_devices_dataset():
-    original = multi_device_iterator_ops._create_device_dataset._tfdist_original
-    names = ["prototype_ds", "incarnation_id", "prefetch_buffer_size", "experimental_slack"]
-    assert list(inspect.signature(original).parameters) == names
-    source = inspect.getsource(multi_device_iterator_ops.OwnedMultiDeviceIterator)
-    assert "_create_device_dataset(" in source
+def test_slack_and_no_buffer(cpus):
+    strategy, options = tfdist.ShardedStrategy(cpus[:2]), tf.data.Options()
+    options.experimental_slack = True
+    dataset = tf.data.Dataset.range(8).batch(4).with_options(options)
+    for size in (0, 1, 3):
+        how = tf.distribute.InputOptions(experimental_per_replica_buffer_size=size)
+        batches = [strategy.experimental_local_results(batch) for batch in strategy.experimental_distribute_dataset(dataset, how)]
+        assert [[part.numpy().tolist() for part in batch] for batch in batches] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
-def signature(owner):
-    return list(inspect.signature(owner.__init__._tfdist_original).parameters)
+def parameters(function):
+    return list(inspect.signature(function).parameters)
 
 
-def test_what_traces_the_functions_of_a_device():
+def test_the_base_classes():
     names = ["shard_num", "multi_device_iterator_resource", "incarnation_id", "source_device", "element_spec"]
-    made, copied = multi_device_iterator_ops._PerDeviceGenerator, multi_device_iterator_ops._ReincarnatedPerDeviceGenerator
-    assert signature(made) == ["self", *names, "iterator_is_anonymous"]
-    assert signature(copied) == ["self", "per_device_dataset", "incarnation_id"]
+    made = multi_device_iterator_ops._PerDeviceGenerator
+    assert parameters(made.__init__) == ["self", *names, "iterator_is_anonymous"]
     source = inspect.getsource(made)
     for name in ("init", "next", "finalize"):
         assert f"self._{name}_func = " in source and f"self._{name}_captured_args = " in source
     assert "self._next_captured_args = self._next_captured_args + [" in source, "generators keep their iterator alive"
+    names = ["self", "dataset", "worker", "devices", "components", "element_spec", "options", "canonicalize_devices"]
+    assert parameters(input_lib._SingleWorkerOwnedDatasetIterator.__init__) == names
+    assert "self._create_owned_multi_device_iterator()" in inspect.getsource(input_lib._SingleWorkerOwnedDatasetIterator)
+    components = inspect.getsource(multi_device_iterator_ops.OwnedMultiDeviceIterator)
+    assert "self._device_iterators = components[1:]" in components
 
 
 def test_functions_are_traced_once(cpus, monkeypatch):
@@ -99,6 +118,6 @@ def test_functions_go_with_the_context_that_knows_them(cpus, monkeypatch):
     iter(tfdist.ShardedStrategy(cpus[:2]).experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4)))
     before = device_iterators._kept()
     assert before and device_iterators._kept() is before
-    assert all(kept.next[0]._inference_function._bound_context is context.context() for kept in before.values())
+    assert all(kept[0]["next_func"]._inference_function._bound_context is context.context() for kept in before.values())
     monkeypatch.setattr(context, "_context", context.Context())
     assert device_iterators._kept() == {}

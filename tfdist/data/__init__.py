@@ -1,13 +1,15 @@
 """Level 6: each process's part of the data, and whether all processes read the same."""
 
-from tfdist.data import device_iterators, rank_specs
+from tfdist.data import rank_specs
+from tfdist.data.device_iterators import DistributedDataset, DistributedDatasetsFromFunction
 from tfdist.data.signature import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.data.split import split_batches
 
 __all__ = [
     "DatasetSignature",
+    "DistributedDataset",
+    "DistributedDatasetsFromFunction",
     "dataset_signature",
-    "device_iterators",
     "difference",
     "rank_specs",
     "split_batches",

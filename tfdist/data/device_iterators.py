@@ -1,7 +1,6 @@
-"""The iterators by which a process's devices get their elements: traced once, and without a tuning thread.
+"""The datasets of tfdist's strategies, and the iterators by which a process's devices get their elements from them.
 
-TensorFlow's `OwnedMultiDeviceIterator` gives every device a small dataset of its own, a generator and a prefetch. Two things of
-it are different for tfdist's strategies:
+TensorFlow gives every device a small dataset of its own, a generator and a prefetch. Two things are different here:
 
 * A generator has seven functions, which TensorFlow traces for every device of every iterator; Keras makes two iterators an epoch.
   Here the functions are kept, and the next iterator over elements of the same kind calls them with arguments of its own: half of
@@ -10,127 +9,158 @@ it are different for tfdist's strategies:
   to a minute; and who deletes the iterator waits, with Python's lock held, until it wakes. So the end of every epoch stood still
   for up to as long again as the epoch had taken. The user's own dataset keeps its tuning.
 
-`generator` and `iterator` below stand for TensorFlow's objects, whose attributes are private: tests/data/test_device_iterators.py
-fails when they change.
+The base classes are private to TensorFlow: tests/data/test_device_iterators.py fails when they change.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import device_util
+from tensorflow.python.data.ops import multi_device_iterator_ops, prefetch_op
+from tensorflow.python.distribute import device_util, input_lib
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_dataset_ops
 
-_making = threading.local()
 # Of so many kinds of elements, times devices, the functions are kept.
 _KEPT = 256
 
 
-@dataclasses.dataclass(frozen=True)
-class _Functions:
-    """The traced functions of a generator, each with the names of its arguments."""
+class _Spec:
+    """A mixin of a type spec: what has passed into a `tf.function` is of tfdist's class there, too."""
 
-    init: tuple[Any, list[str]]
-    next: tuple[Any, list[str]]
-    finalize: tuple[Any, list[str]]
+    def _from_components(self, components: Any) -> Any:
+        dataset = self.value_type.__new__(self.value_type)
+        vars(dataset).update(vars(super()._from_components(components)))
+        return dataset
 
-    @classmethod
-    def of(cls, generator: Any, source_device: tf.Tensor, incarnation_id: tf.Tensor) -> _Functions:
-        known = {id(source_device): "source device", id(incarnation_id): "incarnation"}
 
-        def names(arguments: Sequence[tf.Tensor], other: str) -> list[str]:
-            return [known.get(id(argument), other) for argument in arguments]
+class _DatasetSpec(_Spec, input_lib.DistributedDatasetSpec):
+    value_type = property(lambda self: DistributedDataset)
 
-        return cls(
-            (generator._init_func, names(generator._init_captured_args, "handle")),
-            (generator._next_func, names(generator._next_captured_args, "iterator")),
-            (generator._finalize_func, names(generator._finalize_captured_args, "unknown")),
+
+class _FromFunctionSpec(_Spec, input_lib.DistributedDatasetsFromFunctionSpec):
+    value_type = property(lambda self: DistributedDatasetsFromFunction)
+
+
+class _Iterated:
+    """A mixin of a distributed dataset, which makes iterators of tfdist's."""
+
+    @property
+    def _type_spec(self) -> Any:
+        spec = super()._type_spec
+        kind = _DatasetSpec if isinstance(self, DistributedDataset) else _FromFunctionSpec
+        ask = spec._enable_get_next_as_optional
+        return kind(spec._input_workers, spec._element_spec, spec._strategy, spec._options, enable_get_next_as_optional=ask)
+
+    def __iter__(self) -> Iterator[Any]:
+        workers, options = self._input_workers, self._options
+        iterators = []
+        for index, dataset in enumerate(self._cloned_datasets if isinstance(self, DistributedDataset) else self._datasets):
+            worker, devices = workers.worker_devices[index], workers.compute_devices_for_worker(index)
+            with tf.device(worker):
+                iterators.append(_WorkerIterator(dataset, worker, devices, options=options, canonicalize_devices=True))
+        iterator = input_lib.DistributedIterator(
+            workers,
+            iterators,
+            self._strategy,
+            cardinality=self._cardinality,
+            enable_get_next_as_optional=self._enable_get_next_as_optional,
+            options=options,
         )
+        iterator._element_spec = self._element_spec
+        context.async_wait()
+        return iterator
 
 
-def _kept() -> dict[Hashable, _Functions]:
+class DistributedDataset(_Iterated, input_lib.DistributedDataset):
+    """A dataset of a tfdist strategy."""
+
+
+class DistributedDatasetsFromFunction(_Iterated, input_lib.DistributedDatasetsFromFunction):
+    """A dataset of a tfdist strategy that a function has made."""
+
+
+class _WorkerIterator(input_lib._SingleWorkerOwnedDatasetIterator):
+    """The iterator over the devices of one worker."""
+
+    def _create_owned_multi_device_iterator(self) -> None:
+        worker = source = self._worker
+        if tf.executing_eagerly():
+            worker = device_util.canonicalize(worker, device_util.current())
+            source = device_util.get_host_for_device(worker)
+        size = 1 if self._options is None else self._options.experimental_per_replica_buffer_size
+        with tf.device(worker):
+            self._iterator = multi_device_iterator_ops.OwnedMultiDeviceIterator(
+                devices=self._devices,
+                source_device=source,
+                components=_iterators(self._dataset, self._devices, source, size),
+                element_spec=self._dataset.element_spec,
+            )
+
+
+def _iterators(dataset: tf.data.Dataset, devices: Sequence[str], source_device: str, buffer_size: int) -> list[Any]:
+    """Returns the resource that deals the elements out, and the iterator of each device."""
+    options = tf.data.Options()
+    options.experimental_distribute.num_devices = len(devices)
+    if buffer_size == 0:
+        options.experimental_optimization.inject_prefetch = False  # which would read ahead
+    dataset = dataset.with_options(options)._apply_debug_options()
+    untuned = tf.data.Options()
+    untuned.autotune.enabled = False
+    source = tf.convert_to_tensor(source_device)
+    with tf.device(source_device):
+        resource = gen_dataset_ops.anonymous_multi_device_iterator_v3(devices=devices, **dataset._flat_structure)
+        incarnation = gen_dataset_ops.multi_device_iterator_init(
+            dataset._variant_tensor, resource, max_buffer_size=max(1, buffer_size)
+        )
+    iterators = [resource]
+    for index, device in enumerate(devices):
+        with tf.device(device):
+            elements = _generator(index, resource, incarnation, source, dataset)
+            if buffer_size > 0:
+                slack = 1 if dataset.options().experimental_slack else None
+                elements = prefetch_op._PrefetchDataset(elements, buffer_size, slack_period=slack, name="device_prefetch")
+            iterators.append(iter(elements.with_options(untuned)))
+    return iterators
+
+
+def _generator(
+    index: int, resource: tf.Tensor, incarnation: tf.Tensor, source: tf.Tensor, dataset: tf.data.Dataset
+) -> tf.data.Dataset:
+    """Returns the dataset that yields the elements of device `index`, the current one."""
+    spec = dataset.element_spec
+    key = (device_util.current(), index, tuple(tf.nest.flatten(spec)))
+    kept = _kept() if tf.executing_eagerly() else {}
+    if key not in kept:
+        made = multi_device_iterator_ops._PerDeviceGenerator(
+            index, resource, incarnation, source, spec, iterator_is_anonymous=True
+        )
+        if len(kept) >= _KEPT:
+            kept.clear()
+        kept[key] = _functions_of(made, {id(source): "source", id(incarnation): "incarnation"})
+        return made
+    arguments = {
+        "source": source,
+        "incarnation": incarnation,
+        "iterator": resource,
+        "handle": gen_dataset_ops.multi_device_iterator_to_string_handle(resource),
+    }
+    functions, names = kept[key]
+    called_with = [[arguments[name] for name in of_function] for of_function in names]
+    variant = gen_dataset_ops.generator_dataset(*called_with, **functions, **dataset._flat_structure)
+    return tf.data.experimental.from_variant(variant, spec)
+
+
+def _functions_of(generator: Any, known: dict[int, str]) -> tuple[dict[str, Any], list[list[str]]]:
+    """Returns the traced functions of a generator, as arguments of another's, and the names of what each is called with."""
+    kinds = {"init": "handle", "next": "iterator", "finalize": "unknown"}
+    captured = [(getattr(generator, f"_{kind}_captured_args"), other) for kind, other in kinds.items()]
+    names = [[known.get(id(argument), other) for argument in arguments] for arguments, other in captured]
+    return {f"{kind}_func": getattr(generator, f"_{kind}_func") for kind in kinds}, names
+
+
+def _kept() -> dict[Hashable, Any]:
     """The functions of the present context. On the context itself, because they refer to it: they go together."""
     return vars(context.context()).setdefault("_tfdist_iterator_functions", {})
-
-
-@contextlib.contextmanager
-def making(*, ours: bool) -> Iterator[None]:
-    """Within it, the iterator of a tfdist strategy is made, or, not `ours`, of another."""
-    before = getattr(_making, "ours", False)
-    _making.ours = ours
-    try:
-        yield
-    finally:
-        _making.ours = before
-
-
-def is_ours() -> bool:
-    """Whether the iterator that is being made is a tfdist strategy's."""
-    return getattr(_making, "ours", False)
-
-
-def init_generator(
-    original: Callable[..., None],
-    generator: Any,
-    shard_num: int,
-    multi_device_iterator_resource: tf.Tensor,
-    incarnation_id: tf.Tensor,
-    source_device: tf.Tensor,
-    element_spec: Any,
-    iterator_is_anonymous: bool,
-) -> None:
-    """Makes a device's generator from functions that are kept, or by `original`, TensorFlow's `__init__`, whose are then kept."""
-    key = (device_util.current(), shard_num, tuple(tf.nest.flatten(element_spec)))
-    may_be_kept = is_ours() and iterator_is_anonymous and tf.executing_eagerly()
-    kept = _kept() if may_be_kept else {}
-    functions = kept.get(key)
-    if functions is None:
-        iterator = (multi_device_iterator_resource, incarnation_id, source_device)
-        original(generator, shard_num, *iterator, element_spec, iterator_is_anonymous)
-        if may_be_kept:
-            if len(kept) >= _KEPT:
-                kept.clear()
-            kept[key] = _Functions.of(generator, source_device, incarnation_id)
-        return
-    arguments = {
-        "source device": source_device,
-        "incarnation": incarnation_id,
-        "iterator": multi_device_iterator_resource,
-        "handle": gen_dataset_ops.multi_device_iterator_to_string_handle(multi_device_iterator_resource),
-    }
-    generator._element_spec = element_spec
-    generator._name = f"device_generator_{shard_num}"
-    generator._is_ready = True
-    variant = gen_dataset_ops.generator_dataset(
-        *([arguments[name] for name in names] for _, names in (functions.init, functions.next, functions.finalize)),
-        init_func=functions.init[0],
-        next_func=functions.next[0],
-        finalize_func=functions.finalize[0],
-        **generator._flat_structure,
-    )
-    tf.data.Dataset.__init__(generator, variant)
-
-
-def is_made_of_kept_functions(generator: Any) -> bool:
-    """Whether `init_generator` has made a device's generator without TensorFlow's `__init__`."""
-    return getattr(generator, "_is_ready", False)
-
-
-def init_copy(copy: Any, generator: Any) -> None:
-    """Makes a copy of a generator that is made of kept functions."""
-    copy._element_spec = generator.element_spec
-    copy._name = generator._name
-    tf.data.Dataset.__init__(copy, generator._variant_tensor)
-
-
-def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns `dataset` without a tuning thread."""
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)

@@ -14,7 +14,6 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.distribute import (
     cross_device_ops,
     distribute_utils,
-    input_util,
     mirrored_run,
     mirrored_strategy,
     values,
@@ -34,7 +33,7 @@ from tfdist.collectives import (
     choose_transport,
     where,
 )
-from tfdist.data import split_batches
+from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, split_batches
 from tfdist.layers import sharded_tensors
 from tfdist.runtime import give_back_free_memory
 from tfdist.sharding import MeshConfig, ParameterGroups
@@ -170,10 +169,10 @@ class ShardedExtendedMixin(VariableCreation):
         parts = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
         is_split_already = tf.data.Options()
         is_split_already.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        return input_util.get_distributed_dataset(
-            split_batches(dataset, mesh.data_parallel_size, parts).with_options(is_split_already),
+        return DistributedDataset(
             self._input_workers_with_options(options),
             self._container_strategy(),
+            split_batches(dataset, mesh.data_parallel_size, parts).with_options(is_split_already),
             input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),
             options=options,
         )
@@ -183,8 +182,7 @@ class ShardedExtendedMixin(VariableCreation):
         mesh = self._sharding.mesh
         indices = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
         each = len(indices) // len(set(indices))
-        workers = mesh.world_size // len(indices)
-        pipelines = min(workers, mesh.data_parallel_size)
+        pipelines = min(mesh.world_size // len(indices), mesh.data_parallel_size)
         pipeline = indices[0] * pipelines // mesh.data_parallel_size
         context = tf.distribute.InputContext(pipelines, pipeline, mesh.data_parallel_size)
 
@@ -192,7 +190,10 @@ class ShardedExtendedMixin(VariableCreation):
             dataset = dataset_fn(context)
             return dataset if each == 1 else dataset.flat_map(lambda *batch: tf.data.Dataset.from_tensors(batch).repeat(each))
 
-        return super()._distribute_datasets_from_function(repeated, options)
+        if options is not None and options != tf.distribute.InputOptions():
+            return super()._distribute_datasets_from_function(repeated, options)
+        workers = self._input_workers_with_options(options)
+        return DistributedDatasetsFromFunction(workers, self._container_strategy(), [context], repeated, options)
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         mesh = self._sharding.mesh
