@@ -40,10 +40,11 @@ def _reduced(
     with tape.stop_recording():
         travel_dtype, label = config.travel_dtype(full.dtype), f"reduce_scatter/{variable.name}"
         (shard,) = scatter_sums(program, [full], [variable.layout], label, travel_dtype, variable.dtype)
-    tape.record_gradient("ReduceScatter", [shard], [full], functools.partial(_second_order, variable, full.dtype))
+    tape.record_gradient("ReduceScatter", [shard], [full], functools.partial(second_order, variable, full.dtype))
     return [shard]
 
 
-def _second_order(variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
+def second_order(variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
+    """The way back through the reduction, eager or traced: all ranks' parts of what is sent back to the reduced gradient."""
     gathered = ops.all_gather(tf.cast(upstream, dtype), "data", label=f"unshard/{variable.name}/second_order")
     return packing.fulls_of([gathered], [variable.layout])

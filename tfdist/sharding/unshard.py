@@ -25,8 +25,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, ops
-from tfdist.sharding import eager_unshard, keras_scope, packing, tape
+from tfdist.collectives import RankProgram
+from tfdist.sharding import eager_unshard, keras_scope, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.mesh_config import MeshConfig
@@ -131,7 +131,7 @@ class UnshardSchedule:
         compute_dtype = keras_scope.autocast_dtype()
         if _travelling_dtype(variable, compute_dtype) != dtype:
             compute_dtype = None  # a read of the stored value in a layer that computes in another dtype
-        with self._in_run_graph():
+        with self._program.outermost():
             unit = self._live.get((variable.group, compute_dtype))
             if unit is None or not self._is_recorded(unit, variable):
                 unit = self._gather(variable.group, compute_dtype)
@@ -214,13 +214,9 @@ class UnshardSchedule:
         with tape.stop_recording():
             stub = tf.identity(tf.raw_ops.Placeholder(dtype=variable.dtype, shape=[variable.layout.shard_elements]))
         pending = PendingGradient(unit, variable, full, stub)
-        tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(self._second_order, variable, full.dtype))
+        tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(eager_unshard.second_order, variable, full.dtype))
         self._pending.append(pending)
         return [stub]
-
-    def _second_order(self, variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
-        gathered = ops.all_gather(tf.cast(upstream, dtype), "data", label=f"unshard/{variable.group.name}/second_order")
-        return packing.fulls_of([gathered], [variable.layout])
 
     def flush(self, gradients: Sequence[Any] = ()) -> None:
         """Emits what backward has asked for so far.
@@ -249,7 +245,7 @@ class UnshardSchedule:
         reductions = [Reduction(i, max(numbers[p.full.op.name] for p in group)) for i, group in by_unit.items()]
         regathers = self._regathers(uses, numbers)
         start = self._start_of_backward(uses, operations, numbers)
-        with self._own_emission(), self._in_run_graph(), tape.stop_recording():
+        with self._own_emission(), self._program.outermost(), tape.stop_recording():
             previous: list[tf.Tensor] = []
             steps = order_backward(regathers, reductions, self._config.prefetch)
             reduced = [step.action.unit for step in steps if isinstance(step.action, Reduction)]
@@ -349,15 +345,6 @@ class UnshardSchedule:
             yield
         finally:
             self._emitting = False
-
-    @contextlib.contextmanager
-    def _in_run_graph(self) -> Iterator[None]:
-        """Makes operations in the graph of `strategy.run`, also from within the body of a loop or a nested function."""
-        if tf.compat.v1.get_default_graph() is self._program.graph:
-            yield
-            return
-        with self._program.graph.as_default(), tf.device(self._program.device):
-            yield
 
 
 def _copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
