@@ -1,6 +1,9 @@
 """The wording of tfdist's errors, in one grammar.
 
-An error names the argument in backticks, says what was expected and what was received, and ends with the fix.
+An error names the argument in backticks, says what was expected and what was received, and ends with the fix:
+
+    raise errors.value_error("`prefetch` must be an integer of at least 0.", prefetch=-1)
+
 `ValueError` is the user's mistake, `NotImplementedError` is our limit, `RuntimeError` is a call in the wrong place.
 """
 
@@ -28,8 +31,23 @@ def message(expected: str, *, fix: str = "", **received: Any) -> str:
     return " ".join(parts)
 
 
+def value_error(expected: str, *, fix: str = "", **received: Any) -> ValueError:
+    """Returns the error of a mistake of the user; the arguments are those of `message`."""
+    return ValueError(message(expected, fix=fix, **received))
+
+
+def not_implemented(expected: str, *, fix: str = "", **received: Any) -> NotImplementedError:
+    """Returns the error of a limit of tfdist; the arguments are those of `message`."""
+    return NotImplementedError(message(expected, fix=fix, **received))
+
+
+def runtime_error(expected: str, *, fix: str = "", **received: Any) -> RuntimeError:
+    """Returns the error of a call in the wrong place or of a process that failed; the arguments are those of `message`."""
+    return RuntimeError(message(expected, fix=fix, **received))
+
+
 def check_integer(name: str, value: Any, least: int, *, fix: str = "") -> None:
     """Raises ValueError when the argument called `name` is not an integer (True and False are none) of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(message(f"`{name}` must be {expected}.", fix=fix, **{name: value}))
+        raise value_error(f"`{name}` must be {expected}.", fix=fix, **{name: value})

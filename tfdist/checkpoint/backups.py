@@ -63,13 +63,11 @@ def load(callback: Any, strategy: Any, load_weights: Callable[[], None]) -> None
     seen_by_chief = strategy.share("BackupAndRestore/found", seen)
     backup = json.loads(seen_by_chief)
     if not strategy.cluster.is_chief and (mine := _backup(callback)) != backup:
-        raise RuntimeError(
-            errors.message(
-                "`backup_dir` must be on a file system that all workers share: the chief found another backup there, "
-                f"{backup} instead of {mine}.",
-                backup_dir=str(callback.backup_dir),
-                fix="Give all workers the same directory of a shared file system.",
-            )
+        raise errors.runtime_error(
+            "`backup_dir` must be on a file system that all workers share: the chief found another backup there, "
+            f"{backup} instead of {mine}.",
+            backup_dir=str(callback.backup_dir),
+            fix="Give all workers the same directory of a shared file system.",
         )
     load_weights()
     if backup["state"] is not None:

@@ -60,12 +60,10 @@ class DiscardingGroup:
         return list(self._keys)
 
     def get(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            errors.message(
-                "`save_own_variables` must not read back what it stored: on all workers but the chief nothing is kept.",
-                key=name,
-                fix="Keep the value in a local variable.",
-            )
+        raise errors.not_implemented(
+            "`save_own_variables` must not read back what it stored: on all workers but the chief nothing is kept.",
+            key=name,
+            fix="Keep the value in a local variable.",
         )
 
     __getitem__ = get

@@ -34,9 +34,7 @@ from tfdist.checkpoint.writing_role import WritingRole, all_workers_inside, chie
 def save_model(model: Any, filepath: Any, weights_format: str, write: Callable[[Any], None]) -> None:
     """Saves a model as `.keras` file or directory."""
     if weights_format != "h5":
-        raise NotImplementedError(
-            errors.message('`weights_format` must be "h5" under several workers.', weights_format=weights_format)
-        )
+        raise errors.not_implemented('`weights_format` must be "h5" under several workers.', weights_format=weights_format)
 
     def read() -> None:
         saving_lib._serialize_model_as_json(model)  # a `get_config` may read variables

@@ -66,12 +66,10 @@ def split(x: tf.Tensor, parts: int, axis: int) -> list[tf.Tensor]:
     size = x.shape[axis]
     if size is not None and size % parts:
         lower = size // parts * parts
-        raise ValueError(
-            errors.message(
-                f"Axis {axis} of a tensor of shape {tuple(x.shape)} is cut in equal parts, one a rank, but {parts} ranks do not "
-                f"divide {size}.",
-                fix=f"Sizes that work: {lower or parts}, {lower + parts}. Pad it.",
-            )
+        raise errors.value_error(
+            f"Axis {axis} of a tensor of shape {tuple(x.shape)} is cut in equal parts, one a rank, but {parts} ranks do not "
+            f"divide {size}.",
+            fix=f"Sizes that work: {lower or parts}, {lower + parts}. Pad it.",
         )
     return tf.split(x, parts, axis)
 

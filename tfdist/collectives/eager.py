@@ -92,12 +92,10 @@ class Meeting:
 
     def _refuse(self, waiting: Sequence[_Call]) -> None:
         calls = {call.rank: call.record for call in waiting}
-        raise RuntimeError(
-            errors.message(
-                f"Ranks wait for each other in vain: {calls}; the others have returned.",
-                fix="Every rank of a group must run the same collectives, in the same order: look for code that branches on the "
-                "replica id.",
-            )
+        raise errors.runtime_error(
+            f"Ranks wait for each other in vain: {calls}; the others have returned.",
+            fix="Every rank of a group must run the same collectives, in the same order: look for code that branches on the "
+            "replica id.",
         )
 
 
@@ -126,12 +124,10 @@ class EagerProgram(RankProgram):
             value: this rank's input.
         """
         if not tf.executing_eagerly():
-            raise RuntimeError(
-                errors.message(
-                    f"{record.op} {record.label!r} was called in a `tf.function` (or in `tf.vectorized_map` and the like) within "
-                    "a function that `strategy.run` runs eagerly. Eager ranks meet in Python.",
-                    fix="Put `@tf.function` around `strategy.run`, or nowhere.",
-                )
+            raise errors.runtime_error(
+                f"{record.op} {record.label!r} was called in a `tf.function` (or in `tf.vectorized_map` and the like) within "
+                "a function that `strategy.run` runs eagerly. Eager ranks meet in Python.",
+                fix="Put `@tf.function` around `strategy.run`, or nowhere.",
             )
         for callback in self.before_collective:
             callback()

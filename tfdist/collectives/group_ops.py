@@ -20,12 +20,10 @@ _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 def check_dtype(op: str, x: TensorLike) -> None:
     """Raises ValueError when the collective `op` cannot carry `x.dtype`."""
     if x.dtype not in _DTYPES:
-        raise ValueError(
-            errors.message(
-                f"`{op}` carries {[dtype.name for dtype in _DTYPES]}.",
-                dtype=x.dtype.name,
-                fix="Cast the tensor first, for example a bool to int32.",
-            )
+        raise errors.value_error(
+            f"`{op}` carries {[dtype.name for dtype in _DTYPES]}.",
+            dtype=x.dtype.name,
+            fix="Cast the tensor first, for example a bool to int32.",
         )
 
 

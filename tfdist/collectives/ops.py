@@ -50,24 +50,22 @@ def all_reduce(x: tf.Tensor, mesh_axis: str = "data", *, reduce_op: str = "sum",
     Source: ring all-reduce, Patarasuk and Yuan 2009; its adjoint is itself.
     """
     if reduce_op not in _REDUCE_OPS:
-        raise ValueError(errors.message(f"`reduce_op` must be one of {_REDUCE_OPS}.", reduce_op=reduce_op))
+        raise errors.value_error(f"`reduce_op` must be one of {_REDUCE_OPS}.", reduce_op=reduce_op)
     program, x, ranks = _enter("all_reduce", x, mesh_axis)
     _check_static("all_reduce", x)
     if reduce_op == "mean":
         if not x.dtype.is_floating:
-            raise ValueError(errors.message('`reduce_op="mean"` needs a floating dtype.', dtype=x.dtype.name))
+            raise errors.value_error('`reduce_op="mean"` needs a floating dtype.', dtype=x.dtype.name)
         return all_reduce(x, mesh_axis, label=label) / len(ranks)
 
     @custom_gradient
     def reduce(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             if reduce_op != "sum":
-                raise NotImplementedError(
-                    errors.message(
-                        "`all_reduce` has a gradient for sums and means only.",
-                        reduce_op=reduce_op,
-                        fix="Wrap its input in `tf.stop_gradient`.",
-                    )
+                raise errors.not_implemented(
+                    "`all_reduce` has a gradient for sums and means only.",
+                    reduce_op=reduce_op,
+                    fix="Wrap its input in `tf.stop_gradient`.",
                 )
             return all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
 
@@ -190,12 +188,10 @@ def all_to_all(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "all_to_al
     program, x, ranks = _enter("all_to_all", x, mesh_axis)
     _check_rows("all_to_all", x, static_rows=True)
     if x.shape[0] % len(ranks):
-        raise ValueError(
-            errors.message(
-                f"`all_to_all` needs axis 0 to be a multiple of the group's size, {len(ranks)}.",
-                shape=tuple(x.shape),
-                fix="Pad axis 0.",
-            )
+        raise errors.value_error(
+            f"`all_to_all` needs axis 0 to be a multiple of the group's size, {len(ranks)}.",
+            shape=tuple(x.shape),
+            fix="Pad axis 0.",
         )
 
     @custom_gradient
@@ -227,7 +223,7 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
     """
     program, x, ranks = _enter("broadcast", x, mesh_axis)
     if not 0 <= root < len(ranks):
-        raise ValueError(errors.message(f"`root` must be an index in the group, [0, {len(ranks)}).", root=root))
+        raise errors.value_error(f"`root` must be an index in the group, [0, {len(ranks)}).", root=root)
     _check_static("broadcast", x)
     is_root = ranks[root] == program.rank
 
@@ -251,18 +247,16 @@ def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tenso
 
 def _check_rows(op: str, x: tf.Tensor, static_rows: bool = False) -> None:
     if x.shape.rank is None or x.shape.rank == 0:
-        raise ValueError(errors.message(f"`{op}` cuts or joins axis 0 and needs a tensor of rank at least 1.", shape=x.shape))
+        raise errors.value_error(f"`{op}` cuts or joins axis 0 and needs a tensor of rank at least 1.", shape=x.shape)
     static = x.shape if static_rows else x.shape[1:]
     if not static.is_fully_defined():
-        raise ValueError(
-            errors.message(
-                f"`{op}` needs static dimensions{'' if static_rows else ' after axis 0'}.",
-                shape=x.shape,
-                fix="Use `tf.ensure_shape`, or batch with `drop_remainder=True`.",
-            )
+        raise errors.value_error(
+            f"`{op}` needs static dimensions{'' if static_rows else ' after axis 0'}.",
+            shape=x.shape,
+            fix="Use `tf.ensure_shape`, or batch with `drop_remainder=True`.",
         )
 
 
 def _check_static(op: str, x: tf.Tensor) -> None:
     if not x.shape.is_fully_defined():
-        raise ValueError(errors.message(f"`{op}` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`."))
+        raise errors.value_error(f"`{op}` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`.")

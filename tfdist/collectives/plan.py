@@ -42,7 +42,7 @@ class CollectiveRecord:
         """Bytes of this rank's input. Raises ValueError when the shape is known at run time only."""
         sizes = [size for size in self.shape if size is not None]
         if len(sizes) < len(self.shape):
-            raise ValueError(errors.message("The bytes of a collective need a static shape.", record=self))
+            raise errors.value_error("The bytes of a collective need a static shape.", record=self)
         return math.prod(sizes) * tf.as_dtype(self.dtype).size
 
     @property
@@ -121,13 +121,11 @@ class CollectivePlan:
             agreed.append(record)
         expected = agreed[index]
         if expected.signature != record.signature:
-            raise RuntimeError(
-                errors.message(
-                    f"Ranks disagree on collective {index} of group {list(record.ranks)}: rank {rank} runs {record}, but a "
-                    f"rank traced before it runs {expected}.",
-                    fix="Every rank of a group must run the same collectives, on the same shapes, in the same order: look "
-                    "for code that branches on the replica id, or pass `uneven=True` where the sizes differ by rank.",
-                )
+            raise errors.runtime_error(
+                f"Ranks disagree on collective {index} of group {list(record.ranks)}: rank {rank} runs {record}, but a "
+                f"rank traced before it runs {expected}.",
+                fix="Every rank of a group must run the same collectives, on the same shapes, in the same order: look "
+                "for code that branches on the replica id, or pass `uneven=True` where the sizes differ by rank.",
             )
         self.records[rank].append(record)
 
@@ -153,12 +151,10 @@ class CollectivePlan:
             counts = {rank: self._position[rank, ranks] for rank in ranks if rank in self.local_ranks}
             if set(counts.values()) != {len(agreed)}:
                 shortest = min(counts, key=lambda rank: counts[rank])
-                raise RuntimeError(
-                    errors.message(
-                        f"Ranks of group {list(ranks)} run different numbers of collectives: {counts}. Rank {shortest} lacks "
-                        f"{agreed[counts[shortest]]}.",
-                        fix="Every rank of a group must run the same collectives: look for code that branches on the replica id.",
-                    )
+                raise errors.runtime_error(
+                    f"Ranks of group {list(ranks)} run different numbers of collectives: {counts}. Rank {shortest} lacks "
+                    f"{agreed[counts[shortest]]}.",
+                    fix="Every rank of a group must run the same collectives: look for code that branches on the replica id.",
                 )
 
     def __str__(self) -> str:

@@ -48,7 +48,7 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
     x = tf.convert_to_tensor(x)
     group_ops.check_dtype("send", x)
     if not x.shape.is_fully_defined():
-        raise ValueError(errors.message("`send` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`."))
+        raise errors.value_error("`send` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`.")
 
     @custom_gradient
     def leave(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
@@ -92,7 +92,7 @@ def receive(
     program, peer, pair = _pair("receive", "source", source, mesh_axis)
     spec = tf.TensorSpec(shape, dtype)
     if not spec.shape.is_fully_defined():
-        raise ValueError(errors.message("`receive` needs a static `shape`.", shape=spec.shape))
+        raise errors.value_error("`receive` needs a static `shape`.", shape=spec.shape)
     group_ops.check_dtype("receive", spec)
 
     @custom_gradient
@@ -112,12 +112,10 @@ def _pair(op: str, argument: str, index: int, mesh_axis: str) -> tuple[RankProgr
     ranks = program.group_ranks(mesh_axis)
     received: dict[str, Any] = {argument: index}
     if not 0 <= index < len(ranks) or ranks[index] == program.rank:
-        raise ValueError(
-            errors.message(
-                f"`{argument}` must be another member of the group: an index in [0, {len(ranks)}) other than this rank's, "
-                f"{ranks.index(program.rank)}.",
-                **received,
-            )
+        raise errors.value_error(
+            f"`{argument}` must be another member of the group: an index in [0, {len(ranks)}) other than this rank's, "
+            f"{ranks.index(program.rank)}.",
+            **received,
         )
     peer = ranks[index]
     return program, peer, (min(program.rank, peer), max(program.rank, peer))
@@ -169,10 +167,8 @@ def _transport(program: RankProgram, other: int) -> MessageTransport:
 def _check_sizes(program: RankProgram, shape: tf.TensorShape, other: int, label: str) -> None:
     """Raises NotImplementedError for a message to another process of which more than the rows is unknown."""
     if other not in program.communicator.local_ranks and shape.rank and None in shape[1:].as_list():
-        raise NotImplementedError(
-            errors.message(
-                f"What passes between two workers must be of known size but for its rows: {label!r} is not.",
-                shape=shape,
-                fix="Give the model's inputs a fixed size, such as `keras.Input((sequence_length,))`.",
-            )
+        raise errors.not_implemented(
+            f"What passes between two workers must be of known size but for its rows: {label!r} is not.",
+            shape=shape,
+            fix="Give the model's inputs a fixed size, such as `keras.Input((sequence_length,))`.",
         )

@@ -77,19 +77,15 @@ def current_program(what: str = "A collective") -> RankProgram:
     """
     program = _program_here()
     if program is None:
-        raise RuntimeError(
-            errors.message(
-                f"{what} was called outside `strategy.run` of a tfdist strategy.",
-                fix="Call it in the function that is passed to `strategy.run`.",
-            )
+        raise errors.runtime_error(
+            f"{what} was called outside `strategy.run` of a tfdist strategy.",
+            fix="Call it in the function that is passed to `strategy.run`.",
         )
     if not program.is_eager and _in_loop(program.graph):
-        raise RuntimeError(
-            errors.message(
-                f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that is passed to "
-                "`strategy.run`. TensorFlow's collectives hang there.",
-                fix="Use a Python loop, or put the loop around `strategy.run`.",
-            )
+        raise errors.runtime_error(
+            f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that is passed to "
+            "`strategy.run`. TensorFlow's collectives hang there.",
+            fix="Use a Python loop, or put the loop around `strategy.run`.",
         )
     return program
 

@@ -96,7 +96,7 @@ def dataset_signature(dataset: tf.data.Dataset) -> DatasetSignature:
         ValueError: `dataset` is not a `tf.data.Dataset`.
     """
     if not isinstance(dataset, tf.data.Dataset):
-        raise ValueError(errors.message("`dataset` must be a `tf.data.Dataset`.", dataset=dataset))
+        raise errors.value_error("`dataset` must be a `tf.data.Dataset`.", dataset=dataset)
     whole = _known(
         element_spec=str(dataset.element_spec),
         cardinality=dataset.cardinality(),

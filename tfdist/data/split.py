@@ -92,12 +92,10 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
 
 def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int, ...]) -> None:
     if not isinstance(dataset, tf.data.Dataset):
-        raise ValueError(errors.message("`dataset` must be a `tf.data.Dataset`.", dataset=dataset))
+        raise errors.value_error("`dataset` must be a `tf.data.Dataset`.", dataset=dataset)
     errors.check_integer("num_parts", num_parts, least=1)
     if not parts or not all(isinstance(part, int) and 0 <= part < num_parts for part in parts):
-        raise ValueError(
-            errors.message(f"`parts` must name at least one piece, each an integer in [0, {num_parts}).", parts=parts)
-        )
+        raise errors.value_error(f"`parts` must name at least one piece, each an integer in [0, {num_parts}).", parts=parts)
 
 
 def _static_rows(element_spec: Any) -> int | None:
@@ -108,29 +106,23 @@ def _static_rows(element_spec: Any) -> int | None:
     specs = [spec for spec in tf.nest.flatten(element_spec) if not isinstance(spec, tf.NoneTensorSpec)]
     for spec in specs:
         if not isinstance(spec, _TENSOR_SPECS):
-            raise NotImplementedError(
-                errors.message(
-                    f"`dataset` must yield dense, ragged or sparse tensors; a {type(spec).__name__} has no rows to split.",
-                    element_spec=element_spec,
-                    fix="Turn it into tensors with `dataset.map(...)`.",
-                )
+            raise errors.not_implemented(
+                f"`dataset` must yield dense, ragged or sparse tensors; a {type(spec).__name__} has no rows to split.",
+                element_spec=element_spec,
+                fix="Turn it into tensors with `dataset.map(...)`.",
             )
     if any(spec.shape.rank == 0 for spec in specs):
-        raise ValueError(
-            errors.message(
-                "`dataset` must yield global batches: axis 0 of each tensor is the batch.",
-                element_spec=element_spec,
-                fix="Batch it: `dataset.batch(global_batch_size)`.",
-            )
+        raise errors.value_error(
+            "`dataset` must yield global batches: axis 0 of each tensor is the batch.",
+            element_spec=element_spec,
+            fix="Batch it: `dataset.batch(global_batch_size)`.",
         )
     sizes = {spec.shape[0] for spec in specs if spec.shape.rank is not None} - {None}
     if len(sizes) > 1:
-        raise ValueError(
-            errors.message(
-                f"All tensors of a batch must have the same number of rows, not {sorted(sizes)}.",
-                element_spec=element_spec,
-                fix="Axis 0 must be the batch in each of them.",
-            )
+        raise errors.value_error(
+            f"All tensors of a batch must have the same number of rows, not {sorted(sizes)}.",
+            element_spec=element_spec,
+            fix="Axis 0 must be the batch in each of them.",
         )
     return sizes.pop() if sizes else None
 

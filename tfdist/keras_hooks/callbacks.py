@@ -118,12 +118,10 @@ def _log(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) ->
 )
 def _refuse_orbax(original: Callable[..., None], self: Any, model: Any) -> None:
     if writing_role(model) is not WritingRole.ALONE:
-        raise NotImplementedError(
-            errors.message(
-                "`OrbaxCheckpoint` is not supported under a tfdist strategy over several workers: each worker would write the "
-                "same files.",
-                directory=str(self.directory),
-                fix="Use `ModelCheckpoint` or `BackupAndRestore`.",
-            )
+        raise errors.not_implemented(
+            "`OrbaxCheckpoint` is not supported under a tfdist strategy over several workers: each worker would write the "
+            "same files.",
+            directory=str(self.directory),
+            fix="Use `ModelCheckpoint` or `BackupAndRestore`.",
         )
     original(self, model)

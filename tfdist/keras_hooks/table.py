@@ -124,12 +124,10 @@ class Table:
                 return
             misfits = [misfit for row in self.rows if (misfit := row.misfit())]
             if misfits:
-                raise NotImplementedError(
-                    errors.message(
-                        f"tfdist was not written for these versions of Keras and TensorFlow: {'; '.join(misfits)}.",
-                        versions=f"Keras {keras.__version__}, TensorFlow {tf.__version__}",
-                        fix=f"Install what it was written for: {' '.join(SUPPORTED)}.",
-                    )
+                raise errors.not_implemented(
+                    f"tfdist was not written for these versions of Keras and TensorFlow: {'; '.join(misfits)}.",
+                    versions=f"Keras {keras.__version__}, TensorFlow {tf.__version__}",
+                    fix=f"Install what it was written for: {' '.join(SUPPORTED)}.",
                 )
             found = [(row, *row.found()) for row in self.rows]
             for row, owner, original in found:

@@ -27,13 +27,11 @@ def _compile(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
     scope = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
     made_by = getattr(self, "_distribute_strategy", None)
     if config_of(scope) is not None and made_by is not scope:
-        raise ValueError(
-            errors.message(
-                f"The model was built under {describe(made_by)}, but is compiled under {describe(scope)}: its variables are "
-                "not sharded.",
-                model=self.name,
-                fix="Build the model and call `compile` inside the same `strategy.scope()`.",
-            )
+        raise errors.value_error(
+            f"The model was built under {describe(made_by)}, but is compiled under {describe(scope)}: its variables are "
+            "not sharded.",
+            model=self.name,
+            fix="Build the model and call `compile` inside the same `strategy.scope()`.",
         )
     original(self, *args, **kwargs)
     if config_of(made_by) is not None:
@@ -42,23 +40,19 @@ def _compile(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
 
 def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
     if model.jit_compile:
-        raise NotImplementedError(
-            errors.message(
-                "`jit_compile=True` is not supported under a tfdist strategy: XLA has no collectives on CPU.",
-                jit_compile=model.jit_compile,
-                fix='Use `jit_compile="auto"` (the default) or `False`.',
-            )
+        raise errors.not_implemented(
+            "`jit_compile=True` is not supported under a tfdist strategy: XLA has no collectives on CPU.",
+            jit_compile=model.jit_compile,
+            fix='Use `jit_compile="auto"` (the default) or `False`.',
         )
     check_is_pipelined(model, strategy.mesh)
     optimizer = model.optimizer
     if optimizer is not None and optimizer._distribution_strategy is not strategy:
-        raise ValueError(
-            errors.message(
-                f"The optimizer was made under {describe(optimizer._distribution_strategy)}, but the model under "
-                f"{describe(strategy)}.",
-                optimizer=type(optimizer).__name__,
-                fix="Make the optimizer, or call `compile`, inside the model's `strategy.scope()`.",
-            )
+        raise errors.value_error(
+            f"The optimizer was made under {describe(optimizer._distribution_strategy)}, but the model under "
+            f"{describe(strategy)}.",
+            optimizer=type(optimizer).__name__,
+            fix="Make the optimizer, or call `compile`, inside the model's `strategy.scope()`.",
         )
     if optimizer is not None and model.built:
         check_variables(optimizer, model.trainable_variables, strategy)

@@ -45,20 +45,16 @@ def device_environments(
     if not gpus:
         return [asked] * workers
     if len(gpus) < workers:
-        raise ValueError(
-            errors.message(
-                f"argument --workers: every worker needs a GPU of its own, and there are {len(gpus)}.",
-                workers=workers,
-                fix=f"Use --workers {len(gpus)} or fewer, or --cpu to run on the CPU.",
-            )
+        raise errors.value_error(
+            f"argument --workers: every worker needs a GPU of its own, and there are {len(gpus)}.",
+            workers=workers,
+            fix=f"Use --workers {len(gpus)} or fewer, or --cpu to run on the CPU.",
         )
     share = devices_per_worker or len(gpus) // workers
     if share * workers > len(gpus):
-        raise ValueError(
-            errors.message(
-                f"argument --devices-per-worker: {workers} workers need {share * workers} GPUs, and there are {len(gpus)}.",
-                devices_per_worker=share,
-                fix=f"Use --devices-per-worker {len(gpus) // workers} or fewer, fewer workers, or --cpu to run on the CPU.",
-            )
+        raise errors.value_error(
+            f"argument --devices-per-worker: {workers} workers need {share * workers} GPUs, and there are {len(gpus)}.",
+            devices_per_worker=share,
+            fix=f"Use --devices-per-worker {len(gpus) // workers} or fewer, fewer workers, or --cpu to run on the CPU.",
         )
     return [asked | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank * share : (rank + 1) * share])} for rank in range(workers)]

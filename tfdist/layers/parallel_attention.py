@@ -53,12 +53,10 @@ class _ParallelAttention(ShardedWeights):
             check_divisible(argument, heads, parts, self.name)
         regularizer = getattr(self, "_activity_regularizer", None) or getattr(self, "activity_regularizer", None)
         if parts > 1 and regularizer is not None:
-            raise NotImplementedError(
-                errors.message(
-                    f"`activity_regularizer` of layer {self.name!r} would see a part of the heads only.",
-                    activity_regularizer=regularizer,
-                    fix="Regularize the weights, or the output of the layer.",
-                )
+            raise errors.not_implemented(
+                f"`activity_regularizer` of layer {self.name!r} would see a part of the heads only.",
+                activity_regularizer=regularizer,
+                fix="Regularize the weights, or the output of the layer.",
             )
 
     def shard_weights(self) -> None:

@@ -153,21 +153,17 @@ def check_column_output(layer: Any) -> None:
     if layer.gather_output:
         return
     if not is_elementwise_activation(layer.activation):
-        raise ValueError(
-            errors.message(
-                f"`activation` of layer {layer.name!r} is not known to look at one element at a time, and with "
-                "`gather_output=False` each rank has a part of the output only.",
-                activation=getattr(layer.activation, "__name__", layer.activation),
-                fix="Use `gather_output=True`, or an elementwise activation of `keras.activations`.",
-            )
+        raise errors.value_error(
+            f"`activation` of layer {layer.name!r} is not known to look at one element at a time, and with "
+            "`gather_output=False` each rank has a part of the output only.",
+            activation=getattr(layer.activation, "__name__", layer.activation),
+            fix="Use `gather_output=True`, or an elementwise activation of `keras.activations`.",
         )
     if layer.activity_regularizer is not None:
-        raise NotImplementedError(
-            errors.message(
-                f"`activity_regularizer` of layer {layer.name!r} would see a part of the output only.",
-                activity_regularizer=layer.activity_regularizer,
-                fix="Use `gather_output=True`.",
-            )
+        raise errors.not_implemented(
+            f"`activity_regularizer` of layer {layer.name!r} would see a part of the output only.",
+            activity_regularizer=layer.activity_regularizer,
+            fix="Use `gather_output=True`.",
         )
 
 
@@ -188,13 +184,11 @@ def check_row_input(layer: Any, x: tf.Tensor, axis: int, size: int) -> None:
     if x.shape[axis] == part:
         return
     is_whole = x.shape[axis] == size
-    raise ValueError(
-        errors.message(
-            f"Layer {layer.name!r} with `input_is_parallel={layer.input_is_parallel}` computes on {part} of {size} input "
-            "features, one part a tensor rank.",
-            shape=tuple(x.shape),
-            fix="The input is whole: use `input_is_parallel=False`, or `gather_output=False` in the layer before."
-            if is_whole
-            else "The input must come from a layer with `gather_output=False`, by way of elementwise layers only.",
-        )
+    raise errors.value_error(
+        f"Layer {layer.name!r} with `input_is_parallel={layer.input_is_parallel}` computes on {part} of {size} input "
+        "features, one part a tensor rank.",
+        shape=tuple(x.shape),
+        fix="The input is whole: use `input_is_parallel=False`, or `gather_output=False` in the layer before."
+        if is_whole
+        else "The input must come from a layer with `gather_output=False`, by way of elementwise layers only.",
     )

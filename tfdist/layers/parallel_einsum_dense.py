@@ -20,12 +20,10 @@ class _ParallelEinsumDense(ShardedWeights):
 
     def _axes(self) -> ShardedAxes:
         if einsum_label(self, self._role) is None:
-            raise ValueError(
-                errors.message(
-                    f"`equation` of layer {self.name!r} has no label to shard by {self._role}: one that is in the kernel and, of "
-                    f"input and output, in the {'output' if self._role == COLUMN else 'input'} only.",
-                    equation=self.equation,
-                )
+            raise errors.value_error(
+                f"`equation` of layer {self.name!r} has no label to shard by {self._role}: one that is in the kernel and, of "
+                f"input and output, in the {'output' if self._role == COLUMN else 'input'} only.",
+                equation=self.equation,
             )
         return einsum_axes(self, self._role)
 

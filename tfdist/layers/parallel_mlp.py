@@ -78,7 +78,7 @@ class ParallelMLP(keras.layers.Layer):
         self.sequence_parallel = sequence_parallel
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         if units is not None and (not isinstance(units, int) or units < 1):
-            raise ValueError(errors.message("`units` must be a positive integer or None.", units=units))
+            raise errors.value_error("`units` must be a positive integer or None.", units=units)
         self._up = self._inner("up", None if gated else self.activation)
         self._gate = self._inner("gate", self.activation) if gated else None
         self._dropout = keras.layers.Dropout(dropout, dtype=self.dtype_policy) if dropout else None

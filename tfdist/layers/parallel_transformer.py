@@ -129,15 +129,13 @@ class ParallelTransformerBlock(keras.layers.Layer):
     ):
         super().__init__(**kwargs)
         if normalization not in ("layer", "rms"):
-            raise ValueError(errors.message('`normalization` must be "layer" or "rms".', normalization=normalization))
+            raise errors.value_error('`normalization` must be "layer" or "rms".', normalization=normalization)
         if not sequence_parallel and (input_is_parallel or not gather_output):
-            raise ValueError(
-                errors.message(
-                    "`input_is_parallel=True` and `gather_output=False` need `sequence_parallel=True`.",
-                    input_is_parallel=input_is_parallel,
-                    gather_output=gather_output,
-                    fix="Without it the activations between blocks are whole.",
-                )
+            raise errors.value_error(
+                "`input_is_parallel=True` and `gather_output=False` need `sequence_parallel=True`.",
+                input_is_parallel=input_is_parallel,
+                gather_output=gather_output,
+                fix="Without it the activations between blocks are whole.",
             )
         self.supports_masking = True
         self.num_heads = num_heads
@@ -160,11 +158,9 @@ class ParallelTransformerBlock(keras.layers.Layer):
     def build(self, input_shape: Any) -> None:
         features = input_shape[-1]
         if self.key_dim is None and features % self.num_heads:
-            raise ValueError(
-                errors.message(
-                    f"`num_heads` of layer {self.name!r} must divide the {features} input features, or `key_dim` be given.",
-                    num_heads=self.num_heads,
-                )
+            raise errors.value_error(
+                f"`num_heads` of layer {self.name!r} must divide the {features} input features, or `key_dim` be given.",
+                num_heads=self.num_heads,
             )
         key_dim = self.key_dim or features // self.num_heads
         common = {

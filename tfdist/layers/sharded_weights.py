@@ -69,12 +69,10 @@ class ShardedWeights(_Layer):
         self._refuse("quantization")
 
     def _refuse(self, what: str) -> None:
-        raise NotImplementedError(
-            errors.message(
-                f"{what} of a tensor-parallel layer is not supported.",
-                layer=self.name,
-                fix=f"Use the Keras layer that {type(self).__name__} is made of.",
-            )
+        raise errors.not_implemented(
+            f"{what} of a tensor-parallel layer is not supported.",
+            layer=self.name,
+            fix=f"Use the Keras layer that {type(self).__name__} is made of.",
         )
 
 
@@ -121,12 +119,10 @@ def check_divisible(argument: str, size: int, parts: int, layer: str) -> None:
     """Raises ValueError, with the nearest sizes that work, when `parts` does not divide `size`."""
     if size % parts:
         lower = size // parts * parts
-        raise ValueError(
-            errors.message(
-                f"`{argument}` of layer {layer!r} is sharded equally over the tensor ranks, but {parts} does not divide {size}.",
-                fix=f"The nearest sizes that work: {f'{lower}, ' if lower else ''}{lower + parts}.",
-                **{argument: size, "tensor_parallel_size": parts},
-            )
+        raise errors.value_error(
+            f"`{argument}` of layer {layer!r} is sharded equally over the tensor ranks, but {parts} does not divide {size}.",
+            fix=f"The nearest sizes that work: {f'{lower}, ' if lower else ''}{lower + parts}.",
+            **{argument: size, "tensor_parallel_size": parts},
         )
 
 
@@ -135,9 +131,7 @@ def check_is_sharded(layer: Any, variable: keras.Variable) -> None:
     layout = getattr(variable._value, "layout", None)  # None: made outside
     if regions.tensor_program() is None or layout is not None and layout.is_tensor_sharded:
         return
-    raise RuntimeError(
-        errors.message(
-            f"Layer {layer.name!r} was built outside the `scope()` of the strategy that runs it: its weights are not sharded.",
-            fix="Build the model, and with it the layer, inside `strategy.scope()`.",
-        )
+    raise errors.runtime_error(
+        f"Layer {layer.name!r} was built outside the `scope()` of the strategy that runs it: its weights are not sharded.",
+        fix="Build the model, and with it the layer, inside `strategy.scope()`.",
     )

@@ -59,7 +59,7 @@ class VocabParallelCrossentropy(keras.losses.Loss):
     ):
         super().__init__(name=name, reduction=reduction, dtype=dtype)
         if not 0 <= label_smoothing < 1:
-            raise ValueError(errors.message("`label_smoothing` must be in [0, 1).", label_smoothing=label_smoothing))
+            raise errors.value_error("`label_smoothing` must be in [0, 1).", label_smoothing=label_smoothing)
         self.from_logits = from_logits
         self.ignore_class = ignore_class
         self.label_smoothing = label_smoothing
@@ -90,13 +90,11 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         labels = tf.convert_to_tensor(y_true)
         if labels.shape.rank == logits.shape.rank:
             if labels.shape[-1] != 1:
-                raise ValueError(
-                    errors.message(
-                        "`y_true` must hold class numbers, of the shape of `y_pred` without its last axis.",
-                        y_true=tuple(labels.shape),
-                        y_pred=tuple(logits.shape),
-                        fix="Turn one-hot labels into numbers with `keras.ops.argmax(y_true, axis=-1)`.",
-                    )
+                raise errors.value_error(
+                    "`y_true` must hold class numbers, of the shape of `y_pred` without its last axis.",
+                    y_true=tuple(labels.shape),
+                    y_pred=tuple(logits.shape),
+                    fix="Turn one-hot labels into numbers with `keras.ops.argmax(y_true, axis=-1)`.",
                 )
             labels = tf.squeeze(labels, -1)
         return tf.cast(labels, tf.int64)

@@ -57,20 +57,18 @@ class DeviceMesh:
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
         if not self.devices:
-            raise ValueError(errors.message("`devices` must name at least one device.", devices=self.devices))
+            raise errors.value_error("`devices` must name at least one device.", devices=self.devices)
         for name in ("pipeline_parallel_size", "tensor_parallel_size"):
             errors.check_integer(name, getattr(self, name), 1, fix="1 turns it off.")
         model_ranks = self.pipeline_parallel_size * self.tensor_parallel_size
         if len(self.devices) % model_ranks:
-            raise ValueError(
-                errors.message(
-                    f"`pipeline_parallel_size` x `tensor_parallel_size` = {model_ranks} must divide the number of "
-                    f"devices, {len(self.devices)}.",
-                    pipeline_parallel_size=self.pipeline_parallel_size,
-                    tensor_parallel_size=self.tensor_parallel_size,
-                    devices=list(self.devices),
-                    fix="Choose sizes whose product divides the device count, or pass other `devices`.",
-                )
+            raise errors.value_error(
+                f"`pipeline_parallel_size` x `tensor_parallel_size` = {model_ranks} must divide the number of "
+                f"devices, {len(self.devices)}.",
+                pipeline_parallel_size=self.pipeline_parallel_size,
+                tensor_parallel_size=self.tensor_parallel_size,
+                devices=list(self.devices),
+                fix="Choose sizes whose product divides the device count, or pass other `devices`.",
             )
 
     @property
@@ -98,7 +96,7 @@ class DeviceMesh:
     def coordinate(self, rank: int) -> Coordinate:
         """Returns the coordinate of `rank`; the inverse of `rank`."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(errors.message(f"`rank` must be in [0, {self.world_size}).", rank=rank))
+            raise errors.value_error(f"`rank` must be in [0, {self.world_size}).", rank=rank)
         rank, tensor = divmod(rank, self.tensor_parallel_size)
         data, pipe = divmod(rank, self.pipeline_parallel_size)
         return Coordinate(data, pipe, tensor)
@@ -107,7 +105,7 @@ class DeviceMesh:
         """Returns the rank at `coordinate`; the inverse of `coordinate`."""
         for mesh_axis in MESH_AXES:
             if not 0 <= coordinate.along(mesh_axis) < self.size(mesh_axis):
-                raise ValueError(errors.message(f"`coordinate` must lie in a mesh of shape {self.shape}.", coordinate=coordinate))
+                raise errors.value_error(f"`coordinate` must lie in a mesh of shape {self.shape}.", coordinate=coordinate)
         stage = coordinate.data * self.pipeline_parallel_size + coordinate.pipe
         return stage * self.tensor_parallel_size + coordinate.tensor
 
@@ -137,7 +135,7 @@ def current_mesh() -> DeviceMesh | None:
 
 def _checked_axis(mesh_axis: str) -> str:
     if mesh_axis not in MESH_AXES:
-        raise ValueError(errors.message(f"`mesh_axis` must be one of {MESH_AXES}.", mesh_axis=mesh_axis))
+        raise errors.value_error(f"`mesh_axis` must be one of {MESH_AXES}.", mesh_axis=mesh_axis)
     return mesh_axis
 
 

@@ -38,13 +38,11 @@ def use_logical_cpus(n: int) -> list[str]:
     except RuntimeError as error:
         present = len(tf.config.list_logical_devices("CPU"))
         if present != n:
-            raise RuntimeError(
-                errors.message(
-                    f"`use_logical_cpus` must be called before TensorFlow is initialised; it already runs with {present} "
-                    "CPU device(s), which cannot change any more.",
-                    n=n,
-                    fix="Call it at the top of the program, before the first tensor, variable or `list_logical_devices`.",
-                )
+            raise errors.runtime_error(
+                f"`use_logical_cpus` must be called before TensorFlow is initialised; it already runs with {present} "
+                "CPU device(s), which cannot change any more.",
+                n=n,
+                fix="Call it at the top of the program, before the first tensor, variable or `list_logical_devices`.",
             ) from error
     share_cores(n)
     return [f"CPU:{index}" for index in range(n)]
@@ -84,46 +82,38 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
     if devices is None:
         devices = default_devices()
     if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise ValueError(errors.message("`devices` must be a list of device names, such as ['CPU:0', 'CPU:1'].", devices=devices))
+        raise errors.value_error("`devices` must be a list of device names, such as ['CPU:0', 'CPU:1'].", devices=devices)
     if not devices:
-        raise ValueError(
-            errors.message(
-                "`devices` must name at least one device.",
-                devices=devices,
-                fix="Pass None to use every GPU, or every logical CPU where there is none.",
-            )
+        raise errors.value_error(
+            "`devices` must name at least one device.",
+            devices=devices,
+            fix="Pass None to use every GPU, or every logical CPU where there is none.",
         )
     try:
         names = canonical(devices)
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(errors.message("`devices` must be device names such as 'GPU:0'.", devices=list(devices))) from error
+        raise errors.value_error("`devices` must be device names such as 'GPU:0'.", devices=list(devices)) from error
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(
-            errors.message(
-                f"`devices` must be distinct: a device is one rank. These stand more than once: {twice}.",
-                devices=list(devices),
-            )
+        raise errors.value_error(
+            f"`devices` must be distinct: a device is one rank. These stand more than once: {twice}.",
+            devices=list(devices),
         )
     known = {device.name: device for device in tf.config.list_logical_devices()}
     known = dict(zip(canonical(list(known)), known.values(), strict=True))
     unknown = [device for device, name in zip(devices, names, strict=True) if name not in known]
     if unknown:
-        raise ValueError(
-            errors.message(
-                f"`devices` names devices that this machine does not have: {unknown}. It has {[_short(name) for name in known]}.",
-                devices=list(devices),
-                fix="Without GPUs, `tfdist.use_logical_cpus(n)` at the top of the program makes n CPU devices.",
-            )
+        raise errors.value_error(
+            f"`devices` names devices that this machine does not have: {unknown}. It has {[_short(name) for name in known]}.",
+            devices=list(devices),
+            fix="Without GPUs, `tfdist.use_logical_cpus(n)` at the top of the program makes n CPU devices.",
         )
     types = {tf.DeviceSpec.from_string(name).device_type for name in names}
     if len(types) > 1:
-        raise ValueError(
-            errors.message(
-                f"`devices` must all be of one type, not a mix of {sorted(types)}: every rank does the same work.",
-                devices=list(devices),
-                fix="Pass only GPUs, or only CPUs.",
-            )
+        raise errors.value_error(
+            f"`devices` must all be of one type, not a mix of {sorted(types)}: every rank does the same work.",
+            devices=list(devices),
+            fix="Pass only GPUs, or only CPUs.",
         )
     return names
 

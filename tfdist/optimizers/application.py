@@ -37,23 +37,19 @@ def apply(optimizer: Any, grads: Any, trainable_variables: Any, config: MeshConf
     with keras.name_scope(optimizer.name, caller=optimizer):
         if not optimizer.built and trainable_variables is not None:
             if config.mesh.splits_layers:
-                raise RuntimeError(
-                    errors.message(
-                        "Where ranks store different layers an optimizer must be built before the first step, on all weights.",
-                        optimizer=type(optimizer).__name__,
-                        fix="Call `optimizer.build(model.trainable_variables)` in `strategy.scope()`.",
-                    )
+                raise errors.runtime_error(
+                    "Where ranks store different layers an optimizer must be built before the first step, on all weights.",
+                    optimizer=type(optimizer).__name__,
+                    fix="Call `optimizer.build(model.trainable_variables)` in `strategy.scope()`.",
                 )
             with placement(is_replicated=True):  # whatever the optimizer makes that is no slot
                 optimizer.build(list(trainable_variables))
         if trainable_variables is None and len(grads) != len(optimizer._trainable_variables):
-            raise ValueError(
-                errors.message(
-                    f"`grads` must have one gradient for each of the {len(optimizer._trainable_variables)} variables that "
-                    f"{type(optimizer).__name__} was built with.",
-                    grads=f"{len(grads)} gradients",
-                    fix="Pass the variables too: `optimizer.apply(grads, trainable_variables)`.",
-                )
+            raise errors.value_error(
+                f"`grads` must have one gradient for each of the {len(optimizer._trainable_variables)} variables that "
+                f"{type(optimizer).__name__} was built with.",
+                grads=f"{len(grads)} gradients",
+                fix="Pass the variables too: `optimizer.apply(grads, trainable_variables)`.",
             )
         variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
         optimizer._check_variables_are_known(variables)

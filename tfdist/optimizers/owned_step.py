@@ -76,14 +76,12 @@ def _check_writes(optimizer: Any, target: Target, graph: tf.Graph, operations: S
     for operation in operations:
         if operation.type in _WRITES and id(_external(graph, operation.inputs[0])) not in own:
             name = type(optimizer).__name__
-            raise NotImplementedError(
-                errors.message(
-                    f"`{name}.update_step` writes a variable that is not a slot of the parameter it is given. With "
-                    "sharded optimizer state one rank alone steps each parameter, and the others would not see it.",
-                    optimizer=name,
-                    fix="Keep one slot per parameter, in lists as long as the list of parameters; write what is common to "
-                    "all in `_backend_update_step`; or use `zero_stage=0`.",
-                )
+            raise errors.not_implemented(
+                f"`{name}.update_step` writes a variable that is not a slot of the parameter it is given. With "
+                "sharded optimizer state one rank alone steps each parameter, and the others would not see it.",
+                optimizer=name,
+                fix="Keep one slot per parameter, in lists as long as the list of parameters; write what is common to "
+                "all in `_backend_update_step`; or use `zero_stage=0`.",
             )
 
 

@@ -62,12 +62,10 @@ def comes_reduced(grad: tf.Tensor, target: Target) -> bool:
         schedule = target.program.attachment(UnshardSchedule)
         return grad.shape == shard and schedule.has_gradient(target.variable)
     if not grad.shape.is_compatible_with(shard):
-        raise ValueError(
-            errors.message(
-                f"The gradient of sharded parameter {target.variable.name!r} must have its shape, {whole}, or be what the tape "
-                f"returned, {shard}.",
-                shape=tuple(grad.shape) if grad.shape.rank is not None else None,
-            )
+        raise errors.value_error(
+            f"The gradient of sharded parameter {target.variable.name!r} must have its shape, {whole}, or be what the tape "
+            f"returned, {shard}.",
+            shape=tuple(grad.shape) if grad.shape.rank is not None else None,
         )
     return True
 

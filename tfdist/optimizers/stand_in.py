@@ -66,12 +66,10 @@ class StandIn(tf.__internal__.types.Tensor):
     def assign(self, value: Any, **_: Any) -> StandIn:
         value = tf.convert_to_tensor(value, self.dtype)
         if not value.shape.is_compatible_with(self.shape):
-            raise ValueError(
-                errors.message(
-                    f"The update of {self.name!r} must keep the shard's shape, {self.shape}.",
-                    shape=value.shape,
-                    fix="Only elementwise optimizers run on shards.",
-                )
+            raise errors.value_error(
+                f"The update of {self.name!r} must keep the shard's shape, {self.shape}.",
+                shape=value.shape,
+                fix="Only elementwise optimizers run on shards.",
             )
         if self._handle is not None:
             tf.raw_ops.AssignVariableOp(resource=self._handle, value=value)

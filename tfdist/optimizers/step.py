@@ -35,12 +35,10 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
     """
     program = current_program("`optimizer.apply`")
     if not program.may_emit_here():
-        raise RuntimeError(
-            errors.message(
-                "`optimizer.apply` was called inside a loop, a branch or a nested `tf.function` of the function given to "
-                "`strategy.run`; its collectives must stand outside.",
-                fix="Put the loop around `strategy.run`, and `@tf.function` on the outermost function.",
-            )
+        raise errors.runtime_error(
+            "`optimizer.apply` was called inside a loop, a branch or a nested `tf.function` of the function given to "
+            "`strategy.run`; its collectives must stand outside.",
+            fix="Put the loop around `strategy.run`, and `@tf.function` on the outermost function.",
         )
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
     with tf.device(program.device):

@@ -43,10 +43,8 @@ def elementwise(optimizer_class: type) -> type:
         `optimizer_class`.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, keras.optimizers.Optimizer)):
-        raise ValueError(
-            errors.message(
-                "`optimizer_class` must be a subclass of `keras.optimizers.Optimizer`.", optimizer_class=optimizer_class
-            )
+        raise errors.value_error(
+            "`optimizer_class` must be a subclass of `keras.optimizers.Optimizer`.", optimizer_class=optimizer_class
         )
     _ELEMENTWISE.add(optimizer_class)
     return optimizer_class
@@ -66,13 +64,11 @@ def check_no_overwriting(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raises NotImplementedError for variables that Keras overwrites with their gradient (the scales of float8 training)."""
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False):
-            raise NotImplementedError(
-                errors.message(
-                    f"Variable {variable.path!r} is overwritten with its gradient (float8 training), which is not supported "
-                    "under a tfdist strategy.",
-                    optimizer=type(optimizer).__name__,
-                    fix='Use the "mixed_bfloat16" policy instead of float8 quantization.',
-                )
+            raise errors.not_implemented(
+                f"Variable {variable.path!r} is overwritten with its gradient (float8 training), which is not supported "
+                "under a tfdist strategy.",
+                optimizer=type(optimizer).__name__,
+                fix='Use the "mixed_bfloat16" policy instead of float8 quantization.',
             )
 
 
@@ -82,13 +78,11 @@ def check_variables(optimizer: Any, variables: Sequence[Any], strategy: tf.distr
         value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
         made_by = getattr(value, "distribute_strategy", None)
         if made_by is not strategy:
-            raise ValueError(
-                errors.message(
-                    f"The optimizer was made under {describe(strategy)}, but variable "
-                    f"{getattr(variable, 'path', value.name)!r} under {describe(made_by)}.",
-                    optimizer=type(optimizer).__name__,
-                    fix="Build the model, its layers and the optimizer (or call `compile`) inside one `strategy.scope()`.",
-                )
+            raise errors.value_error(
+                f"The optimizer was made under {describe(strategy)}, but variable "
+                f"{getattr(variable, 'path', value.name)!r} under {describe(made_by)}.",
+                optimizer=type(optimizer).__name__,
+                fix="Build the model, its layers and the optimizer (or call `compile`) inside one `strategy.scope()`.",
             )
 
 

@@ -15,13 +15,11 @@ def check_module(module: keras.Model) -> None:
     """Raises NotImplementedError for a model that is no graph of layers, and so cannot be cut between layers."""
     if isinstance(module, keras.Sequential) or hasattr(module, "_nodes_by_depth"):
         return
-    raise NotImplementedError(
-        errors.message(
-            "Only a model that is a graph of layers can be cut in stages: a functional model, a Sequential or a list of layers.",
-            layers_or_model=type(module).__name__,
-            fix="Build it with the functional API, or pass its layers as a list. A subclassed model may be a layer in it, which "
-            "one stage computes.",
-        )
+    raise errors.not_implemented(
+        "Only a model that is a graph of layers can be cut in stages: a functional model, a Sequential or a list of layers.",
+        layers_or_model=type(module).__name__,
+        fix="Build it with the functional API, or pass its layers as a list. A subclassed model may be a layer in it, which "
+        "one stage computes.",
     )
 
 
@@ -30,22 +28,18 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
     config = config_of(strategy)
     if config is None:
         if strategy.num_replicas_in_sync > 1:
-            raise NotImplementedError(
-                errors.message(
-                    "A `PipelineModel` needs a strategy of tfdist, or none.",
-                    strategy=type(strategy).__name__,
-                    fix="Use `tfdist.ShardedStrategy(pipeline_parallel_size=...)`.",
-                )
+            raise errors.not_implemented(
+                "A `PipelineModel` needs a strategy of tfdist, or none.",
+                strategy=type(strategy).__name__,
+                fix="Use `tfdist.ShardedStrategy(pipeline_parallel_size=...)`.",
             )
         return
     if config.zero_stage == 3:
-        raise NotImplementedError(
-            errors.message(
-                "A `PipelineModel` does not work with `zero_stage=3`: every microbatch would gather every layer again, forward "
-                "and backward, num_microbatches times the traffic.",
-                zero_stage=3,
-                fix="Use `zero_stage=2`: the pipeline divides the parameters already.",
-            )
+        raise errors.not_implemented(
+            "A `PipelineModel` does not work with `zero_stage=3`: every microbatch would gather every layer again, forward "
+            "and backward, num_microbatches times the traffic.",
+            zero_stage=3,
+            fix="Use `zero_stage=2`: the pipeline divides the parameters already.",
         )
 
 
@@ -68,12 +62,10 @@ def check_batch_size(x: Any, batch_size: int | None, validation_split: float, nu
     if size % multiple == 0 and last % multiple == 0:
         return
     what = f"`batch_size` is {size}" if size % multiple else f"the last of the batches of {size} has {last} of the {rows} rows"
-    raise ValueError(
-        errors.message(
-            f"Batches must be multiples of `num_microbatches` x data ranks = {num_microbatches} x {replicas} = {multiple} rows, "
-            f"so that microbatches are equal, but {what}.",
-            batch_size=batch_size,
-            num_microbatches=num_microbatches,
-            fix=f"Use a `batch_size` such as {max(size // multiple, 1) * multiple}, and as many rows as fill whole batches.",
-        )
+    raise errors.value_error(
+        f"Batches must be multiples of `num_microbatches` x data ranks = {num_microbatches} x {replicas} = {multiple} rows, "
+        f"so that microbatches are equal, but {what}.",
+        batch_size=batch_size,
+        num_microbatches=num_microbatches,
+        fix=f"Use a `batch_size` such as {max(size // multiple, 1) * multiple}, and as many rows as fill whole batches.",
     )

@@ -75,10 +75,8 @@ class _DeferredInitializer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if rank_program() is not None:
-            raise RuntimeError(
-                errors.message(
-                    f"Weight {self._path!r} was made under a strategy with a pipeline, but is in no pipeline.",
-                    fix="Wrap the model: `tfdist.PipelineModel(model, num_microbatches=...)`, in `strategy.scope()`.",
-                )
+            raise errors.runtime_error(
+                f"Weight {self._path!r} was made under a strategy with a pipeline, but is in no pipeline.",
+                fix="Wrap the model: `tfdist.PipelineModel(model, num_microbatches=...)`, in `strategy.scope()`.",
             )
         return self._initializer(*args, **kwargs)

@@ -34,13 +34,11 @@ class Microbatches:
         self.known_rows = known = leaves[0].shape[0]
         rows = tf.shape(leaves[0], out_type=tf.int64)[0] if known is None else tf.constant(known, tf.int64)
         if is_training and known is not None and known % count:
-            raise ValueError(
-                errors.message(
-                    f"A batch must be a multiple of `num_microbatches` x data ranks = {count} x {replicas} = {count * replicas} "
-                    f"rows, so that microbatches are equal. Each data rank got {known} rows.",
-                    num_microbatches=count,
-                    fix=f"Use a `batch_size` such as {max(known // count, 1) * count * replicas}, and drop a partial last batch.",
-                )
+            raise errors.value_error(
+                f"A batch must be a multiple of `num_microbatches` x data ranks = {count} x {replicas} = {count * replicas} "
+                f"rows, so that microbatches are equal. Each data rank got {known} rows.",
+                num_microbatches=count,
+                fix=f"Use a `batch_size` such as {max(known // count, 1) * count * replicas}, and drop a partial last batch.",
             )
         if is_training and known is None:
             check = tf.debugging.Assert(

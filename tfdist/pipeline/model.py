@@ -148,7 +148,7 @@ class PipelineModel(keras.Model):
             ValueError: the model is not built yet.
         """
         if self._staged is None:
-            raise ValueError(errors.message("The model is not cut yet.", fix="Build it first: `model.build(input_shape)`."))
+            raise errors.value_error("The model is not cut yet.", fix="Build it first: `model.build(input_shape)`.")
         return report(self._staged, node_costs(self._staged.module))
 
     @property
@@ -169,11 +169,9 @@ class PipelineModel(keras.Model):
         if program is None or self._schedule.num_ranks == 1:
             return self.module(inputs, training=training)
         if training:
-            raise RuntimeError(
-                errors.message(
-                    "A pipelined model cannot be called for training in `strategy.run`: its backward belongs to the schedule.",
-                    fix="Use `loss, gradients = model.compute_gradients(x, y)`, then `optimizer.apply_gradients(gradients)`.",
-                )
+            raise errors.runtime_error(
+                "A pipelined model cannot be called for training in `strategy.run`: its backward belongs to the schedule.",
+                fix="Use `loss, gradients = model.compute_gradients(x, y)`, then `optimizer.apply_gradients(gradients)`.",
             )
         return self._inferred(inputs)
 
@@ -233,11 +231,9 @@ class PipelineModel(keras.Model):
         """Returns the program of the rank that computes here; None where one device computes all stages."""
         program = rank_program()
         if program is not None and program.is_eager and self._schedule.num_ranks > 1:
-            raise NotImplementedError(
-                errors.message(
-                    "A pipeline needs a traced step: eager ranks take turns, and would wait for each other.",
-                    fix="Leave out `run_eagerly=True`, and call `strategy.run` in a `tf.function`.",
-                )
+            raise errors.not_implemented(
+                "A pipeline needs a traced step: eager ranks take turns, and would wait for each other.",
+                fix="Leave out `run_eagerly=True`, and call `strategy.run` in a `tf.function`.",
             )
         return program
 
@@ -288,13 +284,11 @@ class PipelineModel(keras.Model):
 def check_is_pipelined(model: keras.Model, mesh: DeviceMesh) -> None:
     """Raises ValueError if `model` is to train on a mesh with a pipeline, but is no `PipelineModel`."""
     if mesh.pipeline_parallel_size > 1 and not isinstance(model, PipelineModel):
-        raise ValueError(
-            errors.message(
-                "Under a strategy with a pipeline the model to train must be a `PipelineModel`.",
-                model=type(model).__name__,
-                pipeline_parallel_size=mesh.pipeline_parallel_size,
-                fix="Wrap it: `tfdist.PipelineModel(model, num_microbatches=...)`.",
-            )
+        raise errors.value_error(
+            "Under a strategy with a pipeline the model to train must be a `PipelineModel`.",
+            model=type(model).__name__,
+            pipeline_parallel_size=mesh.pipeline_parallel_size,
+            fix="Wrap it: `tfdist.PipelineModel(model, num_microbatches=...)`.",
         )
 
 
@@ -315,12 +309,10 @@ def _module_of(given: Any, stages: Sequence[str | int] | None) -> tuple[keras.Mo
     if not any(isinstance(one, Stage) for one in given):
         return keras.Sequential(given), stages
     if stages is not None or not all(isinstance(one, Stage) and one.layers for one in given):
-        raise ValueError(
-            errors.message(
-                "With `Stage`s every entry of the list must be one, with at least one layer, and `stages` be left out.",
-                layers_or_model=given,
-                stages=stages,
-            )
+        raise errors.value_error(
+            "With `Stage`s every entry of the list must be one, with at least one layer, and `stages` be left out.",
+            layers_or_model=given,
+            stages=stages,
         )
     sizes = [sum(not isinstance(layer, keras.layers.InputLayer) for layer in stage.layers) for stage in given]
     return (

@@ -84,14 +84,12 @@ def memory_report(model: keras.Model) -> MemoryReport:
         ValueError: `model` is not a Keras model, or not built.
     """
     if not isinstance(model, keras.Model):
-        raise ValueError(errors.message("`model` must be a `keras.Model`.", model=model))
+        raise errors.value_error("`model` must be a `keras.Model`.", model=model)
     if not model.built or not model.variables:
-        raise ValueError(
-            errors.message(
-                "`model` has no variables yet.",
-                model=model.name,
-                fix="Build it first: `model.build(input_shape)`, or a first `fit`.",
-            )
+        raise errors.value_error(
+            "`model` has no variables yet.",
+            model=model.name,
+            fix="Build it first: `model.build(input_shape)`, or a first `fit`.",
         )
     optimizer = getattr(model, "optimizer", None)
     slots = [] if optimizer is None else optimizer.variables

@@ -46,11 +46,9 @@ def configure(cluster: Cluster, rendezvous_timeout_seconds: float) -> None:
     """
     here = context.context()
     if here._initialized:
-        raise RuntimeError(
-            errors.message(
-                "TensorFlow is already initialised in this process, too late to make it a worker of the cluster.",
-                fix="Make the strategy first: before any tensor, variable, dataset or list of logical devices.",
-            )
+        raise errors.runtime_error(
+            "TensorFlow is already initialised in this process, too late to make it a worker of the cluster.",
+            fix="Make the strategy first: before any tensor, variable, dataset or list of logical devices.",
         )
     jobs: dict[str, int] = {}
     for task in cluster.tasks:

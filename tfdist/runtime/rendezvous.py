@@ -40,11 +40,9 @@ def _held_port(task: Task) -> socket.socket:
     try:
         return socket.create_server(("", task.port), backlog=1024)
     except OSError as error:
-        raise RuntimeError(
-            errors.message(
-                f"{task} cannot start: port {task.port}, which TF_CONFIG gives it, cannot be used ({error.strerror}).",
-                fix="End what uses it (a worker of an earlier run?), or choose another port for this task, on every worker.",
-            )
+        raise errors.runtime_error(
+            f"{task} cannot start: port {task.port}, which TF_CONFIG gives it, cannot be used ({error.strerror}).",
+            fix="End what uses it (a worker of an earlier run?), or choose another port for this task, on every worker.",
         ) from error
 
 

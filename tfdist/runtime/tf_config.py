@@ -45,11 +45,9 @@ def read_cluster(cluster_resolver: Any = None) -> Cluster | None:
             raise ValueError(_malformed('TF_CONFIG: "cluster" and "task" must be JSON objects.', text))
         return _checked(jobs, task.get("type"), task.get("index"), text)
     if not isinstance(cluster_resolver, tf.distribute.cluster_resolver.ClusterResolver):
-        raise ValueError(
-            errors.message(
-                "`cluster_resolver` must be a `tf.distribute.cluster_resolver.ClusterResolver` or None.",
-                cluster_resolver=cluster_resolver,
-            )
+        raise errors.value_error(
+            "`cluster_resolver` must be a `tf.distribute.cluster_resolver.ClusterResolver` or None.",
+            cluster_resolver=cluster_resolver,
         )
     if isinstance(cluster_resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver):
         read_cluster()  # the resolver's own errors do not say what is wrong
@@ -67,13 +65,11 @@ def _checked(jobs: Mapping[str, Sequence[str]], task_type: Any, task_index: Any,
     unknown = sorted(set(jobs) - set(_TASK_TYPES))
     if unknown or task_type not in _TASK_TYPES:
         names = unknown or [task_type]
-        raise ValueError(
-            errors.message(
-                f"Tasks of a sharded job must be of type {' or '.join(map(repr, _TASK_TYPES))}; these are not: {names}.",
-                TF_CONFIG=received,
-                fix="Every task trains. Leave evaluators and parameter servers out of the cluster, and evaluate with "
-                "`model.evaluate`, or in a job of its own.",
-            )
+        raise errors.value_error(
+            f"Tasks of a sharded job must be of type {' or '.join(map(repr, _TASK_TYPES))}; these are not: {names}.",
+            TF_CONFIG=received,
+            fix="Every task trains. Leave evaluators and parameter servers out of the cluster, and evaluate with "
+            "`model.evaluate`, or in a job of its own.",
         )
     for job, addresses in jobs.items():
         if isinstance(addresses, str) or not isinstance(addresses, Sequence) or not all(map(_is_address, addresses)):
@@ -117,5 +113,5 @@ def devices_per_worker_setting() -> int | None:
     if not text:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(errors.message("TFDIST_DEVICES_PER_WORKER must be a positive integer.", TFDIST_DEVICES_PER_WORKER=text))
+        raise errors.value_error("TFDIST_DEVICES_PER_WORKER must be a positive integer.", TFDIST_DEVICES_PER_WORKER=text)
     return int(text)

@@ -41,7 +41,7 @@ def _at_least(least: int, fix: str = "") -> _Check:
 def _one_of(*values: Any) -> _Check:
     def check(name: str, value: Any) -> Any:
         if not any(value is one for one in values):
-            raise ValueError(errors.message(f"`{name}` must be {' or '.join(map(str, values))}.", **{name: value}))
+            raise errors.value_error(f"`{name}` must be {' or '.join(map(str, values))}.", **{name: value})
         return value
 
     return check
@@ -55,7 +55,7 @@ def _floating_dtype_or_none(name: str, value: Any) -> tf.DType | None:
     except TypeError:
         dtype = None
     if dtype not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
-        raise ValueError(errors.message(f"`{name}` must be a floating dtype or None (the variable's own).", **{name: value}))
+        raise errors.value_error(f"`{name}` must be a floating dtype or None (the variable's own).", **{name: value})
     return dtype
 
 
@@ -163,7 +163,7 @@ def settings_of(config: ShardingConfig | None, changes: dict[str, Any]) -> Shard
     """
     if config is not None and not isinstance(config, ShardingConfig):
         fix = "Make one: `tfdist.ShardingConfig(zero_stage=3)`."
-        raise ValueError(errors.message("`config` must be a `tfdist.ShardingConfig` or None.", config=config, fix=fix))
+        raise errors.value_error("`config` must be a `tfdist.ShardingConfig` or None.", config=config, fix=fix)
     known = {field.name for field in dataclasses.fields(ShardingConfig)}
     for name, value in changes.items():
         if name not in known:

@@ -53,36 +53,30 @@ class Layout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         if not isinstance(self.tensor, Replicate | Shard):
-            raise ValueError(errors.message("`tensor` must be `Replicate()` or `Shard(axis)`.", tensor=self.tensor))
+            raise errors.value_error("`tensor` must be `Replicate()` or `Shard(axis)`.", tensor=self.tensor)
         if not isinstance(self.data, Replicate | Shard | Own | Partial):
             expected = "`data` must be `Replicate()`, `Shard()`, `Own(rank)` or `Partial()`."
-            raise ValueError(errors.message(expected, data=self.data))
+            raise errors.value_error(expected, data=self.data)
         if isinstance(self.data, Own) and not 0 <= self.data.rank < self.mesh.data_parallel_size:
-            raise ValueError(
-                errors.message(f"`data` must be owned by a rank in [0, {self.mesh.data_parallel_size}).", data=self.data)
-            )
+            raise errors.value_error(f"`data` must be owned by a rank in [0, {self.mesh.data_parallel_size}).", data=self.data)
         if self.is_tensor_sharded:
             axis, parts = self.tensor.axis, self.mesh.tensor_parallel_size
             if axis is None or not 0 <= axis < len(self.shape):
-                raise ValueError(errors.message(f"`tensor` must shard one of the {len(self.shape)} axes.", tensor=self.tensor))
+                raise errors.value_error(f"`tensor` must shard one of the {len(self.shape)} axes.", tensor=self.tensor)
             if self.shape[axis] % parts and not self.tensor.is_padded:
                 lower = max(self.shape[axis] // parts, 1) * parts
-                raise ValueError(
-                    errors.message(
-                        f"`tensor` splits axis {axis} of shape {self.shape} in {parts} equal shards, but {parts} does not "
-                        f"divide {self.shape[axis]}.",
-                        tensor=self.tensor,
-                        fix=f"Sizes that work: {lower}, {lower + parts}.",
-                    )
+                raise errors.value_error(
+                    f"`tensor` splits axis {axis} of shape {self.shape} in {parts} equal shards, but {parts} does not "
+                    f"divide {self.shape[axis]}.",
+                    tensor=self.tensor,
+                    fix=f"Sizes that work: {lower}, {lower + parts}.",
                 )
         if isinstance(self.data, Shard) and self.data.axis is not None:
-            raise ValueError(errors.message("`data` shards are flat: `Shard()` without an axis.", data=self.data))
+            raise errors.value_error("`data` shards are flat: `Shard()` without an axis.", data=self.data)
         if self.pipe_owners is not None:
             owners, size = tuple(self.pipe_owners), self.mesh.pipeline_parallel_size
             if not owners or list(owners) != sorted(set(owners)) or not 0 <= owners[0] <= owners[-1] < size:
-                raise ValueError(
-                    errors.message(f"`pipe_owners` must be ascending coordinates in [0, {size}).", pipe_owners=owners)
-                )
+                raise errors.value_error(f"`pipe_owners` must be ascending coordinates in [0, {size}).", pipe_owners=owners)
             object.__setattr__(self, "pipe_owners", owners)
 
     @property

@@ -203,13 +203,11 @@ class UnshardSchedule:
         full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
         full.set_shape(variable.layout.local_shape)
         if full.graph is not self._program.graph:
-            raise NotImplementedError(
-                errors.message(
-                    f"The gradient of sharded parameter {variable.name!r} is taken inside a loop, a branch or a nested "
-                    "`tf.function` of the function given to `strategy.run`; with `zero_stage=3` it must be taken outside.",
-                    fix="Put the loop around `strategy.run` (one `strategy.run` per step), and `@tf.function` on the outermost "
-                    "function only; or use `zero_stage=2`.",
-                )
+            raise errors.not_implemented(
+                f"The gradient of sharded parameter {variable.name!r} is taken inside a loop, a branch or a nested "
+                "`tf.function` of the function given to `strategy.run`; with `zero_stage=3` it must be taken outside.",
+                fix="Put the loop around `strategy.run` (one `strategy.run` per step), and `@tf.function` on the outermost "
+                "function only; or use `zero_stage=2`.",
             )
         with tape.stop_recording():
             stub = tf.identity(tf.raw_ops.Placeholder(dtype=variable.dtype, shape=[variable.layout.shard_elements]))

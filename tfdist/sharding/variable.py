@@ -248,11 +248,9 @@ class ShardedVariable(values.DistributedVariable):
         if value.shape == self._full_shape:
             value = packing.tensor_shard(value, layout, coordinate)
         if not value.shape.is_compatible_with(layout.local_shape):
-            raise ValueError(
-                errors.message(
-                    f"Variable {self.name!r} has shape {layout.shape}; the value assigned must have it too.",
-                    shape=tuple(value.shape),
-                )
+            raise errors.value_error(
+                f"Variable {self.name!r} has shape {layout.shape}; the value assigned must have it too.",
+                shape=tuple(value.shape),
             )
         if not layout.stores(coordinate):
             return tf.zeros([0], self.dtype)
@@ -281,11 +279,9 @@ class ShardedVariable(values.DistributedVariable):
         return update_fn(self._local_component(), self._shard_for(value, index), **kwargs)
 
     def _no_scatter(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            errors.message(
-                f"Scatter updates of the sharded variable {self.name!r} are not supported.",
-                fix="Assign the whole value with `assign`, or use a `zero_stage` that does not shard it.",
-            )
+        raise errors.not_implemented(
+            f"Scatter updates of the sharded variable {self.name!r} are not supported.",
+            fix="Assign the whole value with `assign`, or use a `zero_stage` that does not shard it.",
         )
 
     scatter_sub = scatter_add = scatter_mul = scatter_div = _no_scatter
@@ -297,11 +293,9 @@ class ShardedVariable(values.DistributedVariable):
         return {trackable.VARIABLE_VALUE_KEY: lambda name=self._common_name: _ShardedSaveable(self, name)}
 
     def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            errors.message(
-                f"Variable {self.name!r} is sharded and cannot be written to a SavedModel.",
-                fix="Save the weights, load them into the same model built without a strategy, and export that one.",
-            )
+        raise errors.not_implemented(
+            f"Variable {self.name!r} is sharded and cannot be written to a SavedModel.",
+            fix="Save the weights, load them into the same model built without a strategy, and export that one.",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -59,10 +59,8 @@ ZERO_STAGES = {
 def placements_of(zero_stage: int) -> ZeroPlacements:
     """Returns the placements of `zero_stage`. Raises ValueError when it is not 0, 1, 2 or 3."""
     if isinstance(zero_stage, bool) or zero_stage not in ZERO_STAGES:
-        raise ValueError(
-            errors.message(
-                "`zero_stage` must be 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).",
-                zero_stage=zero_stage,
-            )
+        raise errors.value_error(
+            "`zero_stage` must be 0 (nothing sharded), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).",
+            zero_stage=zero_stage,
         )
     return ZERO_STAGES[zero_stage]

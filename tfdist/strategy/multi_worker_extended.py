@@ -170,26 +170,22 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
             theirs = DatasetSignature.from_json(answer)
             different = difference(signature, theirs)
             if different is not None:
-                raise ValueError(
-                    errors.message(
-                        f"Every worker must be given the same dataset, of which it takes its part, but {tasks[index]} differs "
-                        f"from {self._cluster.task}: {different}.",
-                        fix="Build it alike on all workers: the same files, global batch size and seeds "
-                        "(`keras.utils.set_random_seed`). Data that is split by worker already goes through "
-                        "`strategy.distribute_datasets_from_function`.",
-                    )
+                raise errors.value_error(
+                    f"Every worker must be given the same dataset, of which it takes its part, but {tasks[index]} differs "
+                    f"from {self._cluster.task}: {different}.",
+                    fix="Build it alike on all workers: the same files, global batch size and seeds "
+                    "(`keras.utils.set_random_seed`). Data that is split by worker already goes through "
+                    "`strategy.distribute_datasets_from_function`.",
                 )
         for found, fix in (
             (unseeded(signature), "Give `shuffle` a seed, or call `keras.utils.set_random_seed` before the dataset is made."),
             (unordered(signature), "Use `deterministic=True`, the default."),
         ):
             if found:
-                raise ValueError(
-                    errors.message(
-                        f"The dataset's order is not the same on every worker: {found[0]}. Some examples would be trained on "
-                        "twice and others not at all.",
-                        fix=fix,
-                    )
+                raise errors.value_error(
+                    f"The dataset's order is not the same on every worker: {found[0]}. Some examples would be trained on "
+                    "twice and others not at all.",
+                    fix=fix,
                 )
 
     @contextlib.contextmanager

@@ -86,15 +86,13 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         }
         for name, value in timeouts.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(errors.message(f"`{name}` must be a positive number of seconds.", **{name: value}))
+                raise errors.value_error(f"`{name}` must be a positive number of seconds.", **{name: value})
         config = settings_of(config, settings)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         if not hasattr(options, "bytes_per_pack"):
-            raise ValueError(
-                errors.message(
-                    "`communication_options` must be `tf.distribute.experimental.CommunicationOptions` or None.",
-                    communication_options=communication_options,
-                )
+            raise errors.value_error(
+                "`communication_options` must be `tf.distribute.experimental.CommunicationOptions` or None.",
+                communication_options=communication_options,
             )
         cluster = read_cluster(cluster_resolver)
         kind, number = worker_devices()
@@ -162,12 +160,10 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
     def _compare(self, mine: dict[str, Any], theirs: dict[str, Any], other: int) -> None:
         for name, value in mine.items():
             if theirs.get(name) != value:
-                raise ValueError(
-                    errors.message(
-                        f"Workers must have the same settings: `{name}` is {value!r} on {self._cluster.task}, but "
-                        f"{theirs.get(name)!r} on {self._cluster.tasks[other]}.",
-                        fix="Start the same program with the same arguments, and as many devices, on every worker.",
-                    )
+                raise errors.value_error(
+                    f"Workers must have the same settings: `{name}` is {value!r} on {self._cluster.task}, but "
+                    f"{theirs.get(name)!r} on {self._cluster.tasks[other]}.",
+                    fix="Start the same program with the same arguments, and as many devices, on every worker.",
                 )
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:

@@ -68,12 +68,10 @@ class VariableCreation(_Extended):
         """
         if kwargs.get("synchronization") == _SYNC_ON_READ:
             if request.pipe_owners is not None:
-                raise NotImplementedError(
-                    errors.message(
-                        f"Variable {kwargs.get('name')!r} sums its ranks' values when it is read, which a weight of a pipeline "
-                        "stage cannot.",
-                        fix="Make it without `synchronization` and `aggregation`, or count outside the model.",
-                    )
+                raise errors.not_implemented(
+                    f"Variable {kwargs.get('name')!r} sums its ranks' values when it is read, which a weight of a pipeline "
+                    "stage cannot.",
+                    fix="Make it without `synchronization` and `aggregation`, or count outside the model.",
                 )
             return None
         is_trainable = kwargs.get("trainable") is not False
@@ -111,12 +109,10 @@ class VariableCreation(_Extended):
             if tf.is_symbolic_tensor(initial):
                 initial = tf.get_static_value(initial)
             if initial is None or not tf.executing_eagerly():
-                raise RuntimeError(
-                    errors.message(
-                        f"Variable {kwargs.get('name')!r} is to be sharded, but it is made inside a `tf.function` from a value "
-                        "that only exists when the function runs.",
-                        fix="Make it in `strategy.scope()` before the function is called, or from an initializer.",
-                    )
+                raise errors.runtime_error(
+                    f"Variable {kwargs.get('name')!r} is to be sharded, but it is made inside a `tf.function` from a value "
+                    "that only exists when the function runs.",
+                    fix="Make it in `strategy.scope()` before the function is called, or from an initializer.",
                 )
             kwargs["initial_value"] = tf.convert_to_tensor(initial, kwargs.get("dtype"))
         return kwargs["initial_value"]

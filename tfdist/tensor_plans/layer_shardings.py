@@ -90,12 +90,10 @@ def planned_roles(model: keras.Model, graph: ModelGraph, plan: TensorPlan) -> di
     chosen = {layer: pattern for layer in layers if (pattern := plan.pattern_of(layer)) is not None}
     for pattern, role in plan.items():
         if not any(matches(pattern, layer) for layer in layers if layer.weights):
-            raise ValueError(
-                errors.message(
-                    "`plan` must have patterns that match a layer with weights.",
-                    pattern=pattern,
-                    paths=[path_of(layer) for layer in layers if layer in shardable],
-                )
+            raise errors.value_error(
+                "`plan` must have patterns that match a layer with weights.",
+                pattern=pattern,
+                paths=[path_of(layer) for layer in layers if layer in shardable],
             )
         mine = [layer for layer, its_pattern in chosen.items() if its_pattern == pattern and layer.weights]
         # A pattern that matches a block is meant for the layers in it.
@@ -111,31 +109,25 @@ def check_sharding(shardable: ShardableLayer, role: str, tensor_parallel_size: i
     """Raises unless the layer can be sharded in this role over so many ranks."""
     named = {"layer": shardable.path, "role": role}
     if role not in roles_of(shardable.layer):
-        raise ValueError(
-            errors.message(
-                f"`plan` must give a {shardable.kind.name} one of the roles {(*roles_of(shardable.layer), REPLICATE)}.", **named
-            )
+        raise errors.value_error(
+            f"`plan` must give a {shardable.kind.name} one of the roles {(*roles_of(shardable.layer), REPLICATE)}.", **named
         )
     if shardable.obstacle is not None:
-        raise NotImplementedError(
-            errors.message(
-                f"`plan` shards a layer that tfdist cannot shard: {shardable.obstacle}.",
-                **named,
-                fix='Give it the role "replicate".',
-            )
+        raise errors.not_implemented(
+            f"`plan` shards a layer that tfdist cannot shard: {shardable.obstacle}.",
+            **named,
+            fix='Give it the role "replicate".',
         )
     for name, size in sharded_sizes(shardable.layer, role).items():
         if size % tensor_parallel_size:
             below = size // tensor_parallel_size * tensor_parallel_size
             nearest = [str(near) for near in (below, below + tensor_parallel_size) if near]
-            raise ValueError(
-                errors.message(
-                    f"`tensor_parallel_size` must divide the {name} of a layer that is sharded by {role}.",
-                    tensor_parallel_size=tensor_parallel_size,
-                    layer=shardable.path,
-                    **{name: size},
-                    fix=f'Nearest sizes: {" and ".join(nearest)}. Or give the layer the role "replicate".',
-                )
+            raise errors.value_error(
+                f"`tensor_parallel_size` must divide the {name} of a layer that is sharded by {role}.",
+                tensor_parallel_size=tensor_parallel_size,
+                layer=shardable.path,
+                **{name: size},
+                fix=f'Nearest sizes: {" and ".join(nearest)}. Or give the layer the role "replicate".',
             )
 
 

@@ -89,15 +89,13 @@ def trace_model(model: keras.Model) -> ModelGraph:
         ValueError: `model` is not a Keras model, or not built.
     """
     if not isinstance(model, keras.Model):
-        raise ValueError(errors.message("`model` must be a `keras.Model`.", model=model))
+        raise errors.value_error("`model` must be a `keras.Model`.", model=model)
     leaves, loops = _shardable(model)
     if not model.built or not all(layer.built for layer in leaves):
-        raise ValueError(
-            errors.message(
-                "`model` must be built: the sizes of its layers and inputs decide how it is sharded.",
-                model=model.name,
-                fix="Call it on a batch first, or use `model.build(input_shape)`.",
-            )
+        raise errors.value_error(
+            "`model` must be built: the sizes of its layers and inputs decide how it is sharded.",
+            model=model.name,
+            fix="Call it on a batch first, or use `model.build(input_shape)`.",
         )
     calls = list(symbolic_calls(model))
     best: list[Trace] = []

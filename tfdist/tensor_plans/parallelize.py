@@ -77,12 +77,10 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[
     strategy = _strategy_of(model)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
-        raise ValueError(
-            errors.message(
-                "`model` has an optimizer that is built already, on weights that are whole.",
-                model=model.name,
-                fix="Call `tfdist.parallelize` before `compile`, or before the first step.",
-            )
+        raise errors.value_error(
+            "`model` has an optimizer that is built already, on weights that are whole.",
+            model=model.name,
+            fix="Call `tfdist.parallelize` before `compile`, or before the first step.",
         )
     size = strategy.mesh.tensor_parallel_size
     shardings = resolve(model, plan, size)
@@ -97,22 +95,18 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[
 
 def _strategy_of(model: Any) -> Any:
     if not isinstance(model, keras.Model) or not model.built:
-        raise ValueError(
-            errors.message(
-                "`model` must be a built `keras.Model`.", model=model, fix="Call it, or `model.build(input_shape)`, in the scope."
-            )
+        raise errors.value_error(
+            "`model` must be a built `keras.Model`.", model=model, fix="Call it, or `model.build(input_shape)`, in the scope."
         )
     strategies = {id(found): found for found in map(_made_by, model.variables)}
     _check_no_pipeline(tf.distribute.get_strategy(), *strategies.values())
     strategy = next(iter(strategies.values()), None)
     if len(strategies) != 1 or config_of(strategy) is None:
-        raise ValueError(
-            errors.message(
-                "`model` must have been built in the scope of one tfdist strategy.",
-                model=model.name,
-                made_by=sorted(type(found).__name__ for found in strategies.values()),
-                fix="Build it inside `with strategy.scope():`, and load or set its weights then.",
-            )
+        raise errors.value_error(
+            "`model` must have been built in the scope of one tfdist strategy.",
+            model=model.name,
+            made_by=sorted(type(found).__name__ for found in strategies.values()),
+            fix="Build it inside `with strategy.scope():`, and load or set its weights then.",
         )
     return strategy
 
@@ -121,12 +115,10 @@ def _check_no_pipeline(*strategies: Any) -> None:
     """Raises NotImplementedError: before a model is in a pipeline it has no weights, and later they have their ranks."""
     sizes = [config.mesh.pipeline_parallel_size for config in map(config_of, strategies) if config is not None]
     if max(sizes, default=1) > 1:
-        raise NotImplementedError(
-            errors.message(
-                "`parallelize` does not shard models of a pipeline.",
-                pipeline_parallel_size=max(sizes),
-                fix="Build the model of the layers of `tfdist.layers`, and wrap it in a `PipelineModel`.",
-            )
+        raise errors.not_implemented(
+            "`parallelize` does not shard models of a pipeline.",
+            pipeline_parallel_size=max(sizes),
+            fix="Build the model of the layers of `tfdist.layers`, and wrap it in a `PipelineModel`.",
         )
 
 

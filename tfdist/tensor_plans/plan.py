@@ -38,12 +38,10 @@ class TensorPlan(Mapping[str, str]):
 
     def __init__(self, patterns: Mapping[str, str]) -> None:
         if not isinstance(patterns, Mapping) or not patterns:
-            raise ValueError(
-                errors.message(
-                    "`plan` must map at least one pattern to a role.",
-                    plan=patterns,
-                    fix='For instance {"mlp_in": "column", "mlp_out": "row"}; `tfdist.suggest_plan` makes one.',
-                )
+            raise errors.value_error(
+                "`plan` must map at least one pattern to a role.",
+                plan=patterns,
+                fix='For instance {"mlp_in": "column", "mlp_out": "row"}; `tfdist.suggest_plan` makes one.',
             )
         self._patterns = dict(patterns)
         for pattern, role in self._patterns.items():
@@ -89,29 +87,25 @@ def matches(pattern: str, layer: keras.Layer) -> bool:
     if kind is not None and kind.is_attention:
         parts += [part.path for part in keras_tracing.all_layers(layer)[1:] if part.path and re.search(pattern, part.path)]
         if parts:
-            raise ValueError(
-                errors.message(
-                    "`plan` must shard an attention layer as a whole: by its heads, which all its projections share.",
-                    pattern=pattern,
-                    matches=parts[0],
-                    fix=f'Before this pattern, give the layer itself a role: {{"{path}$": "column"}} or "replicate".',
-                )
+            raise errors.value_error(
+                "`plan` must shard an attention layer as a whole: by its heads, which all its projections share.",
+                pattern=pattern,
+                matches=parts[0],
+                fix=f'Before this pattern, give the layer itself a role: {{"{path}$": "column"}} or "replicate".',
             )
     return bool(parts) and not keras_tracing.sublayers(layer)
 
 
 def _check(pattern: Any, role: Any) -> None:
     if not isinstance(pattern, str):
-        raise ValueError(errors.message("`plan` must have patterns that are strings.", pattern=pattern))
+        raise errors.value_error("`plan` must have patterns that are strings.", pattern=pattern)
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(
-            errors.message(
-                "`plan` must have patterns that are regular expressions.",
-                pattern=pattern,
-                fix=f"It does not compile: {error}. `re.escape` makes a pattern of a path.",
-            )
+        raise errors.value_error(
+            "`plan` must have patterns that are regular expressions.",
+            pattern=pattern,
+            fix=f"It does not compile: {error}. `re.escape` makes a pattern of a path.",
         ) from error
     if role not in ROLES:
-        raise ValueError(errors.message(f"`plan` must give each pattern one of the roles {ROLES}.", pattern=pattern, role=role))
+        raise errors.value_error(f"`plan` must give each pattern one of the roles {ROLES}.", pattern=pattern, role=role)

@@ -71,7 +71,7 @@ def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | N
     errors.check_integer("rows", rows, 1, fix="It is how many examples a replica gets in one step.")
     graph = trace_model(model)
     if not graph.layers:
-        raise ValueError(errors.message("`model` must hold a layer that can be sharded, such as a Dense.", model=model.name))
+        raise errors.value_error("`model` must hold a layer that can be sharded, such as a Dense.", model=model.name)
     ranks = _Ranks(tensor_parallel_size)
     roles = _one_role_per_path(graph, ranks.choose(graph))
     shardings = {sharding.layer: sharding for sharding in layer_shardings(graph, roles)}

@@ -31,13 +31,11 @@ def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_mu
     """
     is_nccl = uses_physical_gpus(devices)
     if implementation == "NCCL" and not is_nccl:
-        raise ValueError(
-            errors.message(
-                "`communication_options` asks for NCCL, which needs whole physical GPUs.",
-                implementation=implementation,
-                devices=list(devices),
-                fix="Use `CommunicationImplementation.AUTO`, which takes NCCL where it can.",
-            )
+        raise errors.value_error(
+            "`communication_options` asks for NCCL, which needs whole physical GPUs.",
+            implementation=implementation,
+            devices=list(devices),
+            fix="Use `CommunicationImplementation.AUTO`, which takes NCCL where it can.",
         )
     if is_nccl and implementation != "RING":
         return NCCL

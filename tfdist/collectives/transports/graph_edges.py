@@ -50,19 +50,15 @@ class GraphEdges(MessageTransport):
         """Raises RuntimeError when a rank waits for what no rank sends."""
         if self._awaited:
             message = next(iter(self._awaited))
-            raise RuntimeError(
-                errors.message(
-                    f"Rank {message.destination} waits for {message.label!r}, which rank {message.source} never sends."
-                )
+            raise errors.runtime_error(
+                f"Rank {message.destination} waits for {message.label!r}, which rank {message.source} never sends."
             )
 
     @staticmethod
     def _connect(stand_in: tf.Tensor, x: tf.Tensor, message: _Message) -> None:
         if stand_in.dtype != x.dtype or not stand_in.shape.is_compatible_with(x.shape):
-            raise RuntimeError(
-                errors.message(
-                    f"Rank {message.destination} expects {message.label!r} to be {stand_in.dtype.name}"
-                    f"{stand_in.shape}, but rank {message.source} sends {x.dtype.name}{x.shape}."
-                )
+            raise errors.runtime_error(
+                f"Rank {message.destination} expects {message.label!r} to be {stand_in.dtype.name}"
+                f"{stand_in.shape}, but rank {message.source} sends {x.dtype.name}{x.shape}."
             )
         stand_in.op._update_input(0, x)

@@ -53,9 +53,7 @@ class Action:
         for name in ("stage_index", "microbatch"):
             errors.check_integer(name, getattr(self, name), least=0)
         if not isinstance(self.phase, Phase):
-            raise ValueError(
-                errors.message("`phase` must be a `Phase`.", phase=self.phase, fix="`Action.parse` reads the letters.")
-            )
+            raise errors.value_error("`phase` must be a `Phase`.", phase=self.phase, fix="`Action.parse` reads the letters.")
 
     def __str__(self) -> str:
         return f"{self.stage_index}{self.phase.value}{self.microbatch}"
@@ -69,11 +67,9 @@ class Action:
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ValueError(
-                errors.message(
-                    "`text` must be a stage, one of the letters F, B, I and W, and a microbatch.",
-                    text=text,
-                    fix='For instance "2F0": stage 2, forward, microbatch 0.',
-                )
+            raise errors.value_error(
+                "`text` must be a stage, one of the letters F, B, I and W, and a microbatch.",
+                text=text,
+                fix='For instance "2F0": stage 2, forward, microbatch 0.',
             )
         return cls(int(match[1]), Phase(match[2]), int(match[3]))

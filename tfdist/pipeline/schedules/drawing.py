@@ -45,7 +45,7 @@ def draw(spans: Sequence[Span], path: str | os.PathLike[str], *, title: str = ""
         ImportError: matplotlib is not installed.
     """
     if not spans:
-        raise ValueError(errors.message("`spans` must hold at least one span.", spans=spans))
+        raise errors.value_error("`spans` must hold at least one span.", spans=spans)
     num_ranks = 1 + max(span.rank for span in spans)
     boxes_of_a_rank = max(sum(span.rank == rank for span in spans) for rank in range(num_ranks))
     width = min(max(_LEAST_WIDTH, _INCHES_PER_BOX * boxes_of_a_rank), _LARGEST_WIDTH)

@@ -58,12 +58,10 @@ def make_schedule(
     for name, expected in sizes.items():
         found = getattr(made, name)
         if expected is not None and found != expected:
-            raise ValueError(
-                errors.message(
-                    f"`schedule` must have `{name}`={expected}, but has {found}.",
-                    schedule=made,
-                    fix="Pass a schedule of that size, or the name of one that is made for it.",
-                )
+            raise errors.value_error(
+                f"`schedule` must have `{name}`={expected}, but has {found}.",
+                schedule=made,
+                fix="Pass a schedule of that size, or the name of one that is made for it.",
             )
     return made
 
@@ -72,13 +70,11 @@ def _function(schedule: Any) -> Callable[..., Schedule]:
     if isinstance(schedule, str) and _key(schedule) in _NAMES:
         return SCHEDULES[_NAMES[_key(schedule)]]
     if not callable(schedule):
-        raise ValueError(
-            errors.message(
-                f"`schedule` must be one of {', '.join(map(repr, SCHEDULES))}, the text of a grid, a table, a `Schedule` or a "
-                "function that makes one.",
-                schedule=schedule,
-                fix='A grid has a line for each rank: "0F0 0F1 0B0 0B1".',
-            )
+        raise errors.value_error(
+            f"`schedule` must be one of {', '.join(map(repr, SCHEDULES))}, the text of a grid, a table, a `Schedule` or a "
+            "function that makes one.",
+            schedule=schedule,
+            fix='A grid has a line for each rank: "0F0 0F1 0B0 0B1".',
         )
     return schedule
 
@@ -87,17 +83,15 @@ def _called(
     function: Callable[..., Schedule], num_stages: int | None, num_microbatches: int | None, stages_per_rank: int | None
 ) -> Schedule:
     if num_stages is None or num_microbatches is None:
-        raise ValueError(
-            errors.message(
-                "`num_stages` and `num_microbatches` must be given for a schedule that is yet to be made.",
-                num_stages=num_stages,
-                num_microbatches=num_microbatches,
-            )
+        raise errors.value_error(
+            "`num_stages` and `num_microbatches` must be given for a schedule that is yet to be made.",
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
         )
     made = function(num_stages, num_microbatches, 1 if stages_per_rank is None else stages_per_rank)
     if not isinstance(made, Schedule):
-        raise ValueError(
-            errors.message("`schedule`, a function, must return a `Schedule`.", returned=made, fix="See `Schedule.from_table`.")
+        raise errors.value_error(
+            "`schedule`, a function, must return a `Schedule`.", returned=made, fix="See `Schedule.from_table`."
         )
     return made
 

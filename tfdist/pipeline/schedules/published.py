@@ -93,12 +93,10 @@ def ScheduleInterleaved1F1B(num_stages: int, num_microbatches: int, stages_per_r
     """
     num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank)
     if stages_per_rank < 2:
-        raise ValueError(
-            errors.message(
-                "`stages_per_rank` of `ScheduleInterleaved1F1B` must be at least 2.",
-                stages_per_rank=stages_per_rank,
-                fix="Cut the model in more stages, or take `Schedule1F1B`.",
-            )
+        raise errors.value_error(
+            "`stages_per_rank` of `ScheduleInterleaved1F1B` must be at least 2.",
+            stages_per_rank=stages_per_rank,
+            fix="Cut the model in more stages, or take `Schedule1F1B`.",
         )
     groups = _groups(num_microbatches, num_ranks)
 
@@ -179,23 +177,19 @@ def _num_ranks(num_stages: int, num_microbatches: int, stages_per_rank: int) -> 
         errors.check_integer(name, value, least=1)
     if num_stages % stages_per_rank:
         lower = max(num_stages // stages_per_rank, 1) * stages_per_rank
-        raise ValueError(
-            errors.message(
-                f"`num_stages` must be a multiple of `stages_per_rank`, but {stages_per_rank} does not divide {num_stages}.",
-                num_stages=num_stages,
-                stages_per_rank=stages_per_rank,
-                fix=f"Numbers that work: {lower}, {lower + stages_per_rank}.",
-            )
+        raise errors.value_error(
+            f"`num_stages` must be a multiple of `stages_per_rank`, but {stages_per_rank} does not divide {num_stages}.",
+            num_stages=num_stages,
+            stages_per_rank=stages_per_rank,
+            fix=f"Numbers that work: {lower}, {lower + stages_per_rank}.",
         )
     return num_stages // stages_per_rank
 
 
 def _check_one_stage_per_rank(name: str, stages_per_rank: int) -> None:
     if stages_per_rank > 1:
-        raise ValueError(
-            errors.message(
-                f"`stages_per_rank` of `{name}` must be 1.",
-                stages_per_rank=stages_per_rank,
-                fix="`ScheduleInterleaved1F1B` and `ScheduleGPipe` take several.",
-            )
+        raise errors.value_error(
+            f"`stages_per_rank` of `{name}` must be 1.",
+            stages_per_rank=stages_per_rank,
+            fix="`ScheduleInterleaved1F1B` and `ScheduleGPipe` take several.",
         )

@@ -75,9 +75,9 @@ def simulate(schedule: Schedule, durations: Mapping[Phase, float] | None = None,
     durations = {**DURATIONS, **(durations or {})}
     for phase, duration in durations.items():
         if not isinstance(phase, Phase) or not 0 < duration < math.inf:
-            raise ValueError(errors.message("`durations` must map phases to positive times.", phase=phase, duration=duration))
+            raise errors.value_error("`durations` must map phases to positive times.", phase=phase, duration=duration)
     if not 0 <= transfer < math.inf:
-        raise ValueError(errors.message("`transfer` must be a time of at least 0.", transfer=transfer))
+        raise errors.value_error("`transfer` must be a time of at least 0.", transfer=transfer)
     starts = earliest_starts(schedule.orders, durations, transfer)
     spans = [
         Span(schedule.rank_of(action.stage_index), action, start, start + durations[action.phase])

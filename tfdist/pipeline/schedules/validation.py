@@ -48,28 +48,22 @@ def sizes_of(table: Table) -> tuple[int, int, int]:
     """
     num_ranks = len(table)
     if not num_ranks or set(table) != set(range(num_ranks)):
-        raise ValueError(
-            errors.message("`table` must have a row for each of the ranks 0, 1, ..., and no other.", ranks=list(table))
-        )
+        raise errors.value_error("`table` must have a row for each of the ranks 0, 1, ..., and no other.", ranks=list(table))
     wrong = [entry for row in table.values() for entry in row if not isinstance(entry, Action | None)]
     if wrong:
-        raise ValueError(
-            errors.message(
-                "`table` must hold actions, and None for idle slots.",
-                entry=wrong[0],
-                fix="`Schedule.from_table` reads the text of actions too.",
-            )
+        raise errors.value_error(
+            "`table` must hold actions, and None for idle slots.",
+            entry=wrong[0],
+            fix="`Schedule.from_table` reads the text of actions too.",
         )
     lengths = {rank: len(row) for rank, row in table.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(
-            errors.message(
-                "`table` must have rows of equal lengths.", slots=lengths, fix="`Schedule.from_table` fills them with idle slots."
-            )
+        raise errors.value_error(
+            "`table` must have rows of equal lengths.", slots=lengths, fix="`Schedule.from_table` fills them with idle slots."
         )
     actions = [action for row in table.values() for action in row if action is not None]
     if not actions:
-        raise ValueError(errors.message("`table` must hold at least one action.", slots=lengths))
+        raise errors.value_error("`table` must hold at least one action.", slots=lengths)
     num_stages = 1 + max(action.stage_index for action in actions)
     if num_stages % num_ranks:
         raise _error(

@@ -30,15 +30,13 @@ def balanced_split_points(costs: Sequence[float], num_parts: int) -> list[int]:
         ValueError: there are fewer items than parts, `num_parts` is less than 1, or a cost is negative or not finite.
     """
     if not 1 <= num_parts <= len(costs):
-        raise ValueError(
-            errors.message(
-                f"`num_parts` must be at least 1 and at most {len(costs)}, the number of costs, so that no part is empty.",
-                num_parts=num_parts,
-            )
+        raise errors.value_error(
+            f"`num_parts` must be at least 1 and at most {len(costs)}, the number of costs, so that no part is empty.",
+            num_parts=num_parts,
         )
     wrong = [cost for cost in costs if not 0 <= cost < math.inf]
     if wrong:
-        raise ValueError(errors.message("`costs` must be finite and not negative.", costs=wrong))
+        raise errors.value_error("`costs` must be finite and not negative.", costs=wrong)
     sums = list(itertools.accumulate(costs, initial=0))
     return _most_even(sums, num_parts, _least_largest(sums, num_parts))
 

@@ -59,12 +59,10 @@ class Masks:
         captured = {inside.op for _, inside in graph.captures}
         for (stage, place), mask in self._masks.items():
             if tape.ancestors([mask], graph.get_operations(), by_control=False) & captured:
-                raise NotImplementedError(
-                    errors.message(
-                        "A mask between the stages of a pipeline must follow from the model's inputs, but that of "
-                        f"{stages[stage].stage_outputs[place].name!r} depends on a weight.",
-                        fix="Cut the model elsewhere (`stages`), so that the mask is used in the stage that makes it.",
-                    )
+                raise errors.not_implemented(
+                    "A mask between the stages of a pipeline must follow from the model's inputs, but that of "
+                    f"{stages[stage].stage_outputs[place].name!r} depends on a weight.",
+                    fix="Cut the model elsewhere (`stages`), so that the mask is used in the stage that makes it.",
                 )
 
     def put(self, stage: int, stage_outputs: Sequence[tf.Tensor], model_inputs: Sequence[tf.Tensor]) -> None:

@@ -47,11 +47,9 @@ def measured_seconds(node: Any, inputs: Sequence[tf.TensorSpec]) -> float:
         step(*given)
         return statistics.median(_seconds(step, given) for _ in range(_RUNS))
     except Exception as error:  # whatever a layer raises that is called by itself
-        raise RuntimeError(
-            errors.message(
-                f"{node.operation.name!r} cannot be run by itself, on random inputs, so that its time could be measured.",
-                fix="Count FLOPs instead: `measured=False`.",
-            )
+        raise errors.runtime_error(
+            f"{node.operation.name!r} cannot be run by itself, on random inputs, so that its time could be measured.",
+            fix="Count FLOPs instead: `measured=False`.",
         ) from error
 
 

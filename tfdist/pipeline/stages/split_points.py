@@ -38,17 +38,15 @@ def resolve_split_points(module: keras.Model, stages: Sequence[str | int] | None
     """
     nodes = nodes_in_order(module)
     if len(nodes) < num_stages:
-        raise ValueError(
-            errors.message(
-                f"More stages than layers: {num_stages} stages cannot be made of the {len(nodes)} layers and operations of "
-                f"{module.name!r}, none empty.",
-                fix="Take a smaller `pipeline_parallel_size` or `stages_per_rank`, or a model of more layers.",
-            )
+        raise errors.value_error(
+            f"More stages than layers: {num_stages} stages cannot be made of the {len(nodes)} layers and operations of "
+            f"{module.name!r}, none empty.",
+            fix="Take a smaller `pipeline_parallel_size` or `stages_per_rank`, or a model of more layers.",
         )
     if stages is None:
         return balanced_split_points(_weigh(node_costs(module)), num_stages) if num_stages > 1 else []
     if isinstance(stages, str) or not isinstance(stages, Sequence):
-        raise ValueError(errors.message("`stages` must be a sequence of names or places of layers, or None.", stages=stages))
+        raise errors.value_error("`stages` must be a sequence of names or places of layers, or None.", stages=stages)
     first_call: dict[str, int] = {}
     for place, node in enumerate(nodes):
         first_call.setdefault(node.operation.name, place)
@@ -57,12 +55,10 @@ def resolve_split_points(module: keras.Model, stages: Sequence[str | int] | None
     if num_stages == 1:
         return []
     if len(split_points) != num_stages - 1:
-        raise ValueError(
-            errors.message(
-                f"`stages` must name the first layer of every stage but stage 0, {num_stages - 1} for {num_stages} stages, but "
-                f"has {len(split_points)}.",
-                stages=stages,
-            )
+        raise errors.value_error(
+            f"`stages` must name the first layer of every stage but stage 0, {num_stages - 1} for {num_stages} stages, but "
+            f"has {len(split_points)}.",
+            stages=stages,
         )
     return split_points
 
@@ -70,21 +66,17 @@ def resolve_split_points(module: keras.Model, stages: Sequence[str | int] | None
 def _check_order(stages: Sequence[str | int], split_points: Sequence[int]) -> None:
     """Raises ValueError for split points between which a stage would be empty."""
     if split_points and split_points[0] == 0:
-        raise ValueError(
-            errors.message(
-                f"`stages` must leave stage 0 a layer, but {stages[0]!r} is the first.",
-                stages=stages,
-                fix="Stage 0 is not in the list: begin with the first layer of stage 1.",
-            )
+        raise errors.value_error(
+            f"`stages` must leave stage 0 a layer, but {stages[0]!r} is the first.",
+            stages=stages,
+            fix="Stage 0 is not in the list: begin with the first layer of stage 1.",
         )
     for index in range(1, len(split_points)):
         if split_points[index] <= split_points[index - 1]:
-            raise ValueError(
-                errors.message(
-                    f"`stages` must be in the order of computation, but {stages[index]!r} does not come after "
-                    f"{stages[index - 1]!r}: stage {index} would be empty.",
-                    stages=stages,
-                )
+            raise errors.value_error(
+                f"`stages` must be in the order of computation, but {stages[index]!r} does not come after "
+                f"{stages[index - 1]!r}: stage {index} would be empty.",
+                stages=stages,
             )
 
 
@@ -103,15 +95,11 @@ def _name(module: keras.Model, stage: Any, names: Collection[str]) -> str:
         layers = [layer for layer in module.layers if not isinstance(layer, keras.layers.InputLayer)]
         if 0 <= int(stage) < len(layers):
             return layers[stage].name
-        raise ValueError(
-            errors.message(f"A place in `stages` must be from 1 to {len(layers) - 1}: {len(layers)} layers.", place=stage)
-        )
+        raise errors.value_error(f"A place in `stages` must be from 1 to {len(layers) - 1}: {len(layers)} layers.", place=stage)
     if stage in names:
         return stage
     near = difflib.get_close_matches(str(stage), names) or list(names)[:_SHOWN_NAMES]
-    raise ValueError(
-        errors.message(
-            f"`stages` must name layers of {module.name!r}, but it has none of the name {stage!r}.",
-            fix=f"Some that it has: {', '.join(map(repr, near))}.",
-        )
+    raise errors.value_error(
+        f"`stages` must name layers of {module.name!r}, but it has none of the name {stage!r}.",
+        fix=f"Some that it has: {', '.join(map(repr, near))}.",
     )

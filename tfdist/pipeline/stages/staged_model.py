@@ -46,12 +46,10 @@ class StagedModel:
                 self._first_stage.setdefault(id(variable), stage.index)
         unused = [variable.path for variable in module.variables if id(variable) not in self._ranks]
         if unused:
-            raise ValueError(
-                errors.message(
-                    "Every weight of a pipelined model must belong to one of its layers, so that it has a stage.",
-                    weights=unused,
-                    fix="Make it in a layer that the model calls.",
-                )
+            raise errors.value_error(
+                "Every weight of a pipelined model must belong to one of its layers, so that it has a stage.",
+                weights=unused,
+                fix="Make it in a layer that the model calls.",
             )
 
     @property

@@ -39,12 +39,10 @@ class _Call(script_ops.EagerFunc):
         self._trace.note_call()
         for found in arguments[len(arguments) - self._num_results :]:
             if found.flags.owndata or not found.flags.writeable:
-                raise RuntimeError(
-                    errors.message(
-                        "TensorFlow hands copies of tensors to Python, and tfdist has to write the tensors themselves.",
-                        tensorflow=tf.__version__,
-                        fix="Use TensorFlow 2.21, or gRPC: `communication_options` with `CommunicationImplementation.RING`.",
-                    )
+                raise errors.runtime_error(
+                    "TensorFlow hands copies of tensors to Python, and tfdist has to write the tensors themselves.",
+                    tensorflow=tf.__version__,
+                    fix="Use TensorFlow 2.21, or gRPC: `communication_options` with `CommunicationImplementation.RING`.",
                 )
         self._function(*arguments)
         return [_DONE]
