@@ -16,7 +16,7 @@ def test_three_ways_agree_and_the_plain_model_loads_the_weights(run_on_random_te
     steps = [[float(number) for number in line.split()[1:]] for line in re.findall(r"^[15] +\d+\.\d.*", output, re.MULTILINE)]
     assert len(steps) == 2 and all(len(losses) == 3 for losses in steps)
     assert steps[1][0] < steps[0][0] - 0.1
-    assert re.search(r"^block_0_mlp_in +column +624 +312 +cut$", output, re.MULTILINE)  # (12 + 1) * 48, whole and cut
+    assert re.search(r"^block_0_mlp_in +column +624 +312 +sharded$", output, re.MULTILINE)  # (12 + 1) * 48, whole and sharded
     assert output.count("of mirrored") == 2
     assert output.count("loaded without a strategy: equal") == 2
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
