@@ -2,27 +2,24 @@
 
 Importing it changes nothing: it fills the table (`table`), which a strategy installs, or what of tfdist is used before one.
 Every replacement looks at the strategy first, and calls the original, or a plain function of the packages below.
+The docstring of a replacement says what goes wrong without it.
 """
 
-from tfdist.keras_hooks import callbacks, kernels, layers, losses, metrics, optimizers, saving, tensorflow, trainer, variables
-from tfdist.keras_hooks.table import TABLE, Replacement, install, replaces
+from tfdist.keras_hooks import (  # noqa: F401  each adds its rows to the table
+    callbacks,
+    kernels,
+    layers,
+    losses,
+    metrics,
+    optimizers,
+    saving,
+    tensorflow,
+    trainer,
+    variables,
+)
+from tfdist.keras_hooks.table import TABLE, Replacement, install
 from tfdist.runtime import before_first_use
 
-__all__ = [
-    "TABLE",
-    "Replacement",
-    "callbacks",
-    "install",
-    "kernels",
-    "layers",
-    "losses",
-    "metrics",
-    "optimizers",
-    "replaces",
-    "saving",
-    "tensorflow",
-    "trainer",
-    "variables",
-]
+__all__ = ["TABLE", "Replacement", "install"]
 
 before_first_use(install)

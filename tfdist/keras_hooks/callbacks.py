@@ -17,39 +17,26 @@ from tfdist.checkpoint import WritingRole, backups, chief_decides, cluster_strat
 from tfdist.keras_hooks.table import replaces
 
 _CHECKPOINT, _BACKUP, _CSV = (f"keras.callbacks.{name}" for name in ("ModelCheckpoint", "BackupAndRestore", "CSVLogger"))
-_ONE_FILE = "Every worker would write the same file."
 
 
-@replaces(
-    _CHECKPOINT,
-    "_should_save_model",
-    signature="(self, epoch, batch, logs, filepath)",
-    why="Each worker would decide for itself whether this epoch is the best; saving needs all of them.",
-)
-def _should_save(original: Callable[..., bool], self: Any, *args: Any, **kwargs: Any) -> bool:
-    wanted = original(self, *args, **kwargs)
+@replaces(_CHECKPOINT, "_should_save_model")
+def _should_save(original: Callable[..., bool], self: Any, epoch: int, batch: Any, logs: Any, filepath: str) -> bool:
+    """Each worker would decide for itself whether this epoch is the best; saving needs all of them."""
+    wanted = original(self, epoch, batch, logs, filepath)
     strategy = cluster_strategy(self.model)
     return wanted if strategy is None else chief_decides(strategy, "ModelCheckpoint", wanted)
 
 
-@replaces(
-    _CHECKPOINT,
-    "_get_file_path",
-    signature="(self, epoch, batch, logs)",
-    why="Keras makes the directory of the path, on workers too that write nothing.",
-)
-def _checkpoint_path(original: Callable[..., str], self: Any, *args: Any, **kwargs: Any) -> str:
-    path = original(self, *args, **kwargs)
+@replaces(_CHECKPOINT, "_get_file_path")
+def _checkpoint_path(original: Callable[..., str], self: Any, epoch: int, batch: Any, logs: Any) -> str:
+    """Keras makes the directory of the path, on workers too that write nothing."""
+    path = original(self, epoch, batch, logs)
     return os.path.basename(path) if writing_role(self.model) is WritingRole.READER else path
 
 
-@replaces(
-    _BACKUP,
-    "on_train_begin",
-    signature="(self, logs=None)",
-    why="Each worker would decide for itself which backup is whole, and copy it.",
-)
+@replaces(_BACKUP, "on_train_begin")
 def _restore(original: Callable[..., None], self: Any, logs: Any = None) -> None:
+    """Each worker would decide for itself which backup is whole, and copy it."""
     strategy = cluster_strategy(self.model)
     if strategy is None:
         original(self, logs)
@@ -57,13 +44,9 @@ def _restore(original: Callable[..., None], self: Any, logs: Any = None) -> None
         backups.restore(self, strategy)
 
 
-@replaces(
-    _BACKUP,
-    "_load_model",
-    signature="(self)",
-    why="Workers that see different backups would train on from different epochs.",
-)
+@replaces(_BACKUP, "_load_model")
 def _load_backup(original: Callable[..., None], self: Any) -> None:
+    """Workers that see different backups would train on from different epochs."""
     strategy = cluster_strategy(self.model)
     if strategy is None:
         original(self)
@@ -71,14 +54,10 @@ def _load_backup(original: Callable[..., None], self: Any) -> None:
         backups.load(self, strategy, lambda: original(self))
 
 
-@replaces(
-    _BACKUP,
-    "_save_model",
-    signature="(self)",
-    why="""Every worker would write the same files; and Keras writes weights and epoch one after the other, so that a worker that
-    is killed in between leaves a backup that is an epoch ahead.""",
-)
+@replaces(_BACKUP, "_save_model")
 def _save_backup(original: Callable[..., None], self: Any) -> None:
+    """Every worker would write the same files; and Keras writes weights and epoch one after the other, so that a worker that is
+    killed in between leaves a backup that is an epoch ahead."""
     role = writing_role(self.model)
     if role is WritingRole.READER:
         self.model.save_weights(self._weights_path, overwrite=True)
@@ -88,13 +67,9 @@ def _save_backup(original: Callable[..., None], self: Any) -> None:
         backups.write(self)
 
 
-@replaces(
-    _BACKUP,
-    "on_train_end",
-    signature="(self, logs=None)",
-    why="Every worker would remove the directory, while others may still read it.",
-)
+@replaces(_BACKUP, "on_train_end")
 def _remove_backup(original: Callable[..., None], self: Any, logs: Any = None) -> None:
+    """Every worker would remove the directory, while others may still read it."""
     strategy = cluster_strategy(self.model)
     if strategy is None:
         original(self, logs)
@@ -102,21 +77,18 @@ def _remove_backup(original: Callable[..., None], self: Any, logs: Any = None) -
         backups.remove(strategy, lambda: original(self, logs))
 
 
-@replaces(_CSV, "on_train_begin", signature="(self, logs=None)", why=_ONE_FILE)
-@replaces(_CSV, "on_epoch_end", signature="(self, epoch, logs=None)", why=_ONE_FILE)
-@replaces(_CSV, "on_train_end", signature="(self, logs=None)", why=_ONE_FILE)
+@replaces(_CSV, "on_train_begin", signature="(self, logs=None)")
+@replaces(_CSV, "on_epoch_end", signature="(self, epoch, logs=None)")
+@replaces(_CSV, "on_train_end", signature="(self, logs=None)")
 def _log(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Every worker would write the same file."""
     if writing_role(self.model) is not WritingRole.READER:
         original(self, *args, **kwargs)
 
 
-@replaces(
-    "keras.callbacks.OrbaxCheckpoint",
-    "set_model",
-    signature="(self, model)",
-    why="Every worker would write the same files; it is refused.",
-)
+@replaces("keras.callbacks.OrbaxCheckpoint", "set_model")
 def _refuse_orbax(original: Callable[..., None], self: Any, model: Any) -> None:
+    """Every worker would write the same files; it is refused."""
     if writing_role(model) is not WritingRole.ALONE:
         raise errors.not_implemented(
             "`OrbaxCheckpoint` is not supported under a tfdist strategy over several workers: each worker would write the "

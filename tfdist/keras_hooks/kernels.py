@@ -29,25 +29,16 @@ def _program() -> RankProgram | None:
     return program if is_on else None
 
 
-@replaces(
-    BACKEND_NN,
-    "gelu",
-    signature="(x, approximate=True)",
-    why="TensorFlow's keeps three tensors of the hidden layer's size for the backward pass; one is enough.",
-)
+@replaces(BACKEND_NN, "gelu")
 def _gelu(original: Callable[..., Any], x: Any, approximate: bool = True) -> Any:
+    """TensorFlow's keeps three tensors of the hidden layer's size for the backward pass; one is enough."""
     program = _program()
     if program is None or not (isinstance(x := keras.ops.convert_to_tensor(x), tf.Tensor) and x.dtype.is_floating):
         return original(x, approximate)
     return gelu(x, approximate, on_cpu=program.is_on_cpu)
 
 
-@replaces(
-    "keras.src.ops.nn",
-    "_layer_normalization",
-    signature="(x, gamma=None, beta=None, axis=-1, epsilon=None, rms_scaling=False)",
-    why="Keras's keeps two tensors of the input's size for the backward pass, and takes more operations.",
-)
+@replaces("keras.src.ops.nn", "_layer_normalization")
 def _layer_normalization(
     original: Callable[..., Any],
     x: Any,
@@ -57,21 +48,18 @@ def _layer_normalization(
     epsilon: float | None = None,
     rms_scaling: bool = False,
 ) -> Any:
+    """Keras's keeps two tensors of the input's size for the backward pass, and takes more operations."""
     program = _program()
     if program is None or rms_scaling or not feature_norms.is_over_features(x, axis, gamma, beta):
         return original(x, gamma=gamma, beta=beta, axis=axis, epsilon=epsilon, rms_scaling=rms_scaling)
     return _normalized(program, x, gamma, beta, epsilon, subtract_mean=True)
 
 
-@replaces(
-    "keras.src.ops.nn",
-    "_rms_normalization",
-    signature="(x, scale=None, axis=-1, epsilon=None)",
-    why="Keras's keeps two tensors of the input's size for the backward pass, and takes more operations.",
-)
+@replaces("keras.src.ops.nn", "_rms_normalization")
 def _rms_normalization(
     original: Callable[..., Any], x: Any, scale: Any = None, axis: Any = -1, epsilon: float | None = None
 ) -> Any:
+    """Keras's keeps two tensors of the input's size for the backward pass, and takes more operations."""
     program = _program()
     if program is None or not feature_norms.is_over_features(x, axis, scale):
         return original(x, scale=scale, axis=axis, epsilon=epsilon)
@@ -91,26 +79,18 @@ def _normalized(program: RankProgram, x: tf.Tensor, gamma: Any, beta: Any, epsil
     return feature_norms.normalized(x, gamma, beta, epsilon, subtract_mean=subtract_mean, **scopes)
 
 
-@replaces(
-    BACKEND_NN,
-    "_dot_product_attention_xla",
-    signature="(query, key, value, bias, mask, is_causal, scale)",
-    why="Keras's moves the heads before and behind each of six products; moved once, they are moved three times.",
-)
+@replaces(BACKEND_NN, "_dot_product_attention_xla")
 def _dot_product_attention(
     original: Callable[..., Any], query: Any, key: Any, value: Any, bias: Any, mask: Any, is_causal: bool, scale: Any
 ) -> Any:
+    """Keras's moves the heads before and behind each of six products; moved once, they are moved three times."""
     attention = original if _program() is None else matrix_products.attention
     return attention(query, key, value, bias, mask, is_causal, scale)
 
 
-@replaces(
-    BACKEND_NUMPY,
-    "einsum",
-    signature="(subscripts, *operands, **kwargs)",
-    why="A projection of several axes is one product of matrices; Keras's multiplies example by example.",
-)
+@replaces(BACKEND_NUMPY, "einsum")
 def _einsum(original: Callable[..., Any], subscripts: str, *operands: Any, **kwargs: Any) -> Any:
+    """A projection of several axes is one product of matrices; Keras's multiplies example by example."""
     if _program() is None or kwargs or len(operands) != 2:
         return original(subscripts, *operands, **kwargs)
     x, kernel = (keras.ops.convert_to_tensor(operand) for operand in operands)
@@ -120,15 +100,11 @@ def _einsum(original: Callable[..., Any], subscripts: str, *operands: Any, **kwa
     return matrix_products.projection(x, kernel, contracted)
 
 
-@replaces(
-    BACKEND_NN,
-    "sparse_categorical_crossentropy",
-    signature="(target, output, from_logits=False, axis=-1)",
-    why="TensorFlow's kernel goes over the logits in a scalar loop on CPUs, and takes three times as long.",
-)
+@replaces(BACKEND_NN, "sparse_categorical_crossentropy")
 def _sparse_categorical_crossentropy(
     original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
 ) -> Any:
+    """TensorFlow's kernel goes over the logits in a scalar loop on CPUs, and takes three times as long."""
     program, losses = _program(), None
     # On a GPU TensorFlow's kernel is good, and another would not notice a label that is out of range.
     if program is not None and program.is_on_cpu and from_logits:

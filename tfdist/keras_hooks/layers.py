@@ -12,57 +12,39 @@ from tfdist.keras_hooks.table import BACKEND_NN, replaces
 from tfdist.layers import empty_batches, normalization, randomness, sharded_tensors
 
 
-@replaces(
-    "keras.layers.BatchNormalization",
-    "_moments",
-    signature="(self, inputs, mask)",
-    why="""The statistics must be those of the global batch (`synchronized=True`), also under a mask and where a rank has no
-    rows, and say how much they weigh.""",
-)
+@replaces("keras.layers.BatchNormalization", "_moments")
 def _moments(original: Callable[..., Any], self: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> Any:
+    """The statistics must be those of the global batch (`synchronized=True`), also under a mask and where a rank has no rows, and
+    say how much they weigh."""
     return normalization.moments(self, inputs, mask, lambda inputs, mask: original(self, inputs, mask))
 
 
-@replaces(
-    "keras.random.SeedGenerator",
-    "next",
-    signature="(self, ordered=True)",
-    why="All ranks would draw the same numbers from the one state: the same dropout mask, each for its part of the batch.",
-)
-def _next(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    return randomness.of_this_rank(original(self, *args, **kwargs))
-
-
-def _for_no_rows(name: str, signature: str) -> Callable[..., Any]:
-    why = "A rank's piece of the batch may be empty, and TensorFlow's kernel on CPUs fails on no rows."
-    return replaces(BACKEND_NN, name, signature=signature, why=why)
+@replaces("keras.random.SeedGenerator", "next")
+def _next(original: Callable[..., Any], self: Any, ordered: bool = True) -> Any:
+    """All ranks would draw the same numbers from the one state: the same dropout mask, each for its part of the batch."""
+    return randomness.of_this_rank(original(self, ordered))
 
 
 _CONV = "strides=1, padding='valid', data_format=None, dilation_rate=1)"
+_TRANSPOSED = "(inputs, kernel, strides=1, padding='valid', output_padding=None, data_format=None, dilation_rate=1)"
 _POOL = "(inputs, pool_size, strides=None, padding='valid', data_format=None)"
 
 
-@_for_no_rows("conv", f"(inputs, kernel, {_CONV}")
-@_for_no_rows("depthwise_conv", f"(inputs, kernel, {_CONV}")
-@_for_no_rows("separable_conv", f"(inputs, depthwise_kernel, pointwise_kernel, {_CONV}")
-@_for_no_rows(
-    "conv_transpose",
-    "(inputs, kernel, strides=1, padding='valid', output_padding=None, data_format=None, dilation_rate=1)",
-)
-@_for_no_rows("max_pool", _POOL)
-@_for_no_rows("average_pool", _POOL)
+@replaces(BACKEND_NN, "conv", signature=f"(inputs, kernel, {_CONV}")
+@replaces(BACKEND_NN, "depthwise_conv", signature=f"(inputs, kernel, {_CONV}")
+@replaces(BACKEND_NN, "separable_conv", signature=f"(inputs, depthwise_kernel, pointwise_kernel, {_CONV}")
+@replaces(BACKEND_NN, "conv_transpose", signature=_TRANSPOSED)
+@replaces(BACKEND_NN, "max_pool", signature=_POOL)
+@replaces(BACKEND_NN, "average_pool", signature=_POOL)
 def _fed_with_rows(original: Callable[..., tf.Tensor], inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
+    """A rank's piece of the batch may be empty, and TensorFlow's kernel on CPUs fails on no rows."""
     if inputs.shape[0] or rank_program(peers_on="data") is None:
         return original(inputs, *args, **kwargs)
     return empty_batches.fed_with_rows(original, inputs, *args, **kwargs)
 
 
-@replaces(
-    "keras.losses.Loss",
-    "__call__",
-    signature="(self, y_true, y_pred, sample_weight=None)",
-    why="A loss must see whole predictions, also of a layer that leaves its output sharded over the tensor axis.",
-)
-def _call(original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+@replaces("keras.losses.Loss", "__call__")
+def _call(original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """A loss must see whole predictions, also of a layer that leaves its output sharded over the tensor axis."""
     y_pred = y_pred if sharded_tensors.takes_parts(self) else sharded_tensors.all_whole(y_pred)
-    return original(self, y_true, y_pred, *args, **kwargs)
+    return original(self, y_true, y_pred, sample_weight)

@@ -13,12 +13,7 @@ from tfdist.losses.global_losses import MEANS, is_shared, reduce_weighted_values
 _MODULE = "keras.src.losses.loss"
 
 
-@replaces(
-    _MODULE,
-    "reduce_weighted_values",
-    signature="(values, sample_weight=None, mask=None, reduction='sum_over_batch_size', dtype=None)",
-    why="Keras takes a mean of the ranks' means, which is not the mean of the batch when its parts differ in size or weight.",
-)
+@replaces(_MODULE, "reduce_weighted_values")
 def _reduce_weighted_values(
     original: Callable[..., Any],
     values: Any,
@@ -27,6 +22,7 @@ def _reduce_weighted_values(
     reduction: str | None = "sum_over_batch_size",
     dtype: Any = None,
 ) -> Any:
+    """Keras takes a mean of the ranks' means, which is not the mean of the batch when its parts differ in size or weight."""
     if reduction not in MEANS or not is_shared():
         reduced = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
         # The sum over a rank without rows: Keras returns values of shape (0,) as they are, which is no number.
@@ -34,21 +30,13 @@ def _reduce_weighted_values(
     return reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
 
 
-@replaces(
-    _MODULE,
-    "scale_loss_for_distribution",
-    signature="(value)",
-    why="Keras divides every loss by the number of ranks, also one that is a share already.",
-)
+@replaces(_MODULE, "scale_loss_for_distribution")
 def _scale_loss(original: Callable[..., Any], value: Any) -> Any:
+    """Keras divides every loss by the number of ranks, also one that is a share already."""
     return scale_loss(value) if is_shared() else original(value)
 
 
-@replaces(
-    _MODULE,
-    "unscale_loss_for_distribution",
-    signature="(value)",
-    why="Keras logs a rank's loss times the number of ranks; what is wanted is the sum of the ranks' shares.",
-)
+@replaces(_MODULE, "unscale_loss_for_distribution")
 def _unscale_loss(original: Callable[..., Any], value: Any) -> Any:
+    """Keras logs a rank's loss times the number of ranks; what is wanted is the sum of the ranks' shares."""
     return unscale_loss(value) if is_shared() else original(value)

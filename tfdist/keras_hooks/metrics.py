@@ -10,25 +10,17 @@ from tfdist.metrics.global_results import naming_the_model, reduce_logs
 from tfdist.sharding import config_of
 
 
-@replaces(
-    TENSORFLOW_TRAINER,
-    "_make_function",
-    signature="(self, step_function)",
-    why="A step's logs must say whose they are: where Keras reduces them it does not know the model.",
-)
+@replaces(TENSORFLOW_TRAINER, "_make_function")
 def _make_function(original: Callable[..., Any], self: Any, step_function: Callable[..., Any]) -> Any:
+    """A step's logs must say whose they are: where Keras reduces them it does not know the model."""
     if config_of(self._distribute_strategy) is None:
         return original(self, step_function)
     return naming_the_model(self, step_function, lambda step: original(self, step))
 
 
-@replaces(
-    "keras.src.backend.tensorflow.trainer",
-    "reduce_per_replica",
-    signature="(values, strategy, reduction)",
-    why="After a batch Keras logs the mean of the ranks' metrics: of areas under curves, of ratios of different denominators.",
-)
+@replaces("keras.src.backend.tensorflow.trainer", "reduce_per_replica")
 def _reduce_per_replica(original: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
+    """After a batch Keras logs the mean of the ranks' metrics: of areas under curves, of ratios of different denominators."""
     if config_of(strategy) is None:
         return original(values, strategy, reduction)
     return reduce_logs(values, strategy, lambda values: original(values, strategy, reduction))

@@ -24,14 +24,10 @@ def _config(optimizer: Any) -> MeshConfig | None:
     return config_of(getattr(optimizer, "_distribution_strategy", None))
 
 
-@replaces(
-    _TF_OPTIMIZER,
-    "build",
-    signature="(self, variables)",
-    why="""Variables and optimizer must belong to one strategy, and Keras does not look. An optimizer that looks at whole tensors
-    needs an owner for each before it makes its state.""",
-)
+@replaces(_TF_OPTIMIZER, "build")
 def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
+    """Variables and optimizer must belong to one strategy, and Keras does not look. An optimizer that looks at whole tensors
+    needs an owner for each before it makes its state."""
     config = _config(self)
     if config is not None or any(config_of(getattr(variable_of(v), "distribute_strategy", None)) for v in variables):
         check_variables(self, variables, self._distribution_strategy)
@@ -42,27 +38,19 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
         assign_owners_if_needed(self, variables, config)
 
 
-@replaces(
-    "keras.optimizers.Nadam",
-    "build",
-    signature="(self, var_list)",
-    why="It makes a scalar that is trainable, as by default: it would be taken for a layer's weight.",
-)
+@replaces("keras.optimizers.Nadam", "build")
 def _build_in_scope(original: Callable[..., None], self: Any, var_list: Any) -> None:
+    """It makes a scalar that is trainable, as by default: it would be taken for a layer's weight."""
     with placement(is_replicated=True):
         original(self, var_list)
 
 
-@replaces(
-    _TF_OPTIMIZER,
-    "add_variable_from_reference",
-    signature="(self, reference_variable, name=None, initializer='zeros')",
-    why="""The state of a whole-tensor optimizer lives whole on one rank, and in stages 0 and 1 a gradient accumulator holds each
-    rank's own sum; Keras makes both like the weight.""",
-)
+@replaces(_TF_OPTIMIZER, "add_variable_from_reference")
 def _add_variable_from_reference(
     original: Callable[..., Any], self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
 ) -> Any:
+    """The state of a whole-tensor optimizer lives whole on one rank, and in stages 0 and 1 a gradient accumulator holds each
+    rank's own sum; Keras makes both like the weight."""
     config = _config(self)
     if config is None:
         return original(self, reference_variable, name=name, initializer=initializer)
@@ -71,13 +59,9 @@ def _add_variable_from_reference(
         return original(self, reference_variable, name=name, initializer=initializer)
 
 
-@replaces(
-    "keras.src.optimizers.base_optimizer.BaseOptimizer",
-    "apply",
-    signature="(self, grads, trainable_variables=None)",
-    why="Keras clips, accumulates and averages each rank's own gradients, before they are reduced.",
-)
+@replaces("keras.src.optimizers.base_optimizer.BaseOptimizer", "apply")
 def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    """Keras clips, accumulates and averages each rank's own gradients, before they are reduced."""
     config = _config(self)
     # A rank may store no weight at all, and still takes part in a norm and counts the step.
     if config is None or not len(grads) and not config.mesh.splits_layers:
@@ -86,74 +70,50 @@ def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_varia
         apply(self, grads, trainable_variables, config)
 
 
-@replaces(
-    _TF_OPTIMIZER,
-    "_apply_weight_decay",
-    signature="(self, variables)",
-    why="Keras decays the whole variables; a rank decays what it steps on.",
-)
+@replaces(_TF_OPTIMIZER, "_apply_weight_decay")
 def _apply_weight_decay(original: Callable[..., None], self: Any, variables: Any) -> None:
+    """Keras decays the whole variables; a rank decays what it steps on."""
     (original if _config(self) is None else decay_weights)(self, variables)
 
 
-@replaces(
-    _TF_OPTIMIZER,
-    "_backend_update_step",
-    signature="(self, grads, trainable_variables, learning_rate)",
-    why="Keras sums the gradients over the ranks and updates whole variables; a rank updates its shards and publishes them.",
-)
+@replaces(_TF_OPTIMIZER, "_backend_update_step")
 def _backend_update_step(
     original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any, learning_rate: Any
 ) -> None:
+    """Keras sums the gradients over the ranks and updates whole variables; a rank updates its shards and publishes them."""
     if _config(self) is None:
         original(self, grads, trainable_variables, learning_rate)
     else:
         grads.take(learning_rate)  # the step that `optimizers.step` has given
 
 
-@replaces(
-    _TF_OPTIMIZER,
-    "_overwrite_model_variables_with_average_value",
-    signature="(self, trainable_variables)",
-    why="Keras copies each rank's average into its weight; weights and averages may be sharded differently.",
-)
+@replaces(_TF_OPTIMIZER, "_overwrite_model_variables_with_average_value")
 def _overwrite_with_average(original: Callable[..., None], self: Any, trainable_variables: Any) -> None:
+    """Keras copies each rank's average into its weight; weights and averages may be sharded differently."""
     (original if _config(self) is None else overwrite_with_averages)(self, trainable_variables)
 
 
-@replaces(
-    "keras.callbacks.SwapEMAWeights",
-    "_tf_swap_variables",
-    signature="(self, optimizer)",
-    why="Keras swaps each rank's average and weight; they may be sharded differently.",
-)
+@replaces("keras.callbacks.SwapEMAWeights", "_tf_swap_variables")
 def _swap(original: Callable[..., None], self: Any, optimizer: Any) -> None:
+    """Keras swaps each rank's average and weight; they may be sharded differently."""
     if _config(optimizer) is None:
         original(self, optimizer)
     else:
         self._backend_swap_variables(optimizer)
 
 
-@replaces(
-    "keras.callbacks.SwapEMAWeights",
-    "_tf_finalize_ema_values",
-    signature="(self, optimizer)",
-    why="Keras copies each rank's average into its weight; they may be sharded differently.",
-)
+@replaces("keras.callbacks.SwapEMAWeights", "_tf_finalize_ema_values")
 def _finalize_averages(original: Callable[..., None], self: Any, optimizer: Any) -> None:
+    """Keras copies each rank's average into its weight; they may be sharded differently."""
     if _config(optimizer) is None:
         original(self, optimizer)
     else:
         self._backend_finalize_ema_values(optimizer)
 
 
-@replaces(
-    "keras.optimizers.LossScaleOptimizer",
-    "_tf_apply",
-    signature="(self, grads, trainable_variables=None)",
-    why="Each rank would decide for itself whether its gradients have overflowed, and the ranks would part.",
-)
+@replaces("keras.optimizers.LossScaleOptimizer", "_tf_apply")
 def _loss_scaled_apply(original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    """Each rank would decide for itself whether its gradients have overflowed, and the ranks would part."""
     config = _config(self)
     if config is None:
         original(self, grads, trainable_variables)

@@ -34,12 +34,7 @@ def _save_model(original: Callable[..., None], model: Any, filepath: Any, *args:
         saving.save_model(model, filepath, given.get("weights_format", "h5"), write)
 
 
-@replaces(
-    "keras.src.saving.saving_lib",
-    "save_weights_only",
-    signature="(model, filepath, max_shard_size=None, objects_to_skip=None)",
-    why=_MANY_WRITERS,
-)
+@replaces("keras.src.saving.saving_lib", "save_weights_only", why=_MANY_WRITERS)
 def _save_weights_only(
     original: Callable[..., None],
     model: Any,
@@ -58,12 +53,7 @@ def _save_weights_only(
         saving.save_weights(model, filepath, max_shard_size, objects_to_skip, write)
 
 
-@replaces(
-    "keras.src.legacy.saving.legacy_h5_format",
-    "save_model_to_hdf5",
-    signature="(model, filepath, overwrite=True, include_optimizer=True)",
-    why=_MANY_WRITERS,
-)
+@replaces("keras.src.legacy.saving.legacy_h5_format", "save_model_to_hdf5", why=_MANY_WRITERS)
 def _save_model_to_hdf5(
     original: Callable[..., None], model: Any, filepath: Any, overwrite: bool = True, include_optimizer: bool = True
 ) -> None:
@@ -73,23 +63,20 @@ def _save_model_to_hdf5(
         saving.save_model_to_hdf5(model, filepath, lambda target: original(model, target, True, include_optimizer))
 
 
-def _asked_once(owner: str, name: str, signature: str) -> Callable[..., Any]:
-    """The row of a function that asks before it overwrites. Keras binds it by name in each module that exports it."""
-    return replaces(owner, name, signature=signature, why="Every worker would ask whether to overwrite the file.")
-
-
+# Keras binds these by name in each module that exports them.
 _SAVE_MODEL = "(model, filepath, overwrite=True, zipped=None, **kwargs)"
 _SAVE_WEIGHTS = "(model, filepath, overwrite=True, max_shard_size=None, **kwargs)"
 
 
-@_asked_once("keras.src.saving.saving_api", "save_model", _SAVE_MODEL)
-@_asked_once("keras.saving", "save_model", _SAVE_MODEL)
-@_asked_once("keras.models", "save_model", _SAVE_MODEL)
-@_asked_once("keras.src.saving.saving_api", "save_weights", _SAVE_WEIGHTS)
-@_asked_once("keras.saving", "save_weights", _SAVE_WEIGHTS)
+@replaces("keras.src.saving.saving_api", "save_model", signature=_SAVE_MODEL)
+@replaces("keras.saving", "save_model", signature=_SAVE_MODEL)
+@replaces("keras.models", "save_model", signature=_SAVE_MODEL)
+@replaces("keras.src.saving.saving_api", "save_weights", signature=_SAVE_WEIGHTS)
+@replaces("keras.saving", "save_weights", signature=_SAVE_WEIGHTS)
 def _ask_once(
     original: Callable[..., None], model: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
 ) -> None:
+    """Every worker would ask whether to overwrite the file."""
     if not overwrite and writing_role(model) is not WritingRole.ALONE:
         overwrite = saving.may_write(model, filepath)
         if not overwrite:
@@ -97,12 +84,8 @@ def _ask_once(
     original(model, filepath, overwrite, *args, **kwargs)
 
 
-@replaces(
-    "keras.src.saving.saving_lib",
-    "_get_unique_name",
-    signature="(name, used_names)",
-    why="""Keras names a layer's weights in a file after its class: a tensor-parallel layer's must be found under the name of the
-    layer that it is outside replicas.""",
-)
+@replaces("keras.src.saving.saving_lib", "_get_unique_name")
 def _get_unique_name(original: Callable[[str, dict[str, int]], str], name: str, used_names: dict[str, int]) -> str:
+    """Keras names a layer's weights in a file after its class: a tensor-parallel layer's must be found under the name of the
+    layer that it is outside replicas."""
     return original(checkpoint_names.saved_name(name), used_names)

@@ -62,22 +62,15 @@ class Replacement:
         return next((name for name in self.owners if resolve(name) is not None), self.owners[0])
 
     def found(self) -> tuple[Any, Any]:
-        """Returns the owner and the present attribute.
-
-        Raises:
-            AttributeError: one of them does not exist.
-        """
+        """Returns the owner and the present attribute."""
         owner = resolve(self.owner)
         return owner, getattr(owner, self.name)
 
     def misfit(self) -> str:
         """Returns in what the row differs from the installed packages, in a few words; "" if in nothing."""
-        try:
-            _, attribute = self.found()
-        except AttributeError:
+        if not hasattr(resolve(self.owner), self.name):
             return f"{self.owner}.{self.name} does not exist"
-        signature = signature_of(attribute) if self.signatures else ""
-        if self.signatures and signature not in self.signatures:
+        if self.signatures and (signature := signature_of(self.found()[1])) not in self.signatures:
             return f"{self.owner}.{self.name} has the parameters {signature}, not {' or '.join(self.signatures)}"
         return ""
 
@@ -103,12 +96,19 @@ class Table:
         self._lock = threading.Lock()
 
     def replaces(
-        self, owner: str | Sequence[str], name: str, *, signature: str | Sequence[str] = (), why: str
+        self, owner: str | Sequence[str], name: str, *, signature: str | Sequence[str] = (), why: str = ""
     ) -> Callable[..., Any]:
-        """A decorator that adds a row; the decorated function stays as it is. See `Replacement` for the arguments."""
+        """A decorator that adds a row; the decorated function stays as it is. See `Replacement` for the arguments.
+
+        By default `signature` is the parameters of the decorated function behind `original`, and `why` is its docstring. A
+        function without such parameters replaces a value.
+        """
 
         def add(binding: Callable[..., Any]) -> Callable[..., Any]:
-            self.rows.append(Replacement(_tuple(owner), name, _tuple(signature), " ".join(why.split()), binding))
+            own = signature_of(binding, skipped=1)
+            signatures = _tuple(signature or (() if own == "()" else own))
+            reason = " ".join((why or binding.__doc__ or "").split())
+            self.rows.append(Replacement(_tuple(owner), name, signatures, reason, binding))
             return binding
 
         return add
@@ -153,9 +153,9 @@ def resolve(name: str) -> Any:
     return None
 
 
-def signature_of(function: Any) -> str:
-    """Returns the parameters of a function, without annotations."""
-    parameters = inspect.signature(function).parameters.values()
+def signature_of(function: Any, skipped: int = 0) -> str:
+    """Returns the parameters of a function behind the first `skipped`, without annotations."""
+    parameters = list(inspect.signature(function).parameters.values())[skipped:]
     return str(inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]))
 
 

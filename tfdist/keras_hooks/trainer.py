@@ -21,9 +21,9 @@ from tfdist.sharding import config_of
     "compile",
     signature="""(self, optimizer='rmsprop', loss=None, loss_weights=None, metrics=None, weighted_metrics=None, \
 run_eagerly=False, steps_per_execution=1, jit_compile='auto', auto_scale_loss=True)""",
-    why="Model, optimizer and strategy must belong together, and XLA has no collectives; Keras does not look.",
 )
 def _compile(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Model, optimizer and strategy must belong together, and XLA has no collectives; Keras does not look."""
     scope = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
     made_by = getattr(self, "_distribute_strategy", None)
     if config_of(scope) is not None and made_by is not scope:
@@ -58,14 +58,10 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
         check_variables(optimizer, model.trainable_variables, strategy)
 
 
-@replaces(
-    TENSORFLOW_TRAINER,
-    "_maybe_symbolic_build",
-    signature="(self, iterator=None, data_batch=None)",
-    why="""Keras reads and averages the ranks' first batches only to learn their shape: that fails for uneven batches and strings,
-    and moves a shuffled dataset on.""",
-)
+@replaces(TENSORFLOW_TRAINER, "_maybe_symbolic_build")
 def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+    """Keras reads and averages the ranks' first batches only to learn their shape: that fails for uneven batches and strings, and
+    moves a shuffled dataset on."""
     strategy = self._distribute_strategy
     if config_of(strategy) is None or iterator is None:
         original(self, iterator=iterator, data_batch=data_batch)
@@ -80,13 +76,9 @@ def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: An
     original(self, data_batch=batch)
 
 
-@replaces(
-    TENSORFLOW_TRAINER,
-    "predict_on_batch",
-    signature="(self, x)",
-    why="Every rank predicts the whole batch, and Keras returns it once for each of them.",
-)
+@replaces(TENSORFLOW_TRAINER, "predict_on_batch")
 def _predict_on_batch(original: Callable[..., Any], self: Any, x: Any) -> Any:
+    """Every rank predicts the whole batch, and Keras returns it once for each of them."""
     outputs = original(self, x)
     if config_of(self._distribute_strategy) is None:
         return outputs
@@ -94,23 +86,15 @@ def _predict_on_batch(original: Callable[..., Any], self: Any, x: Any) -> Any:
     return tf.nest.map_structure(lambda output: output[:rows], outputs)
 
 
-@replaces(
-    "keras.src.backend.tensorflow.trainer",
-    "_multi_worker_concat",
-    signature="(v, strategy)",
-    why="Keras puts the predictions of all workers' first devices first; a worker's devices are neighbours here.",
-)
-def _multi_worker_concat(original: Callable[..., Any], value: Any, strategy: tf.distribute.Strategy) -> Any:
-    return original(value, strategy) if config_of(strategy) is None else strategy.gather(value, axis=0)
+@replaces("keras.src.backend.tensorflow.trainer", "_multi_worker_concat")
+def _multi_worker_concat(original: Callable[..., Any], v: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Keras puts the predictions of all workers' first devices first; a worker's devices are neighbours here."""
+    return original(v, strategy) if config_of(strategy) is None else strategy.gather(v, axis=0)
 
 
-@replaces(
-    TRAINER,
-    "compute_metrics",
-    signature="(self, x, y, y_pred, sample_weight=None)",
-    why="Metrics must see whole predictions, also of a layer that leaves its output sharded over the tensor axis.",
-)
+@replaces(TRAINER, "compute_metrics")
 def _compute_metrics(original: Callable[..., Any], self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Metrics must see whole predictions, also of a layer that leaves its output sharded over the tensor axis."""
     # Without metrics nothing is gathered: a compiled model has its own mean of the loss, which sees no predictions.
     whole = sharded_tensors.all_whole(y_pred) if self._compile_metrics is not None else y_pred
     return original(self, x, y, whole, sample_weight)

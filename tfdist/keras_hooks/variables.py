@@ -16,45 +16,35 @@ _LATER = """Under a pipeline nobody knows in which stage a layer will be when it
 known, and never on another stage's ranks."""
 
 
-@replaces("keras.Variable", "_initialize_with_initializer", signature="(self, initializer)", why=_LATER)
+@replaces("keras.Variable", "_initialize_with_initializer", why=_LATER)
 def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
     if not deferred_weights.defer(self, initializer):
         with placement(**kept_placement(self)):
             original(self, initializer)
 
 
-@replaces("keras.Variable", "_deferred_initialize", signature="(self)", why=_LATER)
+@replaces("keras.Variable", "_deferred_initialize", why=_LATER)
 def _deferred_initialize(original: Callable[..., None], self: Any) -> None:
     if not deferred_weights.stays_deferred(self):
         original(self)
 
 
-@replaces(
-    "keras.Variable", "assign", signature="(self, value)", why=f"{_LATER} Assigned before, it is made on all: its value counts."
-)
+@replaces("keras.Variable", "assign", why=f"{_LATER} Assigned before, it is made on all: its value counts.")
 def _assign(original: Callable[..., Any], self: Any, value: Any) -> Any:
     deferred_weights.make_to_assign(self)
     return original(self, value)
 
 
-@replaces(
-    "keras.Variable",
-    "_direct_assign",
-    signature="(self, value)",
-    why="Each rank's running statistics are of its own examples: those that were assigned in a step are averaged at its end.",
-)
+@replaces("keras.Variable", "_direct_assign")
 def _direct_assign(original: Callable[..., None], self: Any, value: Any) -> None:
+    """Each rank's running statistics are of its own examples: those that were assigned in a step are averaged at its end."""
     original(self, value)
     note_assigned(self._value)
 
 
-@replaces(
-    "keras.src.backend.common.variables.AutocastScope",
-    "maybe_cast",
-    signature="(self, value)",
-    why="Keras casts a weight after it has read it; a sharded one is cast before it travels, in half the bytes.",
-)
+@replaces("keras.src.backend.common.variables.AutocastScope", "maybe_cast")
 def _maybe_cast(original: Callable[..., Any], self: Any, value: Any) -> Any:
+    """Keras casts a weight after it has read it; a sharded one is cast before it travels, in half the bytes."""
     if isinstance(value, ShardedVariable) and self.dtype is not None and value.dtype.is_floating:
         return value.cast_read(tf.as_dtype(self.dtype))
     return original(self, value)
