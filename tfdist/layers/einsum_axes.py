@@ -1,4 +1,4 @@
-"""Where the equation of an `EinsumDense` can be sharded.
+"""Where a `Dense` is sharded, and the equation of an `EinsumDense` can be.
 
 column    a label of the kernel that is in the output only        "abc,cde->abde": d
 row       a label of the kernel that is summed over               "abcd,cde->abe": c
@@ -44,8 +44,12 @@ def einsum_label(layer: keras.layers.EinsumDense, role: str) -> str | None:
     return next((label for label in kernel if label in own and label not in other), None)
 
 
-def einsum_axes(layer: keras.layers.EinsumDense, role: str) -> ShardedAxes:
-    """Returns where the layer is sharded in `role`, in which it can be."""
+def sharded_axes(layer: keras.Layer, role: str) -> ShardedAxes:
+    """Returns where a Dense or EinsumDense is sharded in `role`, "column" or "row", in which it can be."""
+    if isinstance(layer, keras.layers.Dense):
+        if role == COLUMN:
+            return ShardedAxes(kernel=1, bias=None if layer.bias is None else 0, inputs=None, outputs=-1)
+        return ShardedAxes(kernel=0, bias=None, inputs=-1, outputs=None)
     inputs, kernel, outputs = einsum_terms(layer)
     label = einsum_label(layer, role)
     if role == ROW:

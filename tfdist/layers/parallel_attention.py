@@ -14,27 +14,21 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import activations
 from tfdist.layers import regions
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
 from tfdist.layers.randomness import sharded_region
+from tfdist.layers.sharded_tensors import copy_mask
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
 from tfdist.sharding import Shard
-
-
-class _Projection(ColumnParallelEinsumDense):
-    """A projection to sharded heads, of an input that has entered the region already."""
-
-    gather_output = False
-
-    def _entered(self, inputs: Any) -> Any:
-        return inputs
 
 
 class _ParallelAttention(ShardedWeights):
     """What both attentions share. A subclass names its numbers of heads."""
 
     sequence_parallel = False
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "sequence_parallel": self.sequence_parallel}
 
     def _shards(self) -> Mapping[str, Shard]:
         return {}  # the weights are the sublayers'
@@ -68,7 +62,9 @@ class _ParallelAttention(ShardedWeights):
         for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
             dense = getattr(self, name, None)
             if dense is not None:
-                dense.__class__ = _Projection
+                dense.__class__ = ColumnParallelEinsumDense
+                dense.gather_output = False
+                dense.input_has_entered = True
                 dense.shard_weights()  # (in, heads, head_dim)
 
     # Keras looks at the names of the arguments: masks and `training` are passed to who asks for them.
@@ -98,10 +94,10 @@ class _ParallelAttention(ShardedWeights):
             return super().call(query, value, key=key, **options)
         check_is_sharded(self, self._query_dense._kernel)
         key = value if key is None else key
-        entered: dict[int, Any] = {}
-        for x in (query, value, key):
-            if id(x) not in entered:
-                entered[id(x)] = self._entered(x)
+        entered = {id(x): x for x in (query, value, key)}  # one that is given twice enters once
+        for name, x in entered.items():
+            entered[name] = regions.enter_region(x, self.sequence_parallel, self.name)
+            copy_mask(x, entered[name])
         if attention_mask is not None:
             options["attention_mask"] = self._own_heads(attention_mask)
         with sharded_region():
@@ -111,18 +107,11 @@ class _ParallelAttention(ShardedWeights):
         output, scores = outputs  # (batch, heads / t, target, source)
         return output, regions.gather_from(scores, 1, f"{self.name}/scores")
 
-    def _entered(self, x: tf.Tensor) -> tf.Tensor:
-        inside = regions.enter_region(x, self.sequence_parallel, self.name)
-        mask = getattr(x, "_keras_mask", None)
-        if mask is not None:
-            inside._keras_mask = mask
-        return inside
-
     def _own_heads(self, mask: Any) -> Any:
         """Returns the mask (batch, heads, target, source) of this rank's heads; others, which all heads share, as they are."""
         if mask.shape.rank != 4 or mask.shape[1] == 1:
             return mask
-        return activations.split(tf.convert_to_tensor(mask), regions.tensor_ranks(), 1)[regions.tensor_rank()]
+        return regions.own_part(regions.tensor_program(), tf.convert_to_tensor(mask), 1)
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -154,9 +143,6 @@ class ParallelMultiHeadAttention(_ParallelAttention, keras.layers.MultiHeadAtten
 
     def _heads(self) -> dict[str, int]:
         return {"num_heads": self._num_heads}
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "sequence_parallel": self.sequence_parallel}
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -190,6 +176,3 @@ class ParallelGroupedQueryAttention(_ParallelAttention, keras.layers.GroupQueryA
 
     def _heads(self) -> dict[str, int]:
         return {"num_query_heads": self.num_query_heads, "num_key_value_heads": self.num_key_value_heads}
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "sequence_parallel": self.sequence_parallel}

@@ -18,14 +18,109 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions, sharded_tensors
+from tfdist.layers.einsum_axes import COLUMN, ROW, sharded_axes
 from tfdist.layers.elementwise import is_elementwise_activation
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, local
 from tfdist.sharding import Shard
 from tfdist.sharding.sharded_activations import ActivationShard
 
 
+class _ParallelProduct(ShardedWeights):
+    """A Dense or EinsumDense that is sharded by column or by row."""
+
+    _role: str
+
+    def _shards(self) -> Mapping[str, Shard]:
+        axes = sharded_axes(self, self._role)
+        return {"_kernel": Shard(axes.kernel)} | ({} if axes.bias is None else {"bias": Shard(axes.bias)})
+
+    def _product(self, inputs: Any) -> tf.Tensor:
+        return keras.ops.matmul(inputs, local(self.kernel))
+
+
+class ColumnParallel(_ParallelProduct):
+    """A Dense or EinsumDense that is sharded by column."""
+
+    _role = COLUMN
+    input_has_entered = False  # True where the layer around it has taken the input into the region
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        if regions.tensor_program() is None:
+            return super().call(inputs)
+        check_is_sharded(self, self._kernel)
+        x = self._product(inputs if self.input_has_entered else regions.copy_to(inputs, f"{self.name}/copy_to"))
+        if self.bias is not None:
+            x = keras.ops.add(x, local(self.bias))
+        axes = sharded_axes(self, COLUMN)
+        activation = self.activation or keras.activations.linear
+        if not self.gather_output:
+            return sharded_tensors.mark(activation(x), axes.outputs, self._kernel.shape[axes.kernel])
+        label = f"{self.name}/gather_output"
+        if is_elementwise_activation(self.activation):
+            return regions.gather_from(activation(x), axes.outputs, label)
+        return activation(regions.gather_from(x, axes.outputs, label))
+
+    def _check_output(self) -> None:
+        """Raises when the output cannot stay sharded as it is to."""
+        if self.gather_output:
+            return
+        if not is_elementwise_activation(self.activation):
+            raise errors.value_error(
+                f"`activation` of layer {self.name!r} is not known to look at one element at a time, and with "
+                "`gather_output=False` each rank has a part of the output only.",
+                activation=getattr(self.activation, "__name__", self.activation),
+                fix="Use `gather_output=True`, or an elementwise activation of `keras.activations`.",
+            )
+        if self.activity_regularizer is not None:
+            raise errors.not_implemented(
+                f"`activity_regularizer` of layer {self.name!r} would see a part of the output only.",
+                activity_regularizer=self.activity_regularizer,
+                fix="Use `gather_output=True`.",
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "gather_output": self.gather_output}
+
+
+class RowParallel(_ParallelProduct):
+    """A Dense or EinsumDense that is sharded by row."""
+
+    _role = ROW
+    sequence_parallel = False  # True in an attention or MLP whose output is sharded along the sequence
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        if regions.tensor_program() is None:
+            return super().call(inputs)
+        check_is_sharded(self, self._kernel)
+        axes = sharded_axes(self, ROW)
+        x = inputs if self.input_is_parallel else regions.scatter_to(inputs, axes.inputs, f"{self.name}/scatter_to")
+        self._check_input(x, axes.inputs, self._kernel.shape[axes.kernel])
+        x, bias = regions.leave_region(self._product(x), self.bias, self.sequence_parallel, self.name)
+        if bias is not None:
+            x = keras.ops.add(x, bias)
+        return x if self.activation is None else self.activation(x)
+
+    def _check_input(self, x: tf.Tensor, axis: int, size: int) -> None:
+        """Raises ValueError when the input is not this rank's part of an axis of `size`."""
+        part = size // regions.tensor_ranks()
+        if x.shape[axis] == part:
+            return
+        is_whole = x.shape[axis] == size
+        raise errors.value_error(
+            f"Layer {self.name!r} with `input_is_parallel={self.input_is_parallel}` computes on {part} of {size} input "
+            "features, one part a tensor rank.",
+            shape=tuple(x.shape),
+            fix="The input is whole: use `input_is_parallel=False`, or `gather_output=False` in the layer before."
+            if is_whole
+            else "The input must come from a layer with `gather_output=False`, by way of elementwise layers only.",
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "input_is_parallel": self.input_is_parallel}
+
+
 @keras.saving.register_keras_serializable("tfdist")
-class ColumnParallelDense(ShardedWeights, keras.layers.Dense):
+class ColumnParallelDense(ColumnParallel, keras.layers.Dense):
     """`keras.layers.Dense` whose output features are computed by different tensor ranks (Megatron's column-parallel linear).
 
     Kernel and bias are sharded along the output; each rank stores and computes 1/t of them. Forward it sends nothing, or, with
@@ -59,37 +154,19 @@ class ColumnParallelDense(ShardedWeights, keras.layers.Dense):
     def __init__(self, units: int, activation: Any = None, gather_output: bool = True, **kwargs: Any):
         super().__init__(units, activation, **kwargs)
         self.gather_output = gather_output
-        check_column_output(self)
-
-    def _shards(self) -> Mapping[str, Shard]:
-        return {"_kernel": Shard(1), "bias": Shard(0)}
+        self._check_output()
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
         check_divisible("units", self.units, parts, self.name)
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if regions.tensor_program() is None:
-            return super().call(inputs)
-        check_is_sharded(self, self._kernel)
-        x = keras.ops.matmul(self._entered(inputs), local(self.kernel))  # (batch, ..., units / t)
-        if self.bias is not None:
-            x = keras.ops.add(x, local(self.bias))
-        return column_output(self, x, -1, self.units)
 
     @property
     def output_shard(self) -> ActivationShard | None:
         """How the output is sharded inside replicas; None: it is whole."""
         return None if self.gather_output else ActivationShard(-1, self.units)
 
-    def _entered(self, inputs: Any) -> Any:
-        return regions.copy_to(inputs, f"{self.name}/copy_to")
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "gather_output": self.gather_output}
-
 
 @keras.saving.register_keras_serializable("tfdist")
-class RowParallelDense(ShardedWeights, keras.layers.Dense):
+class RowParallelDense(RowParallel, keras.layers.Dense):
     """`keras.layers.Dense` whose input features are summed over by different tensor ranks (Megatron's row-parallel linear).
 
     The kernel is sharded along the input, the bias is whole. Forward it all-reduces the output; backward it sends nothing, or,
@@ -117,14 +194,9 @@ class RowParallelDense(ShardedWeights, keras.layers.Dense):
     Source: Megatron-LM, Shoeybi et al. 2019.
     """
 
-    sequence_parallel = False  # True in a `ParallelMLP` whose output is sharded along the sequence
-
     def __init__(self, units: int, activation: Any = None, input_is_parallel: bool = False, **kwargs: Any):
         super().__init__(units, activation, **kwargs)
         self.input_is_parallel = input_is_parallel
-
-    def _shards(self) -> Mapping[str, Shard]:
-        return {"_kernel": Shard(0)}
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
         check_divisible("input size", input_shape[-1], parts, self.name)
@@ -132,63 +204,3 @@ class RowParallelDense(ShardedWeights, keras.layers.Dense):
     def shard_weights(self) -> None:
         super().shard_weights()
         self.input_spec = keras.layers.InputSpec(min_ndim=2)  # inside a replica the last axis has another size
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if regions.tensor_program() is None:
-            return super().call(inputs)
-        check_is_sharded(self, self._kernel)
-        x = inputs if self.input_is_parallel else regions.scatter_to(inputs, label=f"{self.name}/scatter_to")
-        check_row_input(self, x, -1, self._kernel.shape[0])
-        x, bias = regions.leave_region(keras.ops.matmul(x, local(self.kernel)), self.bias, self.sequence_parallel, self.name)
-        if bias is not None:
-            x = keras.ops.add(x, bias)
-        return x if self.activation is None else self.activation(x)
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "input_is_parallel": self.input_is_parallel}
-
-
-def check_column_output(layer: Any) -> None:
-    """Raises when a column-parallel layer cannot leave its output sharded."""
-    if layer.gather_output:
-        return
-    if not is_elementwise_activation(layer.activation):
-        raise errors.value_error(
-            f"`activation` of layer {layer.name!r} is not known to look at one element at a time, and with "
-            "`gather_output=False` each rank has a part of the output only.",
-            activation=getattr(layer.activation, "__name__", layer.activation),
-            fix="Use `gather_output=True`, or an elementwise activation of `keras.activations`.",
-        )
-    if layer.activity_regularizer is not None:
-        raise errors.not_implemented(
-            f"`activity_regularizer` of layer {layer.name!r} would see a part of the output only.",
-            activity_regularizer=layer.activity_regularizer,
-            fix="Use `gather_output=True`.",
-        )
-
-
-def column_output(layer: Any, x: tf.Tensor, axis: int, size: int) -> tf.Tensor:
-    """Returns what a column-parallel layer returns for `x`, its output before the activation, sharded along `axis`."""
-    activation = layer.activation or keras.activations.linear
-    label = f"{layer.name}/gather_output"
-    if not layer.gather_output:
-        return sharded_tensors.mark(activation(x), axis, size)
-    if is_elementwise_activation(layer.activation):
-        return regions.gather_from(activation(x), axis, label)
-    return activation(regions.gather_from(x, axis, label))
-
-
-def check_row_input(layer: Any, x: tf.Tensor, axis: int, size: int) -> None:
-    """Raises ValueError when the input of a row-parallel layer is not this rank's part of an axis of `size`."""
-    part = size // regions.tensor_ranks()
-    if x.shape[axis] == part:
-        return
-    is_whole = x.shape[axis] == size
-    raise errors.value_error(
-        f"Layer {layer.name!r} with `input_is_parallel={layer.input_is_parallel}` computes on {part} of {size} input "
-        "features, one part a tensor rank.",
-        shape=tuple(x.shape),
-        fix="The input is whole: use `input_is_parallel=False`, or `gather_output=False` in the layer before."
-        if is_whole
-        else "The input must come from a layer with `gather_output=False`, by way of elementwise layers only.",
-    )

@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions
-from tfdist.layers.einsum_axes import COLUMN, ROW, ShardedAxes, einsum_axes, einsum_label
-from tfdist.layers.parallel_dense import check_column_output, check_row_input, column_output
-from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, local
-from tfdist.sharding import Shard
+from tfdist.layers.einsum_axes import COLUMN, einsum_label, sharded_axes
+from tfdist.layers.parallel_dense import ColumnParallel, RowParallel
+from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, local
 
 
 class _ParallelEinsumDense(ShardedWeights):
-    _role: str
-
-    def _axes(self) -> ShardedAxes:
+    def build(self, input_shape: Any) -> None:
         if einsum_label(self, self._role) is None:
             raise errors.value_error(
                 f"`equation` of layer {self.name!r} has no label to shard by {self._role}: one that is in the kernel and, of "
                 f"input and output, in the {'output' if self._role == COLUMN else 'input'} only.",
                 equation=self.equation,
             )
-        return einsum_axes(self, self._role)
-
-    def _shards(self) -> Mapping[str, Shard]:
-        axes = self._axes()
-        bias = {} if axes.bias is None else {"bias": Shard(axes.bias)}
-        return {"_kernel": Shard(axes.kernel), **bias}
-
-    def build(self, input_shape: Any) -> None:
-        self._axes()
         super().build(input_shape)
 
     def shard_weights(self) -> None:
-        parts = regions.scope_tensor_size()
-        check_divisible(f"axis {einsum_label(self, self._role)}", self._kernel.shape[self._axes().kernel], parts, self.name)
+        size = self._kernel.shape[sharded_axes(self, self._role).kernel]
+        check_divisible(f"axis {einsum_label(self, self._role)}", size, regions.scope_tensor_size(), self.name)
         super().shard_weights()
+
+    def _product(self, inputs: Any) -> tf.Tensor:
+        return keras.ops.einsum(self.equation, inputs, local(self.kernel))
 
 
 @keras.saving.register_keras_serializable("tfdist")
-class ColumnParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
+class ColumnParallelEinsumDense(_ParallelEinsumDense, ColumnParallel, keras.layers.EinsumDense):
     """`keras.layers.EinsumDense`, sharded along a label that only kernel and output have; see `ColumnParallelDense`.
 
     Args:
@@ -56,32 +47,14 @@ class ColumnParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
         ValueError: when built: no label can be sharded, or the tensor size does not divide its size.
     """
 
-    _role = COLUMN
-
     def __init__(self, equation: str, output_shape: Any, gather_output: bool = True, **kwargs: Any):
         super().__init__(equation, output_shape, **kwargs)
         self.gather_output = gather_output
-        check_column_output(self)
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if regions.tensor_program() is None:
-            return super().call(inputs)
-        check_is_sharded(self, self._kernel)
-        axes = self._axes()
-        x = keras.ops.einsum(self.equation, self._entered(inputs), local(self.kernel))
-        if self.bias is not None:
-            x = keras.ops.add(x, local(self.bias))
-        return column_output(self, x, axes.outputs, self._kernel.shape[axes.kernel])
-
-    def _entered(self, inputs: Any) -> Any:
-        return regions.copy_to(inputs, f"{self.name}/copy_to")
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "gather_output": self.gather_output}
+        self._check_output()
 
 
 @keras.saving.register_keras_serializable("tfdist")
-class RowParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
+class RowParallelEinsumDense(_ParallelEinsumDense, RowParallel, keras.layers.EinsumDense):
     """`keras.layers.EinsumDense`, sharded along a label that is summed over; see `RowParallelDense`.
 
     Args:
@@ -95,27 +68,6 @@ class RowParallelEinsumDense(_ParallelEinsumDense, keras.layers.EinsumDense):
             `input_is_parallel=True` and a whole input, or the reverse.
     """
 
-    _role = ROW
-    sequence_parallel = False  # True in an attention whose output is sharded along the sequence
-
     def __init__(self, equation: str, output_shape: Any, input_is_parallel: bool = False, **kwargs: Any):
         super().__init__(equation, output_shape, **kwargs)
         self.input_is_parallel = input_is_parallel
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if regions.tensor_program() is None:
-            return super().call(inputs)
-        check_is_sharded(self, self._kernel)
-        axes = self._axes()
-        x = inputs
-        if not self.input_is_parallel:
-            x = regions.scatter_to(inputs, axes.inputs, f"{self.name}/scatter_to")
-        check_row_input(self, x, axes.inputs, self._kernel.shape[axes.kernel])
-        x = keras.ops.einsum(self.equation, x, local(self.kernel))
-        x, bias = regions.leave_region(x, self.bias, self.sequence_parallel, self.name)
-        if bias is not None:
-            x = keras.ops.add(x, bias)
-        return x if self.activation is None else self.activation(x)
-
-    def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "input_is_parallel": self.input_is_parallel}

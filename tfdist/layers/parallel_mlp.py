@@ -18,13 +18,6 @@ from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
 from tfdist.layers.randomness import sharded_region
 
 
-class _Inner(ColumnParallelDense):
-    """A column-parallel layer whose input has entered the region already."""
-
-    def _entered(self, inputs: Any) -> Any:
-        return inputs
-
-
 @keras.saving.register_keras_serializable("tfdist")
 class ParallelMLP(keras.layers.Layer):
     """Dense, activation, dense: column-parallel, then row-parallel, without communication between the two.
@@ -84,8 +77,10 @@ class ParallelMLP(keras.layers.Layer):
         self._dropout = keras.layers.Dropout(dropout, dtype=self.dtype_policy) if dropout else None
         self._down: RowParallelDense | None = None
 
-    def _inner(self, name: str, activation: Any) -> _Inner:
-        return _Inner(self.hidden_units, activation, gather_output=False, name=name, **self._common())
+    def _inner(self, name: str, activation: Any) -> ColumnParallelDense:
+        layer = ColumnParallelDense(self.hidden_units, activation, gather_output=False, name=name, **self._common())
+        layer.input_has_entered = True  # once, for both
+        return layer
 
     def _common(self) -> dict[str, Any]:
         initializer = self.kernel_initializer
@@ -115,14 +110,10 @@ class ParallelMLP(keras.layers.Layer):
         return (*input_shape[:-1], self.units or input_shape[-1])
 
     def get_config(self) -> dict[str, Any]:
+        names = "hidden_units units gated dropout use_bias sequence_parallel"
         return {
             **super().get_config(),
-            "hidden_units": self.hidden_units,
-            "units": self.units,
+            **{name: getattr(self, name) for name in names.split()},
             "activation": keras.activations.serialize(self.activation),
-            "gated": self.gated,
-            "dropout": self.dropout,
-            "use_bias": self.use_bias,
-            "sequence_parallel": self.sequence_parallel,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
         }

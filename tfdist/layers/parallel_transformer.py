@@ -12,6 +12,7 @@ residuals of 1/t of the positions on each rank.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import keras
@@ -169,14 +170,11 @@ class ParallelTransformerBlock(keras.layers.Layer):
             "kernel_initializer": self.kernel_initializer,
             "dtype": self.dtype_policy,
         }
+        options = {"dropout": self.attention_dropout, "name": "attention", **common}
         if self.num_key_value_heads is None:
-            self._attention = ParallelMultiHeadAttention(
-                self.num_heads, key_dim, dropout=self.attention_dropout, name="attention", **common
-            )
+            self._attention = ParallelMultiHeadAttention(self.num_heads, key_dim, **options)
         else:
-            self._attention = ParallelGroupedQueryAttention(
-                key_dim, self.num_heads, self.num_key_value_heads, dropout=self.attention_dropout, name="attention", **common
-            )
+            self._attention = ParallelGroupedQueryAttention(key_dim, self.num_heads, self.num_key_value_heads, **options)
         self._mlp = ParallelMLP(self.hidden_units, activation=self.activation, gated=self.gated, name="mlp", **common)
         norm = _NORMALIZATIONS[self.normalization, self.sequence_parallel]
         self._attention_norm = norm(epsilon=self.epsilon, name="attention_norm", dtype=self.dtype_policy)
@@ -184,17 +182,17 @@ class ParallelTransformerBlock(keras.layers.Layer):
         self._dropout = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy) if self.dropout else None
         for layer in (self._attention_norm, self._mlp_norm):
             layer.supports_masking = True  # a position's norm has nothing to do with others; Keras's RMSNormalization warns
-        for layer in (self._attention_norm, self._mlp_norm, self._mlp):
             layer.build(input_shape)
+        self._mlp.build(input_shape)
         self._attention.build(input_shape, input_shape)
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         x = inputs
         if self.sequence_parallel and not self.input_is_parallel:
             x = regions.scatter_to(inputs, 1, f"{self.name}/scatter_sequence")
-            _copy_mask(inputs, x)
+            sharded_tensors.copy_mask(inputs, x)
         normed = self._attention_norm(x)
-        _copy_mask(x, normed)
+        sharded_tensors.copy_mask(x, normed)
         attended = self._attention(normed, normed, use_causal_mask=self.use_causal_mask, training=training)
         x = keras.ops.add(x, self._dropped(attended, training))
         x = keras.ops.add(x, self._dropped(self._mlp(self._mlp_norm(x)), training))
@@ -210,9 +208,7 @@ class ParallelTransformerBlock(keras.layers.Layer):
     def _dropped(self, x: Any, training: bool | None) -> Any:
         if self._dropout is None:
             return x
-        if not self.sequence_parallel:
-            return self._dropout(x, training=training)
-        with sharded_region():
+        with sharded_region() if self.sequence_parallel else contextlib.nullcontext():
             return self._dropout(x, training=training)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
@@ -229,9 +225,3 @@ class ParallelTransformerBlock(keras.layers.Layer):
             "activation": keras.activations.serialize(self.activation),
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
         }
-
-
-def _copy_mask(source: Any, target: Any) -> None:
-    mask = getattr(source, "_keras_mask", None)
-    if mask is not None and target is not source:
-        target._keras_mask = mask

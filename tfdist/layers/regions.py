@@ -25,7 +25,6 @@ Source: f and g of Megatron-LM, Shoeybi et al. 2019; the sequence-parallel pair 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,14 +74,18 @@ def copy_to(x: tf.Tensor, label: str = "copy_to") -> tf.Tensor:
     x = tf.convert_to_tensor(x)
     entered = program.attachment(_Entered)
     if entered.find(x) is None:
-        backward = functools.partial(_sum_gradient, label=label)
-        entered.add(x, _region(x, lambda program, x: tf.identity(x), backward))
+        copy = _region(
+            x,
+            lambda _, x: tf.identity(x),
+            lambda program, upstream: activations.all_reduce(program, upstream, "tensor", f"{label}/gradient"),
+        )
+        entered.add(x, copy)
     return entered.find(x)
 
 
 def reduce_from(x: tf.Tensor, label: str = "reduce_from") -> tf.Tensor:
     """Leaves a sharded region with each rank's summand. Forward: all-reduce; backward: identity."""
-    return _region(x, lambda program, x: _sum(program, x, label), lambda program, upstream: upstream)
+    return _region(x, lambda program, x: activations.all_reduce(program, x, "tensor", label), lambda _, upstream: upstream)
 
 
 def scatter_to(x: tf.Tensor, axis: int = -1, label: str = "scatter_to") -> tf.Tensor:
@@ -93,8 +96,8 @@ def scatter_to(x: tf.Tensor, axis: int = -1, label: str = "scatter_to") -> tf.Te
     """
     return _region(
         x,
-        lambda program, x: _own_part(program, x, axis),
-        lambda program, upstream: _gather(program, upstream, axis, f"{label}/gradient"),
+        lambda program, x: own_part(program, x, axis),
+        lambda program, upstream: activations.all_gather(program, upstream, "tensor", axis, f"{label}/gradient"),
     )
 
 
@@ -102,8 +105,8 @@ def gather_from(x: tf.Tensor, axis: int = -1, label: str = "gather_from") -> tf.
     """Leaves a sharded region with all ranks' parts, for what all compute alike. Forward: all-gather; backward: own part."""
     return _region(
         x,
-        lambda program, x: _gather(program, x, axis, label),
-        lambda program, upstream: _own_part(program, upstream, axis),
+        lambda program, x: activations.all_gather(program, x, "tensor", axis, label),
+        lambda program, upstream: own_part(program, upstream, axis),
     )
 
 
@@ -111,8 +114,8 @@ def gather_for_region(x: tf.Tensor, axis: int = 1, label: str = "gather_for_regi
     """Enters a sharded region from sequence-parallel activations. Forward: all-gather; backward: reduce-scatter."""
     return _region(
         x,
-        lambda program, x: _gather(program, x, axis, label),
-        lambda program, upstream: _sum_part(program, upstream, axis, f"{label}/gradient"),
+        lambda program, x: activations.all_gather(program, x, "tensor", axis, label),
+        lambda program, upstream: activations.reduce_scatter(program, upstream, "tensor", axis, f"{label}/gradient"),
     )
 
 
@@ -124,8 +127,8 @@ def reduce_scatter_from(x: tf.Tensor, axis: int = 1, label: str = "reduce_scatte
     """
     return _region(
         x,
-        lambda program, x: _sum_part(program, x, axis, label),
-        lambda program, upstream: _gather(program, upstream, axis, f"{label}/gradient"),
+        lambda program, x: activations.reduce_scatter(program, x, "tensor", axis, label),
+        lambda program, upstream: activations.all_gather(program, upstream, "tensor", axis, f"{label}/gradient"),
     )
 
 
@@ -144,6 +147,12 @@ def leave_region(x: tf.Tensor, bias: Any, sequence_parallel: bool, label: str) -
     if bias is not None:
         bias = copy_to(tf.convert_to_tensor(bias), f"{label}/bias")
     return reduce_scatter_from(x, 1, f"{label}/reduce_scatter"), bias
+
+
+def own_part(program: RankProgram, x: tf.Tensor, axis: int) -> tf.Tensor:
+    """Returns this rank's part of a whole tensor, without a gradient of its own."""
+    parts = activations.split(x, program.mesh.tensor_parallel_size, axis)
+    return parts[program.mesh.coordinate(program.rank).tensor]
 
 
 class _Entered:
@@ -184,24 +193,3 @@ def _region(x: tf.Tensor, forward: _Step, backward: _Step) -> tf.Tensor:
         return y, gradient
 
     return border(tf.convert_to_tensor(x))
-
-
-def _sum_gradient(program: RankProgram, upstream: tf.Tensor, label: str) -> tf.Tensor:
-    return _sum(program, upstream, f"{label}/gradient")
-
-
-def _sum(program: RankProgram, x: tf.Tensor, label: str) -> tf.Tensor:
-    return activations.all_reduce(program, x, "tensor", label)
-
-
-def _gather(program: RankProgram, x: tf.Tensor, axis: int, label: str) -> tf.Tensor:
-    return activations.all_gather(program, x, "tensor", axis, label)
-
-
-def _sum_part(program: RankProgram, x: tf.Tensor, axis: int, label: str) -> tf.Tensor:
-    return activations.reduce_scatter(program, x, "tensor", axis, label)
-
-
-def _own_part(program: RankProgram, x: tf.Tensor, axis: int) -> tf.Tensor:
-    parts = activations.split(x, program.mesh.tensor_parallel_size, axis)
-    return parts[program.mesh.coordinate(program.rank).tensor]

@@ -33,10 +33,15 @@ def whole(x: Any) -> Any:
     if shard is None or regions.tensor_program() is None:
         return x
     gathered = shard.without_padding(regions.gather_from(x, shard.axis, "gather_output"))
-    mask = getattr(x, "_keras_mask", None)
-    if mask is not None:
-        gathered._keras_mask = mask
+    copy_mask(x, gathered)
     return gathered
+
+
+def copy_mask(source: tf.Tensor, target: tf.Tensor) -> None:
+    """Gives `target`, made of `source`, the mask that Keras has put on that."""
+    mask = getattr(source, "_keras_mask", None)
+    if mask is not None and target is not source:
+        target._keras_mask = mask
 
 
 def all_whole(structure: Any) -> Any:

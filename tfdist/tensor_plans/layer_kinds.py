@@ -18,7 +18,7 @@ import math
 import keras
 import tensorflow as tf
 
-from tfdist.layers.einsum_axes import COLUMN, ROW, ShardedAxes, einsum_axes, einsum_label
+from tfdist.layers.einsum_axes import COLUMN, ROW, einsum_label, sharded_axes
 from tfdist.layers.sharded_weights import ShardedWeights
 
 VOCAB, REPLICATE = "vocab", "replicate"
@@ -99,15 +99,6 @@ def roles_of(layer: keras.Layer) -> tuple[str, ...]:
     if kind.layer_class is keras.layers.EinsumDense:
         return tuple(role for role in kind.roles if einsum_label(layer, role) is not None)
     return kind.roles
-
-
-def sharded_axes(layer: keras.Layer, role: str) -> ShardedAxes:
-    """Returns where a Dense or EinsumDense is sharded in `role`, "column" or "row"."""
-    if isinstance(layer, keras.layers.Dense):
-        if role == COLUMN:
-            return ShardedAxes(kernel=1, bias=None if layer.bias is None else 0, inputs=None, outputs=-1)
-        return ShardedAxes(kernel=0, bias=None, inputs=-1, outputs=None)
-    return einsum_axes(layer, role)
 
 
 def sharded_sizes(layer: keras.Layer, role: str) -> dict[str, int]:
