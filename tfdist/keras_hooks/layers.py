@@ -46,5 +46,5 @@ def _fed_with_rows(original: Callable[..., tf.Tensor], inputs: tf.Tensor, *args:
 @replaces("keras.losses.Loss", "__call__")
 def _call(original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """A loss must see whole predictions, also of a layer that leaves its output sharded over the tensor axis."""
-    y_pred = y_pred if sharded_tensors.takes_parts(self) else sharded_tensors.all_whole(y_pred)
+    y_pred = y_pred if getattr(self, "_takes_sharded_predictions", False) else sharded_tensors.all_whole(y_pred)
     return original(self, y_true, y_pred, sample_weight)

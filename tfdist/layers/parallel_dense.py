@@ -102,7 +102,7 @@ class RowParallel(_ParallelProduct):
 
     def _check_input(self, x: tf.Tensor, axis: int, size: int) -> None:
         """Raises ValueError when the input is not this rank's part of an axis of `size`."""
-        part = size // regions.tensor_ranks()
+        part = size // regions.tensor_program().mesh.tensor_parallel_size
         if x.shape[axis] == part:
             return
         is_whole = x.shape[axis] == size

@@ -50,12 +50,6 @@ def tensor_rank() -> int:
     return 0 if program is None else program.mesh.coordinate(program.rank).tensor
 
 
-def tensor_ranks() -> int:
-    """Returns how many ranks share a layer here; 1 where nothing is sharded."""
-    program = tensor_program()
-    return 1 if program is None else program.mesh.tensor_parallel_size
-
-
 def scope_tensor_size() -> int:
     """Returns the tensor size of the strategy whose scope this is; 1 without one."""
     mesh = current_mesh()

@@ -49,14 +49,3 @@ def all_whole(structure: Any) -> Any:
     if not any(shard_of(leaf) for leaf in tf.nest.flatten(structure)):
         return structure
     return tf.nest.map_structure(whole, structure)
-
-
-def takes_sharded_predictions(loss_class: Any) -> Any:
-    """Declares that a Keras loss computes on this rank's part of sharded predictions. A class decorator."""
-    loss_class._takes_sharded_predictions = True
-    return loss_class
-
-
-def takes_parts(loss: Any) -> bool:
-    """Whether `loss`, a Keras loss, computes on this rank's part of sharded predictions."""
-    return getattr(loss, "_takes_sharded_predictions", False)

@@ -129,7 +129,7 @@ def check_divisible(argument: str, size: int, parts: int, layer: str) -> None:
 def check_is_sharded(layer: Any, variable: keras.Variable) -> None:
     """Raises RuntimeError when `layer`, which computes its part here, has a weight that is whole."""
     layout = getattr(variable._value, "layout", None)  # None: made outside
-    if regions.tensor_program() is None or layout is not None and layout.is_tensor_sharded:
+    if layout is not None and layout.is_tensor_sharded:
         return
     raise errors.runtime_error(
         f"Layer {layer.name!r} was built outside the `scope()` of the strategy that runs it: its weights are not sharded.",

@@ -23,7 +23,6 @@ from tfdist.layers import regions, sharded_tensors
 from tfdist.sharding.sharded_activations import ActivationShard
 
 
-@sharded_tensors.takes_sharded_predictions
 @keras.saving.register_keras_serializable("tfdist")
 class VocabParallelCrossentropy(keras.losses.Loss):
     """`keras.losses.SparseCategoricalCrossentropy` that never gathers the logits of the whole vocabulary.
@@ -47,6 +46,8 @@ class VocabParallelCrossentropy(keras.losses.Loss):
 
     Source: Megatron-LM, Shoeybi et al. 2019; label smoothing of Szegedy et al. 2016.
     """
+
+    _takes_sharded_predictions = True  # as they are; other losses get them gathered
 
     def __init__(
         self,

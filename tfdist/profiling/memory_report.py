@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.sharding import config_of
+from tfdist.tensor_plans.tables import size_text, table_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +57,11 @@ class MemoryReport:
         rows = [["device", "parameters", "gradients", "optimizer", "together", "of mirrored"]]
         for memory in (*self.devices, self.mirrored):
             share = memory.total_bytes / self.mirrored.total_bytes if self.mirrored.total_bytes else 1.0
-            rows.append([memory.device, *(_size(getattr(memory, name)) for name in columns), f"{share:.1%}"])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
-            for row in rows
-        ]
-        rule = "-" * len(lines[0])
+            rows.append([memory.device, *(size_text(getattr(memory, name)) for name in columns), f"{share:.1%}"])
+        header, *lines, mirrored = table_lines(rows, "<>>>>>")
+        rule = "-" * len(header)
         note = [] if self.optimizer_is_built else ["The optimizer has no state yet: it is made before the first step."]
-        return "\n".join([f"Model state: {self.strategy}", lines[0], rule, *lines[1:-1], rule, lines[-1], *note])
+        return "\n".join([f"Model state: {self.strategy}", header, rule, *lines, rule, mirrored, *note])
 
 
 def memory_report(model: keras.Model) -> MemoryReport:
@@ -93,24 +90,17 @@ def memory_report(model: keras.Model) -> MemoryReport:
         )
     optimizer = getattr(model, "optimizer", None)
     slots = [] if optimizer is None else optimizer.variables
-    devices = _devices(model)
-    memories = []
-    for index, device in enumerate(devices):
-        memories.append(
-            DeviceMemory(
-                device=_short_name(device),
-                parameter_bytes=sum(_stored_bytes(variable, index) for variable in model.variables),
-                gradient_bytes=sum(_gradient_bytes(variable, index) for variable in model.trainable_variables),
-                optimizer_bytes=sum(_stored_bytes(variable, index) for variable in slots),
-            )
+    memories = tuple(
+        DeviceMemory(
+            device=_short_name(device),
+            parameter_bytes=sum(_stored_bytes(variable.value, index) for variable in model.variables),
+            gradient_bytes=sum(_gradient_bytes(variable.value, index) for variable in model.trainable_variables),
+            optimizer_bytes=sum(_stored_bytes(variable.value, index) for variable in slots),
         )
-    mirrored = DeviceMemory(
-        "mirrored",
-        parameter_bytes=_full_bytes(model.variables),
-        gradient_bytes=_full_bytes(model.trainable_variables),
-        optimizer_bytes=_full_bytes(slots),
+        for index, device in enumerate(_devices(model))
     )
-    return MemoryReport(tuple(memories), mirrored, _describe(model), optimizer is not None and bool(optimizer.built))
+    mirrored = DeviceMemory("mirrored", *map(_full_bytes, (model.variables, model.trainable_variables, slots)))
+    return MemoryReport(memories, mirrored, _describe(model), optimizer is not None and bool(optimizer.built))
 
 
 def _devices(model: keras.Model) -> list[str]:
@@ -118,7 +108,7 @@ def _devices(model: keras.Model) -> list[str]:
     mesh = getattr(strategy, "mesh", None)
     if mesh is not None:
         return list(mesh.devices)
-    value = _value(model.variables[0])
+    value = model.variables[0].value
     if isinstance(value, tf.distribute.DistributedValues):
         return [component.device for component in value.values]
     return [value.device]
@@ -131,19 +121,15 @@ def _short_name(device: str) -> str:
     return name if spec.job in (None, "localhost") else f"{spec.job} {spec.task} {name}"
 
 
-def _stored_bytes(variable: keras.Variable, index: int) -> int:
-    value = _value(variable)
+def _stored_bytes(value: tf.Variable, index: int) -> int:
     if config_of(getattr(value, "distribute_strategy", None)) is not None:
         # By the layout, since parts of other workers are not here: shards are padded to one size.
         is_stored = value.layout.stores(value.layout.mesh.coordinate(index))
         return _bytes(value.layout.component_shape, value.dtype) if is_stored else 0
-    if isinstance(value, tf.distribute.DistributedValues):
-        value = value.values[0]
     return _bytes(value.shape, value.dtype)
 
 
-def _gradient_bytes(variable: keras.Variable, index: int) -> int:
-    value = _value(variable)
+def _gradient_bytes(value: tf.Variable, index: int) -> int:
     config = config_of(getattr(value, "distribute_strategy", None))
     if config is None:
         return _bytes(value.shape, value.dtype)
@@ -155,15 +141,11 @@ def _gradient_bytes(variable: keras.Variable, index: int) -> int:
 
 
 def _full_bytes(variables: Iterable[keras.Variable]) -> int:
-    return sum(_bytes(variable.shape, _value(variable).dtype) for variable in variables)
+    return sum(_bytes(variable.shape, variable.value.dtype) for variable in variables)
 
 
 def _bytes(shape: Any, dtype: tf.DType) -> int:
     return math.prod(shape) * dtype.size
-
-
-def _value(variable: keras.Variable) -> tf.Variable:
-    return variable.value
 
 
 def _describe(model: keras.Model) -> str:
@@ -177,10 +159,3 @@ def _describe(model: keras.Model) -> str:
     if len(_devices(model)) > 1:
         return f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} devices"
     return "one device"
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} B"

@@ -139,7 +139,7 @@ class _Recorder:
     """The state of one trace; the patched methods of Keras call it.
 
     Layers are followed (their `call` runs on symbols) if they hold a leaf. Inside a step that is not followed, tensors are
-    TensorFlow's: `depth` counts how many such steps are running, `running` holds the leaves among them.
+    TensorFlow's: `running` holds such steps, outer before inner.
     """
 
     def __init__(self, model: keras.Model, leaves: Sequence[keras.Layer]) -> None:
@@ -156,24 +156,21 @@ class _Recorder:
             for weight in layer.weights:
                 self.owners.setdefault(id(weight), set()).add(layer)
         self.known: set[keras.KerasTensor] = set()
-        self.depth = 0
-        self.running: list[keras.Layer] = []
+        self.running: list[keras.Operation] = []
 
     @contextlib.contextmanager
     def opaque(self, operation: keras.Operation) -> Iterator[None]:
-        self.depth += 1
         self.running.append(operation)
         try:
             yield
         finally:
             self.running.pop()
-            self.depth -= 1
 
     def layer_call(self, original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         """In place of `Layer.__call__`."""
         if layer not in self.leaves:
             return original(layer, *args, **kwargs)
-        if self.depth:
+        if self.running:
             with self.opaque(layer):
                 outputs = original(layer, *args, **kwargs)
             self._hide(layer, (args, kwargs), outputs)
@@ -188,7 +185,7 @@ class _Recorder:
 
     def layer_step(self, original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         """In place of `Layer.symbolic_call`."""
-        if self.depth:
+        if self.running:
             return original(layer, *args, **kwargs)
         if layer not in self.followed:
             return self._record(layer, functools.partial(original, layer), args, kwargs)
@@ -208,7 +205,7 @@ class _Recorder:
 
     def operation_step(self, original: Callable[..., Any], operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
         """In place of `Operation.symbolic_call`."""
-        if self.depth:
+        if self.running:
             return original(operation, *args, **kwargs)
         return self._record(operation, operation.compute_output_spec, args, kwargs)
 
@@ -217,11 +214,9 @@ class _Recorder:
         self.trace.foreign_reads.update(self.owners.get(id(variable), set()).difference(self.running))
 
     def _record(self, operation: keras.Operation, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if operation in self.leaves:  # Keras hands masks on beside the tensors
-            kwargs_seen = {name: value for name, value in kwargs.items() if not name.endswith("mask")}
-        else:
-            kwargs_seen = kwargs
-        values = keras.tree.flatten((args, kwargs_seen))
+        # Keras hands masks on beside the tensors.
+        seen = {name: value for name, value in kwargs.items() if operation not in self.leaves or not name.endswith("mask")}
+        values = keras.tree.flatten((args, seen))
         inputs = tuple(dict.fromkeys(_symbols(values)))
         self._check(inputs)
         variables = [value for value in values if isinstance(value, keras.Variable)]
@@ -266,36 +261,32 @@ _PATCHING = threading.RLock()  # one trace at a time
 def _patched(recorder: _Recorder) -> Iterator[None]:
     """Puts the recorder's methods in place of Keras's, for this thread."""
 
-    def steps_in(name: str, owner: Any, replacement: Callable[..., Any]) -> tuple[str, Any, Any, Any]:
-        original = getattr(owner, name)
-
+    def in_this_thread(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original, updated=())
         def method(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != recorder.thread:
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 
-        return name, owner, original, method
+        return method
 
     def reading(original: Callable[..., Any], scope: Any, variable: keras.Variable) -> Any:
         recorder.read(variable)
         return original(scope, variable)
 
-    with _PATCHING:
-        patches = [
-            steps_in("__call__", keras.Layer, recorder.layer_call),
-            steps_in("symbolic_call", keras.Layer, recorder.layer_step),
-            steps_in("symbolic_call", keras.Operation, recorder.operation_step),
-            steps_in("get_current_value", keras.StatelessScope, reading),
-            steps_in("Node", keras_layer, lambda original, *args, **kwargs: None),
-        ]
-        try:
-            for name, owner, _, method in patches:
-                setattr(owner, name, method)
-            yield
-        finally:
-            for name, owner, original, _ in patches:
-                setattr(owner, name, original)
+    replacements: list[tuple[Any, str, Callable[..., Any]]] = [
+        (keras.Layer, "__call__", recorder.layer_call),
+        (keras.Layer, "symbolic_call", recorder.layer_step),
+        (keras.Operation, "symbolic_call", recorder.operation_step),
+        (keras.StatelessScope, "get_current_value", reading),
+        (keras_layer, "Node", lambda original, *args, **kwargs: None),
+    ]
+    with _PATCHING, contextlib.ExitStack() as undo:
+        for owner, name, replacement in replacements:
+            original = getattr(owner, name)
+            undo.callback(setattr, owner, name, original)
+            setattr(owner, name, in_this_thread(original, replacement))
+        yield
 
 
 def _passes_gradient(event: Event, needs_gradient: set[keras.KerasTensor]) -> bool:

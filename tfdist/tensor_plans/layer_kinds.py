@@ -72,6 +72,12 @@ def kind_of(layer: keras.Layer) -> LayerKind | None:
     return None
 
 
+def is_attention(layer: keras.Layer) -> bool:
+    """Returns whether a layer is an attention that can be sharded, by its heads."""
+    kind = kind_of(layer)
+    return kind is not None and kind.is_attention
+
+
 def path_of(layer: keras.Layer) -> str:
     """Returns the layer's path in its model, such as "encoder/dense_1"; its name where Keras gives it none."""
     return layer.path or layer.name

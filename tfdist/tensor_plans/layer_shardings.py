@@ -10,7 +10,7 @@ import keras
 from tfdist import errors
 from tfdist.layers.sharded_weights import ShardedWeights
 from tfdist.tensor_plans import keras_tracing
-from tfdist.tensor_plans.layer_kinds import COLUMN, KINDS, REPLICATE, ROW, kind_of, path_of, roles_of, sharded_sizes
+from tfdist.tensor_plans.layer_kinds import COLUMN, KINDS, REPLICATE, ROW, is_attention, path_of, roles_of, sharded_sizes
 from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer, trace_model
 from tfdist.tensor_plans.pairing import pair
 from tfdist.tensor_plans.plan import TensorPlan, matches
@@ -84,7 +84,7 @@ def layer_shardings(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> list
 def planned_roles(model: keras.Model, graph: ModelGraph, plan: TensorPlan) -> dict[keras.Layer, str]:
     """Returns the role of each layer that the plan shards; raises ValueError for a pattern or a layer that cannot be meant."""
     layers = keras_tracing.all_layers(model)[1:]
-    parts = {part for layer in layers if _is_attention(layer) for part in keras_tracing.all_layers(layer)[1:]}
+    parts = {part for layer in layers if is_attention(layer) for part in keras_tracing.all_layers(layer)[1:]}
     layers = [layer for layer in layers if layer not in parts]
     shardable = {known.layer for known in graph.layers}
     chosen = {layer: pattern for layer in layers if (pattern := plan.pattern_of(layer)) is not None}
@@ -129,11 +129,6 @@ def check_sharding(shardable: ShardableLayer, role: str, tensor_parallel_size: i
                 **{name: size},
                 fix=f'Nearest sizes: {" and ".join(nearest)}. Or give the layer the role "replicate".',
             )
-
-
-def _is_attention(layer: keras.Layer) -> bool:
-    kind = kind_of(layer)
-    return kind is not None and kind.is_attention
 
 
 def _not_shardable(layer: keras.Layer, pattern: str, role: str) -> str:

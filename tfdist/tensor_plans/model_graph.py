@@ -18,7 +18,7 @@ from tfdist import errors
 from tfdist.layers.elementwise import is_elementwise_activation
 from tfdist.tensor_plans import keras_tracing
 from tfdist.tensor_plans.keras_tracing import Trace
-from tfdist.tensor_plans.layer_kinds import LOOPS, LayerKind, kind_of, obstacle, path_of
+from tfdist.tensor_plans.layer_kinds import LOOPS, LayerKind, is_attention, kind_of, obstacle, path_of
 from tfdist.tensor_plans.layer_uses import LayerUse, hidden_use, seen_use
 from tfdist.tensor_plans.model_inputs import symbolic_calls
 
@@ -125,7 +125,7 @@ def _opaque(traces: Sequence[Trace]) -> int:
 def _shardable(model: keras.Model) -> tuple[list[keras.Layer], set[keras.Layer]]:
     """Returns the layers that can be sharded, and those of them that stand in a layer that calls them in a loop."""
     layers = keras_tracing.all_layers(model)
-    within = {inner for layer in layers if (kind := kind_of(layer)) and kind.is_attention for inner in _inside(layer)}
+    within = {inner for layer in layers if is_attention(layer) for inner in _inside(layer)}
     looped = {inner for layer in layers if isinstance(layer, LOOPS) for inner in _inside(layer)}
     leaves = [layer for layer in layers if kind_of(layer) and layer not in within]
     return leaves, looped.intersection(leaves)

@@ -23,6 +23,7 @@ from tfdist.layers import (
 from tfdist.sharding import config_of
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, VOCAB
 from tfdist.tensor_plans.layer_shardings import LayerSharding, resolve
+from tfdist.tensor_plans.tables import table_lines
 
 # The parallel class of each Keras class, by role; the more special class first.
 _PARALLEL: dict[str, dict[type, type]] = {
@@ -98,7 +99,8 @@ def _strategy_of(model: Any) -> Any:
         raise errors.value_error(
             "`model` must be a built `keras.Model`.", model=model, fix="Call it, or `model.build(input_shape)`, in the scope."
         )
-    strategies = {id(found): found for found in map(_made_by, model.variables)}
+    made_by = [getattr(variable.value, "distribute_strategy", None) for variable in model.variables]
+    strategies = {id(found): found for found in made_by}
     _check_no_pipeline(tf.distribute.get_strategy(), *strategies.values())
     strategy = next(iter(strategies.values()), None)
     if len(strategies) != 1 or config_of(strategy) is None:
@@ -120,10 +122,6 @@ def _check_no_pipeline(*strategies: Any) -> None:
             pipeline_parallel_size=max(sizes),
             fix="Build the model of the layers of `tfdist.layers`, and wrap it in a `PipelineModel`.",
         )
-
-
-def _made_by(variable: keras.Variable) -> Any:
-    return getattr(variable.value, "distribute_strategy", None)
 
 
 def _apply(sharding: LayerSharding) -> None:
@@ -149,22 +147,10 @@ def _described(shardings: Sequence[LayerSharding], size: int) -> str:
         return "Nothing is sharded."
     rows: list[tuple[str, ...]] = [("layer", "sharded by", "parameters", "of one rank", "output")]
     for sharding in shardings:
-        counts = [sum(count(weight) for weight in sharding.layer.weights) for count in (_size, _local_size)]
+        of_all = sum(math.prod(weight.shape) for weight in sharding.layer.weights)
+        of_one = sum(weight._value.layout.local_elements for weight in sharding.layer.weights)
         is_local = sharding.role == COLUMN and hasattr(sharding.layer, "kernel") and not sharding.gather_output
-        rows.append((sharding.path, sharding.role, *(f"{count:,}" for count in counts), "sharded" if is_local else "whole"))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    aligned = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
-    lines = [
-        "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip() for row in rows
-    ]
-    return "\n".join(
-        [f"{len(shardings)} layers are sharded over {size} tensor ranks", lines[0], "-" * sum(widths, 8), *lines[1:]]
-    )
-
-
-def _size(variable: keras.Variable) -> int:
-    return math.prod(variable.shape)
-
-
-def _local_size(variable: keras.Variable) -> int:
-    return variable._value.layout.local_elements
+        rows.append((sharding.path, sharding.role, f"{of_all:,}", f"{of_one:,}", "sharded" if is_local else "whole"))
+    header, *lines = table_lines(rows, "<<>><")
+    rule = "-" * max(map(len, (header, *lines)))
+    return "\n".join([f"{len(shardings)} layers are sharded over {size} tensor ranks", header, rule, *lines])

@@ -10,7 +10,7 @@ import keras
 
 from tfdist import errors
 from tfdist.tensor_plans import keras_tracing
-from tfdist.tensor_plans.layer_kinds import ROLES, kind_of, path_of
+from tfdist.tensor_plans.layer_kinds import ROLES, is_attention, path_of
 
 
 class TensorPlan(Mapping[str, str]):
@@ -83,8 +83,7 @@ def matches(pattern: str, layer: keras.Layer) -> bool:
     if pattern == path or re.search(pattern, path):
         return True
     parts = [weight.path for weight in layer.weights if re.search(pattern, weight.path)]
-    kind = kind_of(layer)
-    if kind is not None and kind.is_attention:
+    if is_attention(layer):
         parts += [part.path for part in keras_tracing.all_layers(layer)[1:] if part.path and re.search(pattern, part.path)]
         if parts:
             raise errors.value_error(

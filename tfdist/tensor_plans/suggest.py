@@ -35,7 +35,8 @@ from tfdist.tensor_plans.layer_kinds import (
 from tfdist.tensor_plans.layer_shardings import LayerSharding, layer_shardings
 from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer, trace_model
 from tfdist.tensor_plans.pairing import Flow
-from tfdist.tensor_plans.suggested_plan import SuggestedPlan, SuggestedSharding, size_text
+from tfdist.tensor_plans.suggested_plan import SuggestedPlan, SuggestedSharding
+from tfdist.tensor_plans.tables import size_text
 from tfdist.tensor_plans.traffic import moved_units
 
 BREAK_EVEN_VECTORS = 256
@@ -144,13 +145,8 @@ class _Ranks:
         gathered = set().union(*(flow.gathered for flow in flows))
         whole = set().union(*(flow.whole_inputs for flow in flows))
         fed = [pair for flow in flows for pair in flow.fed]
-        groups: dict[_Group, None] = {}
-        for column in columns:
-            group = _connected(column, fed)
-            blocked = group.columns & (gathered | group.rows) or group.rows & whole
-            if group.rows and not blocked:
-                groups[group] = None
-        return list(groups)
+        groups = dict.fromkeys(_connected(column, fed) for column in columns)
+        return [x for x in groups if x.rows and not x.columns & (gathered | x.rows) and not x.rows & whole]
 
     def worth(self, known: ShardableLayer, sharding: LayerSharding) -> float:
         """Returns the state bytes that a sharding saves, less those that it moves in a step of `BREAK_EVEN_VECTORS` vectors."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from tfdist.tensor_plans.plan import TensorPlan
+from tfdist.tensor_plans.tables import size_text, table_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,29 +79,19 @@ class SuggestedPlan(TensorPlan):
             cells.append([sharding.path, sharding.kind, sharding.role, paired, *sizes, sharding.reason])
         total = f"of {size_text(self.parameter_bytes)} parameters"
         cells.append(["together", "", "", "", size_text(self.saved_bytes), size_text(self.moved_bytes), total])
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        justify = [str.ljust, str.ljust, str.ljust, str.ljust, str.rjust, str.rjust, str.ljust]
-        lines = ["  ".join(side(cell, w) for side, cell, w in zip(justify, row, widths, strict=True)).rstrip() for row in cells]
-        rule = "-" * max(map(len, lines))
+        header, *lines, last = table_lines(cells, "<<<<>><")
+        rule = "-" * max(map(len, (header, *lines, last)))
         examples = "1 example" if self.examples == 1 else f"{self.examples} examples"
         return "\n".join(
             [
                 f"Suggested sharding over {self.tensor_parallel_size} tensor ranks",
                 "saved: parameter bytes that each rank no longer holds; gradients and optimizer state come on top",
                 f"moved: bytes through each rank in a training step of {examples} per replica, forward and backward",
-                lines[0],
+                header,
                 rule,
-                *lines[1:-1],
+                *lines,
                 rule,
-                lines[-1],
+                last,
                 *self.notes,
             ]
         )
-
-
-def size_text(count: float) -> str:
-    """Returns "1.50 MB" for a number of bytes."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"

@@ -17,7 +17,7 @@ The gradient of a gathered output is the same on every rank, so each takes its o
 
 from __future__ import annotations
 
-from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, kind_of
+from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, is_attention
 from tfdist.tensor_plans.layer_shardings import LayerSharding
 from tfdist.tensor_plans.layer_uses import LayerUse
 
@@ -25,7 +25,7 @@ from tfdist.tensor_plans.layer_uses import LayerUse
 def moved_units(sharding: LayerSharding, use: LayerUse) -> float:
     """Returns the units of one call and one example: elements, to be multiplied by (t - 1)/t."""
     inputs, outputs = use.gradient_elements, use.output_elements
-    if kind_of(sharding.layer).is_attention:
+    if is_attention(sharding.layer):
         return 2 * outputs + 2 * inputs
     if sharding.role == COLUMN:
         return (outputs if sharding.gather_output else 0) + 2 * inputs
