@@ -21,20 +21,18 @@ from tfdist import errors
 class DiscardingGroup:
     """A group of an HDF5 file that keeps the keys and drops the values."""
 
-    def __init__(self, name: str = "/"):
-        self._group_name = name
-        self._keys: dict[str, None] = {}
+    name = "/"  # in a `DiscardingFile` too, where h5py has a property
 
-    @property
-    def name(self) -> str:
-        return self._group_name
+    def __init__(self, name: str = "/"):
+        self.name = name
+        self._keys: dict[str, None] = {}
 
     @property
     def attrs(self) -> dict[str, Any]:
         return {}
 
     def create_group(self, name: str) -> DiscardingGroup:
-        return DiscardingGroup(f"{self._group_name.rstrip('/')}/{name}")
+        return DiscardingGroup(f"{self.name.rstrip('/')}/{name}")
 
     def create_dataset(self, name: str, *args: Any, **kwargs: Any) -> DiscardingGroup:
         self[name] = None
@@ -72,13 +70,11 @@ class DiscardingGroup:
 class DiscardingFile(DiscardingGroup, h5py.File):
     """No file at all, and an HDF5 file that is open for writing to whoever looks at the class."""
 
+    filename = ""  # no property, as it is in h5py
+
     def __init__(self, filename: Any = ""):
         DiscardingGroup.__init__(self)  # not h5py's, which opens a file
-        self._filename = str(filename)
-
-    @property
-    def filename(self) -> str:
-        return self._filename
+        self.filename = str(filename)
 
     def flush(self) -> None:
         pass
@@ -87,7 +83,7 @@ class DiscardingFile(DiscardingGroup, h5py.File):
         pass
 
     def __repr__(self) -> str:
-        return f"<DiscardingFile {self._filename!r}>"
+        return f"<DiscardingFile {self.filename!r}>"
 
 
 class DiscardingStore(saving_lib.H5IOStore):
@@ -106,8 +102,7 @@ class DiscardingShardedStore(saving_lib.ShardedH5IOStore):
     def __init__(self, path: str | pathlib.Path, max_shard_size: float):
         super().__init__(path, max_shard_size, mode="w")
 
-    def _get_h5_file(self, path_or_io: Any, mode: str | None = None) -> DiscardingFile:
-        return DiscardingFile(path_or_io)
+    _get_h5_file = DiscardingStore._get_h5_file
 
     def close(self) -> None:
         self.h5_file = None  # Keras's own `close` also writes the index

@@ -46,11 +46,7 @@ def _strategies(model: Any) -> Iterator[Any]:
 
 
 def writing_role(model: Any) -> WritingRole:
-    """Returns what this worker does when `model` is saved.
-
-    Args:
-        model: a Keras model, or anything else that Keras saves.
-    """
+    """Returns what this worker does when `model`, or anything else that Keras saves, is saved."""
     strategy = cluster_strategy(model)
     if strategy is None:
         return WritingRole.ALONE

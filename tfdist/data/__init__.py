@@ -1,6 +1,5 @@
 """Level 6: each process's part of the data, and whether all processes read the same."""
 
-from tfdist.data import rank_specs
 from tfdist.data.device_iterators import DistributedDataset, DistributedDatasetsFromFunction
 from tfdist.data.signature import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.data.split import split_batches
@@ -11,7 +10,6 @@ __all__ = [
     "DistributedDatasetsFromFunction",
     "dataset_signature",
     "difference",
-    "rank_specs",
     "split_batches",
     "unordered",
     "unseeded",

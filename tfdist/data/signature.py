@@ -61,12 +61,8 @@ _HEAD_VALUES = 64  # so many values of a source, or of a constant, are compared
 class DatasetSignature:
     """What can be told about the elements of a dataset and their order without running it; `dataset_signature` makes it.
 
-    Two equal signatures do not prove equal data, see "Note: what is not seen" in this module; two different signatures prove that
-    the workers read different datasets.
-
-    Args:
-        entries: pairs of a name ("ShuffleDataset", "RandomUniform in MapDataset") and what is known of it by attribute; first the
-            dataset as a whole, then its transformations from the end to the sources.
+    Two different signatures prove that the workers read different datasets; two equal ones do not prove equal data. `entries` are
+    the lines of the list above: pairs of a name and what is known of it by attribute.
     """
 
     entries: tuple[tuple[str, _Values], ...]
@@ -82,39 +78,22 @@ class DatasetSignature:
 
 
 def dataset_signature(dataset: tf.data.Dataset) -> DatasetSignature:
-    """Lists what the elements of `dataset` and their order depend on.
+    """Lists what the elements of `dataset` and their order depend on; raises ValueError for what is no `tf.data.Dataset`.
 
-    Making a signature takes milliseconds: nothing is iterated, and of data in memory only the first values are read.
-
-    Args:
-        dataset: any dataset. Of a kind that this module does not know, the signature has the name only.
-
-    Returns:
-        The signature of `dataset`.
-
-    Raises:
-        ValueError: `dataset` is not a `tf.data.Dataset`.
+    Making a signature takes milliseconds: nothing is iterated, and of data in memory only the first values are read. Of a kind of
+    dataset that this module does not know, the signature has the name only.
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise errors.value_error("`dataset` must be a `tf.data.Dataset`.", dataset=dataset)
-    whole = _known(
-        element_spec=str(dataset.element_spec),
-        cardinality=dataset.cardinality(),
-        deterministic=dataset.options().deterministic,
-    )
+    spec, is_deterministic = str(dataset.element_spec), dataset.options().deterministic
+    whole = _known(element_spec=spec, cardinality=dataset.cardinality(), deterministic=is_deterministic)
     return DatasetSignature((("dataset", whole), *_walk(dataset)))
 
 
 def unseeded(signature: DatasetSignature) -> list[str]:
-    """Returns the parts of a dataset that shuffle or draw at random without any seed: they differ on every worker.
+    """Returns the parts of a dataset that shuffle or draw at random without any seed, like "ShuffleDataset(buffer_size=1024)".
 
-    `keras.utils.set_random_seed(...)` before the dataset is built, or a `seed` argument, seeds them.
-
-    Args:
-        signature: the signature of the dataset.
-
-    Returns:
-        One text for each such part, like "ShuffleDataset(buffer_size=1024)"; empty when all parts are seeded.
+    They differ on every worker. `keras.utils.set_random_seed(...)` before the dataset is built, or a `seed` argument, seeds them.
     """
     return [
         _text(name, {key: values[key] for key in ("buffer_size",) if key in values})
@@ -126,12 +105,7 @@ def unseeded(signature: DatasetSignature) -> list[str]:
 def unordered(signature: DatasetSignature) -> list[str]:
     """Returns the parts of a dataset that may yield their elements in another order on each run (`deterministic=False`).
 
-    Args:
-        signature: the signature of the dataset.
-
-    Returns:
-        One text for each such part, like "ParallelMapDataset(deterministic='false')"; "dataset(...)" stands for the option
-        `tf.data.Options.deterministic`. An `interleave(deterministic=False)` cannot be seen.
+    They look like "ParallelMapDataset(deterministic='false')"; "dataset(...)" stands for `tf.data.Options.deterministic`.
     """
     return [
         _text(name, {"deterministic": values["deterministic"]})
@@ -141,12 +115,7 @@ def unordered(signature: DatasetSignature) -> list[str]:
 
 
 def difference(mine: DatasetSignature, theirs: DatasetSignature) -> str | None:
-    """Returns the first difference of two signatures in words ("here" is `mine`, "there" is `theirs`), None if they are equal.
-
-    Args:
-        mine: the signature of this worker's dataset.
-        theirs: the signature of another worker's dataset.
-    """
+    """Returns the first difference of two signatures in words ("here" is `mine`, "there" is `theirs`), None if they are equal."""
     for one, other in itertools.zip_longest(mine.entries, theirs.entries):
         if one == other:
             continue

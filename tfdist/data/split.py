@@ -12,7 +12,7 @@ Note: every worker reads the global batch
     in a batch. The price is that every worker reads and transforms all examples; who cannot pay it lets each worker read its own
     part of the data and batch it by the per-worker size (`distribute_datasets_from_function`).
 
-    Batches are those of one process only if the workers' datasets agree; `tfdist.data.dataset_signature` compares them.
+    Batches are those of one process only if the workers' datasets agree; `dataset_signature` compares them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
 
         [p * q + min(p, r),  (p + 1) * q + min(p + 1, r))          the pieces of `numpy.array_split`
 
-    so sizes differ by at most one, larger pieces come first, and pieces are empty where `n < num_parts`. All pieces in order are
-    the batch. A worker passes the data indices of its devices; an index that several devices share may be repeated.
+    so sizes differ by at most one, larger pieces come first, and pieces are empty where `n < num_parts`.
 
     A dense piece is a view of the batch where it begins at a multiple of 64 bytes, a copy elsewhere; a view costs nothing, and
     keeps the global batch in memory as long as it lives. Splitting draws no random numbers and leaves the dataset's seeds as they
@@ -47,7 +46,8 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
             passes unchanged. A batch size that is known (`batch(..., drop_remainder=True)`) and divisible by `num_parts` gives
             pieces of static size `n / num_parts`; any other gives pieces of unknown size, the same for every piece.
         num_parts: how many pieces a batch has: the data-parallel size of the whole job.
-        parts: the pieces to keep, each in [0, num_parts), in the order in which the dataset yields them.
+        parts: the pieces to keep, each in [0, num_parts), in the order in which the dataset yields them: the data indices of a
+            worker's devices, which may repeat.
 
     Returns:
         A dataset of the same structure, with the options of `dataset` and `len(parts)` elements for each of its batches.

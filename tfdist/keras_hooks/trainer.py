@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.data import rank_specs
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.layers import sharded_tensors
 from tfdist.optimizers.support import check_variables, describe
@@ -66,14 +65,21 @@ def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: An
     if config_of(strategy) is None or iterator is None:
         original(self, iterator=iterator, data_batch=data_batch)
         return
-    batch = rank_specs.of_one_rank(iterator._distributed_dataset.element_spec)
-    if rank_specs.has_ragged_or_sparse(batch):
+    batch = tf.nest.map_structure(_spec_of_one_rank, iterator._distributed_dataset.element_spec)
+    specs = tf.nest.flatten(batch)
+    if any(isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec) for spec in specs):
         return  # Keras would take them for dense ones; as on one device, what is not built yet is built in the first step
-    if not rank_specs.has_known_shapes(batch):
+    if not all(spec is None or isinstance(spec, tf.TensorSpec) and spec.shape[1:].is_fully_defined() for spec in specs):
         for _, _, batches in iterator:
             batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
             break
     original(self, data_batch=batch)
+
+
+def _spec_of_one_rank(spec: Any) -> Any:
+    """Returns the spec of one rank's value, from that of the values of all; None for a value that is always None."""
+    spec = getattr(spec, "_value_specs", (spec,))[0]
+    return None if isinstance(spec, tf.NoneTensorSpec) else spec
 
 
 @replaces(TENSORFLOW_TRAINER, "predict_on_batch")
