@@ -632,7 +632,7 @@ def optimizer_classes():
 
 
 def test_what_the_sharded_step_reads_of_an_optimizer():
-    """tfdist/optimizers: step.py, averaging.py, slots.py."""
+    """tfdist/optimizers: step.py, after_update.py, slots.py."""
     optimizer = keras.optimizers.Adam(0.1, use_ema=True, gradient_accumulation_steps=2)
     variables = [keras.Variable(np.ones((2,), "float32"), name="weight") for _ in range(3)]
     optimizer.build(variables)

@@ -113,20 +113,21 @@ class RankProgram:
     def token(self) -> tf.Tensor:
         return self.communicator.token(self.rank)
 
-    def cond(self, predicate: tf.Tensor, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+    def cond(self, predicate: tf.Tensor, true_fn: Callable[[], None], false_fn: Callable[[], None] = lambda: None) -> None:
         """`tf.cond` whose branches may hold collectives: `predicate` must be the same on all ranks of every group in them."""
 
-        def branch(function: Callable[[], Any]) -> Callable[[], Any]:
-            def traced() -> Any:
+        def branch(function: Callable[[], None]) -> Callable[[], tf.Tensor]:
+            def traced() -> tf.Tensor:
                 self._branches.append(tf.compat.v1.get_default_graph())
                 try:
-                    return function()
+                    function()
                 finally:
                     self._branches.pop()
+                return tf.constant(True)
 
             return traced
 
-        return tf.cond(predicate, branch(true_fn), branch(false_fn))
+        tf.cond(predicate, branch(true_fn), branch(false_fn))
 
     def exists_here(self, x: tf.Tensor) -> bool:
         """Whether `x` was made where all ranks run, not in a branch, a loop or a nested function of one rank's function."""

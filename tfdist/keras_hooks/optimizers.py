@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from tfdist.keras_hooks.table import replaces
+from tfdist.optimizers.after_update import overwrite_with_averages
 from tfdist.optimizers.application import apply, assign_owners_if_needed, decay_weights
-from tfdist.optimizers.averaging import overwrite_with_averages
 from tfdist.optimizers.loss_scaling import apply_unscaled
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.step import accumulates_partial_sums

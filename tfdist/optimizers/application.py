@@ -13,6 +13,7 @@ from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients
 from tfdist.optimizers.support import is_elementwise
 from tfdist.optimizers.target import variable_of
+from tfdist.optimizers.update import decays
 from tfdist.sharding import MeshConfig, Shard, placement
 
 
@@ -61,7 +62,7 @@ def apply(optimizer: Any, grads: Any, trainable_variables: Any, config: MeshConf
 
 def decay_weights(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
     """Takes the optimizer's weight decay from each of `variables`, what this rank steps on."""
-    for variable in variables if optimizer.weight_decay is not None else ():
-        if optimizer._use_weight_decay(variable):
+    for variable in variables:
+        if decays(optimizer, variable):
             rate = tf.cast(optimizer.learning_rate, variable.dtype)
             variable.assign_sub(variable * tf.cast(optimizer.weight_decay, variable.dtype) * rate)

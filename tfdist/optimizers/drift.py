@@ -27,7 +27,7 @@ def check_drift(optimizer: Any, variables: Sequence[Any], config: MeshConfig, pr
     names = [getattr(variable, "path", None) or variable.name for variable in whole]
     ranks = program.group_ranks("tensor")
 
-    def compare() -> tf.Tensor:
+    def compare() -> None:
         prints = tf.stack([_fingerprint(local_part(v, program)) for v in whole])
         highest = group_ops.all_reduce(program, prints, ranks, "max", "drift/max")
         differs = tf.not_equal(highest, group_ops.all_reduce(program, prints, ranks, "min", "drift/min"))
@@ -41,10 +41,9 @@ def check_drift(optimizer: Any, variables: Sequence[Any], config: MeshConfig, pr
             ],
             summarize=20,
         )
-        return tf.constant(True)
 
     is_due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % config.check_drift_every, 0)
-    program.cond(is_due, compare, lambda: tf.constant(False))
+    program.cond(is_due, compare)
 
 
 def _fingerprint(variable: tf.Variable) -> tf.Tensor:

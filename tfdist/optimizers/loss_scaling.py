@@ -38,18 +38,16 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
         program.attachment(KnownReductions).add(grad, grad)
     by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}
 
-    def step() -> tf.Tensor:
+    def step() -> None:
         inner.apply([by_variable.get(id(variable)) for variable in variables], variables)
         is_grown = tf.equal(tf.convert_to_tensor(optimizer.step_counter), optimizer.dynamic_growth_steps - 1)
         counter, factor = tf.convert_to_tensor(optimizer.step_counter), tf.where(is_grown, 2.0, 1.0)
         optimizer.step_counter.assign(tf.where(is_grown, tf.zeros_like(counter), counter + 1))
         optimizer.dynamic_scale.assign(scale * factor)
-        return tf.constant(True)
 
-    def skip() -> tf.Tensor:
+    def skip() -> None:
         optimizer.step_counter.assign(0)
         optimizer.dynamic_scale.assign(scale * 0.5)
-        return tf.constant(False)
 
     program.cond(is_finite, step, skip)
 

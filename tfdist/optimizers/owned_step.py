@@ -17,9 +17,8 @@ from tfdist.collectives import RankProgram
 from tfdist.optimizers.slots import broadcast_together, slots_of
 from tfdist.optimizers.target import Target, local_part
 from tfdist.optimizers.update import stand_in_of, update
+from tfdist.sharding import tape
 from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
-
-_WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
 
 def complete(
@@ -42,13 +41,9 @@ def complete(
 
 def update_owned(optimizer: Any, target: Target, weight: tf.Tensor, grad: tf.Tensor, learning_rate: tf.Tensor) -> tf.Tensor:
     """Returns the whole `weight` after the optimizer's update, on its owner; the slots are updated in place."""
-    parameter = stand_in_of(optimizer, target.variable, weight)
-    if tf.executing_eagerly():
-        return update(optimizer, parameter, grad, learning_rate)
-    graph = tf.compat.v1.get_default_graph()
-    before = len(graph.get_operations())
-    updated = update(optimizer, parameter, grad, learning_rate)
-    _check_writes(optimizer, target, graph, graph.get_operations()[before:])
+    began = tape.operations_so_far()
+    updated = update(optimizer, stand_in_of(optimizer, target.variable, weight), grad, learning_rate)
+    _check_writes(optimizer, target, tape.operations_since(began))
     return updated
 
 
@@ -70,11 +65,12 @@ def publish(
         slot.assign(value, read_value=False)
 
 
-def _check_writes(optimizer: Any, target: Target, graph: tf.Graph, operations: Sequence[tf.Operation]) -> None:
+def _check_writes(optimizer: Any, target: Target, operations: Sequence[tf.Operation]) -> None:
     """Raises when the owner alone has written something that the other ranks keep too."""
+    graph = tf.compat.v1.get_default_graph()
     own = {id(_external(graph, local_part(slot, target.program).handle)) for slot in slots_of(optimizer, target.variable)}
     for operation in operations:
-        if operation.type in _WRITES and id(_external(graph, operation.inputs[0])) not in own:
+        if tape.writes(operation) and id(_external(graph, operation.inputs[0])) not in own:
             name = type(optimizer).__name__
             raise errors.not_implemented(
                 f"`{name}.update_step` writes a variable that is not a slot of the parameter it is given. With "

@@ -277,22 +277,17 @@ class _Planner:
         if waits_for_all or not isinstance(settings.placements.gradient, Shard):
             return [*self.reductions(), *self.updates()]
         actions = [*self._reductions_of_shards(), *self._updates_in_place(self._sharded)]
-        reduced = 0
+        actions += self._reduction(0)
         for bucket in range(len(self._buckets)):
-            while reduced < min(bucket + 2, len(self._buckets)):
-                actions += self._reduction(reduced)
-                reduced += 1
-            actions += self._update_of_bucket(bucket)
+            actions += [*self._reduction(bucket + 1), *self._update_of_bucket(bucket)]
             if settings.in_flight == 1:
-                actions += self._holding_back(reduced)
+                actions += self._holding_back(bucket + 2)
         return actions
 
     def reductions(self) -> list[Action]:
         """Returns the reductions of all gradients."""
-        actions = self._reductions_of_shards()
-        for bucket in range(len(self._buckets)):
-            actions += self._reduction(bucket)
-        return actions
+        buckets = range(len(self._buckets))
+        return [*self._reductions_of_shards(), *(action for bucket in buckets for action in self._reduction(bucket))]
 
     def updates(self) -> list[Action]:
         """Returns what follows when all gradients are reduced."""
@@ -316,7 +311,8 @@ class _Planner:
         return [*alone, *self.unscaled(self._sharded)]
 
     def _reduction(self, bucket: int) -> list[Action]:
-        members = self._buckets[bucket]
+        """Returns the reduction of `bucket`, if there is one of that number."""
+        members = self._buckets[bucket] if bucket < len(self._buckets) else ()
         missing = tuple(place for place in members if not self._gradients[place].is_reduced)
         actions: list[Action] = [Reduce(bucket, missing)] if missing else []
         if missing and self._settings.in_flight is not None:

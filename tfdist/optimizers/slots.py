@@ -73,11 +73,6 @@ def broadcast_together(
 def _entries_of(optimizer: Any, parameter: Any) -> list[Any]:
     index = optimizer._get_variable_index(parameter)
     count = len(optimizer._trainable_variables)
-    slots = []
-    for name, values in sorted(vars(optimizer).items()):
-        if name in _OTHER_LISTS or not isinstance(values, list) or len(values) != count:
-            continue
-        slot = values[index]
-        if isinstance(getattr(slot, "value", None), tf.Variable) or isinstance(slot, tf.Variable):
-            slots.append(slot)
-    return slots
+    named = [values for name, values in sorted(vars(optimizer).items()) if name not in _OTHER_LISTS]
+    entries = [values[index] for values in named if isinstance(values, list) and len(values) == count]
+    return [slot for slot in entries if any(isinstance(one, tf.Variable) for one in (slot, getattr(slot, "value", None)))]

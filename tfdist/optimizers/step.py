@@ -12,9 +12,8 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, current_program
 from tfdist.optimizers import owned_step, plan
-from tfdist.optimizers.averaging import update_averages
+from tfdist.optimizers.after_update import constrain, update_averages
 from tfdist.optimizers.clipping import clip, kind_of_clipping
-from tfdist.optimizers.constraining import constrain
 from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.reduction import KnownReductions, comes_reduced, dense, reduce_bucket
@@ -182,7 +181,7 @@ class _Step:
             for target in self._targets
         ]
 
-        def last() -> tf.Tensor:
+        def last() -> None:
             sums = [grad + accumulator for grad, accumulator in zip(grads, accumulators, strict=True)]
             self._grads = [total / self._plan.accumulation_steps for total in sums]
             self._given = list(self._grads)
@@ -190,12 +189,10 @@ class _Step:
             for accumulator in optimizer._accumulated_gradients:
                 accumulator = local_part(accumulator, program)
                 accumulator.assign(tf.zeros_like(accumulator), read_value=False)
-            return tf.constant(True)
 
-        def not_last() -> tf.Tensor:
+        def not_last() -> None:
             for grad, accumulator in zip(grads, accumulators, strict=True):
                 accumulator.assign_add(grad, read_value=False)
-            return tf.constant(False)
 
         is_last = tf.equal((tf.convert_to_tensor(optimizer._iterations) + 1) % self._plan.accumulation_steps, 0)
         program.cond(is_last, last, not_last)

@@ -1,16 +1,23 @@
-"""The exponential moving average of the weights (`use_ema`), kept on the shards."""
+"""What a step does to weights after their update, as Keras does: their moving average and their constraints.
+
+The exponential moving average (`use_ema`) is kept on the shards. A constraint (`kernel_constraint=...`) may need whole weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.optimizers.target import Target, local_part, variable_of
 from tfdist.sharding import MeshConfig
-from tfdist.sharding.shard_messages import gather_shards_in_buckets
+from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards_in_buckets
+
+# These look at one element at a time, and so may look at a shard.
+_ELEMENTWISE = (keras.constraints.NonNeg,)
 
 
 def update_averages(optimizer: Any, config: MeshConfig, program: RankProgram) -> None:
@@ -32,12 +39,7 @@ def update_averages(optimizer: Any, config: MeshConfig, program: RankProgram) ->
         average.assign(momentum * average + (1 - momentum) * weight, read_value=False)
     if optimizer.ema_overwrite_frequency:
         is_due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % optimizer.ema_overwrite_frequency, 0)
-
-        def overwrite() -> tf.Tensor:
-            _overwrite(pairs, config, program)
-            return tf.constant(True)
-
-        program.cond(is_due, overwrite, lambda: tf.constant(False))
+        program.cond(is_due, lambda: _overwrite(pairs, config, program))
 
 
 def overwrite_with_averages(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -57,3 +59,25 @@ def _overwrite(pairs: Sequence[tuple[Target, tf.Variable]], config: MeshConfig, 
     layouts = [target.state_layout for target, _ in gathered]
     for place, whole in gather_shards_in_buckets(program, shards, layouts, config.bucket_bytes, "all_gather/average"):
         gathered[place][0].stored.assign(whole, read_value=False)
+
+
+def constrain(variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> None:
+    """Applies to each of `variables` its constraint, if it has one.
+
+    A replicated weight (stages 0 to 2) is whole on every rank and needs no message. A sharded one (stage 3, or over the tensor
+    axis) is gathered for it, since a constraint may take the norm of a row, unless it is known to be elementwise.
+    """
+    gathered = []
+    for variable in variables:
+        constraint = getattr(variable, "constraint", None)
+        if constraint is None:
+            continue
+        target = Target.of(variable, config, program)
+        if target.layout.is_sharded and not isinstance(constraint, _ELEMENTWISE):
+            gathered.append((target, constraint))
+        else:
+            target.stored.assign(constraint(tf.convert_to_tensor(target.stored)), read_value=False)
+    stored, layouts = [tf.convert_to_tensor(target.stored) for target, _ in gathered], [target.layout for target, _ in gathered]
+    for place, local in gather_shards_in_buckets(program, stored, layouts, config.bucket_bytes, "all_gather/constraint"):
+        target, constraint = gathered[place]
+        target.store_global(constraint(gather_over_tensor(program, local, target.layout, "all_gather/constraint")))
