@@ -1,8 +1,7 @@
 """Level 4: what part of a variable each rank stores, and how a parameter is gathered, dropped and gathered again."""
 
-from tfdist.sharding.config import ShardingConfig, settings_of, with_settings_listed
+from tfdist.sharding.config import MeshConfig, ShardingConfig, config_of, settings_of, with_settings_listed
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.mesh_config import MeshConfig, config_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.placement_request import PlacementRequest, current_placement, kept_placement, placement, request_placement
 from tfdist.sharding.placements import Own, Partial, Placement, Replicate, Shard

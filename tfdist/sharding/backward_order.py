@@ -55,13 +55,9 @@ class Step:
 def order_backward(regathers: Sequence[Regather], reductions: Sequence[Reduction], prefetch: int) -> list[Step]:
     """Returns the collectives of the backward pass in program order.
 
-    The i-th regather is issued where the (i - prefetch)-th is first read, and waits until the one before that has been read.
-
-    Args:
-        regathers: the units to gather again (or kept), in any order.
-        reductions: the units to reduce, in any order.
-        prefetch: how many units may be gathered ahead of the one in use. Units whose uses interleave (a layer used twice within
-            the window) are needed at once and held at once, whatever the limit.
+    The i-th regather is issued where the (i - prefetch)-th is first read, and waits until the one before that has been read: so
+    many units may be gathered ahead of the one in use. Units whose uses interleave (a layer used twice within the window) are
+    needed at once and held at once, whatever the limit.
     """
     regathers = sorted(regathers, key=lambda regather: (min(regather.uses), regather.unit))
     placed: list[tuple[float, int, Step]] = []

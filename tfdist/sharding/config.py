@@ -1,4 +1,7 @@
-"""The settings of a strategy. A setting stands here and nowhere else: its name, type, default, check and description."""
+"""The settings of a strategy, and with the mesh of its devices what a strategy tells the levels below about sharding.
+
+A setting stands here and nowhere else: its name, type, default, check and description.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ import difflib
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.sharding.zero import placements_of
+from tfdist.mesh import DeviceMesh
+from tfdist.sharding.layout import Layout
+from tfdist.sharding.zero import ZeroPlacements, placements_of
 
 _Check = Callable[[str, Any], Any]
 # The line of a docstring in whose place `with_settings_listed` puts the settings.
@@ -142,9 +147,8 @@ class ShardingConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, field in self.__dataclass_fields__.items():
-            if "check" in field.metadata:
-                object.__setattr__(self, name, field.metadata["check"](name, getattr(self, name)))
+        for field in dataclasses.fields(ShardingConfig):
+            object.__setattr__(self, field.name, field.metadata["check"](field.name, getattr(self, field.name)))
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings by name."""
@@ -171,3 +175,37 @@ def settings_of(config: ShardingConfig | None, changes: dict[str, Any]) -> Shard
             fix = f"Did you mean `{close[0]}`?" if close else f"The settings are {', '.join(sorted(known))}."
             raise TypeError(errors.message(f"`{name}` is no setting of a strategy.", fix=fix, **{name: value}))
     return ShardingConfig(**{**(config.settings() if config is not None else {}), **changes})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig(ShardingConfig):
+    """The settings of one strategy together with the mesh of its devices, and what follows from both.
+
+    Attributes:
+        mesh: the devices of all workers, one rank each.
+    """
+
+    mesh: DeviceMesh
+
+    @classmethod
+    def over(cls, devices: Sequence[str], config: ShardingConfig) -> MeshConfig:
+        """Returns the settings `config` on the mesh of `devices`. Raises ValueError when its sizes do not divide their number."""
+        sizes = {name: getattr(config, name) for name in ("pipeline_parallel_size", "tensor_parallel_size")}
+        return cls(mesh=DeviceMesh(tuple(devices), **sizes), **config.settings())
+
+    @property
+    def placements(self) -> ZeroPlacements:
+        return placements_of(self.zero_stage)
+
+    def travel_dtype(self, dtype: tf.DType) -> tf.DType:
+        """Returns the dtype in which gradients of `dtype` are sent."""
+        return self.reduce_dtype or dtype
+
+    def slot_layout(self, parameter: Layout) -> Layout:
+        """Returns the layout of an optimizer slot of `parameter`: sharded as it, and flat over data where the stage says so."""
+        return dataclasses.replace(parameter, data=self.placements.optimizer_state)
+
+
+def config_of(strategy: tf.distribute.Strategy) -> MeshConfig | None:
+    """Returns the settings and the mesh of a tfdist strategy, None for every other strategy."""
+    return getattr(strategy, "sharding_config", None)

@@ -28,8 +28,8 @@ class GradientsInFlight:
     Args:
         messages: the gradients of each, in the order in which they are emitted.
         numbers: the place in the graph, by name, of every operation.
-        program: of the rank.
-        ranks: among which the gradients are reduced.
+        program: that of the rank.
+        ranks: those among which the gradients are reduced.
 
     Attributes:
         most: how many messages' gradients may exist at once.

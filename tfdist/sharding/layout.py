@@ -216,6 +216,5 @@ class Layout:
                 else:
                     local = component.reshape(-1) + (local if self.is_partial else 0)
             place = self.tensor_slices(Coordinate(0, pipe, tensor))
-            sizes = tuple(slice(0, len(range(*index.indices(size)))) for index, size in zip(place, self.shape, strict=True))
-            full[place] = local.reshape(self.local_shape)[sizes]
+            full[place] = local.reshape(self.local_shape)[tuple(map(slice, full[place].shape))]
         return full

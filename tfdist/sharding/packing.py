@@ -38,10 +38,7 @@ def rows_of(fulls: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Con
 
 
 def fulls_of(rows: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Constant = _as_it_is) -> list[tf.Tensor]:
-    """Returns the full local tensors from (N, L_v) each, flattened or not; the inverse of `rows_of`.
-
-    Each is made by an operation of its own.
-    """
+    """Returns the full local tensors from (N, L_v) each, flattened or not, by an operation each; the inverse of `rows_of`."""
     fulls = []
     for row, layout in zip(rows, layouts, strict=True):
         if layout.padding:

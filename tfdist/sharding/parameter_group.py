@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import Any
 
@@ -75,7 +76,9 @@ class ParameterGroups:
                 if self._by_layer.get(following) is group:
                     continue
                 filled += _bytes_of(following)
-                if filled > self._group_bytes or following in self._by_layer or not _computes_alike(layer, following):
+                # A group is gathered once for each dtype in which it is read.
+                alike = getattr(following, "compute_dtype", None) == getattr(layer, "compute_dtype", None)
+                if filled > self._group_bytes or following in self._by_layer or not alike:
                     break
                 self._add(following, group)
         return self._by_layer[layer]
@@ -83,8 +86,7 @@ class ParameterGroups:
     def _made_after(self, layer: Any) -> list[Any]:
         layers = [known for known in (reference() for reference in self._layers) if known is not None]
         self._layers = [weakref.ref(known) for known in layers]  # those that are gone are forgotten
-        places = [place for place, known in enumerate(layers) if known is layer]
-        return layers[places[0] + 1 :] if places else []
+        return list(itertools.dropwhile(lambda known: known is not layer, layers))[1:]
 
     def _add(self, layer: Any, group: ParameterGroup) -> None:
         """Puts the parameters of `layer` that have no group yet in `group`."""
@@ -101,8 +103,3 @@ def _bytes_of(layer: Any) -> int:
     """Returns the bytes of what `layer` gathers."""
     own = [variable for variable, _, _ in keras_scope.own_variables(layer) if getattr(variable, "is_parameter", False)]
     return sum(variable.layout.local_elements * variable.dtype.size for variable in own)
-
-
-def _computes_alike(layer: Any, other: Any) -> bool:
-    """Whether both read their parameters in one dtype: a group is gathered once for each."""
-    return getattr(layer, "compute_dtype", None) == getattr(other, "compute_dtype", None)

@@ -17,16 +17,16 @@ variable (`request_placement`), and opened whenever its value is made (`kept_pla
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.mesh_config import MeshConfig
 from tfdist.sharding.placements import Own, Partial, Replicate, Shard
 
 _KEPT = "_tfdist_placement"
@@ -78,27 +78,22 @@ class PlacementRequest:
         return Layout(shape, mesh, tensor=self.tensor, data=data, pipe_owners=self.pipe_owners)
 
 
-class _Scopes(threading.local):
-    current = PlacementRequest()
-
-
-_scopes = _Scopes()
+_current = contextvars.ContextVar("placement", default=PlacementRequest())  # noqa: B039 (it is frozen)
 
 
 def current_placement() -> PlacementRequest:
     """Returns what is asked for of a variable that is made here."""
-    return _scopes.current
+    return _current.get()
 
 
 @contextlib.contextmanager
 def placement(**changes: Any) -> Iterator[None]:
     """Within it, variables are asked for with `changes` (attributes of `PlacementRequest`), and what is asked for around it."""
-    before = _scopes.current
-    _scopes.current = dataclasses.replace(before, **changes)
+    token = _current.set(dataclasses.replace(_current.get(), **changes))
     try:
         yield
     finally:
-        _scopes.current = before
+        _current.reset(token)
 
 
 def request_placement(variable: keras.Variable, **changes: Any) -> None:

@@ -75,32 +75,10 @@ def clone(operation: tf.Operation, data: tf.Tensor) -> tf.Operation:
     return _again(operation, [data, *operation.inputs[1:]], operation.graph)
 
 
-def copy(tensor: tf.Tensor, known: dict[tf.Operation, Sequence[tf.Tensor]]) -> tf.Tensor:
-    """Returns `tensor`, of another graph, made a second time in the graph that is being built.
-
-    Args:
-        tensor: what to copy, with all that it depends on.
-        known: what the outputs of operations of its graph are in this one; what is copied is added.
-    """
-    waiting = [tensor.op]
-    while waiting:
-        operation = waiting[-1]
-        missing = [source.op for source in operation.inputs if source.op not in known]
-        waiting.extend(missing)
-        if not missing:
-            if operation not in known:
-                inputs = [known[source.op][source.value_index] for source in operation.inputs]
-                known[operation] = _again(operation, inputs, tf.compat.v1.get_default_graph()).outputs
-            waiting.pop()
-    return known[tensor.op][tensor.value_index]
-
-
 def copy_all(operations: Sequence[tf.Operation], known: dict[str, tf.Tensor]) -> None:
-    """Makes operations of another graph a second time in the graph that is being built.
+    """Makes operations of another graph, in the order in which they were made, a second time in the graph that is being built.
 
-    Args:
-        operations: in the order in which they were made.
-        known: what tensors of their graph are here, by name; what is copied is added.
+    `known` says what tensors of their graph are here, by name; what is copied is added.
     """
     graph = tf.compat.v1.get_default_graph()
     for operation in operations:
@@ -146,12 +124,9 @@ def operations_since(count: int) -> list[tf.Operation]:
 def ancestors(
     of: Sequence[tf.Tensor | tf.Operation], among: Sequence[tf.Operation], *, by_control: bool = True
 ) -> set[tf.Operation]:
-    """Returns the operations of `among` that those `of` depend on, by way of operations of `among` only.
+    """Returns the operations of `among` that those `of` depend on, by way of operations of `among` only; `of` may be among them.
 
-    Args:
-        of: tensors, or operations, which count as found if they are among `among`.
-        among: operations of one graph.
-        by_control: whether to follow control inputs, too.
+    With `by_control` control inputs are followed, too.
     """
     allowed, found = set(among), set()
     waiting = [one if isinstance(one, tf.Operation) else one.op for one in of]

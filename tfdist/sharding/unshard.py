@@ -25,11 +25,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram
-from tfdist.sharding import eager_unshard, keras_scope, tape
+from tfdist.collectives import RankProgram, ops
+from tfdist.sharding import keras_scope, packing, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
+from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
-from tfdist.sharding.mesh_config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup
 from tfdist.sharding.shard_messages import gather_shards, scatter_sums
 
@@ -45,23 +45,24 @@ LARGE_BYTES = 4 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """An operation that reads `tensor`: a gathered parameter or a view of it."""
+    """An operation that reads `tensor`: the gathered variable of id `variable`, or a view of it."""
 
     operation: tf.Operation
     tensor: tf.Tensor
+    variable: int
 
 
-def _readers(tensor: tf.Tensor) -> Iterator[Reader]:
+def _readers(tensor: tf.Tensor, variable: int) -> Iterator[Reader]:
     for operation in tensor.consumers():
         if tape.is_backward(operation):
-            yield Reader(operation, tensor)
+            yield Reader(operation, tensor, variable)
         elif operation.type in _VIEWS and tape.same(operation.inputs[0], tensor):
             for view in operation.outputs:
-                yield from _readers(view)
+                yield from _readers(view, variable)
         else:
-            yield Reader(operation, tensor)
+            yield Reader(operation, tensor, variable)
             for passed in tape.loop_invariants(operation, tensor):
-                yield from _readers(passed)
+                yield from _readers(passed, variable)
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,20 +73,19 @@ class Unit:
     group: ParameterGroup
     compute_dtype: tf.DType | None  # of the variables that are cast before they travel; None: all as they are stored
     shards: dict[int, tf.Tensor]  # this rank's shard by variable id
-    outputs: dict[int, tf.Tensor]  # the gathered tensor by variable id
+    outputs: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)  # the gathered tensor by variable id
     is_kept: bool = False  # the forward copy serves backward too
 
     @property
     def key(self) -> tuple[ParameterGroup, tf.DType | None]:
         return self.group, self.compute_dtype
 
-    def readers(self, wanted: Callable[[tf.Operation], bool]) -> dict[int, list[Reader]]:
-        """Returns who reads the gathered tensors or views of them, by variable id."""
-        found = {key: [r for r in _readers(full) if wanted(r.operation)] for key, full in self.outputs.items()}
-        return {key: readers for key, readers in found.items() if readers}
+    def readers(self) -> list[Reader]:
+        """Returns who reads the gathered tensors or views of them."""
+        return [reader for variable, full in self.outputs.items() for reader in _readers(full, variable)]
 
-    def reader_operations(self) -> list[tf.Operation]:
-        return [reader.operation for readers in self.readers(lambda _: True).values() for reader in readers]
+    def backward_readers(self) -> list[Reader]:
+        return [reader for reader in self.readers() if tape.is_backward(reader.operation)]
 
 
 @dataclasses.dataclass(eq=False)
@@ -118,15 +118,14 @@ class UnshardSchedule:
         self._has_regathered = False
         self._differentiated: set[int] = set()
         program.before_collective.append(self.flush)
-        program.at_close.append(self._close)
+        program.at_close.append(lambda outputs: self.flush([x for x in tf.nest.flatten(outputs) if tf.is_tensor(x)]))
 
     # Forward
 
     def read(self, variable: Any, config: MeshConfig, dtype: tf.DType) -> tf.Tensor:
         """Returns the full (local) value of `variable` in `dtype`, gathered with its group, on this rank's tapes."""
         if self._program.is_eager:
-            note = functools.partial(self._differentiated.add, id(variable))
-            return eager_unshard.read(variable, dtype, self._program, config, note)
+            return self._read_eagerly(variable, config, dtype)
         self._config = config
         compute_dtype = keras_scope.autocast_dtype()
         if _travelling_dtype(variable, compute_dtype) != dtype:
@@ -136,6 +135,25 @@ class UnshardSchedule:
             if unit is None or not self._is_recorded(unit, variable):
                 unit = self._gather(variable.group, compute_dtype)
             return unit.outputs[id(variable)]
+
+    def _read_eagerly(self, variable: Any, config: MeshConfig, dtype: tf.DType) -> tf.Tensor:
+        """Gathers at every read, and reduces the gradient as soon as the tape has it: there is no graph to rewrite."""
+        program, layouts = self._program, [variable.layout]
+        shard = variable.component(program.rank).value()  # on the tapes that watch the variable
+        with tape.stop_recording():
+            (full,) = gather_shards(program, [tf.cast(shard, dtype)], layouts, f"unshard/{variable.name}")
+
+        def reduced(upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
+            self._differentiated.add(id(variable))
+            grad = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
+            with tape.stop_recording():
+                travel_dtype, label = config.travel_dtype(grad.dtype), f"reduce_scatter/{variable.name}"
+                shards = scatter_sums(program, [grad], layouts, label, travel_dtype, variable.dtype)
+            tape.record_gradient("ReduceScatter", shards, [grad], functools.partial(_second_order, variable, grad.dtype))
+            return shards
+
+        tape.record_gradient("Unshard", [full], [shard], reduced)
+        return full
 
     def invalidate(self) -> None:
         """Forgets what is gathered, because parameters are about to change: the next read gathers again."""
@@ -155,43 +173,32 @@ class UnshardSchedule:
     def _gather(self, group: ParameterGroup, compute_dtype: tf.DType | None) -> Unit:
         config, variables = self._config, group.variables
         window = self._units[-config.prefetch - 1 :]
-        if self._pending or any(unit.readers(tape.is_backward) for unit in window):
+        if self._pending or any(unit.backward_readers() for unit in window):
             self.flush()  # a read within backward (recomputation)
         shards = {id(v): v.component(self._program.rank).value() for v in variables}
         is_training = tape.tapes_watching(list(shards.values())) > 0
         gate: list[tf.Operation] = []
         if len(window) > config.prefetch and (config.reshard_after_forward or not is_training):
-            gate = window[0].reader_operations()
+            gate = [reader.operation for reader in window[0].readers()]
+        unit = Unit(len(self._units), group, compute_dtype, shards)
         with self._own_emission(), tape.stop_recording():
-            outputs = self._all_gather(variables, shards, compute_dtype, gate, f"unshard/{group.name}")
-        unit = Unit(len(self._units), group, compute_dtype, shards, outputs)
+            unit.outputs = self._all_gather(unit, variables, gate, f"unshard/{group.name}")
         for variable in variables:
-            tape.record_gradient(
-                "Unshard",
-                [outputs[id(variable)]],
-                [shards[id(variable)]],
-                functools.partial(self._on_gradient, unit, variable),
-            )
+            gradient = functools.partial(self._on_gradient, unit, variable)
+            tape.record_gradient("Unshard", [unit.outputs[id(variable)]], [shards[id(variable)]], gradient)
         self._units.append(unit)
         live = self._units[-config.prefetch - 1 :] if config.reshard_after_forward else self._units
         self._live = {u.key: u for u in live if u.key in self._live or u is unit}
         return unit
 
-    def _all_gather(
-        self,
-        variables: Sequence[Any],
-        shards: dict[int, tf.Tensor],
-        compute_dtype: tf.DType | None,
-        gate: Sequence[tf.Operation],
-        label: str,
-    ) -> dict[int, tf.Tensor]:
-        """Gathers `variables`, in as few messages as `_messages` says, not before `gate` has run."""
+    def _all_gather(self, unit: Unit, variables: Sequence[Any], gate: Sequence[tf.Operation], label: str) -> dict[int, tf.Tensor]:
+        """Gathers `variables` of `unit`, in as few messages as `_messages` says, not before `gate` has run."""
         outputs = {}
-        for members in _messages(variables, variables, lambda v: _travelling_dtype(v, compute_dtype)):
+        for members in _messages(variables, variables, lambda v: _travelling_dtype(v, unit.compute_dtype)):
             layouts = [v.layout for v in members]
-            dtype = _travelling_dtype(members[0], compute_dtype)
+            dtype = _travelling_dtype(members[0], unit.compute_dtype)
             with tf.control_dependencies(gate), tf.name_scope(_scope_name(label)):
-                fulls = gather_shards(self._program, [tf.cast(shards[id(v)], dtype) for v in members], layouts, label)
+                fulls = gather_shards(self._program, [tf.cast(unit.shards[id(v)], dtype) for v in members], layouts, label)
                 outputs.update({id(variable): full for variable, full in zip(members, fulls, strict=True)})
         return outputs
 
@@ -212,7 +219,7 @@ class UnshardSchedule:
         with tape.stop_recording():
             stub = tf.identity(tf.raw_ops.Placeholder(dtype=variable.dtype, shape=[variable.layout.shard_elements]))
         pending = PendingGradient(unit, variable, full, stub)
-        tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(eager_unshard.second_order, variable, full.dtype))
+        tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(_second_order, variable, full.dtype))
         self._pending.append(pending)
         return [stub]
 
@@ -242,7 +249,7 @@ class UnshardSchedule:
             by_unit.setdefault(pending.unit.index, []).append(pending)
         reductions = [Reduction(i, max(numbers[p.full.op.name] for p in group)) for i, group in by_unit.items()]
         regathers = self._regathers(uses, numbers)
-        start = self._start_of_backward(uses, operations, numbers)
+        start = self._start_of_backward(uses, numbers)
         with self._own_emission(), self._program.outermost(), tape.stop_recording():
             previous: list[tf.Tensor] = []
             steps = order_backward(regathers, reductions, self._config.prefetch)
@@ -257,28 +264,26 @@ class UnshardSchedule:
                     flight.hold_back(flight.note_emitted(), previous[-1].op)
 
     def _in_flight(
-        self, messages: Sequence[Sequence[PendingGradient]], uses: dict[int, dict[int, list[Reader]]], numbers: dict[str, int]
+        self, messages: Sequence[Sequence[PendingGradient]], uses: dict[int, list[Reader]], numbers: dict[str, int]
     ) -> GradientsInFlight:
         """Returns the full gradients, each made when its unit's gathered parameters have been read: they are freed first."""
         fulls = [[pending.full for pending in message] for message in messages]
         flight = GradientsInFlight(fulls, numbers, self._program, self._program.group_ranks("data"))
         for number, message in enumerate(messages):
-            readers = [reader for found in uses.get(message[0].unit.index, {}).values() for reader in found]
+            readers = uses.get(message[0].unit.index, [])
             flight.compute_after(number, list(dict.fromkeys(reader.operation for reader in readers)))
         return flight
 
-    def _backward_uses(self) -> dict[int, dict[int, list[Reader]]]:
+    def _backward_uses(self) -> dict[int, list[Reader]]:
         """Returns, per unit index, the backward readers of its forward copy that must be moved to a second one."""
         if not self._config.reshard_after_forward:
             return {}
-        uses = {unit.index: unit.readers(tape.is_backward) for unit in self._units if not unit.is_kept}
+        uses = {unit.index: unit.backward_readers() for unit in self._units if not unit.is_kept}
         return {index: readers for index, readers in uses.items() if readers}
 
-    def _regathers(self, uses: dict[int, dict[int, list[Reader]]], numbers: dict[str, int]) -> list[Regather]:
-        regathers = [
-            Regather(index, tuple(sorted({numbers[r.operation.name] for found in readers.values() for r in found})))
-            for index, readers in uses.items()
-        ]
+    def _regathers(self, uses: dict[int, list[Reader]], numbers: dict[str, int]) -> list[Regather]:
+        places = {index: {numbers[reader.operation.name] for reader in readers} for index, readers in uses.items()}
+        regathers = [Regather(index, tuple(sorted(found))) for index, found in places.items()]
         if regathers and not self._has_regathered:
             self._has_regathered = True
             first = min(regathers, key=lambda regather: min(regather.uses))
@@ -288,28 +293,22 @@ class UnshardSchedule:
                 regathers[regathers.index(first)] = dataclasses.replace(first, is_kept=True)
         return regathers
 
-    def _start_of_backward(
-        self,
-        uses: dict[int, dict[int, list[Reader]]],
-        operations: Sequence[tf.Operation],
-        numbers: dict[str, int],
-    ) -> list[tf.Operation]:
+    def _start_of_backward(self, uses: dict[int, list[Reader]], numbers: dict[str, int]) -> list[tf.Operation]:
         """Returns the operations whose results the first backward reader of a parameter needs besides the parameter."""
-        readers = [reader for found in uses.values() for several in found.values() for reader in several]
+        readers = [reader for found in uses.values() for reader in found]
         if not readers:
             return []
         first = min(readers, key=lambda reader: numbers[reader.operation.name])
         others = [tensor.op for tensor in first.operation.inputs if not tape.same(tensor, first.tensor)]
         return [op for op in others if numbers[op.name] < numbers[first.operation.name]]
 
-    def _regather(self, unit: Unit, uses: dict[int, list[Reader]], gate: Sequence[tf.Operation]) -> None:
-        variables = [v for v in unit.group.variables if id(v) in uses]
-        label = f"unshard/{unit.group.name}/backward"
-        again = self._all_gather(variables, unit.shards, unit.compute_dtype, gate, label)
-        for variable in variables:
-            copies = {unit.outputs[id(variable)].name: again[id(variable)]}
-            for reader in uses[id(variable)]:
-                tape.reconnect(reader.operation, reader.tensor, _copy_of(reader.tensor, copies))
+    def _regather(self, unit: Unit, readers: Sequence[Reader], gate: Sequence[tf.Operation]) -> None:
+        read = {reader.variable for reader in readers}
+        variables = [v for v in unit.group.variables if id(v) in read]
+        again = self._all_gather(unit, variables, gate, f"unshard/{unit.group.name}/backward")
+        copies = {unit.outputs[key].name: full for key, full in again.items()}
+        for reader in readers:
+            tape.reconnect(reader.operation, reader.tensor, _copy_of(reader.tensor, copies))
 
     def _reduce_scatter(self, pending: Sequence[PendingGradient], previous: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Reduces a unit's gradients, in as few messages as `_messages` says; packed only when the `previous` ones have left.
@@ -330,11 +329,6 @@ class UnshardSchedule:
             sent.append(shards[0])
         return sent
 
-    # Order and place of emission
-
-    def _close(self, outputs: Any) -> None:
-        self.flush([tensor for tensor in tf.nest.flatten(outputs) if tf.is_tensor(tensor)])
-
     @contextlib.contextmanager
     def _own_emission(self) -> Iterator[None]:
         """Marks collectives as this schedule's own: they do not flush it."""
@@ -343,6 +337,12 @@ class UnshardSchedule:
             yield
         finally:
             self._emitting = False
+
+
+def _second_order(variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
+    """The way back through the reduction, eager or traced: all ranks' parts of what is sent back to the reduced gradient."""
+    gathered = ops.all_gather(tf.cast(upstream, dtype), "data", label=f"unshard/{variable.name}/second_order")
+    return packing.fulls_of([gathered], [variable.layout])
 
 
 def _copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:

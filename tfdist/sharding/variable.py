@@ -16,8 +16,8 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, Where, cross_replica_of, current_program, group_ops, rank_program, where
 from tfdist.mesh import Coordinate
 from tfdist.sharding import keras_scope, packing
+from tfdist.sharding.config import config_of
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.mesh_config import config_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
 from tfdist.sharding.unshard import UnshardSchedule
@@ -117,8 +117,7 @@ class ShardedVariable(values.DistributedVariable):
     def _read(self, dtype: tf.DType | None = None) -> tf.Tensor | tf.Variable:
         """Returns what a read means where it is made: the full value, the local shard, or, in an update, the local component.
 
-        Args:
-            dtype: the dtype in which a gathered value is wanted; None: the variable's.
+        `dtype` is that in which a gathered value is wanted; None: the variable's.
         """
         # Outside `scope()` TensorFlow's default context reports replica 0 and would read one shard.
         with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):

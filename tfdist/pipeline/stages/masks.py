@@ -79,8 +79,11 @@ class Masks:
         if tf.executing_eagerly():
             found = dict(zip(self._masks, self._traced(*model_inputs), strict=True))
         else:
-            known: dict[Any, Any] = {inside.op: [x] for inside, x in zip(self._inputs, model_inputs, strict=True)}
-            found = {(stage, place): tape.copy(self._masks[stage, place], known) for place in places}
+            known = {inside.name: x for inside, x in zip(self._inputs, model_inputs, strict=True)}
+            operations = [operation for operation in self._traced.graph.get_operations() if operation.type != "Placeholder"]
+            needed = tape.ancestors([self._masks[stage, place] for place in places], operations, by_control=False)
+            tape.copy_all([operation for operation in operations if operation in needed], known)
+            found = {(stage, place): known[self._masks[stage, place].name] for place in places}
         for place in places:
             set_keras_mask(stage_outputs[place], found[stage, place])
 
