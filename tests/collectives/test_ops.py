@@ -275,7 +275,7 @@ def test_empty_tensors_emit_nothing():
 def test_axes_of_a_mesh(cpus, shape, axes):
     strategy = tfdist.ShardedStrategy(cpus)
     mesh = DeviceMesh(strategy.mesh.devices, pipeline_parallel_size=shape[1], tensor_parallel_size=shape[2])
-    strategy.extended._communicator = Communicator(mesh, RING)
+    strategy.extended.communicator = Communicator(mesh, RING)
 
     def rank(x):
         return {axis: all_gather(x, axis) for axis in ("data", "pipe", "tensor")}

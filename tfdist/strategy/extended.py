@@ -48,15 +48,11 @@ class ShardedExtendedMixin(VariableCreation):
         self._sharding = sharding
         ranks = range(sharding.mesh.world_size) if local_ranks is None else tuple(local_ranks)
         transport = choose_transport(sharding.mesh.devices, implementation, len(ranks) < sharding.mesh.world_size)
-        self._communicator = Communicator(sharding.mesh, transport, ranks)
-        self.cross_replica = CrossReplica(self._communicator)
+        self.communicator = Communicator(sharding.mesh, transport, ranks)
+        self.cross_replica = CrossReplica(self.communicator)
         self._parameter_groups = ParameterGroups(sharding.group_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
-
-    @property
-    def communicator(self) -> Communicator:
-        return self._communicator
 
     # Running
 
@@ -67,7 +63,7 @@ class ShardedExtendedMixin(VariableCreation):
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if isinstance(fn, polymorphic_function.Function):
             return self._as_graph_function(fn)(*(args or ()), **(kwargs or {}))
-        communicator = self._communicator
+        communicator = self.communicator
         if tf.executing_eagerly():
             plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks)
             meeting = Meeting(communicator, self.cross_replica)
@@ -88,7 +84,7 @@ class ShardedExtendedMixin(VariableCreation):
 
         @tf.autograph.experimental.do_not_convert
         def run_rank(*args: Any, **kwargs: Any) -> Any:
-            rank = self._communicator.local_ranks[values_util.get_current_replica_id_as_int()]
+            rank = self.communicator.local_ranks[values_util.get_current_replica_id_as_int()]
             program = program_of(rank, arguments=(args, kwargs))
             program.install(tf.distribute.get_replica_context())
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
@@ -134,7 +130,7 @@ class ShardedExtendedMixin(VariableCreation):
         if mesh.data_parallel_size == mesh.world_size or not isinstance(value, values.DistributedValues):
             return value
         leads: dict[int, tuple[int, Any]] = {}
-        for rank, part in zip(self._communicator.local_ranks, value.values, strict=True):
+        for rank, part in zip(self.communicator.local_ranks, value.values, strict=True):
             coordinate = mesh.coordinate(rank)
             if coordinate.data not in leads or coordinate.pipe > leads[coordinate.data][0]:
                 leads[coordinate.data] = (coordinate.pipe, part)
@@ -166,7 +162,7 @@ class ShardedExtendedMixin(VariableCreation):
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
         """Every process reads the global batches and keeps the rows of its own data indices."""
         mesh = self._sharding.mesh
-        parts = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
+        parts = [mesh.coordinate(rank).data for rank in self.communicator.local_ranks]
         is_split_already = tf.data.Options()
         is_split_already.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         return DistributedDataset(
@@ -180,7 +176,7 @@ class ShardedExtendedMixin(VariableCreation):
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any) -> Any:
         """The function makes the batches of this worker's replicas, one after the other; a replica's ranks get the same one."""
         mesh = self._sharding.mesh
-        indices = [mesh.coordinate(rank).data for rank in self._communicator.local_ranks]
+        indices = [mesh.coordinate(rank).data for rank in self.communicator.local_ranks]
         each = len(indices) // len(set(indices))
         pipelines = min(mesh.world_size // len(indices), mesh.data_parallel_size)
         pipeline = indices[0] * pipelines // mesh.data_parallel_size
@@ -199,7 +195,7 @@ class ShardedExtendedMixin(VariableCreation):
         mesh = self._sharding.mesh
         contexts = [
             tf.distribute.experimental.ValueContext(mesh.coordinate(rank).data, mesh.data_parallel_size)
-            for rank in self._communicator.local_ranks
+            for rank in self.communicator.local_ranks
         ]
         return distribute_utils.regroup([value_fn(context) for context in contexts], always_wrap=True)
 

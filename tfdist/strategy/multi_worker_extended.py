@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -20,13 +19,8 @@ from tfdist.strategy.extended import ShardedExtendedMixin
 class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_strategy.CollectiveAllReduceExtended):
     """The devices of all workers; `_worker_devices` are this worker's.
 
-    Args:
-        strategy: the strategy.
-        sharding: its settings; the mesh holds the devices of all workers.
-        cluster: the workers; None: one worker, without a server.
-        cluster_resolver: what TensorFlow's own multi-worker strategy takes.
-        communication_options: `tf.distribute.experimental.CommunicationOptions`.
-        server_runs: whether this process has become a worker for an earlier strategy.
+    Without a `cluster` there is one worker, and no server; `server_runs` where this process has become a worker for an earlier
+    strategy.
     """
 
     def __init__(
@@ -53,14 +47,14 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         """Once all workers have met: chooses the groups' transports, and lets traced steps and datasets be compared."""
         self._coordination = store
         self._timeout_seconds = timeout_seconds
-        each = len(self._communicator.local_ranks)
-        self._agreement = PlanAgreement(store, self._communicator.instance_keys, timeout_seconds, each)
-        find_member_orders(self._communicator)
-        mesh = self._communicator.mesh
+        each = len(self.communicator.local_ranks)
+        self._agreement = PlanAgreement(store, self.communicator.instance_keys, timeout_seconds, each)
+        find_member_orders(self.communicator)
+        mesh = self.communicator.mesh
         if are_cpus(mesh.devices):
             message_axis = "pipe" if mesh.pipeline_parallel_size > 1 else None
             is_wanted = self._implementation != "RING"
-            connect_shared_memory(self._communicator, store, timeout_seconds, is_wanted=is_wanted, message_axis=message_axis)
+            connect_shared_memory(self.communicator, store, timeout_seconds, is_wanted=is_wanted, message_axis=message_axis)
 
     # Devices
 
@@ -158,8 +152,12 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         # All workers see the same number of batches, so that no step has to ask who still has one; of a dataset that cannot tell
         # its length that is not known.
         ask = not tf.executing_eagerly() or int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
-        with self._partial_batches_handled(ask):
+        before = self.experimental_enable_get_next_as_optional
+        self.experimental_enable_get_next_as_optional: bool = ask
+        try:
             return super()._experimental_distribute_dataset(dataset, options)
+        finally:
+            self.experimental_enable_get_next_as_optional = before
 
     def _check_same_data(self, dataset: tf.data.Dataset) -> None:
         """Raises ValueError, on every worker, when the workers would not read the same examples in the same order."""
@@ -187,12 +185,3 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
                     "twice and others not at all.",
                     fix=fix,
                 )
-
-    @contextlib.contextmanager
-    def _partial_batches_handled(self, enabled: bool) -> Iterator[None]:
-        before = self.experimental_enable_get_next_as_optional
-        self.experimental_enable_get_next_as_optional: bool = enabled
-        try:
-            yield
-        finally:
-            self.experimental_enable_get_next_as_optional = before

@@ -16,8 +16,7 @@ from tfdist.mesh import worker_devices
 from tfdist.runtime import Cluster, Coordination, FailureWatch, coordination, read_cluster, share_cores, wait_for_workers
 from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
-from tfdist.strategy.settings import takes_settings
-from tfdist.strategy.sharded_mixin import ShardedStrategyMixin
+from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, takes_settings
 
 # What one worker may do while the others wait for it outside of steps: write a large model, prepare a data set.
 _SLOWEST_SECONDS = 3600.0
@@ -139,8 +138,14 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             answers = self._coordination.all_gather("hello", json.dumps(mine), timeout_seconds)
         except TimeoutError as error:
             raise RuntimeError(_not_met(self._cluster, timeout_seconds, str(error))) from error
-        for index, answer in enumerate(answers):
-            self._compare(mine, json.loads(answer), index)
+        for task, theirs in zip(self._cluster.tasks, map(json.loads, answers), strict=True):
+            for name, value in mine.items():
+                if theirs.get(name) != value:
+                    raise errors.value_error(
+                        f"Workers must have the same settings: `{name}` is {value!r} on {self._cluster.task}, but "
+                        f"{theirs.get(name)!r} on {task}.",
+                        fix="Start the same program with the same arguments, and as many devices, on every worker.",
+                    )
         coordination.seed_if_unseeded()
         self.extended.connect(self._coordination, self._step_timeout_seconds)
 
@@ -156,15 +161,6 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             "TensorFlow version": tf.__version__,
             "Keras version": keras.__version__,
         }
-
-    def _compare(self, mine: dict[str, Any], theirs: dict[str, Any], other: int) -> None:
-        for name, value in mine.items():
-            if theirs.get(name) != value:
-                raise errors.value_error(
-                    f"Workers must have the same settings: `{name}` is {value!r} on {self._cluster.task}, but "
-                    f"{theirs.get(name)!r} on {self._cluster.tasks[other]}.",
-                    fix="Start the same program with the same arguments, and as many devices, on every worker.",
-                )
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         """As `tf.distribute.Strategy.reduce`, also of structures, as Keras calls it; `axis` of a scalar is ignored."""

@@ -1,12 +1,32 @@
-"""What the strategies share: their settings, and what a user can ask them."""
+"""What the strategies share: their settings, each a keyword argument of a strategy, and what a user can ask them."""
 
 from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import CollectivePlan
 from tfdist.mesh import DeviceMesh
-from tfdist.sharding import MeshConfig
+from tfdist.sharding import MeshConfig, ShardingConfig, with_settings_listed
+
+
+def takes_settings(strategy: Any) -> Any:
+    """Class decorator: shows the settings in the signature of `strategy`, for its `**settings`, and in its docstring.
+
+    The docstring must have a line `...: the settings`.
+    """
+    init = strategy.__init__
+    found = inspect.signature(init)
+    own = [parameter for parameter in found.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    settings = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in dataclasses.fields(ShardingConfig)
+    ]
+    init.__signature__ = found.replace(parameters=[*own, *settings])
+    return with_settings_listed(strategy)
 
 
 class ShardedStrategyMixin:

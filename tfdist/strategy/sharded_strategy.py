@@ -10,8 +10,7 @@ import tensorflow as tf
 from tfdist.mesh import resolve_devices
 from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
 from tfdist.strategy.extended import ShardedMirroredExtended
-from tfdist.strategy.settings import takes_settings
-from tfdist.strategy.sharded_mixin import ShardedStrategyMixin
+from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, takes_settings
 
 
 @takes_settings

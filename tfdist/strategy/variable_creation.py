@@ -33,7 +33,7 @@ class VariableCreation(_Extended):
     """The part of a strategy's extended class that makes variables; before TensorFlow's class."""
 
     _sharding: MeshConfig
-    _communicator: Communicator
+    communicator: Communicator
     _parameter_groups: ParameterGroups
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
@@ -88,7 +88,7 @@ class VariableCreation(_Extended):
         """Returns what the initial value is; drawn where a rank of this process stores it, else only its shape and dtype."""
         mesh = self._sharding.mesh
         if pipe_owners is not None:
-            storing = [rank for rank in self._communicator.local_ranks if mesh.coordinate(rank).pipe in pipe_owners]
+            storing = [rank for rank in self.communicator.local_ranks if mesh.coordinate(rank).pipe in pipe_owners]
             if not storing:
                 initial, dtype = kwargs["initial_value"], kwargs.get("dtype")
 
@@ -125,11 +125,11 @@ class VariableCreation(_Extended):
         kwargs.pop("shape", None)
         if kwargs.get("synchronization") in (None, tf.VariableSynchronization.AUTO):
             kwargs["synchronization"] = tf.VariableSynchronization.ON_WRITE  # as of mirrored variables
-        name = kwargs.get("name") or "Variable"
+        name = kwargs.pop("name", None) or "Variable"
         mesh = self._sharding.mesh
         aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
         components = []
-        ranks = self._communicator.local_ranks
+        ranks = self.communicator.local_ranks
         for rank in ranks:
             coordinate = mesh.coordinate(rank)
             # `layout.shard` copies: a slice would keep the full value alive as long as the shard.
@@ -138,10 +138,9 @@ class VariableCreation(_Extended):
                     shard = tf.convert_to_tensor(layout.shard(full, coordinate))
                 else:
                     shard = tf.zeros([0], kwargs.get("dtype"))
-                part = {"initial_value": shard, "name": f"{name}/shard_{rank}"}
-                components.append(next_creator(**{**kwargs, **part}))
+                components.append(next_creator(initial_value=shard, name=f"{name}/shard_{rank}", **kwargs))
         groups = None if is_slot else self._parameter_groups
         return ShardedVariable(self._container_strategy(), components, layout, ranks, aggregation, groups)
 
     def _local_devices(self) -> list[str]:
-        return [self._sharding.mesh.devices[rank] for rank in self._communicator.local_ranks]
+        return [self._sharding.mesh.devices[rank] for rank in self.communicator.local_ranks]

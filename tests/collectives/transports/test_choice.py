@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_cpus_take_the_ring(cpus):
     assert choose_transport(cpus) is RING
-    assert strategy_on(2).extended._communicator.transport is RING
+    assert strategy_on(2).extended.communicator.transport is RING
 
 
 @pytest.mark.parametrize(("kind", "implementation"), [("CPU", "AUTO"), ("CPU", "RING"), ("GPU", "AUTO")])

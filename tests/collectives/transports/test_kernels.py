@@ -40,7 +40,7 @@ def test_bytes_move_in_a_dtype_of_the_same_width():
 def emitted(function, chosen, *specs):
     """Returns the collective operations that `function` emits on 2 ranks with the transport `chosen`, and the plan."""
     strategy = strategy_on(2)
-    strategy.extended._communicator = Communicator(strategy.mesh, chosen)
+    strategy.extended.communicator = Communicator(strategy.mesh, chosen)
     graph = trace(strategy, function).get_concrete_function(*specs).graph
     return [op for op in graph.get_operations() if op.type.startswith("Collective")], strategy.last_plan
 
