@@ -19,11 +19,9 @@ from tfdist.custom_gradients import custom_gradient
 
 @custom_gradient
 def sparse_crossentropy(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, None]]]:
-    """Returns the loss of each position; differentiable in `logits`, twice as well.
+    """Returns the loss of each position; differentiable in `logits`, (positions, classes), float32 or float64, twice as well.
 
-    Args:
-        logits: (positions, classes), float32 or float64.
-        labels: (positions,), in [0, classes); on a CPU another one raises InvalidArgumentError, as in TensorFlow's kernel.
+    On a CPU a label outside [0, classes) raises InvalidArgumentError, as in TensorFlow's kernel.
     """
     shifted = logits - tf.reduce_max(logits, -1, keepdims=True)
     of_label = tf.gather(shifted, labels, batch_dims=1)

@@ -50,7 +50,6 @@ def normalized(
     """Returns `x`, which `is_over_features`, normalized; scaled by `gamma` and moved by `beta` where they are not None.
 
     Args:
-        x, gamma, beta: the layer's input and parameters.
         epsilon: is added to the variance; None: Keras's default.
         subtract_mean: whether this is layer normalization, and not RMS normalization.
         input_scope, parameter_scope: make the contexts in which the gradients of `x` and of the parameters are formed.

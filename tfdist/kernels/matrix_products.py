@@ -21,16 +21,9 @@ _MASKED = -0.7 * 3.38953e38
 
 
 def attention(query: Any, key: Any, value: Any, bias: Any, mask: Any, is_causal: bool, scale: Any) -> tf.Tensor:
-    """Returns the attention's output.
+    """Returns the attention's output: like query, key and value (batch, positions, heads, size), all of one dtype.
 
-    Args:
-        query, key, value: (batch, positions, heads, size), all of one dtype.
-        bias, mask: added to the scores, and True where a score counts; both broadcast to the scores. None: neither.
-        is_causal: whether no position sees later ones.
-        scale: what the scores are multiplied with.
-
-    Returns:
-        (batch, positions, heads, size).
+    Scores are multiplied with `scale`; `bias` is added to them, and they count where `mask` is True: both broadcast, or are None.
     """
     # The scores, their softmax and what is added to them: at least float32, as in Keras.
     dtype = keras.backend.result_type(query.dtype.name, "float32")

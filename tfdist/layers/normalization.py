@@ -35,11 +35,7 @@ def moments(
 ) -> Any:
     """Returns the mean and the variance by which `layer` normalizes, and notes what its moving statistics weigh.
 
-    Args:
-        layer: the layer.
-        inputs: this rank's part of the batch, which may have no rows.
-        mask: of the shape of `inputs` without the last axis; True where an element counts. None: all do.
-        local_moments: computes them from the rank's own part, as Keras does.
+    `inputs` and `mask` are as of `moments_over_ranks`; `local_moments` computes from the rank's own part, as Keras does.
     """
     program = rank_program(peers_on="data")
     if program is None:
@@ -60,15 +56,12 @@ def moments(
 
 
 def moments_over_ranks(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns mean and variance, per channel, over the ranks of the data axis.
+    """Returns mean and variance over the ranks of the data axis, (channels,), equal on all of them; 0 where nothing counts.
 
     Args:
         inputs: this rank's part of the batch, which may have no rows.
         axes: all axes but that of the channels.
         mask: of the shape of `inputs` without the last axis; True where an element counts. None: all do.
-
-    Returns:
-        Mean and variance, of shape (channels,), the same on all ranks. Where nothing counts both are 0.
     """
     if mask is not None:
         valid = tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(inputs))

@@ -51,12 +51,7 @@ def of_this_rank(seed: tf.Tensor) -> tf.Tensor:
 
 
 def fold_in(seed: tf.Tensor, stream: int) -> tf.Tensor:
-    """Returns the seed of stream `stream`, at least 1, from that of stream 0.
-
-    Args:
-        seed: integers of shape (2,), what a `SeedGenerator` returns.
-        stream: the data rank, in a sharded region plus the data size times the tensor rank.
-    """
+    """Returns the seed of stream `stream`, at least 1, from that of stream 0: integers of shape (2,), a `SeedGenerator`'s."""
     key = tf.stack([seed[0], tf.cast(stream, seed.dtype)])
     hashed = tf.random.stateless_uniform([], key, minval=None, maxval=None, dtype=seed.dtype, alg="philox")
     return tf.stack([hashed, seed[1]])

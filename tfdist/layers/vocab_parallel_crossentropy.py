@@ -77,14 +77,12 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         if not self.from_logits:
             epsilon = keras.config.epsilon()
             logits = tf.math.log(tf.clip_by_value(logits, epsilon, 1 - epsilon))
-        is_valid = None
-        if self.ignore_class is not None:
-            is_valid = tf.not_equal(labels, self.ignore_class)
-            labels = tf.where(is_valid, labels, tf.zeros_like(labels))
-        losses = self._losses(labels, logits, shard)
-        if is_valid is not None:
-            losses = tf.where(is_valid, losses, tf.zeros_like(losses))
-            losses._keras_mask = is_valid  # as Keras: the mean is over what counts
+        if self.ignore_class is None:
+            return self._losses(labels, logits, shard)
+        is_valid = tf.not_equal(labels, self.ignore_class)
+        losses = self._losses(tf.where(is_valid, labels, tf.zeros_like(labels)), logits, shard)
+        losses = tf.where(is_valid, losses, tf.zeros_like(losses))
+        losses._keras_mask = is_valid  # as Keras: the mean is over what counts
         return losses
 
     def _labels(self, y_true: Any, logits: tf.Tensor) -> tf.Tensor:
@@ -135,24 +133,17 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         return activations.all_reduce(program, tf.stop_gradient(highest), "tensor", f"{self.name}/maximum", reduce_op="max")
 
     def get_config(self) -> dict[str, Any]:
-        return {
-            **super().get_config(),
-            "from_logits": self.from_logits,
-            "ignore_class": self.ignore_class,
-            "label_smoothing": self.label_smoothing,
-        }
+        names = ("from_logits", "ignore_class", "label_smoothing")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
 
 
 @custom_gradient
 def _exponential_sums(
     logits: tf.Tensor, shift: tf.Tensor, labels: tf.Tensor
 ) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., Any]]:
-    """Returns the sum of exp(logits - shift) of each position, and the label's logit less the shift.
+    """Returns the sum of exp(logits - shift) of each position, and the label's logit less the shift, which counts as constant.
 
-    Args:
-        logits: (positions, classes). One tensor of that size is kept for the gradient.
-        shift: (positions,), which counts as constant.
-        labels: (positions,), in [0, classes).
+    Logits are (positions, classes), and one tensor of that size is kept for the gradient; all else is (positions,).
     """
     shifted = logits - shift[:, tf.newaxis]
     of_label = tf.gather(shifted, labels, batch_dims=1)

@@ -86,13 +86,7 @@ class Trace:
 
 
 def trace(model: keras.Model, leaves: Sequence[keras.Layer], inputs: Call, *, training: bool) -> Trace:
-    """Calls `model` on symbols and returns the steps.
-
-    Args:
-        model: a built model.
-        leaves: the layers of interest: their calls are single steps.
-        inputs: the call's (positional arguments, keyword arguments), of symbols.
-        training: the call's `training`.
+    """Calls a built model on symbols and returns the steps; a call of `leaves`, the layers of interest, is a single one.
 
     Raises:
         Exception: whatever the model raises, when it cannot be called with these inputs at all.

@@ -38,15 +38,7 @@ class LayerSharding:
 
 
 def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: int) -> list[LayerSharding]:
-    """Returns what a plan does with each layer of a model, after checking that it can be done.
-
-    Args:
-        model: a built functional, Sequential or subclassed model.
-        plan: a `TensorPlan`, or a dict of patterns and roles.
-        tensor_parallel_size: the ranks of the tensor axis.
-
-    Returns:
-        A `LayerSharding` for every layer that is sharded, in the order in which the model calls them.
+    """Returns how a plan shards the layers of a built model, in the order of their calls, after checking that it can be done.
 
     Raises:
         ValueError: the plan or the size is not valid; a pattern matches nothing; a layer cannot be sharded in its role; or a size
@@ -64,20 +56,18 @@ def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: i
 
 
 def layer_shardings(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> list[LayerSharding]:
-    """Returns the shards that give layers these roles, with a gather or a sharded of the input where the graph needs one."""
-    pairing = pair(graph, roles)
+    """Returns how layers are sharded that have these roles: with a gather, or a whole input, where the graph needs one."""
+    local, parallel = pair(graph, roles)
     return [
         LayerSharding(
-            layer=shardable.layer,
-            path=shardable.path,
-            role=roles[shardable.layer],
-            gather_output=(
-                roles[shardable.layer] == COLUMN and not shardable.kind.is_attention and shardable.layer not in pairing.local
-            ),
-            input_is_parallel=roles[shardable.layer] == ROW and shardable.layer in pairing.parallel,
+            layer=known.layer,
+            path=known.path,
+            role=role,
+            gather_output=role == COLUMN and not known.kind.is_attention and known.layer not in local,
+            input_is_parallel=role == ROW and known.layer in parallel,
         )
-        for shardable in graph.layers
-        if shardable.layer in roles
+        for known in graph.layers
+        if (role := roles.get(known.layer)) is not None
     ]
 
 

@@ -75,15 +75,9 @@ class ModelGraph:
 
 
 def trace_model(model: keras.Model) -> ModelGraph:
-    """Finds the layers of a model that can be sharded, those nested in other layers too, and follows their outputs.
+    """Finds the layers of a built model that can be sharded, those nested in other layers too, and follows their outputs.
 
-    The model is called on symbols: nothing is computed, and nothing of it changes.
-
-    Args:
-        model: a built functional, Sequential or subclassed model.
-
-    Returns:
-        A `ModelGraph`. Layers within a part that cannot be followed have `is_traced=False`, and a note says why.
+    Layers within a part that cannot be followed have `is_traced=False`, and a note says why.
 
     Raises:
         ValueError: `model` is not a Keras model, or not built.

@@ -29,11 +29,9 @@ class InputSpec:
 
 
 def symbolic_calls(model: keras.Model) -> Iterator[tuple[Call, int | None]]:
-    """Yields calls of the model on symbols, the likeliest first.
+    """Yields calls of the model on symbols, the likeliest first, each with the size that stands for those left open, if any are.
 
-    Yields:
-        (arguments, size): the size that stands for those left open, None if there are none. Nothing at all if the model does
-        not know the shapes of its inputs.
+    Nothing is yielded if the model does not know the shapes of its inputs.
     """
     specs, is_keyword = _input_specs(model)
     flat = keras.tree.flatten(specs)

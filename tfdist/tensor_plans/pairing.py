@@ -16,7 +16,7 @@ import keras
 
 from tfdist.tensor_plans.keras_tracing import Event, Trace
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, sharded_axes
-from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer
+from tfdist.tensor_plans.model_graph import ModelGraph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,31 +27,16 @@ class Local:
     sources: frozenset[keras.Layer]
 
 
-@dataclasses.dataclass(frozen=True)
-class Pairing:
-    """The layers that need no gather of their output, and those that need no sharded of their input.
+def pair(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> tuple[set[keras.Layer], set[keras.Layer]]:
+    """Returns the layers sharded by column whose output stays local, and those sharded by row whose input is local already.
 
-    Attributes:
-        local: layers sharded by column whose output stays local.
-        parallel: layers sharded by row whose input is local already.
-    """
-
-    local: frozenset[keras.Layer]
-    parallel: frozenset[keras.Layer]
-
-
-def pair(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> Pairing:
-    """Returns which of the sharded layers are paired: as many as the graph allows.
-
-    Args:
-        graph: the model's.
-        roles: the role of each layer that is sharded.
+    They are as many as the graph allows of those that have `roles`.
     """
     layers = {shardable.layer: shardable for shardable in graph.layers}
     columns = {layer for layer, role in roles.items() if role == COLUMN and layers[layer].keeps_local_output}
     rows = {layer for layer, role in roles.items() if role == ROW and layers[layer].is_traced}
     while True:
-        flows = [Flow(trace, layers, columns, rows) for trace in graph.traces]
+        flows = [Flow(trace, columns, rows) for trace in graph.traces]
         # A layer with one input local and another whole takes them all whole.
         mixed = frozenset().union(*(flow.whole_inputs for flow in flows))
         fed = frozenset().union(*(sources for flow in flows for row, sources in flow.fed if row not in mixed))
@@ -59,8 +44,7 @@ def pair(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> Pairing:
         gathered |= frozenset().union(*(flow.gathered for flow in flows))
         gathered |= frozenset().union(*(sources for flow in flows for row, sources in flow.fed if row in mixed))
         if not gathered & columns:
-            parallel = {row for flow in flows for row, _ in flow.fed}
-            return Pairing(frozenset(columns), frozenset(parallel))
+            return columns, {row for flow in flows for row, _ in flow.fed}
         columns -= gathered
 
 
@@ -73,13 +57,7 @@ class Flow:
         fed: (row layer, the layers its local input is made of), one for each such call.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        layers: Mapping[keras.Layer, ShardableLayer],
-        columns: Iterable[keras.Layer],
-        rows: Iterable[keras.Layer],
-    ) -> None:
+    def __init__(self, trace: Trace, columns: Iterable[keras.Layer], rows: Iterable[keras.Layer]) -> None:
         self.gathered: set[keras.Layer] = set()
         self.whole_inputs: set[keras.Layer] = set()
         self.fed: list[tuple[keras.Layer, frozenset[keras.Layer]]] = []

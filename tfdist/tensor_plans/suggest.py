@@ -141,7 +141,7 @@ class _Ranks:
         layers = {known.layer: known for known in graph.layers}
         columns = [x for x, known in layers.items() if known.keeps_local_output and COLUMN in self.possible(known)]
         rows = [x for x, known in layers.items() if known.is_traced and ROW in self.possible(known)]
-        flows = [Flow(trace, layers, columns, rows) for trace in graph.traces]
+        flows = [Flow(trace, columns, rows) for trace in graph.traces]
         gathered = set().union(*(flow.gathered for flow in flows))
         whole = set().union(*(flow.whole_inputs for flow in flows))
         fed = [pair for flow in flows for pair in flow.fed]

@@ -82,16 +82,9 @@ class SuggestedPlan(TensorPlan):
         header, *lines, last = table_lines(cells, "<<<<>><")
         rule = "-" * max(map(len, (header, *lines, last)))
         examples = "1 example" if self.examples == 1 else f"{self.examples} examples"
-        return "\n".join(
-            [
-                f"Suggested sharding over {self.tensor_parallel_size} tensor ranks",
-                "saved: parameter bytes that each rank no longer holds; gradients and optimizer state come on top",
-                f"moved: bytes through each rank in a training step of {examples} per replica, forward and backward",
-                header,
-                rule,
-                *lines,
-                rule,
-                last,
-                *self.notes,
-            ]
-        )
+        title = [
+            f"Suggested sharding over {self.tensor_parallel_size} tensor ranks",
+            "saved: parameter bytes that each rank no longer holds; gradients and optimizer state come on top",
+            f"moved: bytes through each rank in a training step of {examples} per replica, forward and backward",
+        ]
+        return "\n".join([*title, header, rule, *lines, rule, last, *self.notes])
