@@ -10,7 +10,3 @@ gradients, which `optimizer.apply` sums over the ranks, to its gradient. In a tr
 
 batch_part ──> rank_batch, sliced_batch ──> global_losses <── shares
 """
-
-from tfdist.losses import global_losses, rank_batch, shares, sliced_batch
-
-__all__ = ["global_losses", "rank_batch", "shares", "sliced_batch"]

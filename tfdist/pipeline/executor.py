@@ -81,20 +81,9 @@ class _Gradients:
     in_turn: Sequence[tf.Operation]  # those of `made` that TensorFlow runs in the order of tracing
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Executor:
     """Runs one step of a pipeline on one rank.
-
-    Args:
-        schedule: what every rank does.
-        stages: all stages; the executor computes those of its rank.
-        program: the rank's program; None: one device computes all stages.
-        work: the batch.
-        weights: per stage, the variables whose gradients are wanted.
-        num_microbatches: how many microbatches the batch has: when training, as many as the schedule.
-        functions: traced functions that compute stages; None: every microbatch's operations are traced for themselves.
-        training: whether there is a backward.
-        recompute: whether a forward keeps its stage's inputs only, and is computed again for the backward.
-        clock: is told when actions start and end.
 
     Attributes:
         pipe_rank: the rank's coordinate on the mesh axis "pipe".
@@ -102,30 +91,19 @@ class Executor:
         end: after `run`, operations at whose end all of the rank's actions have ended.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        stages: Sequence[StageLayer],
-        program: RankProgram | None,
-        work: Work,
-        *,
-        weights: Sequence[Sequence[Any]],
-        num_microbatches: int,
-        functions: StageFunctions | None,
-        training: bool,
-        recompute: bool,
-        clock: NoClock,
-    ):
-        self._schedule = schedule
-        self._stages = stages
-        self._program = program
-        self._work = work
-        self._weights = weights
-        self._num_microbatches = num_microbatches
-        self._functions = functions
-        self._training = training
-        self._recompute = recompute
-        self._clock = clock
+    schedule: Schedule
+    stages: Sequence[StageLayer]  # all of them; the executor computes those of its rank
+    program: RankProgram | None  # None: one device computes all stages
+    work: Work
+    weights: Sequence[Sequence[Any]]  # by stage: the variables whose gradients are wanted
+    num_microbatches: int  # of the batch; when training, as many as the schedule has
+    functions: StageFunctions | None  # which compute stages; None: every microbatch's operations are traced for themselves
+    training: bool  # whether there is a backward
+    recompute: bool  # whether a forward keeps its stage's inputs only, and is computed again for the backward
+    clock: NoClock  # is told when actions start and end
+
+    def __post_init__(self) -> None:
+        program = self.program
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
         self._handed_on: dict[tuple[str, int, int], list[tf.Tensor]] = {}  # messages between stages of this rank
@@ -144,39 +122,39 @@ class Executor:
             Phase.BACKWARD_INPUT: self._backward_input,
             Phase.BACKWARD_WEIGHT: self._backward_weight,
         }
-        for action in self._schedule.actions(self.pipe_rank):
-            if not self._training and (action.phase is not Phase.FORWARD or action.microbatch >= self._num_microbatches):
+        for action in self.schedule.actions(self.pipe_rank):
+            if not self.training and (action.phase is not Phase.FORWARD or action.microbatch >= self.num_microbatches):
                 continue
             before = self.end
             try:
                 with tf.name_scope(f"PP/{action}"):
                     run_phase[action.phase](action)
-                    self.end = self._clock.stop(action, self.end)
+                    self.end = self.clock.stop(action, self.end)
             except Exception as error:
                 if isinstance(error, NotHereError):
                     error.add_note(_NOT_OF_THIS_STAGE)
-                error.add_note(f"In the pipeline's action {action} on rank {self.pipe_rank}:\n{self._schedule.render(action)}")
+                error.add_note(f"In the pipeline's action {action} on rank {self.pipe_rank}:\n{self.schedule.render(action)}")
                 raise
             self._end_of_one_before = before
 
     # Actions
 
     def _forward(self, action: Action) -> None:
-        stage, microbatch = self._stages[action.stage_index], action.microbatch
+        stage, microbatch = self.stages[action.stage_index], action.microbatch
         stage_inputs = self._receive_inputs(stage, microbatch)
-        self.end = self._clock.start(action, self.end, stage_inputs)
+        self.end = self.clock.start(action, self.end, stage_inputs)
         with tf.control_dependencies(self.end):
-            if self._training and not self._recompute:
+            if self.training and not self.recompute:
                 outputs, losses = self._record(stage, microbatch, stage_inputs)
             else:
-                if self._training:
+                if self.training:
                     state = [(variable, tf.convert_to_tensor(variable.value)) for variable in stage.state()]
                     self._to_recompute[stage.index, microbatch] = (stage_inputs, state)
                 call = self._call(stage, microbatch, stage_inputs, has_backward=False)
                 outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
-                losses = self._work.losses(stage.index, microbatch, outputs)
-            self._work.observe(stage.index, microbatch, outputs, losses)
-        if stage.index < len(self._stages) - 1:
+                losses = self.work.losses(stage.index, microbatch, outputs)
+            self.work.observe(stage.index, microbatch, outputs, losses)
+        if stage.index < len(self.stages) - 1:
             self._send("F", stage.index, stage.index + 1, microbatch, outputs)
         self._end_after([*outputs, *losses])
 
@@ -185,7 +163,7 @@ class Executor:
         gradients = self._take_gradients(action)
         tape.run_all_after(gradients.made, self.end)
         with tf.control_dependencies(self.end):
-            sums = self._add_up(action, gradients)
+            sums = self.gradients.add(self.weights[action.stage_index], gradients.of_weights)
         self._end_after([*gradients.of_inputs, *sums])
 
     def _backward_input(self, action: Action) -> None:
@@ -200,22 +178,22 @@ class Executor:
 
     def _backward_weight(self, action: Action) -> None:
         gradients = self._held_back.pop((action.stage_index, action.microbatch))
-        self.end = self._clock.start(action, self.end)
+        self.end = self.clock.start(action, self.end)
         tape.run_all_after(gradients.made, self.end)
         with tf.control_dependencies(self.end):
-            self._end_after(self._add_up(action, gradients))
+            self._end_after(self.gradients.add(self.weights[action.stage_index], gradients.of_weights))
 
     # Computing
 
     def _call(self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor], *, has_backward: bool) -> StageCall | None:
         """Computes `stage` by its traced functions; None: the stage has none."""
-        if self._functions is None:
+        if self.functions is None:
             return None
-        return self._functions.call(stage, stage_inputs, self._work.model_inputs(microbatch), has_backward=has_backward)
+        return self.functions.call(stage, stage_inputs, self.work.model_inputs(microbatch), has_backward=has_backward)
 
     def _traced(self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor]) -> list[tf.Tensor]:
         """Computes `stage` by operations that this microbatch has for itself."""
-        return stage(stage_inputs, self._work.model_inputs(microbatch), training=self._training)
+        return stage(stage_inputs, self.work.model_inputs(microbatch), training=self.training)
 
     def _record(
         self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor], *, is_past: bool = False
@@ -229,29 +207,29 @@ class Executor:
         with tf.GradientTape() as recorder:
             recorder.watch(floats(stage_inputs if call is None else call.outputs))
             outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
-            losses = self._work.losses(stage.index, microbatch, outputs)
-            targets = [self._work.scale(loss) for loss in losses]
+            losses = self.work.losses(stage.index, microbatch, outputs)
+            targets = [self.work.scale(loss) for loss in losses]
         self._forwards[stage.index, microbatch] = _Forward(recorder, call, stage_inputs, targets, outputs, began)
         return outputs, losses
 
     def _compute_again(self, action: Action) -> None:
         """With `recompute`: computes the forward of a backward, from the layers' state of then, and leaves their state alone."""
-        stage, key = self._stages[action.stage_index], (action.stage_index, action.microbatch)
+        stage, key = self.stages[action.stage_index], (action.stage_index, action.microbatch)
         if key in self._to_recompute:
             stage_inputs, state = self._to_recompute.pop(key)
             # Keras's attention takes the masks off what it is called on.
-            self._work.annotate(stage, action.microbatch, stage_inputs)
+            self.work.annotate(stage, action.microbatch, stage_inputs)
             with tf.control_dependencies(self.end), keras.StatelessScope(state_mapping=state, collect_losses=True):
                 self._record(stage, action.microbatch, stage_inputs, is_past=bool(state))
 
     def _take_gradients(self, action: Action) -> _Gradients:
         """Takes the gradients of the stage's weights and of its inputs, and sends the latter back."""
-        stage, microbatch = self._stages[action.stage_index], action.microbatch
+        stage, microbatch = self.stages[action.stage_index], action.microbatch
         forward = self._forwards.pop((stage.index, microbatch))
         upstream = self._receive_gradients(stage, forward, microbatch)
-        self.end = self._clock.start(action, self.end, upstream)
+        self.end = self.clock.start(action, self.end, upstream)
         before = tape.operations_so_far()
-        weights, inputs = self._weights[stage.index], floats(forward.stage_inputs)
+        weights, inputs = self.weights[stage.index], floats(forward.stage_inputs)
         if forward.call is None:
             of_inputs, of_weights = _gradients_of_tape(forward, upstream, inputs, weights)
         else:
@@ -269,45 +247,42 @@ class Executor:
         in_turn = [operation for operation in made if tape.has_a_turn(operation)] if forward.call is None else []
         return _Gradients(of_inputs, of_weights, made, in_turn)
 
-    def _add_up(self, action: Action, gradients: _Gradients) -> list[tf.Tensor]:
-        return self.gradients.add(self._weights[action.stage_index], gradients.of_weights)
-
     # Messages between stages
 
     def _receive_inputs(self, stage: StageLayer, microbatch: int) -> list[tf.Tensor]:
         if stage.index == 0:
             return []
-        received = self._receive("F", stage.index - 1, microbatch, self._work.input_specs(stage, microbatch))
-        self._work.annotate(stage, microbatch, received)
+        received = self._receive("F", stage.index - 1, microbatch, self.work.input_specs(stage, microbatch))
+        self.work.annotate(stage, microbatch, received)
         return received
 
     def _receive_gradients(self, stage: StageLayer, forward: _Forward, microbatch: int) -> list[tf.Tensor]:
-        if stage.index == len(self._stages) - 1:
+        if stage.index == len(self.stages) - 1:
             return []
         specs = [tf.TensorSpec(x.shape, x.dtype) for x in floats(forward.outputs)]
         return self._receive("B", stage.index + 1, microbatch, specs)
 
     def _send(self, phase: str, source: int, destination: int, microbatch: int, tensors: Sequence[tf.Tensor]) -> None:
         """Sends what stage `source` has made of a microbatch to stage `destination`."""
-        pipe_rank = self._schedule.rank_of(destination)
+        pipe_rank = self.schedule.rank_of(destination)
         if pipe_rank == self.pipe_rank:
             self._handed_on[phase, source, microbatch] = list(tensors)
             return
         for place, x in enumerate(tensors):
-            point_to_point.send_message(self._program, x, self._ranks[pipe_rank], f"pipe/{source}{phase}{microbatch}/{place}")
+            point_to_point.send_message(self.program, x, self._ranks[pipe_rank], f"pipe/{source}{phase}{microbatch}/{place}")
 
     def _receive(self, phase: str, source: int, microbatch: int, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
         """Returns what stage `source` has made of a microbatch."""
-        pipe_rank = self._schedule.rank_of(source)
+        pipe_rank = self.schedule.rank_of(source)
         if pipe_rank == self.pipe_rank:
             return self._handed_on.pop((phase, source, microbatch))
-        rank, rows, label = self._ranks[pipe_rank], self._work.num_rows(microbatch), f"pipe/{source}{phase}{microbatch}"
+        rank, rows, label = self._ranks[pipe_rank], self.work.num_rows(microbatch), f"pipe/{source}{phase}{microbatch}"
         # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
         # would wait: that action may need it.
-        is_held = point_to_point.message_holds_thread(self._program, rank)
+        is_held = point_to_point.message_holds_thread(self.program, rank)
         with tf.control_dependencies(self.end if is_held else self._end_of_one_before):
             return [
-                point_to_point.receive_message(self._program, spec, rows, rank, f"{label}/{place}")
+                point_to_point.receive_message(self.program, spec, rows, rank, f"{label}/{place}")
                 for place, spec in enumerate(specs)
             ]
 

@@ -14,6 +14,7 @@ from tfdist.collectives import all_reduce
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.model import PipelineModel
 from tfdist.pipeline.schedules.simulation import Simulation, Span
+from tfdist.pipeline.step import Step
 
 
 def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = None, *, runs: int = 3) -> Simulation:
@@ -51,7 +52,7 @@ def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = No
     def step(begin: tf.Tensor, data: Any) -> Any:
         def on_rank(*data: Any) -> tuple[tf.Tensor, tf.Tensor]:
             clock = ActionClock(begin)
-            step = model._step(keras.utils.unpack_x_y_sample_weight(data), training=True, has_loss=True, clock=clock)
+            step = Step(model, keras.utils.unpack_x_y_sample_weight(data), training=True, has_loss=True, clock=clock)
             step.run()
             times = tf.stack([tf.stack(clock.times.get(action, [tf.zeros([], tf.float64)] * 2)) for action in actions])
             # Each action has one rank.

@@ -14,7 +14,6 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.global_losses import unscale_loss
 from tfdist.mesh import DeviceMesh, current_mesh
-from tfdist.pipeline.action_clock import NoClock
 from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy
 from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.published import Schedule1F1B
@@ -184,7 +183,7 @@ class PipelineModel(keras.Model):
 
     def test_step(self, data: Any) -> Any:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        step = self._step((x, y, sample_weight), training=False, has_loss=True)
+        step = Step(self, (x, y, sample_weight), training=False, has_loss=True)
         step.run()
         self._track(step.loss(), x)
         return self.get_metrics_result()
@@ -211,18 +210,14 @@ class PipelineModel(keras.Model):
         Raises:
             ValueError: the batch is no multiple of `num_microbatches`.
         """
-        step = self._step((x, y, sample_weight), training=True, has_loss=True)
+        step = Step(self, (x, y, sample_weight), training=True, has_loss=True)
         step.run()
         return step.loss(), step.gradients()
 
     def _inferred(self, x: Any) -> Any:
-        step = self._step((x, None, None), training=False, has_loss=False)
+        step = Step(self, (x, None, None), training=False, has_loss=False)
         step.run()
         return step.outputs()
-
-    def _step(self, data: Any, *, training: bool, has_loss: bool, clock: NoClock | None = None) -> Step:
-        clock = clock or NoClock()
-        return Step(self, self._staged, self._program(), data, training=training, has_loss=has_loss, clock=clock)
 
     def _track(self, loss: tf.Tensor, x: Any) -> None:
         self._loss_tracker.update_state(unscale_loss(loss), sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])

@@ -26,32 +26,21 @@ class Step:
     """What one rank computes of one batch. It is the `Work` of an `Executor`.
 
     Args:
-        model: the `PipelineModel`, for its loss and metrics.
-        staged: the model in stages.
-        program: the rank's program; None: one device computes all stages.
+        model: the `PipelineModel`.
         data: (x, y, sample_weight), the batch of this rank's data index. y and sample_weight may be None.
         training: whether there is a backward.
         has_loss: whether the loss and metrics are computed.
         clock: is told when actions start and end.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        staged: StagedModel,
-        program: RankProgram | None,
-        data: Any,
-        *,
-        training: bool,
-        has_loss: bool,
-        clock: NoClock,
-    ):
+    def __init__(self, model: Any, data: Any, *, training: bool, has_loss: bool, clock: NoClock | None = None):
         self._began = tape.operations_so_far()
         self._model = model
-        self._staged = staged
-        self._program = program
+        self._staged: StagedModel = model._staged
+        self._program: RankProgram | None = model._program()
         self._training = training
         self._has_loss = has_loss
+        staged, program = self._staged, self._program
         schedule, weights = staged.schedule, staged.weights
         replicas = 1 if program is None else program.mesh.data_parallel_size
         x, *rest = data
@@ -66,16 +55,16 @@ class Step:
             self._build_trackers()
         self._trackers = LossTrackers(model)
         self._executor = Executor(
-            schedule,
-            staged.stages,
-            program,
-            self,
+            schedule=schedule,
+            stages=staged.stages,
+            program=program,
+            work=self,
             weights=weights,
             num_microbatches=self._data.count,
             functions=None if may_hold_parts(program) else StageFunctions(program, weights, training),
             training=training,
             recompute=model.recompute,
-            clock=clock,
+            clock=clock or NoClock(),
         )
 
     def run(self) -> None:

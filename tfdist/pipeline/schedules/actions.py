@@ -11,7 +11,7 @@ import re
 
 from tfdist import errors
 
-_TEXT = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
+ACTION_TEXT = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 
 
 class Phase(enum.Enum):
@@ -65,7 +65,7 @@ class Action:
         Raises:
             ValueError: `text` is not a stage, a letter of `Phase` and a microbatch.
         """
-        match = _TEXT.fullmatch(text)
+        match = ACTION_TEXT.fullmatch(text)
         if match is None:
             raise errors.value_error(
                 "`text` must be a stage, one of the letters F, B, I and W, and a microbatch.",

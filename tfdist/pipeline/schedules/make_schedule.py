@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdist import errors
-from tfdist.pipeline.schedules.actions import Action
+from tfdist.pipeline.schedules.actions import ACTION_TEXT
 from tfdist.pipeline.schedules.published import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZeroBubble
 from tfdist.pipeline.schedules.schedule import Schedule
 
@@ -51,8 +51,8 @@ def make_schedule(
         made = schedule
     elif isinstance(schedule, Mapping):
         made = Schedule.from_table(schedule)
-    elif isinstance(schedule, str) and _key(schedule) not in _NAMES and _is_grid(schedule):
-        made = Schedule.from_text(schedule)
+    elif isinstance(schedule, str) and _key(schedule) not in _NAMES and any(map(ACTION_TEXT.fullmatch, schedule.split())):
+        made = Schedule.from_text(schedule)  # judges the words that are no actions
     else:
         made = _called(_function(schedule), **sizes)
     for name, expected in sizes.items():
@@ -99,19 +99,6 @@ def _called(
 def _key(name: str) -> str:
     """Returns a name without what people spell differently: of "Zero-Bubble" and "ScheduleZeroBubble" it is "zerobubble"."""
     return "".join(character for character in name.casefold() if character not in "-_ ").removeprefix("schedule")
-
-
-def _is_grid(text: str) -> bool:
-    """Whether any word of `text` is an action; `Schedule.from_text` judges the other words."""
-    return any(_is_action(word) for word in text.split())
-
-
-def _is_action(word: str) -> bool:
-    try:
-        Action.parse(word)
-    except ValueError:
-        return False
-    return True
 
 
 _NAMES = {**{_key(name): name for name in SCHEDULES}, **_ALIASES}

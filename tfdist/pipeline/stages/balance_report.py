@@ -32,7 +32,7 @@ def report(staged: StagedModel, costs: Sequence[Cost]) -> str:
         costs: `node_costs` of the same model.
     """
     left = iter(costs)
-    flops = [sum(cost.flops for cost in itertools.islice(left, stage.num_nodes)) for stage in staged.stages]
+    flops = [sum(cost.flops for cost in itertools.islice(left, len(stage.nodes))) for stage in staged.stages]
     total = sum(flops) or 1
     rows = [_COLUMNS]
     for stage, of_stage in zip(staged.stages, flops, strict=True):

@@ -111,23 +111,10 @@ def _einsum(operation: tf.Operation) -> int:
 
 
 def _convolution(operation: tf.Operation) -> int:
-    return _of_filter(operation.outputs[0], operation.inputs[1], 1)
-
-
-def _transposed_convolution(operation: tf.Operation) -> int:
-    return _of_filter(operation.inputs[2], operation.inputs[1], 1)
-
-
-def _depthwise(operation: tf.Operation) -> int:
-    return _of_filter(operation.outputs[0], operation.inputs[1], 2)
-
-
-def _of_filter(x: tf.Tensor, weights: tf.Tensor, num_outer: int) -> int:
-    """Counts for each element of `x` a product with every element of the filter's axes but the last `num_outer`.
-
-    Those last axes of the filter number channels of `x` itself.
-    """
-    return 2 * elements(x.shape) * math.prod(_sizes(weights.shape)[:-num_outer])
+    """Counts for each output (of a transposed one, input) a product with all of the filter but its axes of the same channels."""
+    x = operation.inputs[2] if "Backprop" in operation.type else operation.outputs[0]
+    num_own_axes = 2 if operation.type.startswith("Depthwise") else 1
+    return 2 * elements(x.shape) * math.prod(_sizes(operation.inputs[1].shape)[:-num_own_axes])
 
 
 def _cudnn_rnn(operation: tf.Operation) -> int:
@@ -143,8 +130,7 @@ def _sizes(shape: tf.TensorShape | Sequence[int | None]) -> list[int]:
 _RULES: dict[str, Callable[[tf.Operation], int]] = {
     **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul),
     "Einsum": _einsum,
-    **dict.fromkeys(("Conv", "Conv2D", "Conv3D"), _convolution),
-    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), _transposed_convolution),
-    "DepthwiseConv2dNative": _depthwise,
+    **dict.fromkeys(("Conv", "Conv2D", "Conv3D", "DepthwiseConv2dNative"), _convolution),
+    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), _convolution),
     **dict.fromkeys(("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"), _cudnn_rnn),
 }

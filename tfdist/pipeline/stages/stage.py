@@ -45,20 +45,16 @@ class StageLayer(keras.layers.Layer):
         self.index = index
         self.stage_inputs = tuple(stage_inputs)
         self.stage_outputs = tuple(stage_outputs)
-        self._nodes = tuple(nodes)
+        self.nodes = tuple(nodes)
         self._model_inputs = tuple(model_inputs)
         self.operations = list(dict.fromkeys(node.operation for node in nodes))
         self.built = True
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self._nodes)
 
     def call(self, stage_inputs: Sequence[Any], model_inputs: Sequence[Any], training: bool | None = None) -> list[Any]:
         """Returns the values of `stage_outputs` from the values of `stage_inputs` and of the model's inputs."""
         values = dict(zip(map(id, self._model_inputs), model_inputs, strict=True))
         values.update(zip(map(id, self.stage_inputs), stage_inputs, strict=True))
-        for node in self._nodes:
+        for node in self.nodes:
             values.update(zip(map(id, node.outputs), run_node(node, values, training), strict=True))
         return [values[id(tensor)] for tensor in self.stage_outputs]
 
