@@ -25,12 +25,10 @@ class BatchPart(abc.ABC):
 
     @abc.abstractmethod
     def divisor(self, values: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor:
-        """Returns what the sum of the part's losses is divided by, so that it becomes a share of the global batch's mean.
+        """Returns what the sum of the part's losses, `values`, is divided by, to become a share of the global batch's mean.
 
-        Args:
-            values: the part's losses.
-            weights: weights whose sum over the global batch is the divisor; None: the losses are counted.
-            mask: which losses are counted; it may have fewer elements than `values`, to which it is then broadcast.
+        That is the sum of `weights` over the global batch or, without weights, the count of the losses that `mask` leaves. A mask
+        may have fewer elements than `values`, to which it is then broadcast.
         """
 
     @abc.abstractmethod

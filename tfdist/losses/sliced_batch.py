@@ -25,10 +25,8 @@ _local = threading.local()
 class SlicedBatch(BatchPart):
     """The slices of one rank's batch, one of which is the part of the global batch that losses are computed of now.
 
-    Args:
-        program: the rank's program; None: one device has the whole batch.
-        rows: how many rows each slice has, int64 scalars.
-        call_on_zeros: calls the loss function on the slice of the number that it is given, with zeros for predictions.
+    `rows` has each slice's number of rows, an integer scalar. `call_on_zeros` calls the loss function on the slice of the number
+    that it is given, with zeros for predictions.
     """
 
     def __init__(self, program: RankProgram | None, rows: list[tf.Tensor], call_on_zeros: Callable[[int], Any]):

@@ -34,13 +34,7 @@ class _Owner:
 
 
 def naming_the_model(model: Any, step: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function `make(step)` of an iterator, with a step that returns `model` beside its logs.
-
-    Args:
-        model: the model whose step it is.
-        step: the step, a function of a batch.
-        make: makes the function of an iterator from a step, as Keras does.
-    """
+    """Returns the function `make(step)` of an iterator, as Keras makes it, with a step that returns `model` beside its logs."""
     owner = _Owner(model)
 
     def step_with_owner(data: Any) -> Any:
@@ -84,8 +78,7 @@ def _summed(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras
     for members in by_dtype.values():
         parts = zip(*(member.value.values for member in members), strict=True)
         packed = [tf.concat([tf.reshape(part, [-1]) for part in of_rank], 0) for of_rank in parts]
-        total = _sum_over_ranks(packed, strategy)
-        pieces = tf.split(total, [member.value.shape.num_elements() for member in members])
+        pieces = tf.split(_sum_over_ranks(packed, strategy), [member.value.shape.num_elements() for member in members])
         sums.extend((member, tf.reshape(piece, member.shape)) for member, piece in zip(members, pieces, strict=True))
     return keras.StatelessScope(state_mapping=sums)
 

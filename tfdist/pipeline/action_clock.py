@@ -15,19 +15,7 @@ import tensorflow as tf
 from tfdist.pipeline.schedules.actions import Action
 
 
-class NoClock:
-    """A clock that measures nothing and adds nothing to the step."""
-
-    def start(self, action: Action, last: Sequence[tf.Operation], arrived: Sequence[tf.Tensor] = ()) -> Sequence[tf.Operation]:
-        """Returns what `action` must wait for, if it follows `last` and needs the messages `arrived`."""
-        return last
-
-    def stop(self, action: Action, last: Sequence[tf.Operation]) -> Sequence[tf.Operation]:
-        """Returns what the next action must wait for, if `last` is the end of `action`."""
-        return last
-
-
-class ActionClock(NoClock):
+class ActionClock:
     """Reads the time before and after each action.
 
     A clock costs two calls of Python an action, and with it no part of an action begins before all that the action needs has
@@ -45,13 +33,8 @@ class ActionClock(NoClock):
         self._begin = begin
         self.times: dict[Action, list[tf.Tensor]] = {}
 
-    def start(self, action: Action, last: Sequence[tf.Operation], arrived: Sequence[tf.Tensor] = ()) -> Sequence[tf.Operation]:
-        return self._read(action, [*last, *arrived])
-
-    def stop(self, action: Action, last: Sequence[tf.Operation]) -> Sequence[tf.Operation]:
-        return self._read(action, last)
-
-    def _read(self, action: Action, after: Sequence[tf.Operation | tf.Tensor]) -> list[tf.Operation]:
+    def read(self, action: Action, after: Sequence[tf.Operation | tf.Tensor]) -> list[tf.Operation]:
+        """Notes the time when all of `after` has ended, and returns the operation that reads it."""
         with tf.control_dependencies(after):
             now = tf.ensure_shape(tf.numpy_function(_seconds_since, [self._begin], tf.float64, stateful=False), [])
         self.times.setdefault(action, []).append(now)

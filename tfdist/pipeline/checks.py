@@ -46,12 +46,7 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
 def check_batch_size(x: Any, batch_size: int | None, validation_split: float, num_microbatches: int, replicas: int) -> None:
     """Raises ValueError for arrays that do not divide into batches whose microbatches are all equal.
 
-    Args:
-        x: the first argument of `fit`; only arrays are checked.
-        batch_size: the argument of `fit`; None: Keras's 32.
-        validation_split: the part of the rows that `fit` does not train on.
-        num_microbatches: microbatches of a data rank's batch.
-        replicas: the number of data ranks.
+    `x`, `batch_size` and `validation_split` are the arguments of `fit`; the model has `replicas` data ranks.
     """
     multiple = num_microbatches * replicas
     leaves = tf.nest.flatten(x)

@@ -19,8 +19,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, point_to_point
-from tfdist.pipeline.action_clock import NoClock
+from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.gradients import GradientSum, added
+from tfdist.pipeline.microbatches import Microbatches
 from tfdist.pipeline.schedules.actions import Action, Phase
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.stage import StageLayer
@@ -36,12 +37,6 @@ _NOT_OF_THIS_STAGE = (
 
 class Work(Protocol):
     """What the executor asks about the batch: all that is neither order nor transport nor a gradient."""
-
-    def model_inputs(self, microbatch: int) -> list[tf.Tensor]:
-        """Returns the model's inputs of a microbatch, flat."""
-
-    def num_rows(self, microbatch: int) -> tf.Tensor:
-        """Returns how many examples a microbatch has, an int32 scalar."""
 
     def input_specs(self, stage: StageLayer, microbatch: int) -> list[tf.TensorSpec]:
         """Returns shapes and dtypes of what `stage` receives on this rank; only the number of rows may be unknown."""
@@ -96,11 +91,11 @@ class Executor:
     program: RankProgram | None  # None: one device computes all stages
     work: Work
     weights: Sequence[Sequence[Any]]  # by stage: the variables whose gradients are wanted
-    num_microbatches: int  # of the batch; when training, as many as the schedule has
+    data: Microbatches  # of the batch; when training, as many as the schedule has
     functions: StageFunctions | None  # which compute stages; None: every microbatch's operations are traced for themselves
     training: bool  # whether there is a backward
     recompute: bool  # whether a forward keeps its stage's inputs only, and is computed again for the backward
-    clock: NoClock  # is told when actions start and end
+    clock: ActionClock | None = None  # is read when an action starts and when it has ended
 
     def __post_init__(self) -> None:
         program = self.program
@@ -123,13 +118,13 @@ class Executor:
             Phase.BACKWARD_WEIGHT: self._backward_weight,
         }
         for action in self.schedule.actions(self.pipe_rank):
-            if not self.training and (action.phase is not Phase.FORWARD or action.microbatch >= self.num_microbatches):
+            if not self.training and (action.phase is not Phase.FORWARD or action.microbatch >= self.data.count):
                 continue
             before = self.end
             try:
                 with tf.name_scope(f"PP/{action}"):
                     run_phase[action.phase](action)
-                    self.end = self.clock.stop(action, self.end)
+                    self._read_clock(action)
             except Exception as error:
                 if isinstance(error, NotHereError):
                     error.add_note(_NOT_OF_THIS_STAGE)
@@ -142,13 +137,14 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage_index], action.microbatch
         stage_inputs = self._receive_inputs(stage, microbatch)
-        self.end = self.clock.start(action, self.end, stage_inputs)
+        self._read_clock(action, stage_inputs)
         with tf.control_dependencies(self.end):
             if self.training and not self.recompute:
                 outputs, losses = self._record(stage, microbatch, stage_inputs)
             else:
                 if self.training:
-                    state = [(variable, tf.convert_to_tensor(variable.value)) for variable in stage.state()]
+                    # What the layers write themselves: statistics, and the states of random numbers.
+                    state = [(v, tf.convert_to_tensor(v.value)) for v in stage.variables_of_operations() if not v.trainable]
                     self._to_recompute[stage.index, microbatch] = (stage_inputs, state)
                 call = self._call(stage, microbatch, stage_inputs, has_backward=False)
                 outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
@@ -178,7 +174,7 @@ class Executor:
 
     def _backward_weight(self, action: Action) -> None:
         gradients = self._held_back.pop((action.stage_index, action.microbatch))
-        self.end = self.clock.start(action, self.end)
+        self._read_clock(action)
         tape.run_all_after(gradients.made, self.end)
         with tf.control_dependencies(self.end):
             self._end_after(self.gradients.add(self.weights[action.stage_index], gradients.of_weights))
@@ -189,11 +185,11 @@ class Executor:
         """Computes `stage` by its traced functions; None: the stage has none."""
         if self.functions is None:
             return None
-        return self.functions.call(stage, stage_inputs, self.work.model_inputs(microbatch), has_backward=has_backward)
+        return self.functions.call(stage, stage_inputs, self.data.model_inputs(microbatch), has_backward=has_backward)
 
     def _traced(self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor]) -> list[tf.Tensor]:
         """Computes `stage` by operations that this microbatch has for itself."""
-        return stage(stage_inputs, self.work.model_inputs(microbatch), training=self.training)
+        return stage(stage_inputs, self.data.model_inputs(microbatch), training=self.training)
 
     def _record(
         self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor], *, is_past: bool = False
@@ -227,7 +223,7 @@ class Executor:
         stage, microbatch = self.stages[action.stage_index], action.microbatch
         forward = self._forwards.pop((stage.index, microbatch))
         upstream = self._receive_gradients(stage, forward, microbatch)
-        self.end = self.clock.start(action, self.end, upstream)
+        self._read_clock(action, upstream)
         before = tape.operations_so_far()
         weights, inputs = self.weights[stage.index], floats(forward.stage_inputs)
         if forward.call is None:
@@ -276,7 +272,7 @@ class Executor:
         pipe_rank = self.schedule.rank_of(source)
         if pipe_rank == self.pipe_rank:
             return self._handed_on.pop((phase, source, microbatch))
-        rank, rows, label = self._ranks[pipe_rank], self.work.num_rows(microbatch), f"pipe/{source}{phase}{microbatch}"
+        rank, rows, label = self._ranks[pipe_rank], self.data.rows[microbatch], f"pipe/{source}{phase}{microbatch}"
         # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
         # would wait: that action may need it.
         is_held = point_to_point.message_holds_thread(self.program, rank)
@@ -287,6 +283,10 @@ class Executor:
             ]
 
     # Order
+
+    def _read_clock(self, action: Action, arrived: Sequence[tf.Tensor] = ()) -> None:
+        if self.clock is not None:
+            self.end = self.clock.read(action, [*self.end, *arrived])
 
     def _end_after(self, made: Sequence[tf.Tensor]) -> None:
         """Says that the action ends when all of `made` exist."""

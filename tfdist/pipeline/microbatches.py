@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -12,17 +13,17 @@ from tfdist import errors
 class Microbatches:
     """The microbatches of one rank's batch: equal slices, one after the other.
 
+    For training the batch must be a multiple of `count`. Otherwise microbatches differ by a row at most, and a batch that is
+    known to have fewer rows than `count` has as many microbatches as rows.
+
     Args:
         data: nested tensors, the first axis of each being the batch; None stays None.
-        count: how many microbatches are wanted.
-        is_training: whether the batch must be a multiple of `count`. Otherwise microbatches differ by a row at most, and a batch
-            that is known to have fewer rows than `count` has as many microbatches as rows.
         replicas: the number of data ranks, for the error's numbers.
 
     Attributes:
         count: how many microbatches the batch has.
         known_rows: how many rows the batch has; None where that is known at run time only.
-        rows: how many rows each microbatch has, int64 scalars.
+        rows: how many rows each microbatch has, int32 scalars.
 
     Raises:
         ValueError: a batch of known size is no multiple of `count`. A batch of unknown size that is none raises
@@ -33,14 +34,16 @@ class Microbatches:
         leaves = [leaf for leaf in tf.nest.flatten(data) if tf.is_tensor(leaf)]
         self.known_rows = known = leaves[0].shape[0]
         rows = tf.shape(leaves[0], out_type=tf.int64)[0] if known is None else tf.constant(known, tf.int64)
-        if is_training and known is not None and known % count:
+        if not is_training:
+            count = count if known is None else max(1, min(count, known))
+        elif known is not None and known % count:
             raise errors.value_error(
                 f"A batch must be a multiple of `num_microbatches` x data ranks = {count} x {replicas} = {count * replicas} "
                 f"rows, so that microbatches are equal. Each data rank got {known} rows.",
                 num_microbatches=count,
                 fix=f"Use a `batch_size` such as {max(known // count, 1) * count * replicas}, and drop a partial last batch.",
             )
-        if is_training and known is None:
+        elif known is None:
             check = tf.debugging.Assert(
                 tf.equal(rows % count, 0),
                 [
@@ -51,19 +54,19 @@ class Microbatches:
             )
             with tf.control_dependencies([check]):
                 rows = tf.identity(rows)
-        if not is_training and known is not None:
-            count = max(1, min(count, known))
         self.count = count
         self._size = known // count if known is not None and known % count == 0 else None
         bounds = [tf.cast(rows * index // count, tf.int32) for index in range(count + 1)]
-        self.rows = [tf.cast(stop - start, tf.int64) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
-        self._microbatches = [
-            tf.nest.map_structure(lambda x: self._slice(x, start, stop), data)  # noqa: B023
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        slices = list(itertools.pairwise(bounds))
+        self.rows = [stop - start for start, stop in slices]
+        self._microbatches = [tf.nest.map_structure(lambda x: self._slice(x, *span), data) for span in slices]  # noqa: B023
 
     def __getitem__(self, index: int) -> Any:
         return self._microbatches[index]
+
+    def model_inputs(self, index: int) -> list[tf.Tensor]:
+        """Returns the model's inputs of a microbatch of (inputs, y, sample_weight), flat."""
+        return list(self[index][0])
 
     def _slice(self, x: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
         if x is None:

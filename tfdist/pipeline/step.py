@@ -11,7 +11,7 @@ from tfdist.collectives import RankProgram, all_reduce, point_to_point
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.losses.global_losses import scale_loss
 from tfdist.losses.sliced_batch import SlicedBatch
-from tfdist.pipeline.action_clock import NoClock
+from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.executor import Executor
 from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches
@@ -30,10 +30,10 @@ class Step:
         data: (x, y, sample_weight), the batch of this rank's data index. y and sample_weight may be None.
         training: whether there is a backward.
         has_loss: whether the loss and metrics are computed.
-        clock: is told when actions start and end.
+        clock: is read when an action starts and when it has ended; None: no clock.
     """
 
-    def __init__(self, model: Any, data: Any, *, training: bool, has_loss: bool, clock: NoClock | None = None):
+    def __init__(self, model: Any, data: Any, *, training: bool, has_loss: bool, clock: ActionClock | None = None):
         self._began = tape.operations_so_far()
         self._model = model
         self._staged: StagedModel = model._staged
@@ -60,11 +60,11 @@ class Step:
             program=program,
             work=self,
             weights=weights,
-            num_microbatches=self._data.count,
+            data=self._data,
             functions=None if may_hold_parts(program) else StageFunctions(program, weights, training),
             training=training,
             recompute=model.recompute,
-            clock=clock or NoClock(),
+            clock=clock,
         )
 
     def run(self) -> None:
@@ -86,8 +86,7 @@ class Step:
         if self._staged.schedule.rank_of(self._staged.last_stage) == self._executor.pipe_rank:
             flat = [tf.concat(parts, 0) for parts in zip(*self._outputs, strict=True)]
         else:
-            size = tf.cast(tf.add_n(self._data.rows), tf.int32) if rows is None else rows
-            flat = self._zeros(size)
+            flat = self._zeros(tf.add_n(self._data.rows) if rows is None else rows)
         # One static shape on all ranks: they may send it to each other.
         flat = [tf.ensure_shape(x, [rows, *out.shape[1:]]) for x, out in zip(flat, self._staged.outputs, strict=True)]
         return self._staged.outputs_like_model(flat)
@@ -134,12 +133,6 @@ class Step:
         return tf.add_n(parts)
 
     # What the executor asks: see `Work`
-
-    def model_inputs(self, microbatch: int) -> list[tf.Tensor]:
-        return list(self._data[microbatch][0])
-
-    def num_rows(self, microbatch: int) -> tf.Tensor:
-        return tf.cast(self._data.rows[microbatch], tf.int32)
 
     def input_specs(self, stage: StageLayer, microbatch: int) -> list[tf.TensorSpec]:
         rows = self._data[microbatch][0][0].shape[0]
@@ -191,7 +184,7 @@ class Step:
 
     def _loss_on_zeros(self, microbatch: int) -> None:
         """Calls the loss on zeros in the place of a microbatch's predictions, with the predictions' masks."""
-        zeros = self._zeros(self.num_rows(microbatch), self._first_outputs)
+        zeros = self._zeros(self._data.rows[microbatch], self._first_outputs)
         self._staged.masks.put(self._staged.last_stage, zeros, self._data[microbatch][0])
         with self._trackers.withheld(None):
             self._loss(microbatch, zeros)

@@ -45,13 +45,7 @@ def earliest_starts(
     """Returns when each action starts if every rank runs its actions in order, each as soon as its inputs are there.
 
     In the result an action stands behind what it waits for. Actions that wait for each other in a circle, and those behind them,
-    are missing.
-
-    Args:
-        orders: the actions of each rank, in order; no action stands there twice.
-        durations: the time that each phase takes.
-        transfer: the time from the end of an action to the arrival of its result on another rank. A transfer keeps neither rank
-            busy.
+    are missing. `transfer` is the time from the end of an action to the arrival of its result on another rank.
     """
     waiting = {rank: deque(actions) for rank, actions in orders.items()}
     rank_of = {action: rank for rank, actions in waiting.items() for action in actions}

@@ -40,9 +40,7 @@ def render_grid(table: Table, marked: Collection[Action] = ()) -> str:
         rank 0   0F0   0F1    .     .    0B0   0B1
         rank 1    .    1F0   1F1  >1B0<  1B1    .
 
-    Args:
-        table: the rows.
-        marked: actions that stand between > and <. Of a long grid with marked actions only the slots near these are shown.
+    Actions that are `marked` stand between > and <. Of a long grid with marked actions only the slots near these are shown.
     """
     num_slots = max(map(len, table.values()), default=0)
     places = [slot for row in table.values() for slot, action in enumerate(row) if action in marked]

@@ -102,10 +102,8 @@ def ScheduleInterleaved1F1B(num_stages: int, num_microbatches: int, stages_per_r
 
     def order(rank: int) -> list[Action]:
         stages = range(rank, num_stages, num_ranks)
-        there = [(stage, microbatch) for group in groups for stage in stages for microbatch in group]
-        back = [(stage, microbatch) for group in groups for stage in reversed(stages) for microbatch in group]
-        forwards = [Action(stage, Phase.FORWARD, microbatch) for stage, microbatch in there]
-        backwards = [Action(stage, Phase.BACKWARD, microbatch) for stage, microbatch in back]
+        forwards = [Action(stage, Phase.FORWARD, index) for group in groups for stage in stages for index in group]
+        backwards = [Action(stage, Phase.BACKWARD, index) for group in groups for stage in reversed(stages) for index in group]
         # Until the first backward can arrive: the first group through all of the rank's stages but the last, and for every rank
         # behind it two microbatches, one on the way there and one on the way back.
         warmup = (stages_per_rank - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)

@@ -7,6 +7,7 @@ changes by rounding only.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -95,7 +96,7 @@ def _check_places(table: Table, orders: dict[int, list[Action]]) -> None:
 
 
 def _check_complete(table: Table, orders: dict[int, list[Action]], num_stages: int, num_microbatches: int) -> None:
-    there = _all(orders)
+    there = set(itertools.chain(*orders.values()))
     for stage_index in range(num_stages):
         for microbatch in range(num_microbatches):
             forward, backward, of_input, of_weight = every = [Action(stage_index, phase, microbatch) for phase in Phase]
@@ -131,7 +132,7 @@ def _check_no_circle(table: Table, orders: dict[int, list[Action]]) -> None:
     if not stuck:
         return
     # Every stuck rank waits for an action on another one, which is stuck too: following them leads into the circle.
-    there = _all(orders)
+    there = set(itertools.chain(*orders.values()))
     needed = {rank: next(action for action in inputs_of(heads[rank], there) if action not in starts) for rank in stuck}
     followed = [stuck[0]]
     while (rank := needed[followed[-1]].stage_index % len(orders)) not in followed:
@@ -162,10 +163,6 @@ def _check_in_flight(table: Table, orders: dict[int, list[Action]], max_in_fligh
                     max_in_flight=max_in_flight,
                     fix="Run a backward (B or W) first, or allow more.",
                 )
-
-
-def _all(orders: dict[int, list[Action]]) -> set[Action]:
-    return {action for actions in orders.values() for action in actions}
 
 
 def _error(table: Table, expected: str, marked: Collection[Action], *, fix: str = "", **received: Any) -> ValueError:

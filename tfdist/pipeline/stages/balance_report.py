@@ -18,7 +18,6 @@ from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.staged_model import StagedModel
 
 _COLUMNS = ("stage", "rank", "layers", "FLOPs", "share", "weights", "to the next stage")
-_LAYERS = _COLUMNS.index("layers")
 
 
 def report(staged: StagedModel, costs: Sequence[Cost]) -> str:
@@ -51,14 +50,12 @@ def report(staged: StagedModel, costs: Sequence[Cost]) -> str:
     balance = max(flops) * len(flops) / total
     note = f"Largest stage / mean: {balance:.2f}. FLOPs of a forward pass and bytes to the next stage are those of one example."
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    header, *lines = ["  ".join(_padded(row, widths)) for row in rows]
+    aligns = ["<" if column == "layers" else ">" for column in _COLUMNS]
+    header, *lines = [
+        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(row, aligns, widths, strict=True)) for row in rows
+    ]
     rule = "-" * len(header)
     return "\n".join([header, rule, *lines, rule, note])
-
-
-def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    pairs = enumerate(zip(row, widths, strict=True))
-    return [cell.ljust(width) if column == _LAYERS else cell.rjust(width) for column, (cell, width) in pairs]
 
 
 def _names(stage: StageLayer) -> str:

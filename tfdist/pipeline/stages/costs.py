@@ -115,8 +115,7 @@ def _traced(module: keras.Model, batch_size: int) -> list[tuple[int, list[Any]]]
                 except Exception as error:  # whatever a layer raises that is called on symbols
                     specs = [_spec(x, batch_size) for x in node.outputs]
                     outputs = [tf.compat.v1.placeholder(spec.dtype, spec.shape) for spec in specs]
-                    flops = _guessed(node.operation, outputs)
-                    _warn(node.operation, error)
+                    flops = _guessed(node.operation, outputs, error)
                 values.update(zip(map(id, node.outputs), outputs, strict=True))
                 traced.append((flops, outputs))
 
@@ -143,13 +142,8 @@ def _tensors(outputs: Sequence[Any]) -> list[Any]:
     return [x for x in tf.nest.flatten(outputs, expand_composites=True) if tf.is_tensor(x)]
 
 
-def _guessed(operation: keras.Operation, outputs: Sequence[tf.Tensor]) -> int:
-    """Returns the FLOPs of an operation that cannot be traced: 2 for each weight and position."""
-    positions = elements(outputs[0].shape[:-1]) if outputs and outputs[0].shape.rank else 1
-    return 2 * sum(elements(weight.shape) for weight in getattr(operation, "weights", ())) * positions
-
-
-def _warn(operation: keras.Operation, error: Exception) -> None:
+def _guessed(operation: keras.Operation, outputs: Sequence[tf.Tensor], error: Exception) -> int:
+    """Warns of an operation that cannot be traced, and returns its FLOPs: 2 for each weight and position."""
     warnings.warn(
         errors.message(
             f"The cost of {operation.name!r} is guessed from its weights: it could not be traced by itself "
@@ -158,6 +152,8 @@ def _warn(operation: keras.Operation, error: Exception) -> None:
         ),
         stacklevel=2,
     )
+    positions = elements(outputs[0].shape[:-1]) if outputs and outputs[0].shape.rank else 1
+    return 2 * sum(elements(weight.shape) for weight in getattr(operation, "weights", ())) * positions
 
 
 def _bytes(shape: Any, dtype: Any) -> int:

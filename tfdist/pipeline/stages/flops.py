@@ -23,9 +23,6 @@ from tfdist.sharding import tape
 
 UNKNOWN_SIZE = 128
 
-_LOOPS = ("While", "StatelessWhile")
-_LIST_OF_STEPS = "TensorListFromTensor"
-
 _MOVES = frozenset(
     (
         "BatchToSpaceND BroadcastTo Cast Concat ConcatV2 Const DeepCopy DepthToSpace DynamicStitch EnsureShape ExpandDims Fill "
@@ -48,7 +45,7 @@ def flops_of(outputs: Iterable[tf.Tensor], among: Sequence[tf.Operation]) -> int
 
 
 def _flops(operation: tf.Operation) -> int:
-    if operation.type in _LOOPS:
+    if operation.type in ("While", "StatelessWhile"):
         return _trips(operation) * _of_function(operation, operation.get_attr("body").name)
     functions = _functions(operation)
     if functions:
@@ -87,7 +84,7 @@ def _trips(loop: tf.Operation) -> int:
     known = tf.get_static_value(loop.inputs[1])  # the most iterations; -1: no limit
     if known is not None and known >= 0:
         return int(known)
-    steps = [_sizes(x.op.inputs[0].shape)[0] for x in loop.inputs if x.op.type == _LIST_OF_STEPS]
+    steps = [_sizes(x.op.inputs[0].shape)[0] for x in loop.inputs if x.op.type == "TensorListFromTensor"]
     return max(steps, default=UNKNOWN_SIZE)
 
 

@@ -23,11 +23,7 @@ from tfdist.sharding import tape
 
 
 class Masks:
-    """The masks of what each stage hands on, as functions of the model's inputs.
-
-    Args:
-        stages: the stages, whose variables exist.
-        model_inputs: the model's symbolic inputs.
+    """The masks of what each stage hands on, as functions of the model's inputs. The stages' variables must exist.
 
     Raises:
         NotImplementedError: a mask depends on a weight, which other ranks do not have.
@@ -66,13 +62,7 @@ class Masks:
                 )
 
     def put(self, stage: int, stage_outputs: Sequence[tf.Tensor], model_inputs: Sequence[tf.Tensor]) -> None:
-        """Puts masks on the outputs of a stage that should have one and have none.
-
-        Args:
-            stage: the stage's index.
-            stage_outputs: the outputs of the stage for one microbatch, there or on the rank that has received them.
-            model_inputs: the model's inputs of that microbatch.
-        """
+        """Puts masks on those outputs of a stage that should have one and have none, there or on the rank that received them."""
         places = [place for place, x in enumerate(stage_outputs) if (stage, place) in self._masks and get_keras_mask(x) is None]
         if not places:
             return

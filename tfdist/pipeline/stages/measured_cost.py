@@ -22,10 +22,6 @@ def measured_seconds(node: Any, inputs: Sequence[tf.TensorSpec]) -> float:
     The node runs on inputs and weights made for it: random numbers where they are floating, and zeros, which are indices of any
     table, where they are integers.
 
-    Args:
-        node: a node of a functional model.
-        inputs: the specs of the node's symbolic inputs, in order, with known sizes.
-
     Raises:
         RuntimeError: the node cannot be run by itself.
     """

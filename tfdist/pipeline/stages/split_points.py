@@ -25,8 +25,7 @@ def resolve_split_points(module: keras.Model, stages: Sequence[str | int] | None
     Args:
         module: a built functional model.
         stages: the first layer of stage 1, 2, and so on: its name, or its place in `module.layers`, where InputLayers do not
-            count. A layer that is called several times stands for its first call. None: the model is split where its most
-            expensive stage is cheapest.
+            count. A layer that is called several times stands for its first call. None: the most expensive stage is cheapest.
         num_stages: how many stages there are.
 
     Returns:

@@ -22,14 +22,9 @@ from keras import tree
 
 
 class StageLayer(keras.layers.Layer):
-    """Runs the nodes of one stage. It is a Keras layer, so that the nodes are called in one Keras context, as in the model.
+    """Runs the nodes of one stage, in order, on symbolic tensors that it gets from the stage before and of the model's inputs.
 
-    Args:
-        index: the stage's number.
-        nodes: nodes of the model's graph, in the order of computation.
-        stage_inputs: the symbolic tensors that the stage gets from the stage before.
-        stage_outputs: the symbolic tensors that the stage hands to the next stage; of the last stage, the model's outputs.
-        model_inputs: the model's symbolic inputs.
+    It is a Keras layer, so that the nodes are called in one Keras context, as in the model.
     """
 
     def __init__(
@@ -37,7 +32,7 @@ class StageLayer(keras.layers.Layer):
         index: int,
         nodes: Sequence[Any],
         stage_inputs: Sequence[Any],
-        stage_outputs: Sequence[Any],
+        stage_outputs: Sequence[Any],  # of the last stage: the model's outputs
         model_inputs: Sequence[Any],
     ):
         super().__init__(name=f"stage_{index}", autocast=False)
@@ -65,10 +60,6 @@ class StageLayer(keras.layers.Layer):
         """Returns what the stage's layers gave `add_loss` in their last call, activity regularizers among it."""
         return [loss for layer in self._flatten_layers() for loss in layer._get_own_losses()]
 
-    def state(self) -> list[keras.Variable]:
-        """Returns the variables that the stage's layers write themselves: statistics, and the states of random numbers."""
-        return [variable for variable in self.variables_of_operations() if not variable.trainable]
-
     def variables_of_operations(self) -> list[keras.Variable]:
         """Returns the weights and other variables of the stage's layers, each once."""
         found = [v for operation in self.operations if isinstance(operation, keras.layers.Layer) for v in operation.variables]
@@ -84,10 +75,8 @@ def nodes_in_order(module: keras.Model) -> list[Any]:
 def run_node(node: Any, values: Mapping[int, Any], training: bool | None) -> list[Any]:
     """Calls the operation of a node and returns the operation's outputs, flat.
 
-    Args:
-        node: a node of a functional model.
-        values: the values of symbolic tensors, by the tensors' `id`; the node's inputs among them.
-        training: what a layer with such an argument is called with; None: as the model was made.
+    `values` has those of the node's inputs, by the `id` of the symbolic tensor. Without `training` a layer is called as in the
+    model.
     """
     args, kwargs = node.arguments.fill_in(values)
     if training is not None and "training" in getattr(node.operation, "_call_context_args", ()):
@@ -96,33 +85,20 @@ def run_node(node: Any, values: Mapping[int, Any], training: bool | None) -> lis
 
 
 def split_in_stages(module: keras.Model, split_points: Sequence[int]) -> list[StageLayer]:
-    """Returns the stages of a functional model.
-
-    Args:
-        module: a functional model.
-        split_points: places in `nodes_in_order(module)` before which a new stage begins, ascending.
-    """
+    """Returns the stages of a functional model, of which a new one begins before each split point of `nodes_in_order`."""
     nodes = nodes_in_order(module)
     model_inputs = {id(tensor) for tensor in module.inputs}
-    made_at: dict[int, int] = {}
-    needed_until: dict[int, int] = {}
-    tensors: dict[int, Any] = {}
     groups = [nodes[start:stop] for start, stop in itertools.pairwise([0, *split_points, len(nodes)])]
-    for stage, group in enumerate(groups):
-        for node in group:
-            for tensor in node.input_tensors:
-                needed_until[id(tensor)] = stage
-            for tensor in node.outputs:
-                made_at[id(tensor)], tensors[id(tensor)] = stage, tensor
-    for tensor in module.outputs:
-        needed_until[id(tensor)] = len(groups)
+    made = {id(tensor): (stage, tensor) for stage, group in enumerate(groups) for node in group for tensor in node.outputs}
+    needed_until = {id(tensor): stage for stage, group in enumerate(groups) for node in group for tensor in node.input_tensors}
+    needed_until.update((id(tensor), len(groups)) for tensor in module.outputs)
     stages, stage_inputs = [], list[Any]()
     for stage, group in enumerate(groups):
         if stage == len(groups) - 1:
             stage_outputs = list(module.outputs)
         else:
-            passing = (key for key, made in made_at.items() if made <= stage < needed_until.get(key, -1))
-            stage_outputs = [tensors[key] for key in passing if key not in model_inputs]
+            passing = (key for key, (made_at, _) in made.items() if made_at <= stage < needed_until.get(key, -1))
+            stage_outputs = [made[key][1] for key in passing if key not in model_inputs]
         stages.append(StageLayer(stage, group, stage_inputs, stage_outputs, module.inputs))
         stage_inputs = stage_outputs
     return stages

@@ -1,7 +1,6 @@
 """One set of traced functions per stage, which every microbatch calls: a step's graph has a stage's operations once.
 
-    traced per microbatch     m x (operations of the forward and of the backward)
-    here                      1 x those, and up to 6 m calls
+A microbatch adds up to 6 calls to the graph.
 
     forward      inputs                      -> outputs, saved
     of_inputs    d outputs, saved            -> d inputs, passed on
@@ -44,13 +43,7 @@ _FUNCTIONS_FOR_WEIGHTS = 4
 
 
 class StageFunctions:
-    """The functions of one rank's stages, in one trace of a step.
-
-    Args:
-        program: the rank's program; None: one device computes all stages.
-        weights: per stage, the variables whose gradients are wanted.
-        training: what the layers are called with; whether there is a backward.
-    """
+    """The functions of one rank's stages, in one trace of a step; of its backward, too, if it is `training`."""
 
     def __init__(self, program: RankProgram | None, weights: Sequence[Sequence[Any]], training: bool):
         self._program = program
@@ -63,11 +56,7 @@ class StageFunctions:
     ) -> StageCall | None:
         """Computes `stage` for one microbatch; None: the stage is no function of its inputs.
 
-        Args:
-            stage: the stage.
-            stage_inputs: what the stage before has handed on, with its Keras masks.
-            model_inputs: the model's inputs, flat.
-            has_backward: whether the gradients of this call will be asked for.
+        `stage_inputs` bear their Keras masks; `has_backward` says whether the gradients of this call will be asked for.
         """
         if tf.executing_eagerly() or not all(isinstance(x, tf.Tensor) for x in (*stage_inputs, *model_inputs)):
             return None
@@ -120,11 +109,7 @@ class StageFunctions:
 
 
 class StageCall:
-    """A stage computed for one microbatch by the stage's functions.
-
-    Attributes:
-        outputs: the stage's outputs, with their Keras masks.
-    """
+    """A stage computed for one microbatch by the stage's functions; its `outputs` bear their Keras masks."""
 
     def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], has_backward: bool):
         self._functions = functions
@@ -179,7 +164,7 @@ class _Functions:
         results = [*trace.outputs, *(mask for mask in trace.masks if mask is not None)]
         parts = _Parts(graph, [*trace.given, *trace.upstream])
         of_weights = [gradient for gradient in reversed(trace.of_weights) if gradient is not None]
-        wanted = [[x for x in trace.of_inputs if x is not None], *map(_flat, _split(of_weights, _FUNCTIONS_FOR_WEIGHTS))]
+        wanted = [[x for x in trace.of_inputs if x is not None], *_split(of_weights, _FUNCTIONS_FOR_WEIGHTS)]
         done: set[tf.Operation] = set()
         made = []  # by each function of the backward: the operations that no function before it has
         for tensors in wanted:
@@ -200,12 +185,7 @@ class _Functions:
 
 
 class _Parts:
-    """Makes functions of parts of a graph.
-
-    Args:
-        graph: the graph.
-        given: tensors of the graph that stand for what a call is given.
-    """
+    """Makes functions of parts of a graph, in which the tensors `given` stand for what a call is given."""
 
     def __init__(self, graph: tf.Graph, given: Iterable[tf.Tensor]):
         self._place = {operation: place for place, operation in enumerate(graph.get_operations())}
@@ -236,11 +216,7 @@ class _Parts:
 
 
 class _Part:
-    """A function of a part of a graph.
-
-    Attributes:
-        needs: the tensors of the graph that the function takes.
-    """
+    """A function of a part of a graph, which takes the tensors that it `needs`."""
 
     def __init__(
         self,
@@ -265,14 +241,11 @@ class _Part:
         known.update(zip((x.name for x in self._results), made, strict=True))
 
 
-def _flat(gradients: Sequence[Any]) -> list[tf.Tensor]:
-    return tf.nest.flatten(gradients, expand_composites=True)
-
-
-def _split(gradients: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """Returns `gradients` in at most `count` runs, one after the other, of about as many each."""
+def _split(gradients: Sequence[Any], count: int) -> list[list[tf.Tensor]]:
+    """Returns the tensors of `gradients` in at most `count` runs, one after the other, of about as many gradients each."""
     bounds = [len(gradients) * place // count for place in range(count + 1)]
-    return [gradients[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
+    runs = [gradients[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
+    return [tf.nest.flatten(run, expand_composites=True) for run in runs]
 
 
 def floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:

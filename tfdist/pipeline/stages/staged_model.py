@@ -18,17 +18,9 @@ from tfdist.pipeline.stages.stage import split_in_stages
 
 
 class StagedModel:
-    """A functional model split in the stages of one schedule.
+    """A functional model, built, split in the stages of one schedule, which says which rank computes which stage.
 
-    Args:
-        module: a built functional model.
-        split_points: places in `nodes_in_order(module)` before which a stage begins: one fewer than there are stages.
-        schedule: the schedule, which says which rank computes which stage.
-
-    Attributes:
-        module: the model.
-        schedule: the schedule.
-        stages: the stages, in order.
+    A stage begins before each of the `split_points`, places in `nodes_in_order(module)`.
 
     Raises:
         ValueError: a weight belongs to none of the model's layers, and so to no stage.
