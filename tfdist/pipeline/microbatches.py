@@ -16,9 +16,7 @@ class Microbatches:
     For training the batch must be a multiple of `count`. Otherwise microbatches differ by a row at most, and a batch that is
     known to have fewer rows than `count` has as many microbatches as rows.
 
-    Args:
-        data: nested tensors, the first axis of each being the batch; None stays None.
-        replicas: the number of data ranks, for the error's numbers.
+    The first axis of every tensor in `data` is the batch; None stays None. The error names `replicas`, the number of data ranks.
 
     Attributes:
         count: how many microbatches the batch has.

@@ -28,9 +28,7 @@ class Step:
     Args:
         model: the `PipelineModel`.
         data: (x, y, sample_weight), the batch of this rank's data index. y and sample_weight may be None.
-        training: whether there is a backward.
         has_loss: whether the loss and metrics are computed.
-        clock: is read when an action starts and when it has ended; None: no clock.
     """
 
     def __init__(self, model: Any, data: Any, *, training: bool, has_loss: bool, clock: ActionClock | None = None):
