@@ -45,6 +45,11 @@ def custom_gradient(function: Callable[..., tuple[Any, Callable[..., Any]]]) -> 
     return call
 
 
+def with_adjoint(function: Callable[[tf.Tensor], tf.Tensor], adjoint: Callable[[tf.Tensor], Any], x: tf.Tensor) -> tf.Tensor:
+    """Returns `function(x)`, a tensor, whose gradient with respect to `x` is `adjoint(upstream)`."""
+    return custom_gradient(lambda x: (function(x), adjoint))(x)
+
+
 def _with_gradient(results: list[tf.Tensor], inputs: list[tf.Tensor], gradients: Callable[..., list[Any]]) -> list[tf.Tensor]:
     """Returns `results` as outputs of an operation that has `gradients` also where no tape looks: in branches and functions."""
     _register()

@@ -14,8 +14,6 @@ A group of one rank returns its input. Dtypes: float32, float64, float16, bfloat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import tensorflow as tf
 
 from tfdist import errors
@@ -24,9 +22,8 @@ from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.where import current_program
-from tfdist.custom_gradients import custom_gradient
+from tfdist.custom_gradients import with_adjoint
 
-_Gradient = Callable[[tf.Tensor], tf.Tensor]
 _REDUCE_OPS = ("sum", "mean", "max", "min")
 
 
@@ -58,20 +55,16 @@ def all_reduce(x: tf.Tensor, mesh_axis: str = "data", *, reduce_op: str = "sum",
             raise errors.value_error('`reduce_op="mean"` needs a floating dtype.', dtype=x.dtype.name)
         return all_reduce(x, mesh_axis, label=label) / len(ranks)
 
-    @custom_gradient
-    def reduce(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            if reduce_op != "sum":
-                raise errors.not_implemented(
-                    "`all_reduce` has a gradient for sums and means only.",
-                    reduce_op=reduce_op,
-                    fix="Wrap its input in `tf.stop_gradient`.",
-                )
-            return all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        if reduce_op != "sum":
+            raise errors.not_implemented(
+                "`all_reduce` has a gradient for sums and means only.",
+                reduce_op=reduce_op,
+                fix="Wrap its input in `tf.stop_gradient`.",
+            )
+        return all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
 
-        return group_ops.all_reduce(program, x, ranks, reduce_op, label), gradient
-
-    return reduce(x)
+    return with_adjoint(lambda x: group_ops.all_reduce(program, x, ranks, reduce_op, label), gradient, x)
 
 
 def all_gather(x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, label: str = "all_gather") -> tf.Tensor:
@@ -98,14 +91,11 @@ def all_gather(x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, l
     if uneven or x.shape[0] is None or program.is_eager:
         return all_gather_uneven(program, x, ranks, mesh_axis, label)
 
-    @custom_gradient
-    def gather(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            return reduce_scatter(upstream, mesh_axis, label=f"{label}/gradient")
-
-        return group_ops.all_gather(program, x, ranks, label), gradient
-
-    return gather(x)
+    return with_adjoint(
+        lambda x: group_ops.all_gather(program, x, ranks, label),
+        lambda upstream: reduce_scatter(upstream, mesh_axis, label=f"{label}/gradient"),
+        x,
+    )
 
 
 def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axis: str, label: str) -> tf.Tensor:
@@ -121,15 +111,14 @@ def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axi
     # The padding and the mask are ordinary differentiable ops; only the trip in the middle needs an adjoint.
     padded = tf.pad(x, [[0, rows - length]] + [[0, 0]] * inner.rank)
 
-    @custom_gradient
-    def gather(padded: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            pieces = tf.ensure_shape(tf.reshape(upstream, [len(ranks), rows, *inner]), [len(ranks), None, *inner])
-            return group_ops.reduce_scatter(program, pieces, ranks, f"{label}/gradient")
+    def gather(padded: tf.Tensor) -> tf.Tensor:
+        return group_ops.all_gather(program, tf.ensure_shape(padded, [None, *inner]), ranks, label)
 
-        return group_ops.all_gather(program, tf.ensure_shape(padded, [None, *inner]), ranks, label), gradient
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        pieces = tf.ensure_shape(tf.reshape(upstream, [len(ranks), rows, *inner]), [len(ranks), None, *inner])
+        return group_ops.reduce_scatter(program, pieces, ranks, f"{label}/gradient")
 
-    return tf.boolean_mask(gather(padded), keep)
+    return tf.boolean_mask(with_adjoint(gather, gradient, padded), keep)
 
 
 def reduce_scatter(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "reduce_scatter") -> tf.Tensor:
@@ -156,18 +145,15 @@ def reduce_scatter(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "reduc
     chunk = -(-rows // size)
     index = ranks.index(program.rank)
     mine = max(0, min((index + 1) * chunk, rows) - index * chunk)
-    padding = [[0, chunk * size - rows]] + [[0, 0]] * (x.shape.rank - 1)
 
-    @custom_gradient
-    def scatter(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            short = [[0, chunk - mine]] + [[0, 0]] * (x.shape.rank - 1)
-            return all_gather(tf.pad(upstream, short), mesh_axis, label=f"{label}/gradient")[:rows]
+    def scatter(x: tf.Tensor) -> tf.Tensor:
+        stacked = tf.reshape(_pad(x, chunk * size), [size, chunk, *x.shape[1:]])
+        return group_ops.reduce_scatter(program, stacked, ranks, label)[:mine]
 
-        stacked = tf.reshape(tf.pad(x, padding), [size, chunk, *x.shape[1:]])
-        return group_ops.reduce_scatter(program, stacked, ranks, label)[:mine], gradient
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        return all_gather(_pad(upstream, chunk), mesh_axis, label=f"{label}/gradient")[:rows]
 
-    return scatter(x)
+    return with_adjoint(scatter, gradient, x)
 
 
 def all_to_all(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "all_to_all") -> tf.Tensor:
@@ -194,15 +180,11 @@ def all_to_all(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "all_to_al
             fix="Pad axis 0.",
         )
 
-    @custom_gradient
-    def exchange(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            return all_to_all(upstream, mesh_axis, label=f"{label}/gradient")
-
+    def exchange(x: tf.Tensor) -> tf.Tensor:
         blocks = tf.reshape(x, [len(ranks), x.shape[0] // len(ranks), *x.shape[1:]])
-        return tf.reshape(group_ops.all_to_all(program, blocks, ranks, label), x.shape), gradient
+        return tf.reshape(group_ops.all_to_all(program, blocks, ranks, label), x.shape)
 
-    return exchange(x)
+    return with_adjoint(exchange, lambda upstream: all_to_all(upstream, mesh_axis, label=f"{label}/gradient"), x)
 
 
 def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: str = "broadcast") -> tf.Tensor:
@@ -225,17 +207,16 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
     if not 0 <= root < len(ranks):
         raise errors.value_error(f"`root` must be an index in the group, [0, {len(ranks)}).", root=root)
     _check_static("broadcast", x)
-    is_root = ranks[root] == program.rank
 
-    @custom_gradient
-    def copy(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            total = all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
-            return total if is_root else tf.zeros_like(total)
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        total = all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
+        return total if program.rank == ranks[root] else tf.zeros_like(total)
 
-        return group_ops.broadcast(program, x, x.shape, ranks, ranks[root], label), gradient
+    return with_adjoint(lambda x: group_ops.broadcast(program, x, x.shape, ranks, ranks[root], label), gradient, x)
 
-    return copy(x)
+
+def _pad(x: tf.Tensor, rows: int) -> tf.Tensor:
+    return tf.pad(x, [[0, rows - x.shape[0]]] + [[0, 0]] * (x.shape.rank - 1))
 
 
 def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tensor, tuple[int, ...]]:

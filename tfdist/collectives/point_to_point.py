@@ -10,7 +10,7 @@ other by a label. They have no gradient. How a message travels is its pair's tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,9 +21,7 @@ from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.graph_edges import GraphEdges
 from tfdist.collectives.transports.transport import MessageTransport
 from tfdist.collectives.where import current_program
-from tfdist.custom_gradients import custom_gradient
-
-_Gradient = Callable[[tf.Tensor], tf.Tensor]
+from tfdist.custom_gradients import with_adjoint
 
 
 def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str = "send") -> tf.Tensor:
@@ -50,17 +48,16 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
     if not x.shape.is_fully_defined():
         raise errors.value_error("`send` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`.")
 
-    @custom_gradient
-    def leave(x: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
-        def gradient(_: tf.Tensor) -> tf.Tensor:
-            # Not times the receipt's gradient: what arrives is the whole gradient of the receiver's loss, scaled as that is.
-            return group_ops.broadcast(program, x, x.shape, pair, peer, f"{label}/gradient", op="send")
-
+    def leave(x: tf.Tensor) -> tf.Tensor:
         sent = group_ops.broadcast(program, x, x.shape, pair, program.rank, label, op="send")
         with tf.control_dependencies([sent]):
-            return tf.zeros([], x.dtype), gradient
+            return tf.zeros([], x.dtype)
 
-    return leave(x)
+    def gradient(_: tf.Tensor) -> tf.Tensor:
+        # Not times the receipt's gradient: what arrives is the whole gradient of the receiver's loss, scaled as that is.
+        return group_ops.broadcast(program, x, x.shape, pair, peer, f"{label}/gradient", op="send")
+
+    return with_adjoint(leave, gradient, x)
 
 
 def receive(
@@ -95,16 +92,17 @@ def receive(
         raise errors.value_error("`receive` needs a static `shape`.", shape=spec.shape)
     group_ops.check_dtype("receive", spec)
 
-    @custom_gradient
-    def arrive(anchor: tf.Tensor) -> tuple[tf.Tensor, _Gradient]:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            sent = group_ops.broadcast(program, upstream, upstream.shape, pair, program.rank, f"{label}/gradient", op="send")
-            with tf.control_dependencies([sent]):
-                return tf.zeros_like(anchor)
+    anchor = tf.zeros([], tf.float32) if anchor is None else anchor
 
-        return group_ops.broadcast(program, spec, spec.shape, pair, peer, label, op="send"), gradient
+    def arrive(_: tf.Tensor) -> tf.Tensor:
+        return group_ops.broadcast(program, spec, spec.shape, pair, peer, label, op="send")
 
-    return arrive(tf.zeros([], tf.float32) if anchor is None else anchor)
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        sent = group_ops.broadcast(program, upstream, upstream.shape, pair, program.rank, f"{label}/gradient", op="send")
+        with tf.control_dependencies([sent]):
+            return tf.zeros_like(anchor)
+
+    return with_adjoint(arrive, gradient, anchor)
 
 
 def _pair(op: str, argument: str, index: int, mesh_axis: str) -> tuple[RankProgram, int, tuple[int, int]]:
@@ -127,11 +125,7 @@ def _pair(op: str, argument: str, index: int, mesh_axis: str) -> tuple[RankProgr
 def send_message(program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
     """Sends `x` to rank `destination`, which calls `receive_message` with the same `label`, in this trace or its worker's.
 
-    Args:
-        program: the sender's.
-        x: only its first dimension may be unknown.
-        destination: another rank.
-        label: no two messages of a step between two ranks have the same.
+    Only the first dimension of `x` may be unknown. No two messages of a step between two ranks have the same label.
     """
     _check_sizes(program, x.shape, destination, label)
     with tf.device(program.device):
@@ -141,12 +135,7 @@ def send_message(program: RankProgram, x: tf.Tensor, destination: int, label: st
 def receive_message(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
     """Returns what rank `source` sends with the same `label`, a tensor of `spec`.
 
-    Args:
-        program: the receiver's.
-        spec: shape and dtype; only the first dimension may be unknown.
-        rows: what the first dimension is, an int32 scalar. Only used where it is unknown.
-        source: another rank.
-        label: that of `send_message`.
+    Only the first dimension of `spec` may be unknown: then it is `rows`, an int32 scalar.
     """
     _check_sizes(program, spec.shape, source, label)
     with tf.device(program.device):

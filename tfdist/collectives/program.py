@@ -53,10 +53,10 @@ class RankProgram:
         self._is_marked = False
         self._is_on_trial = False
         self._branches: list[tf.Graph] = []
-        self._attachments: dict[type, Any] = {}
+        self._attachments: dict[Callable[[RankProgram], Any], Any] = {}
         self._constants: dict[Any, tf.Tensor] = {}
 
-    def attachment(self, kind: type) -> Any:
+    def attachment(self, kind: Callable[[RankProgram], Any]) -> Any:
         """Returns this trace's one `kind(program)`, made on first use."""
         if kind not in self._attachments:
             self._attachments[kind] = kind(self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -120,7 +119,7 @@ class DeviceMesh:
 
     def coordinates(self) -> list[Coordinate]:
         """Returns the coordinates of ranks 0, 1, ... in rank order."""
-        return [Coordinate(*index) for index in itertools.product(*map(range, self.shape))]
+        return [self.coordinate(rank) for rank in range(self.world_size)]
 
 
 def current_mesh() -> DeviceMesh | None:
@@ -141,16 +140,6 @@ def _checked_axis(mesh_axis: str) -> str:
 
 def canonical(devices: Sequence[str]) -> tuple[str, ...]:
     """Returns full device names ("/job:localhost/replica:0/task:0/device:CPU:0") for short ones ("CPU:0")."""
-    full = []
-    for device in devices:
-        spec = tf.DeviceSpec.from_string(device if device.startswith("/") else f"/device:{device}")
-        full.append(
-            tf.DeviceSpec(
-                job=spec.job or "localhost",
-                replica=spec.replica or 0,
-                task=spec.task or 0,
-                device_type=spec.device_type,
-                device_index=spec.device_index,
-            ).to_string()
-        )
-    return tuple(full)
+    here = tf.DeviceSpec(job="localhost", replica=0, task=0)
+    specs = [tf.DeviceSpec.from_string(device if device.startswith("/") else f"/device:{device}") for device in devices]
+    return tuple(here.make_merged_spec(spec).to_string() for spec in specs)

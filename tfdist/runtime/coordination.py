@@ -5,13 +5,14 @@ Private names of TensorFlow: the eager context's methods around the service. A p
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 import tensorflow as tf
@@ -50,9 +51,7 @@ def configure(cluster: Cluster, rendezvous_timeout_seconds: float) -> None:
             "TensorFlow is already initialised in this process, too late to make it a worker of the cluster.",
             fix="Make the strategy first: before any tensor, variable, dataset or list of logical devices.",
         )
-    jobs: dict[str, int] = {}
-    for task in cluster.tasks:
-        jobs[task.type] = jobs.get(task.type, 0) + 1
+    jobs = collections.Counter(task.type for task in cluster.tasks)
     here.configure_coordination_service(
         service_type="standalone",
         service_leader=cluster.tasks[0].device,
@@ -140,7 +139,7 @@ class Coordination:
         self.put(f"{key}/{self.cluster.worker_index}", value)
         return self._values(key, range(self.cluster.num_workers), timeout_seconds)
 
-    def _values(self, key: str, workers: Sequence[int], timeout_seconds: float) -> list[str]:
+    def _values(self, key: str, workers: Iterable[int], timeout_seconds: float) -> list[str]:
         end = time.monotonic() + timeout_seconds
         values = {}
         for index in workers:

@@ -10,6 +10,7 @@ The names are private to TensorFlow: tests/test_private_names.py fails when they
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,13 +31,13 @@ _DONE = np.zeros([], np.int64)
 class _Call(script_ops.EagerFunc):
     """Called with arrays, as they are; the last ones are to be filled."""
 
-    def __init__(self, function: Callable[..., None], num_results: int, trace: _Trace):
+    def __init__(self, function: Callable[..., None], num_results: int, on_first_call: Callable[[], None]):
         self._function = function
         self._num_results = num_results
-        self._trace = trace
+        self._on_first_call = on_first_call
 
     def __call__(self, device: Any, token: Any, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
-        self._trace.note_call()
+        self._on_first_call()
         for found in arguments[len(arguments) - self._num_results :]:
             if found.flags.owndata or not found.flags.writeable:
                 raise errors.runtime_error(
@@ -48,16 +49,9 @@ class _Call(script_ops.EagerFunc):
         return [_DONE]
 
 
-class _Trace:
-    """What calls of one trace on one rank have in common; an attachment of its program."""
-
-    def __init__(self, program: RankProgram):
-        self._has_run = False
-
-    def note_call(self) -> None:
-        if not self._has_run:  # the first sign that TensorFlow has made the graph an executable one
-            self._has_run = True
-            give_back_free_memory()
+def _on_first_call(_: RankProgram) -> Callable[[], None]:
+    """What the first call of a trace does, the first sign that the graph is executable: an attachment of a rank's program."""
+    return functools.cache(give_back_free_memory)
 
 
 def call_python(
@@ -84,7 +78,7 @@ def call_python(
         found = [np.empty(np.array(shape, np.int32), dtype.as_numpy_dtype) for shape, dtype in results]
         function(*[x.numpy() for x in inputs], *[x.reshape(-1) if x.ndim == 0 else x for x in found])
         return [tf.constant(x) for x in found]
-    call = _Call(function, len(results), program.attachment(_Trace))
+    call = _Call(function, len(results), program.attachment(_on_first_call))
     _alive.append(call)
     token = script_ops._py_funcs.insert(call)  # noqa: SLF001
     with tf.control_dependencies(inputs):  # not earlier
