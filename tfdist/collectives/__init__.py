@@ -14,14 +14,13 @@ from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports import NCCL, RING, Chunked, Transport, are_cpus, choose_transport, find_member_orders
+from tfdist.collectives.transports import NCCL, RING, are_cpus, choose_transport, find_member_orders
 from tfdist.collectives.transports.shared_memory import abort_shared_memory, connect_shared_memory
 from tfdist.collectives.where import Where, current_program, rank_program, where
 
 __all__ = [
     "NCCL",
     "RING",
-    "Chunked",
     "CollectivePlan",
     "CollectiveRecord",
     "Communicator",
@@ -30,7 +29,6 @@ __all__ = [
     "Meeting",
     "PlanAgreement",
     "RankProgram",
-    "Transport",
     "Where",
     "abort_shared_memory",
     "activations",

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import group_ops
-from tfdist.collectives.instance_keys import log2_ceiling
+from tfdist.collectives.instance_keys import power_of_two
 from tfdist.collectives.program import RankProgram
 
 
@@ -84,7 +84,7 @@ def _as_rows(x: tf.Tensor, outer: int = 0) -> tuple[tf.Tensor, Callable[[tf.Tens
         return x, lambda moved, _: moved
     first, inner = list(x.shape[:outer]), list(x.shape[unknown[-1] + 1 :])
     length = tf.reduce_prod(tf.shape(x)[outer : unknown[-1] + 1])
-    padding = tf.bitwise.left_shift(1, log2_ceiling(length)) - length
+    padding = power_of_two(length) - length
     rows = tf.pad(tf.reshape(x, [*first, length, *inner]), [[0, 0]] * outer + [[0, padding]] + [[0, 0]] * len(inner))
 
     def restore(moved: tf.Tensor, like: tf.Tensor) -> tf.Tensor:

@@ -24,13 +24,7 @@ class PlanAgreement:
     """Compares the plans of one strategy over its workers.
 
     Every plan is compared once: a step that is traced again with the same collectives (for a last batch of another size) asks
-    nobody, because the other workers may not trace it again.
-
-    Args:
-        coordination: the workers' key-value store.
-        instance_keys: the communicator's keys; they must agree too.
-        timeout_seconds: how long to wait for the other workers' traces.
-        ranks_per_worker: of every worker.
+    nobody, because the other workers may not trace it again. The communicator's `instance_keys` must agree, too.
     """
 
     def __init__(
@@ -93,12 +87,7 @@ class PlanAgreement:
                 self._refuse(f"{note} on {here}, but {other_note} on {there}")
 
     def _refuse(self, difference: str) -> None:
-        self._coordination.fail(
-            errors.message(
-                f"Workers run different programs: {difference}.",
-                fix=coordination.SAME_PROGRAM,
-            )
-        )
+        self._coordination.fail(errors.message(f"Workers run different programs: {difference}.", fix=coordination.SAME_PROGRAM))
 
 
 def first_difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> int | None:

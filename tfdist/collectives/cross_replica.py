@@ -103,13 +103,9 @@ class CrossReplica:
     def call(
         self, key: Hashable, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None = None
     ) -> list[tf.Tensor]:
-        """Runs `emit(program, value)` for every local rank (of `members`, if given), all of them at once.
+        """Runs `emit(program, value)` for every local rank (of `members`, if given), which has one of `values`, all at once.
 
-        Args:
-            key: eagerly, calls with one key share traced functions, one per shape: it must tell apart what `emit` does.
-            emit: emits the collectives of one rank.
-            values: one tensor per local rank that takes part.
-            members: the ranks that take part; None: all.
+        Eagerly, calls with one key share traced functions, one per shape: it must tell apart what `emit` does.
         """
         if not tf.executing_eagerly():
             return self._emit(emit, values, members)

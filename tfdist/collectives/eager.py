@@ -15,7 +15,7 @@ switch of threads and a function call.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import tensorflow as tf
@@ -30,19 +30,10 @@ from tfdist.collectives.transports.transport import Transport
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """What one rank has come for.
-
-    Attributes:
-        rank: the rank.
-        record: the collective; None when the rank's function has returned.
-        key: what the function of the collective is kept under.
-        emit: emits the part of one rank.
-        value: this rank's input.
-        result: its output, once `is_done`.
-    """
+    """What one rank has come for, and, once `is_done`, the result: as `EagerProgram.together` says."""
 
     rank: int
-    record: CollectiveRecord | None = None
+    record: CollectiveRecord | None = None  # None when the rank's function has returned
     key: Hashable = None
     emit: Any = None
     value: tf.Tensor | None = None
@@ -78,25 +69,18 @@ class Meeting:
             members = [other for other in waiting if other.record.ranks == call.record.ranks]
             here = [rank for rank in self._local_ranks if rank in call.record.ranks]
             if not call.is_done and len(members) == len(here):
-                self._run(members, call.record.ranks)
+                values = [member.value for member in members]
+                results = self._cross_replica.call(call.key, call.emit, values, call.record.ranks)
+                for member, result in zip(members, results, strict=True):
+                    member.result, member.is_done = result, True
                 served = True
         if not served:
-            self._refuse(waiting)
-
-    def _run(self, calls: Sequence[_Call], ranks: Ranks) -> None:
-        first = calls[0]
-        values = [call.value for call in calls]
-        results = self._cross_replica.call(first.key, first.emit, values, ranks)
-        for call, result in zip(calls, results, strict=True):
-            call.result, call.is_done = result, True
-
-    def _refuse(self, waiting: Sequence[_Call]) -> None:
-        calls = {call.rank: call.record for call in waiting}
-        raise errors.runtime_error(
-            f"Ranks wait for each other in vain: {calls}; the others have returned.",
-            fix="Every rank of a group must run the same collectives, in the same order: look for code that branches on the "
-            "replica id.",
-        )
+            stuck = {call.rank: call.record for call in waiting}
+            raise errors.runtime_error(
+                f"Ranks wait for each other in vain: {stuck}; the others have returned.",
+                fix="Every rank of a group must run the same collectives, in the same order: look for code that branches on the "
+                "replica id.",
+            )
 
 
 class EagerProgram(RankProgram):
@@ -115,14 +99,7 @@ class EagerProgram(RankProgram):
     def together(
         self, record: CollectiveRecord, key: Hashable, emit: Callable[[RankProgram, tf.Tensor], tf.Tensor], value: tf.Tensor
     ) -> tf.Tensor:
-        """Runs a collective with the other ranks of its group.
-
-        Args:
-            record: the collective.
-            key: tells apart what `emit` does, as in `CrossReplica.call`.
-            emit: emits the part of one rank.
-            value: this rank's input.
-        """
+        """Runs a collective with the other ranks of its group: `emit` with this rank's `value`, as in `CrossReplica.call`."""
         if not tf.executing_eagerly():
             raise errors.runtime_error(
                 f"{record.op} {record.label!r} was called in a `tf.function` (or in `tf.vectorized_map` and the like) within "

@@ -32,11 +32,6 @@ def is_trivial(x: TensorLike, ranks: Ranks) -> bool:
     return len(ranks) == 1 or 0 in x.shape.as_list()
 
 
-def holds_thread(program: RankProgram, ranks: Ranks) -> bool:
-    """Whether a collective of `ranks` holds one of the threads that run operations until all members have come."""
-    return program.transport_of(ranks).holds_thread
-
-
 def all_reduce(program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
     """Reduces `x` elementwise by `reduce_op` ("sum", "max", "min") over `ranks`."""
     if is_trivial(x, ranks):

@@ -49,6 +49,11 @@ class InstanceKeys:
             number += 1  # two kinds met, about once in 2**30 pairs; workers that differ in this are told by `PlanAgreement`
 
 
+def power_of_two(length: tf.Tensor) -> tf.Tensor:
+    """Returns the least power of two that is at least `length`, a positive int32 scalar."""
+    return tf.bitwise.left_shift(1, log2_ceiling(length))
+
+
 def log2_ceiling(length: tf.Tensor) -> tf.Tensor:
     """Returns the least k, as int32, with 2**k >= `length`, a positive int32 scalar."""
     powers = tf.constant([1 << k for k in range(KEYS_PER_COLLECTIVE - 1)], tf.int32)

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import group_ops
-from tfdist.collectives.instance_keys import log2_ceiling
+from tfdist.collectives.instance_keys import power_of_two
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.where import current_program
@@ -105,7 +105,7 @@ def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axi
     """
     length = tf.shape(x)[0]
     lengths = group_ops.all_gather(program, tf.reshape(length, [1]), ranks, f"{label}/lengths")
-    rows = tf.bitwise.left_shift(1, log2_ceiling(tf.reduce_max(lengths)))
+    rows = power_of_two(tf.reduce_max(lengths))
     inner = x.shape[1:]
     keep = tf.reshape(tf.sequence_mask(lengths, rows), [-1])
     # The padding and the mask are ordinary differentiable ops; only the trip in the middle needs an adjoint.

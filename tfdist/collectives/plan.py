@@ -52,16 +52,9 @@ class CollectiveRecord:
         all_reduce 2S(N-1)/N, all_gather S(N-1), reduce_scatter and all_to_all S(N-1)/N, broadcast, send and edge S.
         """
         n = len(self.ranks)
-        factor = {
-            "all_reduce": 2 * (n - 1) / n,
-            "all_gather": n - 1,
-            "reduce_scatter": (n - 1) / n,
-            "all_to_all": (n - 1) / n,
-            "broadcast": 1,
-            "send": 1,
-            "edge": 1,
-        }[self.op]
-        return factor * self.input_bytes
+        part = (n - 1) / n
+        factors = {"all_reduce": 2 * part, "all_gather": n - 1, "reduce_scatter": part, "all_to_all": part}
+        return factors.get(self.op, 1) * self.input_bytes
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks
 if TYPE_CHECKING:
     from tfdist.collectives.transports.transport import Transport
 
-_PROGRAM = "_tfdist_program"
+PROGRAM_ATTRIBUTE = "_tfdist_program"  # of a replica context
 
 
 class CollectiveOnTrialError(Exception):
@@ -84,12 +84,10 @@ class RankProgram:
         return key + log2_ceiling(tf.shape(x)[record.shape.index(None)]) if None in record.shape else key
 
     def begin_message(self, spec: tf.TensorSpec, source: int, destination: int, label: str) -> int:
-        """Registers one message between two ranks and returns its instance key, the first of several as in `InstanceKeys.key`.
+        """Registers one message between two ranks, of which this is one; returns its key, as `InstanceKeys.key` does.
 
-        Args:
-            spec: dtype and static shape, with None for a number of rows that is known at run time only.
-            source, destination: ranks; this is one of them.
-            label: what it is for; no two messages of a step between these ranks have the same.
+        The shape of `spec` has None for a number of rows that is known at run time only. No two messages of a step between two
+        ranks have the same label.
         """
         record = CollectiveRecord("edge", (source, destination), tuple(spec.shape.as_list()), spec.dtype.name, label, source)
         self.plan.add_message(self.rank, record)
@@ -183,9 +181,4 @@ class RankProgram:
 
     def install(self, replica_context: tf.distribute.ReplicaContext) -> None:
         """Makes this the program of `replica_context`, which `current_program` finds."""
-        setattr(replica_context, _PROGRAM, self)
-
-
-def installed_program(replica_context: tf.distribute.ReplicaContext | None) -> RankProgram | None:
-    """Returns the program that was installed in `replica_context`, None if there is none. For `where` alone: ask there."""
-    return getattr(replica_context, _PROGRAM, None)
+        setattr(replica_context, PROGRAM_ATTRIBUTE, self)

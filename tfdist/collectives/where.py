@@ -14,7 +14,7 @@ from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from tfdist import errors
-from tfdist.collectives.program import RankProgram, installed_program
+from tfdist.collectives.program import PROGRAM_ATTRIBUTE, RankProgram
 
 _LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 
@@ -91,7 +91,7 @@ def current_program(what: str = "A collective") -> RankProgram:
 
 
 def _program_here() -> RankProgram | None:
-    program = installed_program(tf.distribute.get_replica_context())
+    program: RankProgram | None = getattr(tf.distribute.get_replica_context(), PROGRAM_ATTRIBUTE, None)
     # Eager code in a traced rank stands in `tf.init_scope` and belongs to no rank.
     return program if program is None or program.is_eager or not tf.executing_eagerly() else None
 

@@ -80,12 +80,9 @@ class Outcome:
 
 
 class Attempt:
-    """One attempt of `job`. `run` returns when no process of it is left.
+    """One attempt of `job`, the first of number 0. `run` returns when no process of it is left.
 
-    Args:
-        job: what to run.
-        number: 0 is the first attempt.
-        signals: those of the launcher; entered by the caller, who outlives the attempts.
+    The caller has entered `signals`, the launcher's, and outlives the attempts.
     """
 
     def __init__(self, job: Job, number: int, signals: Signals):

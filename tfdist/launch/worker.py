@@ -6,13 +6,14 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from tfdist.launch.output import Output
 from tfdist.runtime.cluster import Task
 
+_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16  # what a pipe holds
 
 
@@ -41,7 +42,7 @@ class Worker:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=_DieWithLauncher(),
+            preexec_fn=_death_with_launcher(),
         )
         self.pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         for pipe in self.pipes.values():
@@ -86,19 +87,16 @@ class Worker:
             os.close(self.pidfd)
 
 
-class _DieWithLauncher:
-    """Runs in the new process before the program: the kernel kills it when the launcher's main thread ends, however that ends.
+def _death_with_launcher() -> Callable[[], None]:
+    """Returns what runs in the new process before the program: the kernel kills it when the launcher's main thread ends.
 
     It does no more than two system calls: between fork and exec another thread's locks may be held for ever.
     """
+    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
 
-    _PR_SET_PDEATHSIG = 1
-
-    def __init__(self) -> None:
-        self._prctl = ctypes.CDLL(None).prctl
-        self._launcher = os.getpid()
-
-    def __call__(self) -> None:
-        self._prctl(self._PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._launcher:  # it ended before the call
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it ended before the call
             os._exit(1)
+
+    return prepare

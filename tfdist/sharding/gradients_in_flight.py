@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, group_ops
+from tfdist.collectives import RankProgram
 from tfdist.sharding import tape
 
 # Of a message. Waiting seems to cost 1 to 2 % of a step, which smaller gradients are not worth.
@@ -45,7 +45,7 @@ class GradientsInFlight:
         self._messages = messages
         self._numbers = numbers
         largest = max((sum(x.shape.num_elements() * x.dtype.size for x in message) for message in messages), default=0)
-        self.most = 1 if largest > _LARGE_BYTES and group_ops.holds_thread(program, ranks) else 2
+        self.most = 1 if largest > _LARGE_BYTES and program.transport_of(ranks).holds_thread else 2
         self._emitted = 0
         on_chain = program.graph.capture(program.token()).consumers()
         self._latest = max((numbers[operation.name] for operation in on_chain), default=-1)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from ranks import integers, run, strategy_on
 
-from tfdist.collectives import RING, Chunked, all_gather, all_reduce, choose_transport, reduce_scatter
+from tfdist.collectives import RING, all_gather, all_reduce, choose_transport, reduce_scatter
+from tfdist.collectives.transports import Chunked
 
 ROOT = pathlib.Path(__file__).parents[3]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives.instance_keys import log2_ceiling
+from tfdist.collectives.instance_keys import log2_ceiling, power_of_two
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, kernel_arguments
+from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, keep, kernel_arguments
 from tfdist.collectives.transports.transport import MessageTransport
 
 # Dtypes that no collective carries, and those in which they travel.
@@ -33,25 +33,25 @@ class KernelMessages(MessageTransport):
         padded = None
         if x.shape.rank and x.shape[0] is None:
             rows = tf.shape(x)[0]
-            padded = _power_of_two(rows)
+            padded = power_of_two(rows)
             x = tf.ensure_shape(tf.pad(x, [[0, padded - rows]] + [[0, 0]] * (x.shape.rank - 1)), x.shape)
         x = tf.cast(x, WIDENED.get(x.dtype, x.dtype))
         carried = as_bytes(x)
         spec = tf.TensorSpec(carried.shape, carried.dtype)
         arguments = self._begin(program, spec, padded, program.rank, destination, label)
-        _keep(program, tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments))
+        keep(program.communicator.message_token(program.rank), tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments))
 
     def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
         dtype = WIDENED.get(spec.dtype, spec.dtype)
         carried, padded = tf.TensorSpec(spec.shape, byte_dtype(dtype)), None
         if spec.shape.rank and spec.shape[0] is None:
-            padded, inner = _power_of_two(rows), spec.shape[1:].as_list()
+            padded, inner = power_of_two(rows), spec.shape[1:].as_list()
             shape = tf.concat([[padded], tf.constant(inner, tf.int32)], 0)
         else:
             shape = tf.constant(spec.shape.as_list(), tf.int32)
         arguments = self._begin(program, carried, padded, source, program.rank, label)
         received = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
-        _keep(program, received)
+        keep(program.communicator.message_token(program.rank), received)
         received = from_bytes(tf.ensure_shape(received, spec.shape), dtype)
         return tf.cast(received if padded is None else received[:rows], spec.dtype)
 
@@ -62,14 +62,3 @@ class KernelMessages(MessageTransport):
         if rows is not None:
             key += log2_ceiling(rows)
         return kernel_arguments(program, self._hint, 2, program.communicator.message_key(source, destination), key)
-
-
-def _power_of_two(rows: tf.Tensor) -> tf.Tensor:
-    return tf.bitwise.left_shift(1, log2_ceiling(rows))
-
-
-def _keep(program: RankProgram, message: tf.Tensor) -> None:
-    """Has a sent or received `message` run although nobody may read it."""
-    with tf.control_dependencies([message]):
-        token = program.communicator.message_token(program.rank)
-        tf.raw_ops.AssignAddVariableOp(resource=token, value=tf.zeros([], tf.int64))

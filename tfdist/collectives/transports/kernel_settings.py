@@ -29,6 +29,12 @@ def from_bytes(moved: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return moved if moved.dtype == dtype else tf.bitcast(moved, dtype)
 
 
+def keep(token: tf.Tensor, moved: tf.Tensor) -> None:
+    """Has `moved` run although nobody may read it, by a write to the variable `token` afterwards."""
+    with tf.control_dependencies([moved]):
+        tf.raw_ops.AssignAddVariableOp(resource=token, value=tf.zeros([], tf.int64))
+
+
 def kernel_arguments(program: RankProgram, hint: str, group_size: int, group_key: int, instance_key: Any) -> dict[str, Any]:
     """Returns the arguments by which a kernel finds its group (the key) and its call in it (the instance key)."""
     return {

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_messages import KernelMessages
-from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, kernel_arguments
+from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, keep, kernel_arguments
 from tfdist.collectives.transports.member_order import in_group_order, in_kernel_order
 from tfdist.collectives.transports.transport import Transport, sum_dtype
 
@@ -84,7 +84,7 @@ class Kernels(Transport):
             with _chained(program):
                 shape = tf.constant(x.shape.as_list(), tf.int32)
                 moved = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
-        _extend_chain(program, moved)
+        keep(program.token(), moved)
         return from_bytes(moved if program.rank == source else tf.ensure_shape(moved, x.shape), x.dtype)
 
     def _begin(
@@ -148,8 +148,3 @@ NCCL = Nccl()
 # and keeps them alive.
 def _chained(program: RankProgram) -> AbstractContextManager[None]:
     return tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)])
-
-
-def _extend_chain(program: RankProgram, moved: tf.Tensor) -> None:
-    with tf.control_dependencies([moved]):
-        tf.raw_ops.AssignAddVariableOp(resource=program.token(), value=tf.zeros([], tf.int64))

@@ -59,14 +59,10 @@ def connect_shared_memory(
     is_wanted: bool = True,
     message_axis: str | None = None,
 ) -> None:
-    """Connects the groups of `communicator` that share a machine. All workers call it at once.
+    """Connects the groups of `communicator` that share a machine: sets its `transports`, or its `message_transports`.
 
-    Args:
-        communicator: its `transports` are set, or its `message_transports`.
-        store: the workers' store.
-        timeout_seconds: how long to wait for the others.
-        is_wanted: whether this worker wants to; if one does not, none does.
-        message_axis: the mesh axis along which ranks send each other messages; None if they send none.
+    All workers call it at once. If it is not wanted on one, none is connected. `message_axis` is the mesh axis along which ranks
+    send each other messages; None if they send none.
     """
     here = communicator.local_ranks[0]
     axes = [message_axis] if message_axis else [mesh_axis for mesh_axis in MESH_AXES if communicator.mesh.size(mesh_axis) > 1]

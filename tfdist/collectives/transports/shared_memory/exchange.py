@@ -55,12 +55,8 @@ def file_bytes(size: int) -> int:
 class Exchange:
     """One member's part of what a group on one machine shares.
 
-    Its methods are called by all members in the same order, one at a time.
-
-    Args:
-        memory: the file, mapped: of each member its slots.
-        place: this member's index in the group.
-        peers: connected sockets to all others, by their places.
+    Its methods are called by all members in the same order, one at a time. It stands at `place` in the group; `memory` is the
+    file, mapped, with the slots of each member, and `peers` are connected sockets to all others, by their places.
     """
 
     def __init__(self, memory: mmap.mmap, place: int, peers: Mapping[int, socket.socket]):

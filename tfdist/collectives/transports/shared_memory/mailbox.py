@@ -44,12 +44,8 @@ _LOOK_AGAIN_MS = 50
 class Mailbox:
     """One process's messages to and from others on its machine.
 
-    `send` and `receive` may run side by side, in several threads; of one peer and key, one `receive` at a time.
-
-    Args:
-        memory: the file of this process's own memory, empty.
-        connections: connected sockets of packets (`SOCK_SEQPACKET`) to the others, by rank.
-        memories: the files of the others' memory, by rank.
+    `send` and `receive` may run side by side, in several threads; of one peer and key, one `receive` at a time. Its own memory is
+    a file, empty at first; connected sockets of packets (`SOCK_SEQPACKET`) and files of memory lead to the others, by rank.
     """
 
     def __init__(self, memory: io.FileIO, connections: Mapping[int, socket.socket], memories: Mapping[int, io.FileIO]):

@@ -21,12 +21,9 @@ class PeerLost(RuntimeError):
 
 
 class Peers:
-    """Connected sockets of packets (`SOCK_SEQPACKET`) to the other processes, by number.
+    """Connected sockets of packets (`SOCK_SEQPACKET`) to the other processes, by number, which errors call `noun`.
 
-    Args:
-        connections: the sockets.
-        noun: what a number is called in errors, "member" or "rank".
-        waits_in_calls: whether `send` and `receive_into` wait; else `wait` does, for all of them at once.
+    With `waits_in_calls`, `send` and `receive_into` wait; else `wait` does, for all of them at once.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], noun: str, *, waits_in_calls: bool = True):

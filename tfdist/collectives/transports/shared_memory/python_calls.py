@@ -66,10 +66,8 @@ def call_python(
     It runs in every step in which its inputs are computed, also if nobody reads its results, in no order among others.
 
     Args:
-        program: of the rank that calls.
         function: takes an array for each input, which it must not change (a NumPy scalar for a tensor of no dimension), and one
             for each result, aligned to 64 bytes; (1,) in the place of ().
-        inputs: tensors.
         results: of each shape and dtype. The shape is static or, if unknown, an int32 tensor.
         counter: handle of an int64 variable, to which the call adds zero when it has run: TensorFlow drops a call for which
             others only wait.
