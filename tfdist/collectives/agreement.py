@@ -14,10 +14,9 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist import errors
 from tfdist.collectives.instance_keys import InstanceKeys
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
-from tfdist.runtime import Coordination, coordination
+from tfdist.runtime import Coordination
 
 
 class PlanAgreement:
@@ -78,16 +77,13 @@ class PlanAgreement:
                 continue
             place = first_difference(own, others)
             if place is not None:
-                self._refuse(
-                    f"collective {place} of ranks {ranks} is {_described(own, place)} on {here}, but {_described(others, place)} "
-                    f"on {there}. Run so, both would hang"
+                self._coordination.fail(
+                    f"Workers run different programs: collective {place} of ranks {ranks} is {_described(own, place)} on {here}, "
+                    f"but {_described(others, place)} on {there}. Run so, both would hang."
                 )
         for note, other_note in itertools.zip_longest(notes, other_notes, fillvalue="missing"):
             if note != other_note:
-                self._refuse(f"{note} on {here}, but {other_note} on {there}")
-
-    def _refuse(self, difference: str) -> None:
-        self._coordination.fail(errors.message(f"Workers run different programs: {difference}.", fix=coordination.SAME_PROGRAM))
+                self._coordination.fail(f"Workers run different programs: {note} on {here}, but {other_note} on {there}.")
 
 
 def first_difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> int | None:

@@ -34,12 +34,6 @@ class Communicator:
         mesh: all ranks of the job.
         transport: how bytes travel, where a group or a pair of ranks has no transport of its own.
         local_ranks: the ranks of this process; None: all.
-
-    Attributes:
-        transports: the transports of groups that have one of their own, set when the strategy is made.
-        message_transports: the same for messages, by the other rank.
-        member_orders: per group, the order in which TensorFlow's kernels number its members (see `transports.member_order`).
-        programs: what was traced, by number; only kept where other workers take part.
     """
 
     _next_key_range = itertools.count(1 << 20, _KEYS_PER_COMMUNICATOR)
@@ -48,10 +42,11 @@ class Communicator:
         self.mesh = mesh
         self.transport = transport
         self.local_ranks = tuple(range(mesh.world_size) if local_ranks is None else local_ranks)
+        # Of groups that have one of their own, set when the strategy is made; and the same for messages, by the other rank.
         self.transports: dict[Ranks, Transport] = {}
         self.message_transports: dict[int, MessageTransport] = {}
-        self.member_orders: dict[Ranks, list[int]] = {}
-        self.programs: list[CollectivePlan] = []
+        self.member_orders: dict[Ranks, list[int]] = {}  # see `transports.member_order`
+        self.programs: list[CollectivePlan] = []  # what was traced; only kept where other workers take part
         self.instance_keys = InstanceKeys()
         self._first_key = next(self._next_key_range)
         groups = [group for mesh_axis in MESH_AXES for group in mesh.groups(mesh_axis)]

@@ -27,6 +27,12 @@ def check_dtype(op: str, x: TensorLike) -> None:
         )
 
 
+def check_static(op: str, x: TensorLike) -> None:
+    """Raises ValueError when the shape of `x` is not known before it runs, as the collective `op` needs it."""
+    if not x.shape.is_fully_defined():
+        raise errors.value_error(f"`{op}` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`.")
+
+
 def is_trivial(x: TensorLike, ranks: Ranks) -> bool:
     """Whether nothing has to move: a group of one rank, or a tensor that is known to be empty."""
     return len(ranks) == 1 or 0 in x.shape.as_list()

@@ -49,7 +49,7 @@ def all_reduce(x: tf.Tensor, mesh_axis: str = "data", *, reduce_op: str = "sum",
     if reduce_op not in _REDUCE_OPS:
         raise errors.value_error(f"`reduce_op` must be one of {_REDUCE_OPS}.", reduce_op=reduce_op)
     program, x, ranks = _enter("all_reduce", x, mesh_axis)
-    _check_static("all_reduce", x)
+    group_ops.check_static("all_reduce", x)
     if reduce_op == "mean":
         if not x.dtype.is_floating:
             raise errors.value_error('`reduce_op="mean"` needs a floating dtype.', dtype=x.dtype.name)
@@ -206,7 +206,7 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
     program, x, ranks = _enter("broadcast", x, mesh_axis)
     if not 0 <= root < len(ranks):
         raise errors.value_error(f"`root` must be an index in the group, [0, {len(ranks)}).", root=root)
-    _check_static("broadcast", x)
+    group_ops.check_static("broadcast", x)
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
         total = all_reduce(upstream, mesh_axis, label=f"{label}/gradient")
@@ -236,8 +236,3 @@ def _check_rows(op: str, x: tf.Tensor, static_rows: bool = False) -> None:
             shape=x.shape,
             fix="Use `tf.ensure_shape`, or batch with `drop_remainder=True`.",
         )
-
-
-def _check_static(op: str, x: tf.Tensor) -> None:
-    if not x.shape.is_fully_defined():
-        raise errors.value_error(f"`{op}` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`.")

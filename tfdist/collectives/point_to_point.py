@@ -45,8 +45,7 @@ def send(x: tf.Tensor, destination: int, mesh_axis: str = "data", *, label: str 
     program, peer, pair = _pair("send", "destination", destination, mesh_axis)
     x = tf.convert_to_tensor(x)
     group_ops.check_dtype("send", x)
-    if not x.shape.is_fully_defined():
-        raise errors.value_error("`send` needs a static shape.", shape=x.shape, fix="Use `tf.ensure_shape`.")
+    group_ops.check_static("send", x)
 
     def leave(x: tf.Tensor) -> tf.Tensor:
         sent = group_ops.broadcast(program, x, x.shape, pair, program.rank, label, op="send")

@@ -28,13 +28,9 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, driver: pathlib.Pa
 def device_environments(
     workers: int, devices_per_worker: int | None, *, gpus: list[str], cpu: bool = False
 ) -> list[dict[str, str]]:
-    """Returns the variables that give every worker devices of its own.
+    """Returns the variables that give each of `workers` processes devices of its own.
 
-    Args:
-        workers: number of processes.
-        devices_per_worker: devices of each; None: an equal share of the GPUs, or one CPU device where there are none.
-        gpus: ids of this machine's GPUs.
-        cpu: hide the GPUs.
+    `devices_per_worker` None: an equal share of `gpus`, or one CPU device where there are none. With `cpu` the GPUs are hidden.
 
     Raises:
         ValueError: there are not enough GPUs. The text names the option of the command line.

@@ -21,12 +21,9 @@ def say(text: str) -> None:
 
 
 class Output:
-    """The two streams of one worker.
+    """The two streams of one worker, printed with its name before each line if `shown`; their end is kept in any case.
 
-    Args:
-        name: stands before each line: `[worker 0] `.
-        shown: whether the lines are printed; their end is kept in any case.
-        file: gets both streams, byte for byte, as they come; the caller closes it.
+    `file` gets both streams, byte for byte, as they come; the caller closes it.
     """
 
     def __init__(self, name: str, *, shown: bool = True, file: BinaryIO | None = None):

@@ -28,7 +28,7 @@ HEARTBEAT_TIMEOUT_SECONDS = 10
 # How long one blocking read of the store lasts, before the waiting worker looks up.
 _POLL_SECONDS = 2.0
 
-SAME_PROGRAM = (
+_SAME_PROGRAM = (
     "Every worker must build the same model, optimizer and steps, in the same order: look for code that depends on the worker, "
     "and for different versions of the program or its settings."
 )
@@ -172,29 +172,24 @@ class Coordination:
             answers = self._values(key, [0] if with_chief_only else range(self.cluster.num_workers), timeout_seconds)
         except TimeoutError as error:
             self.fail(
-                errors.message(
-                    f"{self.cluster.task} is at a point where all workers must meet, {_pointed(what, value)}, but there was "
-                    f"{error}.",
-                    fix="Every worker must call `fit`, `evaluate`, `predict`, `save` and the steps of a custom loop alike: look "
-                    "for code that only one worker runs, such as `if is_chief: model.evaluate(...)`.",
-                )
+                f"{self.cluster.task} is at a point where all workers must meet, {_pointed(what, value)}, but there was {error}.",
+                fix="Every worker must call `fit`, `evaluate`, `predict`, `save` and the steps of a custom loop alike: look for "
+                "code that only one worker runs, such as `if is_chief: model.evaluate(...)`.",
             )
         values = []
         for index, answer in enumerate(answers):
             theirs, their_value = json.loads(answer)
             if theirs != what:
                 self.fail(
-                    errors.message(
-                        f"Workers run different programs: {self.cluster.task} is at {_pointed(what, value)}, when "
-                        f"{self.cluster.tasks[index]} is at {_pointed(theirs, their_value)}.",
-                        fix=SAME_PROGRAM,
-                    )
+                    f"Workers run different programs: {self.cluster.task} is at {_pointed(what, value)}, when "
+                    f"{self.cluster.tasks[index]} is at {_pointed(theirs, their_value)}."
                 )
             values.append(their_value)
         return values
 
-    def fail(self, message: str) -> NoReturn:
-        """Raises RuntimeError with `message`, after telling the other workers: the job cannot go on."""
+    def fail(self, expected: str, *, fix: str = _SAME_PROGRAM) -> NoReturn:
+        """Raises RuntimeError with this text, as `errors.message`, after telling the other workers: the job cannot go on."""
+        message = errors.message(expected, fix=fix)
         self._report(message)
         raise RuntimeError(message)
 

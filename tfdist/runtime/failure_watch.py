@@ -76,12 +76,9 @@ Running = Callable[[], Mapping[int, tuple[int, Any]]]
 
 
 class FailureWatch:
-    """Watches the other workers, and tells them of this one. One per process.
+    """Watches the other workers of `cluster`, and tells them of this one. One per process.
 
-    Args:
-        cluster: the workers.
-        abort: makes whatever waits for another worker in this process fail with a message; `coordination.abort_collectives` is
-            called, too.
+    Beside `coordination.abort_collectives`, `abort` makes what waits for another worker in this process fail with a message.
     """
 
     def __init__(self, cluster: Cluster, abort: Callable[[str], None]):

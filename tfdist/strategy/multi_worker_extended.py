@@ -11,7 +11,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy, distrib
 from tfdist import errors
 from tfdist.collectives import CollectivePlan, PlanAgreement, are_cpus, connect_shared_memory, find_member_orders
 from tfdist.data import DatasetSignature, dataset_signature, difference, unordered, unseeded
-from tfdist.runtime import Cluster, Coordination, coordination
+from tfdist.runtime import Cluster, Coordination
 from tfdist.sharding import Layout, MeshConfig
 from tfdist.strategy.extended import ShardedExtendedMixin
 
@@ -80,10 +80,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         if chiefs != spec:
             name, tasks = kwargs.get("name") or "Variable", self._cluster.tasks
             self._coordination.fail(
-                errors.message(
-                    f"Workers make different variables: {name!r} is {spec} on {self._cluster.task}, but {chiefs} on {tasks[0]}.",
-                    fix=coordination.SAME_PROGRAM,
-                )
+                f"Workers make different variables: {name!r} is {spec} on {self._cluster.task}, but {chiefs} on {tasks[0]}."
             )
         if owners is None:
             kwargs["initial_value"] = self.cross_replica.from_chief(value)

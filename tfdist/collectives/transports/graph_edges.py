@@ -6,20 +6,13 @@ later one makes: such a receiver gets a stand-in, which is connected to the real
 
 from __future__ import annotations
 
-import dataclasses
-
 import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.transport import MessageTransport
 
-
-@dataclasses.dataclass(frozen=True)
-class _Message:
-    source: int
-    destination: int
-    label: str
+_Message = tuple[int, int, str]  # source, destination, label
 
 
 class GraphEdges(MessageTransport):
@@ -30,13 +23,20 @@ class GraphEdges(MessageTransport):
         self._awaited: dict[_Message, tf.Tensor] = {}
 
     def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
-        message = _Message(program.rank, destination, label)
+        message = (program.rank, destination, label)
         self._sent[message] = x
-        if message in self._awaited:
-            self._connect(self._awaited.pop(message), x, message)
+        stand_in = self._awaited.pop(message, None)
+        if stand_in is None:
+            return
+        if stand_in.dtype != x.dtype or not stand_in.shape.is_compatible_with(x.shape):
+            raise errors.runtime_error(
+                f"Rank {destination} expects {label!r} to be {stand_in.dtype.name}{stand_in.shape}, but rank {program.rank} "
+                f"sends {x.dtype.name}{x.shape}."
+            )
+        stand_in.op._update_input(0, x)
 
     def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
-        message = _Message(source, program.rank, label)
+        message = (source, program.rank, label)
         if message in self._sent:
             received = tf.identity(self._sent[message])
             received.set_shape(spec.shape)
@@ -49,16 +49,5 @@ class GraphEdges(MessageTransport):
     def check_complete(self) -> None:
         """Raises RuntimeError when a rank waits for what no rank sends."""
         if self._awaited:
-            message = next(iter(self._awaited))
-            raise errors.runtime_error(
-                f"Rank {message.destination} waits for {message.label!r}, which rank {message.source} never sends."
-            )
-
-    @staticmethod
-    def _connect(stand_in: tf.Tensor, x: tf.Tensor, message: _Message) -> None:
-        if stand_in.dtype != x.dtype or not stand_in.shape.is_compatible_with(x.shape):
-            raise errors.runtime_error(
-                f"Rank {message.destination} expects {message.label!r} to be {stand_in.dtype.name}"
-                f"{stand_in.shape}, but rank {message.source} sends {x.dtype.name}{x.shape}."
-            )
-        stand_in.op._update_input(0, x)
+            source, destination, label = next(iter(self._awaited))
+            raise errors.runtime_error(f"Rank {destination} waits for {label!r}, which rank {source} never sends.")

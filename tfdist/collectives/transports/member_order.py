@@ -22,12 +22,12 @@ def find_member_orders(communicator: Communicator) -> None:
     for mesh_axis in MESH_AXES:
         for ranks in communicator.mesh.groups(mesh_axis):
             if len(ranks) > 1 and set(ranks) & set(communicator.local_ranks):
-                communicator.member_orders[ranks] = [int(place) for place in _gather_places(communicator, ranks)]
+                _order(communicator, ranks)
 
 
 def in_kernel_order(program: RankProgram, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:
     """Returns the rows of `x`, one per member in group order, in the kernels' order."""
-    order = _order(program, ranks)
+    order = _order(program.communicator, ranks)
     return x if order == sorted(order) else tf.gather(x, order)
 
 
@@ -36,7 +36,7 @@ def in_group_order(program: RankProgram, x: tf.Tensor, ranks: Ranks, rows_of: tf
 
     With `rows_of`, the shape of what one member has given, `x` is the concatenation of all members'.
     """
-    order = _order(program, ranks)
+    order = _order(program.communicator, ranks)
     if order == sorted(order):
         return x
     inverse = [order.index(place) for place in range(len(order))]
@@ -46,12 +46,12 @@ def in_group_order(program: RankProgram, x: tf.Tensor, ranks: Ranks, rows_of: tf
     return tf.reshape(tf.gather(stacked, inverse), tf.shape(x))
 
 
-def _order(program: RankProgram, ranks: Ranks) -> list[int]:
+def _order(communicator: Communicator, ranks: Ranks) -> list[int]:
     """Returns the places in `ranks` of the members, in the order in which the kernels number them."""
-    orders = program.communicator.member_orders
+    orders = communicator.member_orders
     if ranks not in orders:
         with tf.init_scope():
-            orders[ranks] = [int(place) for place in _gather_places(program.communicator, ranks)]
+            orders[ranks] = [int(place) for place in _gather_places(communicator, ranks)]
     return orders[ranks]
 
 
