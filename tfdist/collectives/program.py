@@ -114,18 +114,15 @@ class RankProgram:
     def cond(self, predicate: tf.Tensor, true_fn: Callable[[], None], false_fn: Callable[[], None] = lambda: None) -> None:
         """`tf.cond` whose branches may hold collectives: `predicate` must be the same on all ranks of every group in them."""
 
-        def branch(function: Callable[[], None]) -> Callable[[], tf.Tensor]:
-            def traced() -> tf.Tensor:
-                self._branches.append(tf.compat.v1.get_default_graph())
-                try:
-                    function()
-                finally:
-                    self._branches.pop()
-                return tf.constant(True)
+        def traced(function: Callable[[], None]) -> tf.Tensor:
+            self._branches.append(tf.compat.v1.get_default_graph())
+            try:
+                function()
+            finally:
+                self._branches.pop()
+            return tf.constant(True)
 
-            return traced
-
-        tf.cond(predicate, branch(true_fn), branch(false_fn))
+        tf.cond(predicate, lambda: traced(true_fn), lambda: traced(false_fn))
 
     def exists_here(self, x: tf.Tensor) -> bool:
         """Whether `x` was made where all ranks run, not in a branch, a loop or a nested function of one rank's function."""
@@ -134,10 +131,7 @@ class RankProgram:
     @contextlib.contextmanager
     def outermost(self) -> Iterator[None]:
         """Makes operations where all ranks run, also from within a branch, a loop or a nested function."""
-        with contextlib.ExitStack() as stack:
-            if not self.is_eager:
-                stack.enter_context(self.graph.as_default())
-            stack.enter_context(tf.device(self.device))
+        with contextlib.nullcontext() if self.is_eager else self.graph.as_default(), tf.device(self.device):
             yield
 
     @contextlib.contextmanager

@@ -99,8 +99,7 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
             f"`devices` must be distinct: a device is one rank. These stand more than once: {twice}.",
             devices=list(devices),
         )
-    known = {device.name: device for device in tf.config.list_logical_devices()}
-    known = dict(zip(canonical(list(known)), known.values(), strict=True))
+    known = canonical([device.name for device in tf.config.list_logical_devices()])
     unknown = [device for device, name in zip(devices, names, strict=True) if name not in known]
     if unknown:
         raise errors.value_error(

@@ -79,11 +79,9 @@ def program_gets_sigterm() -> Iterator[None]:
 class Coordination:
     """The job's key-value store, as one worker sees it.
 
-    A key is written once; `prefix` keeps the strategies of a process apart.
+    A key is written once; `prefix`, put before every key, keeps the strategies of a process apart.
 
     Args:
-        cluster: the workers.
-        prefix: put before every key.
         check: called now and then while this worker waits; raises when waiting has become pointless. None: nothing to check.
         report: called with the message of an error that ends the job, before it is raised. None: nobody to tell.
     """

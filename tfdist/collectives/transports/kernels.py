@@ -10,7 +10,6 @@ Facts behind what differs (TensorFlow 2.21):
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -29,13 +28,9 @@ _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
 
 class Kernels(Transport):
-    """What the ring and NCCL have in common.
+    """What the ring and NCCL have in common."""
 
-    Attributes:
-        hint: `communication_hint` of the kernels.
-    """
-
-    hint: str
+    hint: str  # `communication_hint` of the kernels
 
     def __init__(self) -> None:
         self.messages = KernelMessages(self.hint)
@@ -73,19 +68,19 @@ class Kernels(Transport):
         return in_group_order(program, self._all_to_all(program, x, ranks, "all_to_all", label), ranks)
 
     def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
-        if program.rank == source:
-            carried = as_bytes(x)
-            arguments = self._begin(program, op, carried, ranks, label, source)
-            with _chained(program):
+        is_source = program.rank == source
+        carried = as_bytes(x) if is_source else tf.TensorSpec(x.shape, byte_dtype(x.dtype))
+        arguments = self._begin(program, op, carried, ranks, label, source)
+        # The broadcast kernels take no ordering token, and a send or receive whose output nobody reads is pruned, so that its
+        # peer waits for ever. Reading the token before and writing it after puts them on the chain and keeps them alive.
+        with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)]):
+            if is_source:
                 moved = tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
-        else:
-            carried = tf.TensorSpec(x.shape, byte_dtype(x.dtype))
-            arguments = self._begin(program, op, carried, ranks, label, source)
-            with _chained(program):
+            else:
                 shape = tf.constant(x.shape.as_list(), tf.int32)
                 moved = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
         keep(program.token(), moved)
-        return from_bytes(moved if program.rank == source else tf.ensure_shape(moved, x.shape), x.dtype)
+        return from_bytes(moved if is_source else tf.ensure_shape(moved, x.shape), x.dtype)
 
     def _begin(
         self, program: RankProgram, op: str, x: TensorLike, ranks: Ranks, label: str, source: int | None = None
@@ -141,10 +136,3 @@ class Nccl(Kernels):
 
 RING = Ring()
 NCCL = Nccl()
-
-
-# Note: broadcasts on the chain. The broadcast kernels take no ordering token, and a send whose output nobody reads is pruned,
-# so that its peer waits for ever; so does that of a receive. Reading the token before and writing it after puts them on the chain
-# and keeps them alive.
-def _chained(program: RankProgram) -> AbstractContextManager[None]:
-    return tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)])
