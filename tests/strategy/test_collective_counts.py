@@ -3,7 +3,6 @@
 import collections
 import itertools
 import math
-import types
 
 import keras
 import pytest
@@ -12,6 +11,7 @@ import test_models
 from grids import exhaustive
 from training import strategy_for
 
+from tfdist.collectives.transports import Transport
 from tfdist.sharding import gradients_in_flight, unshard
 
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
@@ -151,7 +151,7 @@ def test_stage_2_gathers_parameters_between_the_reductions(zero_stage, clipnorm)
 def as_in_memory(monkeypatch):
     """Gradients wait as large ones do where ranks meet in memory."""
     monkeypatch.setattr(gradients_in_flight, "_LARGE_BYTES", 0)
-    monkeypatch.setattr(gradients_in_flight, "group_ops", types.SimpleNamespace(holds_thread=lambda program, ranks: True))
+    monkeypatch.setattr(Transport, "holds_thread", True)
 
 
 def test_stage_2_holds_one_bucket_of_full_gradients_in_memory(as_in_memory):
