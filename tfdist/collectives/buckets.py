@@ -9,15 +9,8 @@ def assign_buckets(sizes: Sequence[int], bucket_bytes: int, kinds: Sequence[Hash
     """Splits the tensors 0, 1, ... in consecutive buckets of about `bucket_bytes`.
 
     A bucket is closed when the next tensor would take it past `bucket_bytes`; a tensor larger than that is a bucket of its own.
-    Only tensors of one kind (a dtype, say) share a bucket.
-
-    Args:
-        sizes: bytes of each tensor, in the order in which they become ready.
-        bucket_bytes: the size to aim at, in bytes.
-        kinds: what must agree within a bucket, per tensor; None when all agree.
-
-    Returns:
-        The buckets as lists of indices, in the order in which they can be closed.
+    Only tensors of one kind (a dtype, say) share a bucket; `kinds` None: all are of one. `sizes` are in bytes, in the order in
+    which the tensors become ready; the buckets are lists of indices, in the order in which they can be closed.
     """
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}
     closed: list[list[int]] = []

@@ -20,23 +20,15 @@ _LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_g
 
 
 class Where(enum.Enum):
-    """Where code stands.
+    """Where code stands."""
 
-    Attributes:
-        SYMBOLIC_BUILD: Keras works out shapes in a scratch graph. Only shapes and dtypes matter, and nothing is communicated.
-        UPDATE: TensorFlow updates one rank's component of a variable, from outside replicas.
-        CROSS_REPLICA: outside replicas, where a variable is whole: saving, loading, building a model.
-        TRACED_RANK: the function given to `strategy.run` is traced for one rank.
-        EAGER_RANK: that function runs for one rank, outside any `tf.function`.
-        NO_RANK: in a replica of another strategy (TensorFlow's default one, outside every scope, too); or in eager code
-            (`tf.init_scope`) within a traced rank, which runs once, when the rank is traced.
-    """
-
-    SYMBOLIC_BUILD = enum.auto()
-    UPDATE = enum.auto()
-    CROSS_REPLICA = enum.auto()
-    TRACED_RANK = enum.auto()
-    EAGER_RANK = enum.auto()
+    SYMBOLIC_BUILD = enum.auto()  # Keras works out shapes in a scratch graph: only they and dtypes matter, nothing is sent
+    UPDATE = enum.auto()  # TensorFlow updates one rank's component of a variable, from outside replicas
+    CROSS_REPLICA = enum.auto()  # outside replicas, where a variable is whole: saving, loading, building a model
+    TRACED_RANK = enum.auto()  # the function given to `strategy.run` is traced for one rank
+    EAGER_RANK = enum.auto()  # that function runs for one rank, outside any `tf.function`
+    # In a replica of another strategy (TensorFlow's default one, outside every scope, too); or in eager code (`tf.init_scope`)
+    # within a traced rank, which runs once, when the rank is traced.
     NO_RANK = enum.auto()
 
 
@@ -57,8 +49,7 @@ def where() -> Where:
 def rank_program(*, peers_on: str | None = None) -> RankProgram | None:
     """Returns the program of the rank that is being traced, or that runs; None where no rank computes.
 
-    Args:
-        peers_on: a mesh axis; the program of a rank that has no peers along it does not count.
+    With the mesh axis `peers_on`, the program of a rank that has no peers along it does not count.
     """
     if where() not in (Where.TRACED_RANK, Where.EAGER_RANK):
         return None

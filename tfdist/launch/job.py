@@ -35,23 +35,14 @@ KILL_SECONDS = 5.0  # from SIGTERM to SIGKILL
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run, the same in every attempt.
+    """What to run, the same in every attempt."""
 
-    Attributes:
-        command: what follows `python -u`: the script, or "-m" and the module, and its arguments.
-        device_environments: variables of each worker, in order of rank; their number is the number of workers.
-        chief: whether the first worker is the chief.
-        max_restarts: attempts after the first.
-        grace_seconds: what workers get to end by themselves after a failure or a signal.
-        log_dir: gets a file per attempt and worker; None: none, and the console shows every worker.
-    """
-
-    command: tuple[str, ...]
-    device_environments: tuple[dict[str, str], ...]
-    chief: bool = False
-    max_restarts: int = 0
-    grace_seconds: float = 20.0
-    log_dir: pathlib.Path | None = None
+    command: tuple[str, ...]  # what follows `python -u`: the script, or "-m" and the module, and its arguments
+    device_environments: tuple[dict[str, str], ...]  # variables of each worker, in order of rank
+    chief: bool = False  # whether the first worker is the chief
+    max_restarts: int = 0  # attempts after the first
+    grace_seconds: float = 20.0  # what workers get to end by themselves after a failure or a signal
+    log_dir: pathlib.Path | None = None  # gets a file per attempt and worker; None: none, and the console shows every worker
 
     @property
     def workers(self) -> int:
@@ -64,19 +55,12 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """How an attempt ended."""
 
-    Attributes:
-        exit_code: the launcher's: 0, that of the failed worker, or 128 + the signal, as shells do.
-        summary: the same in words, for example "worker 2 failed with exit code 1".
-        failure: what the failed worker printed at last, under a headline; empty if none failed.
-        stopped: whether the launcher was told to stop.
-    """
-
-    exit_code: int
-    summary: str
-    failure: str = ""
-    stopped: bool = False
+    exit_code: int  # the launcher's: 0, that of the failed worker, or 128 + the signal, as shells do
+    summary: str  # the same in words, for example "worker 2 failed with exit code 1"
+    failure: str = ""  # what the failed worker printed at last, under a headline; empty if none failed
+    stopped: bool = False  # whether the launcher was told to stop
 
 
 class Attempt:

@@ -23,17 +23,12 @@ class Worker:
     While it is entered the process may run or have ended, but it is not reaped: so its id, which is also its group's, cannot
     become another process's, and a signal reaches only what this worker started. On leaving, whatever is left of the
     group is killed.
-
-    Attributes:
-        task: which one it is.
-        exit_code: None while it runs; negative for a signal, as in `subprocess`.
-        pidfd: readable once it has ended.
     """
 
     def __init__(self, task: Task, command: Sequence[str], environment: Mapping[str, str], output: Output):
         self.task = task
         self.output = output
-        self.exit_code: int | None = None
+        self.exit_code: int | None = None  # None while it runs; negative for a signal, as in `subprocess`
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -47,7 +42,7 @@ class Worker:
         self.pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         for pipe in self.pipes.values():
             os.set_blocking(pipe.fileno(), False)
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = os.pidfd_open(self.pid)  # readable once it has ended
 
     @property
     def pid(self) -> int:

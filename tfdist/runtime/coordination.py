@@ -153,8 +153,6 @@ class Coordination:
 
         Args:
             what: names the kind of point ("step", "variable").
-            value: this worker's value.
-            timeout_seconds: how long to wait for the others.
             with_chief_only: compare with the chief only, who waits for nobody: enough where what follows makes them wait.
 
         Returns:

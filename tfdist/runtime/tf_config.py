@@ -37,12 +37,12 @@ def read_cluster(cluster_resolver: Any = None) -> Cluster | None:
         try:
             config = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(_malformed(f"TF_CONFIG must be JSON ({error}).", text)) from error
+            raise _malformed(f"TF_CONFIG must be JSON ({error}).", text) from error
         if not isinstance(config, dict):
-            raise ValueError(_malformed("TF_CONFIG must be a JSON object.", text))
+            raise _malformed("TF_CONFIG must be a JSON object.", text)
         jobs, task = config.get("cluster") or {}, config.get("task") or {}
         if not isinstance(jobs, dict) or not isinstance(task, dict):
-            raise ValueError(_malformed('TF_CONFIG: "cluster" and "task" must be JSON objects.', text))
+            raise _malformed('TF_CONFIG: "cluster" and "task" must be JSON objects.', text)
         return _checked(jobs, task.get("type"), task.get("index"), text)
     if not isinstance(cluster_resolver, tf.distribute.cluster_resolver.ClusterResolver):
         raise errors.value_error(
@@ -55,8 +55,8 @@ def read_cluster(cluster_resolver: Any = None) -> Cluster | None:
     return _checked(jobs, cluster_resolver.task_type, cluster_resolver.task_id, repr(jobs))
 
 
-def _malformed(expected: str, received: str) -> str:
-    return errors.message(expected, TF_CONFIG=received, fix=f"It looks like {_EXAMPLE}.")
+def _malformed(expected: str, received: str) -> ValueError:
+    return errors.value_error(expected, TF_CONFIG=received, fix=f"It looks like {_EXAMPLE}.")
 
 
 def _checked(jobs: Mapping[str, Sequence[str]], task_type: Any, task_index: Any, received: str) -> Cluster | None:
@@ -73,20 +73,18 @@ def _checked(jobs: Mapping[str, Sequence[str]], task_type: Any, task_index: Any,
         )
     for job, addresses in jobs.items():
         if isinstance(addresses, str) or not isinstance(addresses, Sequence) or not all(map(_is_address, addresses)):
-            raise ValueError(_malformed(f'TF_CONFIG: {job!r} must be a list of "host:port" strings.', received))
+            raise _malformed(f'TF_CONFIG: {job!r} must be a list of "host:port" strings.', received)
     tasks = tuple(Task(job, index, address) for job in _TASK_TYPES for index, address in enumerate(jobs.get(job, ())))
     if len(jobs.get("chief", ())) > 1:
-        raise ValueError(_malformed("TF_CONFIG: there can be one chief only.", received))
+        raise _malformed("TF_CONFIG: there can be one chief only.", received)
     if len({task.address for task in tasks}) < len(tasks):
-        raise ValueError(_malformed("TF_CONFIG: every task needs an address of its own.", received))
+        raise _malformed("TF_CONFIG: every task needs an address of its own.", received)
     here = [place for place, task in enumerate(tasks) if (task.type, task.index) == (task_type, _as_int(task_index))]
     if not here:
-        raise ValueError(
-            _malformed(
-                f'TF_CONFIG: "task" must be one that "cluster" lists, a {task_type} with an index in '
-                f"[0, {len(jobs.get(task_type, ()))}); it is index {task_index!r}.",
-                received,
-            )
+        raise _malformed(
+            f'TF_CONFIG: "task" must be one that "cluster" lists, a {task_type} with an index in '
+            f"[0, {len(jobs.get(task_type, ()))}); it is index {task_index!r}.",
+            received,
         )
     return Cluster(tasks, here[0]) if len(tasks) > 1 else None
 

@@ -25,13 +25,9 @@ from tfdist.collectives.program import RankProgram
 
 
 class MessageTransport(abc.ABC):
-    """How messages between two ranks travel: each has a label, and messages have no order among each other.
+    """How messages between two ranks travel: each has a label, and messages have no order among each other."""
 
-    Attributes:
-        holds_thread: whether to receive holds one of the threads that run operations until the message is there.
-    """
-
-    holds_thread = False
+    holds_thread = False  # whether to receive holds one of the threads that run operations until the message is there
 
     @abc.abstractmethod
     def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
@@ -43,15 +39,10 @@ class MessageTransport(abc.ABC):
 
 
 class Transport(abc.ABC):
-    """How the collectives of a group of ranks travel. They stand on the chain of the rank, in program order.
+    """How the collectives of a group of ranks travel. They stand on the chain of the rank, in program order."""
 
-    Attributes:
-        messages: how messages between two ranks travel that have no other way.
-        holds_thread: whether a collective holds one of the threads that run operations until all members have come.
-    """
-
-    messages: MessageTransport
-    holds_thread = False
+    messages: MessageTransport  # how messages between two ranks travel that have no other way
+    holds_thread = False  # whether a collective holds one of the threads that run operations until all members have come
 
     @abc.abstractmethod
     def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
