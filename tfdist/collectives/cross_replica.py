@@ -5,6 +5,7 @@ With several workers such code runs on every worker, and each must reach it in t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -66,10 +67,7 @@ class CrossReplica:
     def sum_over_workers(self, value: tf.Tensor, label: str = "reduce/workers") -> tf.Tensor:
         """Sums one `value` per worker over the workers; returns it on this one."""
         members = self._communicator.first_ranks
-
-        def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
-            return group_ops.all_reduce(program, value, members, "sum", label)
-
+        emit = functools.partial(group_ops.all_reduce, ranks=members, reduce_op="sum", label=label)
         return self.call(("workers", label), lambda p, v: _carried(emit, p, v), [value], members)[0]
 
     def from_chief(self, value: tf.Tensor, label: str = "broadcast/chief") -> tf.Tensor:

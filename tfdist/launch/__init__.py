@@ -7,9 +7,3 @@
 The launcher never touches TensorFlow's devices: they belong to the workers. The other command, `schedule_command`, shows a
 pipeline's schedule and starts nothing.
 """
-
-from tfdist.launch.cli import main
-from tfdist.launch.job import Job
-from tfdist.launch.restarts import run_job
-
-__all__ = ["Job", "main", "run_job"]
