@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
@@ -128,16 +128,16 @@ class Coordination:
             self._check()
         raise TimeoutError(f"{key!r} was not written within {timeout_seconds:g} s")
 
-    def all_gather(self, key: str, value: str, timeout_seconds: float) -> list[str]:
-        """Gives every worker the `value` of every worker, in worker order.
+    def all_gather(self, key: str, value: Any, timeout_seconds: float) -> list[Any]:
+        """Gives every worker the `value` of every worker, in worker order: what JSON can carry.
 
         Raises:
             TimeoutError: it names the workers that have not called it with `key` within `timeout_seconds`.
         """
-        self.put(f"{key}/{self.cluster.worker_index}", value)
+        self.put(f"{key}/{self.cluster.worker_index}", json.dumps(value))
         return self._values(key, range(self.cluster.num_workers), timeout_seconds)
 
-    def _values(self, key: str, workers: Iterable[int], timeout_seconds: float) -> list[str]:
+    def _values(self, key: str, workers: Iterable[int], timeout_seconds: float) -> list[Any]:
         end = time.monotonic() + timeout_seconds
         values = {}
         for index in workers:
@@ -146,7 +146,7 @@ class Coordination:
         missing = [str(self.cluster.tasks[index]) for index in workers if index not in values]
         if missing:
             raise TimeoutError(f"no answer within {timeout_seconds:g} s from {', '.join(missing)}")
-        return list(values.values())
+        return [json.loads(value) for value in values.values()]
 
     def meet(self, what: str, value: str, timeout_seconds: float, *, with_chief_only: bool = False) -> list[str]:
         """Exchanges values at a point of the program that every worker must reach, in the same order as all such points.
@@ -173,8 +173,7 @@ class Coordination:
                 "code that only one worker runs, such as `if is_chief: model.evaluate(...)`.",
             )
         values = []
-        for index, answer in enumerate(answers):
-            theirs, their_value = json.loads(answer)
+        for index, (theirs, their_value) in enumerate(answers):
             if theirs != what:
                 self.fail(
                     f"Workers run different programs: {self.cluster.task} is at {_pointed(what, value)}, when "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from typing import Any
 
 import keras
@@ -135,10 +134,10 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         self._coordination = Coordination(self._cluster, name, watch.check, watch.report)
         mine = self._settings()
         try:
-            answers = self._coordination.all_gather("hello", json.dumps(mine), timeout_seconds)
+            answers = self._coordination.all_gather("hello", mine, timeout_seconds)
         except TimeoutError as error:
             raise RuntimeError(_not_met(self._cluster, timeout_seconds, str(error))) from error
-        for task, theirs in zip(self._cluster.tasks, map(json.loads, answers), strict=True):
+        for task, theirs in zip(self._cluster.tasks, answers, strict=True):
             for name, value in mine.items():
                 if theirs.get(name) != value:
                     raise errors.value_error(

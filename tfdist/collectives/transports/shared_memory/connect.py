@@ -20,7 +20,6 @@ A mailbox needs no common file: each member passes its own memory, which has no 
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import pathlib
@@ -71,14 +70,13 @@ def connect_shared_memory(
     with contextlib.ExitStack() as stack:
         first = [ranks for ranks in groups if is_wanted and ranks[0] == here]
         offered = {str(ranks): _offer(0 if message_axis else file_bytes(len(ranks)), stack) for ranks in first}
-        answers = [json.loads(answer) for answer in store.all_gather("memory", json.dumps([is_wanted, offered]), timeout_seconds)]
+        answers = store.all_gather("memory", [is_wanted, offered], timeout_seconds)
         if not all(answer[0] for answer in answers):
             return
         joined = {ranks: _join(ranks, here, answers[ranks[0]][1].get(str(ranks)), stack) for ranks in groups}
-        mine = json.dumps([str(ranks) for ranks, place in joined.items() if place is not None])
-        answers = [json.loads(answer) for answer in store.all_gather("memory/joined", mine, timeout_seconds)]
+        answers = store.all_gather("memory/joined", [str(ranks) for ranks, place in joined.items() if place], timeout_seconds)
         for ranks, place in joined.items():
-            if place is not None and all(str(ranks) in answers[rank] for rank in ranks):
+            if place and all(str(ranks) in answers[rank] for rank in ranks):
                 peers = place.connect(len(ranks), timeout_seconds)
                 if message_axis:
                     mailbox = Mailbox.connect({ranks[index]: peer for index, peer in peers.items()})
