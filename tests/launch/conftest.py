@@ -15,7 +15,7 @@ import pytest
 
 import tfdist
 from tests import forks
-from tfdist.launch import job, output, restarts
+from tfdist.launch import job, output
 from tfdist.launch.cli import main
 
 # Beside every script, for it to import.
@@ -77,7 +77,7 @@ class Ended:
 def quick(monkeypatch):
     """No GPUs, whatever this machine has, and no waiting."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(restarts, "DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(job, "DELAY_SECONDS", 0.0)
     monkeypatch.setattr(job, "KILL_SECONDS", 0.2)
 
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tfdist.launch import restarts
+from tfdist.launch import job
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -65,15 +65,15 @@ def test_not_after_wrong_arguments(run, tmp_path):
 
 
 def test_not_after_ctrl_c_between_attempts(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(restarts, "DELAY_SECONDS", 600.0)
-    say = restarts.say
+    monkeypatch.setattr(job, "DELAY_SECONDS", 600.0)
+    say = job.say
 
     def interrupt(text):
         say(text)
         if text.startswith("restarting"):
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(restarts, "say", interrupt)
+    monkeypatch.setattr(job, "say", interrupt)
     ended = run("sys.exit(7)", "--workers", "1", "--max-restarts", "2")
     assert ended.code == 130
     assert ended.own[-1] == "stopped by SIGINT"

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdist.launch.gpus import device_environments, visible_gpus
-from tfdist.launch.job import KILL_SECONDS, Job
-from tfdist.launch.restarts import run_job
+from tfdist.launch.job import KILL_SECONDS, Job, run_job
 from tfdist.launch.schedule_command import add_schedule
 
 _LONGEST_GRACE = 24 * 3600.0  # seconds

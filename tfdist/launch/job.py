@@ -1,4 +1,4 @@
-"""One attempt of a job: starts its workers, watches them, and ends the others when one fails.
+"""A job and its attempts: each starts the workers, watches them, and ends the others when one fails.
 
 Note: the order of ends.
 Which worker failed first decides what is reported. All events come from one epoll, which returns descriptors in the order in
@@ -15,6 +15,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import selectors
@@ -31,6 +32,8 @@ from tfdist.launch.worker import Worker
 from tfdist.runtime.cluster import Cluster, Task
 
 KILL_SECONDS = 5.0  # from SIGTERM to SIGKILL
+DELAY_SECONDS = 1.0  # from the end of an attempt to the next
+USAGE_EXIT_CODE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +197,30 @@ class Attempt:
         end = f"its last output{where}:" if lines else "it printed nothing"
         headline = f"tfdist: {failed.task.name} (pid {failed.pid}, {self._label}) {_how(failed.exit_code)}; {end}"
         return "\n".join([headline, *lines])
+
+
+def run_job(job: Job) -> int:
+    """Runs `job` to its end and returns the exit code for the launcher. Call it in the main thread.
+
+    After a failure all workers are started again on new ports; the script itself goes on from its last backup. A job is not
+    restarted after a signal to the launcher, nor after exit code 2, which says that the script's arguments are wrong.
+    """
+    with Signals() as signals:
+        for number in itertools.count():
+            outcome = Attempt(job, number, signals).run()
+            is_last = outcome.exit_code == 0 or outcome.stopped or number + 1 == job.attempts
+            if outcome.exit_code == USAGE_EXIT_CODE and not is_last:
+                is_last = True
+                say("not restarting: exit code 2 says that the script's arguments are wrong")
+            if outcome.failure:
+                sys.stderr.write(outcome.failure + "\n")
+            if is_last:
+                return outcome.exit_code
+            say(f"restarting, attempt {number + 2} of {job.attempts}, from the last backup the script made")
+            if received := signals.wait(DELAY_SECONDS):
+                say(f"stopped by {received[0].name}")
+                return 128 + received[0]
+    raise AssertionError("unreachable: attempts are counted without an end")
 
 
 def _count(workers: int) -> str:

@@ -160,8 +160,7 @@ class FailureWatch:
             if seconds > _ENDED_SECONDS:
                 ended = self._store.poll("ended", 0.001)
                 if ended is not None and int(ended) != here:
-                    what = f"ended its program while {self._cluster.task} was waiting for it in {program}"
-                    return Failure(int(ended), what)
+                    return Failure(int(ended), f"ended its program while {self._cluster.task} was waiting for it in {program}")
             if seconds > limit:
                 what = f"has waited for the other workers for {seconds:.0f} s (`step_timeout_seconds`) in {program}"
                 return Failure(here, what)
