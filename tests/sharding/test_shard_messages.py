@@ -24,7 +24,7 @@ def test_sums_are_scattered_and_gathered(devices):
 
     def on_rank(values):
         program = current_program("test")
-        shards = scatter_sums(program, values, layouts, "scatter", tf.float32, tf.float32)
+        shards = scatter_sums(program, values, layouts, "scatter", strategy.sharding_config, tf.float32)
         for shard, layout in zip(shards, layouts, strict=True):
             assert shard.shape == layout.component_shape
         return gather_shards(program, shards, layouts, "gather")

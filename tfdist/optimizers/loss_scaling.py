@@ -40,10 +40,10 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
 
     def step() -> None:
         inner.apply([by_variable.get(id(variable)) for variable in variables], variables)
-        is_grown = tf.equal(tf.convert_to_tensor(optimizer.step_counter), optimizer.dynamic_growth_steps - 1)
-        counter, factor = tf.convert_to_tensor(optimizer.step_counter), tf.where(is_grown, 2.0, 1.0)
-        optimizer.step_counter.assign(tf.where(is_grown, tf.zeros_like(counter), counter + 1))
-        optimizer.dynamic_scale.assign(scale * factor)
+        counter = tf.convert_to_tensor(optimizer.step_counter) + 1
+        is_grown = tf.equal(counter, optimizer.dynamic_growth_steps)
+        optimizer.step_counter.assign(tf.where(is_grown, tf.zeros_like(counter), counter))
+        optimizer.dynamic_scale.assign(tf.where(is_grown, scale * 2.0, scale))
 
     def skip() -> None:
         optimizer.step_counter.assign(0)

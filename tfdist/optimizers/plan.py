@@ -276,7 +276,7 @@ class _Planner:
         waits_for_all = settings.norm is not None or any(gradient.owner is not None for gradient in self._gradients)
         if waits_for_all or not isinstance(settings.placements.gradient, Shard):
             return [*self.reductions(), *self.updates()]
-        actions = [*self._reductions_of_shards(), *self._updates_in_place(self._sharded)]
+        actions = [*self._reductions_of_shards(), *self._update(self._sharded)]
         actions += self._reduction(0)
         for bucket in range(len(self._buckets)):
             actions += [*self._reduction(bucket + 1), *self._update_of_bucket(bucket)]
@@ -294,12 +294,12 @@ class _Planner:
         settings = self._settings
         actions: list[Action] = [Clip(settings.norm, self.everything)] if settings.norm else []
         if isinstance(settings.placements.optimizer_state, Shard):
-            actions += self._updates_in_place(self._sharded)
+            actions += self._update(self._sharded)
             for bucket in range(len(self._buckets)):
                 actions += self._update_of_bucket(bucket)
         else:
             full = [place for bucket in self._buckets for place in bucket]
-            actions += self._updates_in_place([*self._sharded, *full])
+            actions += self._update([*self._sharded, *full])
         return actions + self._updates_by_owners()
 
     def unscaled(self, members: tuple[int, ...]) -> list[Action]:
@@ -327,11 +327,9 @@ class _Planner:
         members = self._without_owner(self._buckets[bucket])
         return self._update(members) + ([Gather(bucket, members)] if members else [])
 
-    def _updates_in_place(self, members: Sequence[int]) -> list[Action]:
-        """Stages 0 and 3: the ranks step on what they store."""
-        return self._update(self._without_owner(members))
-
-    def _update(self, members: tuple[int, ...]) -> list[Action]:
+    def _update(self, members: Sequence[int]) -> list[Action]:
+        """Every rank steps on its part; at stages 0 and 3 on what it stores."""
+        members = self._without_owner(members)
         return [*self._clipped(members), Update(self._vectors(members))] if members else []
 
     def _clipped(self, members: tuple[int, ...]) -> list[Action]:

@@ -77,7 +77,7 @@ def reduce_bucket(
     dtype = grads[0].dtype
     layouts = [target.state_layout for target in targets]
     if layouts[0].is_data_sharded:
-        return scatter_sums(program, grads, layouts, f"reduce_scatter/{label}", config.travel_dtype(dtype), dtype)
+        return scatter_sums(program, grads, layouts, f"reduce_scatter/{label}", config, dtype)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
     wide = config.travel_dtype(tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype)
     flat = tf.cast(packing.side_by_side(grads, program.constant), wide)

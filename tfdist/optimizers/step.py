@@ -247,15 +247,15 @@ class _Step:
 
     def _gradients_in_flight(self, gradients: Sequence[plan.Gradient]) -> GradientsInFlight | None:
         """Returns those of stage 2, if they were made in the graph in which they are reduced."""
-        program, ranks = self._program, self._program.group_ranks("data")
-        messages = plan.buckets_of(gradients, self._config.bucket_bytes)
-        is_sharded_soon = isinstance(self._config.placements.gradient, Shard) and len(ranks) > 1
+        program, config = self._program, self._config
+        messages = plan.buckets_of(gradients, config.bucket_bytes)
+        is_sharded_soon = isinstance(config.placements.gradient, Shard) and config.mesh.data_parallel_size > 1
         if not is_sharded_soon or not messages or any(gradients[place].is_reduced for bucket in messages for place in bucket):
             return None
         if program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
             return None
         numbers = {op.name: number for number, op in enumerate(program.graph.get_operations())}
-        return GradientsInFlight([[self._grads[place] for place in bucket] for bucket in messages], numbers, program, ranks)
+        return GradientsInFlight([[self._grads[place] for place in bucket] for bucket in messages], numbers, program)
 
 
 def _described(optimizer: Any) -> str:

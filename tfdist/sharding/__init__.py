@@ -2,10 +2,10 @@
 
 from tfdist.sharding.config import MeshConfig, ShardingConfig, config_of, settings_of, with_settings_listed
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
+from tfdist.sharding.parameter_group import ParameterGroups
 from tfdist.sharding.placement_request import PlacementRequest, current_placement, kept_placement, placement, request_placement
-from tfdist.sharding.placements import Own, Partial, Placement, Replicate, Shard
-from tfdist.sharding.replicated_variables import PartialSyncOnReadVariable, ReplicatedMirroredVariable, with_layout
+from tfdist.sharding.placements import Own, Partial, Replicate, Shard
+from tfdist.sharding.replicated_variables import with_layout
 from tfdist.sharding.unshard import UnshardSchedule
 from tfdist.sharding.variable import ShardedVariable
 from tfdist.sharding.zero import ZERO_STAGES, ZeroPlacements, placements_of
@@ -15,14 +15,10 @@ __all__ = [
     "Layout",
     "MeshConfig",
     "Own",
-    "ParameterGroup",
     "ParameterGroups",
     "Partial",
-    "PartialSyncOnReadVariable",
-    "Placement",
     "PlacementRequest",
     "Replicate",
-    "ReplicatedMirroredVariable",
     "Shard",
     "ShardedVariable",
     "ShardingConfig",

@@ -20,7 +20,7 @@ _REARRANGING = ("Reshape", "Transpose", "ConcatV2", "Cast", "Identity")
 
 
 class GradientsInFlight:
-    """The full gradients of one backward pass, by the messages in which they are reduced.
+    """The full gradients of one backward pass, by the messages in which they are reduced over the data axis.
 
     What is made to wait was made after all gradients of the messages that have been emitted, and after all collectives that
     stood on the rank's chain before them. It cannot be what these wait for: the new edges close no cycle.
@@ -29,23 +29,17 @@ class GradientsInFlight:
         messages: the gradients of each, in the order in which they are emitted.
         numbers: the place in the graph, by name, of every operation.
         program: that of the rank.
-        ranks: those among which the gradients are reduced.
 
     Attributes:
         most: how many messages' gradients may exist at once.
     """
 
-    def __init__(
-        self,
-        messages: Sequence[Sequence[tf.Tensor]],
-        numbers: Mapping[str, int],
-        program: RankProgram,
-        ranks: tuple[int, ...],
-    ):
+    def __init__(self, messages: Sequence[Sequence[tf.Tensor]], numbers: Mapping[str, int], program: RankProgram):
         self._messages = messages
         self._numbers = numbers
         largest = max((sum(x.shape.num_elements() * x.dtype.size for x in message) for message in messages), default=0)
-        self.most = 1 if largest > _LARGE_BYTES and program.transport_of(ranks).holds_thread else 2
+        holds_thread = program.transport_of(program.group_ranks("data")).holds_thread
+        self.most = 1 if largest > _LARGE_BYTES and holds_thread else 2
         self._emitted = 0
         on_chain = program.graph.capture(program.token()).consumers()
         self._latest = max((numbers[operation.name] for operation in on_chain), default=-1)

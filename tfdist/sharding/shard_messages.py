@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets, group_ops
 from tfdist.sharding import packing
+from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.layout import Layout
 
 
@@ -49,9 +50,9 @@ def scatter_sums(
     summands: Sequence[tf.Tensor],
     layouts: Sequence[Layout],
     label: str,
-    travel_dtype: tf.DType,
+    config: MeshConfig,
     dtype: tf.DType,
 ) -> list[tf.Tensor]:
-    """Returns this rank's shards, as `dtype`, of the sums of the data ranks' whole `summands`, sent as `travel_dtype`."""
-    rows = [tf.cast(row, travel_dtype) for row in packing.rows_of(summands, layouts, program.constant)]
+    """Returns this rank's shards, as `dtype`, of the sums of the data ranks' whole `summands`, sent as `config` says."""
+    rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in packing.rows_of(summands, layouts, program.constant)]
     return group_ops.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)

@@ -147,8 +147,7 @@ class UnshardSchedule:
             self._differentiated.add(id(variable))
             grad = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
             with tape.stop_recording():
-                travel_dtype, label = config.travel_dtype(grad.dtype), f"reduce_scatter/{variable.name}"
-                shards = scatter_sums(program, [grad], layouts, label, travel_dtype, variable.dtype)
+                shards = scatter_sums(program, [grad], layouts, f"reduce_scatter/{variable.name}", config, variable.dtype)
             tape.record_gradient("ReduceScatter", shards, [grad], functools.partial(_second_order, variable, grad.dtype))
             return shards
 
@@ -268,7 +267,7 @@ class UnshardSchedule:
     ) -> GradientsInFlight:
         """Returns the full gradients, each made when its unit's gathered parameters have been read: they are freed first."""
         fulls = [[pending.full for pending in message] for message in messages]
-        flight = GradientsInFlight(fulls, numbers, self._program, self._program.group_ranks("data"))
+        flight = GradientsInFlight(fulls, numbers, self._program)
         for number, message in enumerate(messages):
             readers = uses.get(message[0].unit.index, [])
             flight.compute_after(number, list(dict.fromkeys(reader.operation for reader in readers)))
@@ -319,13 +318,11 @@ class UnshardSchedule:
         sent = []
         for members in _messages(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
             layouts = [p.variable.layout for p in members]
-            with tf.name_scope(_scope_name(label)):
-                travel_dtype = self._config.travel_dtype(members[0].full.dtype)
-                with tf.control_dependencies(previous):
-                    fulls = [p.full for p in members]
-                    shards = scatter_sums(self._program, fulls, layouts, label, travel_dtype, members[0].stub.dtype)
-                for p, shard in zip(members, shards, strict=True):
-                    tape.reconnect(p.stub.op, p.stub.op.inputs[0], shard)
+            with tf.name_scope(_scope_name(label)), tf.control_dependencies(previous):
+                fulls = [p.full for p in members]
+                shards = scatter_sums(self._program, fulls, layouts, label, self._config, members[0].stub.dtype)
+            for p, shard in zip(members, shards, strict=True):
+                tape.reconnect(p.stub.op, p.stub.op.inputs[0], shard)
             sent.append(shards[0])
         return sent
 
