@@ -54,7 +54,8 @@ class CollectiveRecord:
         n = len(self.ranks)
         part = (n - 1) / n
         factors = {"all_reduce": 2 * part, "all_gather": n - 1, "reduce_scatter": part, "all_to_all": part}
-        return factors.get(self.op, 1) * self.input_bytes
+        factors |= dict.fromkeys(("broadcast", "send", "edge"), 1)
+        return factors[self.op] * self.input_bytes
 
     @property
     def kind(self) -> tuple[Any, ...]:
