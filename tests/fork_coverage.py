@@ -24,5 +24,6 @@ def write() -> None:
     if _FOLDER:
         from slipcover import pytest_plugin
 
+        os.chdir(pathlib.Path(__file__).parents[1])  # slipcover looks for sources in the folder where it was started
         text = json.dumps(pytest_plugin._slipcover_instance.get_coverage())
         pathlib.Path(_FOLDER, f"coverage-gw-fork-{os.getpid()}.json").write_text(text, encoding="utf-8")

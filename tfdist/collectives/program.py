@@ -111,13 +111,14 @@ class RankProgram:
     def token(self) -> tf.Tensor:
         return self.communicator.token(self.rank)
 
-    def cond(self, predicate: tf.Tensor, true_fn: Callable[[], None], false_fn: Callable[[], None] = lambda: None) -> None:
+    def cond(self, predicate: tf.Tensor, true_fn: Callable[[], None], false_fn: Callable[[], None] | None = None) -> None:
         """`tf.cond` whose branches may hold collectives: `predicate` must be the same on all ranks of every group in them."""
 
-        def traced(function: Callable[[], None]) -> tf.Tensor:
+        def traced(function: Callable[[], None] | None) -> tf.Tensor:
             self._branches.append(tf.compat.v1.get_default_graph())
             try:
-                function()
+                if function is not None:
+                    function()
             finally:
                 self._branches.pop()
             return tf.constant(True)
