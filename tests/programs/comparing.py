@@ -1,0 +1,40 @@
+"""Programs as users write them, run on one device and under a strategy: both must leave the same behind.
+
+A program is a function of a strategy that returns numbers: losses, logs, weights, slots (see `tests.parity.comparison`).
+It is written as for one device, with `strategy.scope()`, which changes nothing there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from grids import exhaustive
+from training import one_device, strategy_for
+
+from tests.parity.comparison import RTOL, assert_same_tree
+
+Program = Callable[[tf.distribute.Strategy], Any]
+
+STAGES = (0, exhaustive(1), exhaustive(2), 3)  # values of a parameter `zero_stage`
+
+
+def run(program: Program, strategy: tf.distribute.Strategy) -> Any:
+    """Runs `program` from the same state of Keras each time, and returns what it returns."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    return program(strategy)
+
+
+@functools.cache
+def on_one_device(program: Program) -> Any:
+    return run(program, one_device())
+
+
+def assert_as_on_one_device(program: Program, zero_stage: int, devices: int = 2, rtol: float = RTOL, **settings: Any) -> None:
+    """What `program` returns under a strategy of `devices` devices is what it returns on one."""
+    expected = on_one_device(program)
+    assert_same_tree(run(program, strategy_for(devices, zero_stage, **settings)), expected, program.__name__, rtol)
