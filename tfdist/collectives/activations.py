@@ -67,7 +67,7 @@ def split(x: tf.Tensor, parts: int, axis: int) -> list[tf.Tensor]:
     if size is not None and size % parts:
         lower = size // parts * parts
         raise errors.value_error(
-            f"Axis {axis} of a tensor of shape {tuple(x.shape)} is cut in equal parts, one a rank, but {parts} ranks do not "
+            f"Axis {axis} of a tensor of shape {tuple(x.shape)} is sharded in equal parts, one a rank, but {parts} ranks do not "
             f"divide {size}.",
             fix=f"Sizes that work: {lower or parts}, {lower + parts}. Pad it.",
         )

@@ -21,13 +21,13 @@ class CollectiveRecord:
     """One collective of one rank.
 
     Attributes:
-        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "edge", a message between
+        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", or "message", which is one between
             two ranks (see `point_to_point`).
         ranks: the members of the group, in group order; of a message, source and destination.
         shape: static shape of this rank's input; None where a dimension is known at run time only.
         dtype: dtype name on the wire.
         label: what it is for, in the words of the code ("unshard/dense", "reduce_scatter/bucket_0").
-        source: the rank that sends, of "broadcast", "send" and "edge".
+        source: the rank that sends, of "broadcast", "send" and "message".
     """
 
     op: str
@@ -49,19 +49,19 @@ class CollectiveRecord:
     def sent_bytes(self) -> float:
         """Bytes that one rank sends, S = `input_bytes`, N ranks (ring algorithms; Rabenseifner, Patarasuk and Yuan):
 
-        all_reduce 2S(N-1)/N, all_gather S(N-1), reduce_scatter and all_to_all S(N-1)/N, broadcast, send and edge S.
+        all_reduce 2S(N-1)/N, all_gather S(N-1), reduce_scatter and all_to_all S(N-1)/N, broadcast, send and message S.
         """
         n = len(self.ranks)
         part = (n - 1) / n
         factors = {"all_reduce": 2 * part, "all_gather": n - 1, "reduce_scatter": part, "all_to_all": part}
-        factors |= dict.fromkeys(("broadcast", "send", "edge"), 1)
+        factors |= dict.fromkeys(("broadcast", "send", "message"), 1)
         return factors[self.op] * self.input_bytes
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What makes two collectives of a group interchangeable on the wire."""
         # Messages run side by side, and are told apart by what they are for.
-        own = (self.label,) if self.op == "edge" else ()
+        own = (self.label,) if self.op == "message" else ()
         return (self.op, self.ranks, self.shape, self.dtype, self.source, *own)
 
     @property

@@ -89,7 +89,7 @@ class RankProgram:
         The shape of `spec` has None for a number of rows that is known at run time only. No two messages of a step between two
         ranks have the same label.
         """
-        record = CollectiveRecord("edge", (source, destination), tuple(spec.shape.as_list()), spec.dtype.name, label, source)
+        record = CollectiveRecord("message", (source, destination), tuple(spec.shape.as_list()), spec.dtype.name, label, source)
         self.plan.add_message(self.rank, record)
         self._mark_start()
         return self.communicator.instance_keys.key(record)
