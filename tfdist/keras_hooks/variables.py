@@ -37,7 +37,8 @@ def _assign(original: Callable[..., Any], self: Any, value: Any) -> Any:
 
 @replaces("keras.Variable", "_direct_assign")
 def _direct_assign(original: Callable[..., None], self: Any, value: Any) -> None:
-    """Each rank's running statistics are of its own examples: those that were assigned in a step are averaged at its end."""
+    """Each rank's running statistics are of its own examples: those that were assigned in a step are averaged at its end. The
+    variable of TensorFlow below sees no difference to one that a program assigns itself, and that stays each rank's."""
     original(self, value)
     note_assigned(self._value)
 
