@@ -78,7 +78,7 @@ class _Step:
         self._grads: list[tf.Tensor] = []  # as far as they have come
         self._updated: dict[int, tf.Tensor] = {}  # what is gathered or broadcast next
         self._flight: GradientsInFlight | None = None
-        self._latest: Any = None  # of what arrived with the last message
+        self._latest: Any = None  # while gradients are in flight: the operation that ends the last message
 
     # The list
 
@@ -114,7 +114,7 @@ class _Step:
                     self._replace(members, reduce_bucket(grads, targets, label, config, program))
                     self._note_reduction(bucket, members)
                 case plan.HoldBack(bucket) if self._flight is not None:
-                    self._flight.hold_back(bucket, self._latest.op)
+                    self._flight.hold_back(bucket, self._latest)
                 case plan.Unscale():
                     self._replace(members, [grad / optimizer.loss_scale_factor for grad in grads])
                 case plan.Clip(kind):
@@ -129,8 +129,8 @@ class _Step:
                     shards, layouts = [self._updated[place] for place in members], [target.state_layout for target in targets]
                     wholes = gather_shards(program, shards, layouts, f"all_gather/bucket_{bucket}")
                     for target, whole in zip(targets, wholes, strict=True):
-                        target.stored.assign(whole, read_value=False)
-                    self._latest = wholes[0]
+                        # What waits for the message waits for this: until then the old parameter's memory is in use, too.
+                        self._latest = target.stored.assign(whole, read_value=False)
                 case plan.Complete(bucket):
                     wholes, weights = owned_step.complete(grads, targets, bucket, program)
                     self._replace(members, wholes)
@@ -160,8 +160,8 @@ class _Step:
         known = self._program.attachment(KnownReductions)
         for place in members:
             known.add(self._given[place], self._grads[place])
-        self._latest = self._grads[members[0]]
         if self._flight is not None and bucket is not None:
+            self._latest = self._grads[members[0]].op
             self._flight.note_emitted()
 
     def _update_parameters(self) -> None:
