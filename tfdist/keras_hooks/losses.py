@@ -5,12 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfdist.keras_hooks.table import replaces
-from tfdist.losses.global_losses import MEANS, is_shared, reduce_weighted_values, scale_loss, unscale_loss
+from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
+from tfdist.losses.global_losses import MEANS, is_shared, reduce_sum, reduce_weighted_values, scale_loss, unscale_loss
+from tfdist.losses.step_gradients import gradient_of_means, weighted_in_gradient
+from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
+from tfdist.pipeline.model import PipelineModel
+from tfdist.sharding import config_of
 
 _MODULE = "keras.src.losses.loss"
+
+
+def steps_of(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `step`, the `train_step` or `test_step` of `model`, as one whose losses are a rank's own means.
+
+    A pipeline's step computes shares of the loss, microbatch by microbatch, and stays as it is.
+    """
+    if isinstance(model, PipelineModel):
+        return step
+    kerass = (keras.Model.train_step, keras.Model.test_step)
+    is_kerass_own = getattr(step, "__func__", step) in kerass and _computes_as_keras(model)
+    return of_trainer(model, step, is_kerass_own)
+
+
+def _computes_as_keras(model: Any) -> bool:
+    """Whether the loss of `model` is what it was compiled with and what its layers add."""
+    return type(model).compute_loss is keras.Model.compute_loss
 
 
 @replaces(_MODULE, "reduce_weighted_values")
@@ -23,20 +45,63 @@ def _reduce_weighted_values(
     dtype: Any = None,
 ) -> Any:
     """Keras takes a mean of the ranks' means, which is not the mean of the batch when its parts differ in size or weight."""
-    if reduction not in MEANS or not is_shared():
-        reduced = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-        # The sum over a rank without rows: Keras returns values of shape (0,) as they are, which is no number.
-        return tf.reduce_sum(reduced) if reduction == "sum" and is_shared() else reduced
+    is_sum = reduction == "sum"
+    if not is_shared() or not (is_sum or reduction in MEANS):
+        return original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+    if is_sum:
+        return reduce_sum(original(values, sample_weight=sample_weight, mask=mask, reduction=None, dtype=dtype))
     return reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
 
 
 @replaces(_MODULE, "scale_loss_for_distribution")
 def _scale_loss(original: Callable[..., Any], value: Any) -> Any:
-    """Keras divides every loss by the number of ranks, also one that is a share already."""
-    return scale_loss(value) if is_shared() else original(value)
+    """Keras divides every loss by the number of ranks, also one that is a share already, and one that no rank computes."""
+    if is_shared():
+        return scale_loss(value)
+    return original(value) if config_of(tf.distribute.get_strategy()) is None else value
 
 
 @replaces(_MODULE, "unscale_loss_for_distribution")
 def _unscale_loss(original: Callable[..., Any], value: Any) -> Any:
     """Keras logs a rank's loss times the number of ranks; what is wanted is the sum of the ranks' shares."""
-    return unscale_loss(value) if is_shared() else original(value)
+    if is_shared():
+        return unscale_loss(value)
+    return original(value) if config_of(tf.distribute.get_strategy()) is None else value
+
+
+@replaces(TENSORFLOW_TRAINER, "train_step")
+def _train_step(original: Callable[..., Any], self: Any, data: Any) -> Any:
+    """Keras sums the gradients of the ranks; a rank's weight enters them with the loss, for nothing."""
+    if config_of(self._distribute_strategy) is None or not _computes_as_keras(self):
+        return original(self, data)
+    return entered_with_the_loss(trainer_step(), lambda: original(self, data))
+
+
+@replaces(TRAINER, "_compute_loss")
+def _compute_loss(
+    original: Callable[..., Any],
+    self: Any,
+    x: Any = None,
+    y: Any = None,
+    y_pred: Any = None,
+    sample_weight: Any = None,
+    training: bool = True,
+) -> Any:
+    """The loss that Keras differentiates is a rank's own mean; its gradient must count what the rank has of the batch."""
+    loss = original(self, x, y, y_pred, sample_weight, training)
+    return weighted_in_gradient(loss) if enters_with_the_loss() else loss
+
+
+@replaces("tensorflow.GradientTape", "gradient")
+def _gradient(
+    original: Callable[..., Any],
+    self: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+) -> Any:
+    """In a `train_step` of one's own the gradient is that of a rank's own mean, and must count what the rank has of the batch."""
+    return gradient_of_means(
+        lambda seeds: original(self, target, sources, seeds, unconnected_gradients), target, sources, output_gradients
+    )

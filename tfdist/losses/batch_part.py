@@ -19,6 +19,10 @@ class BatchPart(abc.ABC):
         fraction = tf.cast(self.fraction(), mean.dtype)
         return fraction * tf.where(fraction > 0, mean, tf.zeros_like(mean))
 
+    def mean_of_share(self, share: tf.Tensor) -> tf.Tensor:
+        """Returns the number of which `weigh` makes `share`; 0 without rows."""
+        return tf.math.divide_no_nan(share, tf.cast(self.fraction(), share.dtype))
+
     @abc.abstractmethod
     def weigh_share(self, share: tf.Tensor) -> tf.Tensor:
         """Returns the share of the global batch's loss, from this rank's `share` of the loss of all ranks' parts together."""

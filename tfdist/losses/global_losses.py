@@ -42,6 +42,7 @@ from tfdist.losses.batch_part import BatchPart, widened
 from tfdist.losses.rank_batch import RankBatch
 from tfdist.losses.shares import Shares
 from tfdist.losses.sliced_batch import current_sliced_batch
+from tfdist.losses.trainer_step import TrainerStep, trainer_step
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -60,13 +61,18 @@ def _part() -> BatchPart | None:
     return None if program is None else program.attachment(RankBatch)
 
 
+def _trainer_step() -> TrainerStep | None:
+    """Returns the trainer's step in which losses are a rank's own means; None where they are shares."""
+    return None if current_sliced_batch() is not None else trainer_step()
+
+
 def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
     """Returns the share of the global mean that this part of the batch has.
 
     The arguments are those of Keras's function of this name, with one of the reductions `MEANS`. Call it where the batch
     `is_shared`.
     """
-    part = _part()
+    part, step = _part(), _trainer_step()
     values, weights, mask = (
         x if x is None else keras.ops.convert_to_tensor(x, dtype=dtype) for x in (values, sample_weight, mask)
     )
@@ -77,19 +83,29 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         values, weights = keras_loss.squeeze_or_expand_to_same_rank(values, weights)
         values *= weights
     if values.shape.rank == 0:  # see the note: losses that are one number
+        if step is not None:
+            return values
         share = part.weigh(values)
     else:
         is_weighted = reduction == "mean_with_sample_weight" and weights is not None
         divisor = part.divisor(values, widened(weights) if is_weighted else None, mask)
         share = tf.cast(tf.math.divide_no_nan(tf.reduce_sum(widened(values)), divisor), values.dtype)
+    if step is not None:
+        return part.mean_of_share(share)
     program = rank_program(peers_on="data")
     return share if program is None else program.attachment(Shares).add(share)
+
+
+def reduce_sum(values: Any) -> Any:
+    """Returns what a Keras loss whose reduction is a sum makes of a part's `values`, which it has weighted."""
+    total = tf.reduce_sum(values)
+    return total if _trainer_step() is None or values.shape.rank == 0 else _part().mean_of_share(total)
 
 
 def scale_loss(value: Any) -> Any:
     """Returns the share of the step's loss, from a mean over a part of the batch, such as a layer's loss."""
     part = _part()
-    if part is None:
+    if part is None or _trainer_step() is not None:
         return value
     value, program = tf.convert_to_tensor(value), rank_program(peers_on="data")
     is_share = program is not None and program.attachment(Shares).is_share(value)
@@ -99,4 +115,10 @@ def scale_loss(value: Any) -> Any:
 def unscale_loss(value: Any) -> Any:
     """Returns what is logged of a step's loss, of which each rank has its share."""
     part = _part()
-    return value if part is None else part.logged(tf.stop_gradient(tf.convert_to_tensor(value)))
+    if part is None:
+        return value
+    value = tf.stop_gradient(tf.convert_to_tensor(value))
+    if _trainer_step() is None:
+        return part.logged(value)
+    # With reduction None a loss has one value per example, and Keras logs their mean.
+    return value if value.shape.rank == 0 else tf.math.divide_no_nan(tf.reduce_sum(value), tf.cast(tf.size(value), value.dtype))

@@ -25,38 +25,55 @@ class RankBatch(BatchPart):
         with program.outermost():
             self.rows = _rows(program.arguments)
         self._fraction: tf.Tensor | None = None
+        self._sends_rows_along = False
 
     def fraction(self) -> tf.Tensor:
         """Returns the rank's rows over those of all data ranks, a float64 scalar; one message of 1 number, once a trace."""
         if self._fraction is not None:
             return self._fraction
-        rows = tf.cast(self.rows, tf.float64)
-        fraction = tf.math.divide_no_nan(rows, all_reduce(rows, "data", label="loss/rows"))
-        if self._program.exists_here(fraction):
-            self._fraction = fraction
-        return fraction
+        return self._fraction_of(all_reduce(tf.cast(self.rows, tf.float64), "data", label="loss/rows"))
+
+    def send_rows_along(self) -> None:
+        """Lets the first message of a loss count all ranks' rows, too, so that `fraction` needs none of its own."""
+        self._sends_rows_along = True
 
     def weigh_share(self, share: tf.Tensor) -> tf.Tensor:
         return share
 
+    def _fraction_of(self, all_rows: tf.Tensor) -> tf.Tensor:
+        fraction = tf.math.divide_no_nan(tf.cast(self.rows, tf.float64), all_rows)
+        if self._program.exists_here(fraction):
+            self._fraction = fraction
+        return fraction
+
+    def _sums_over_ranks(self, scalars: list[tf.Tensor], label: str) -> list[tf.Tensor]:
+        """Sums each of `scalars` over the ranks, all in one message."""
+        dtype = scalars[0].dtype
+        if self._fraction is not None or not self._sends_rows_along:
+            return tf.unstack(all_reduce(tf.stack(scalars), "data", label=label))
+        numbers = [tf.cast(scalar, tf.float64) for scalar in (*scalars, self.rows)]
+        *sums, all_rows = tf.unstack(all_reduce(tf.stack(numbers), "data", label=label))
+        self._fraction_of(tf.stop_gradient(all_rows))
+        return [tf.cast(total, dtype) for total in sums]
+
     def divisor(self, values: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor:
         if weights is not None:
             # Weights that a model computes get the gradient that they have on one device: the all-reduce carries it.
-            return _sums_over_ranks([tf.reduce_sum(weights)], "loss/divisor")[0]
+            return self._sums_over_ranks([tf.reduce_sum(weights)], "loss/divisor")[0]
         dtype = widened(values).dtype
         if mask is None:
-            return _sums_over_ranks([tf.cast(tf.size(values), dtype)], "loss/divisor")[0]
+            return self._sums_over_ranks([tf.cast(tf.size(values), dtype)], "loss/divisor")[0]
         sizes = [tf.cast(tf.size(x), dtype) for x in (values, mask)]
-        elements, maskable, valid = _sums_over_ranks([*sizes, tf.reduce_sum(tf.cast(mask, dtype))], "loss/divisor")
+        elements, maskable, valid = self._sums_over_ranks([*sizes, tf.reduce_sum(tf.cast(mask, dtype))], "loss/divisor")
         return elements * tf.math.divide_no_nan(valid, maskable)
 
     def logged(self, value: tf.Tensor) -> tf.Tensor:
         wide = widened(value)
         if value.shape.rank == 0:
-            (loss,) = _sums_over_ranks([wide], "loss/value")
+            (loss,) = self._sums_over_ranks([wide], "loss/value")
         else:
             # With reduction None a loss has one value per example, and Keras logs their mean.
-            total, count = _sums_over_ranks([tf.reduce_sum(wide), tf.cast(tf.size(wide), wide.dtype)], "loss/value")
+            total, count = self._sums_over_ranks([tf.reduce_sum(wide), tf.cast(tf.size(wide), wide.dtype)], "loss/value")
             loss = tf.math.divide_no_nan(total, count)
         return tf.cast(loss, value.dtype)
 
@@ -70,8 +87,3 @@ def _rows(arguments: Any) -> tf.Tensor:
         if tf.is_tensor(leaf) and leaf.shape.rank != 0:
             return tf.shape(leaf, out_type=tf.int64)[0]
     return tf.constant(1, tf.int64)
-
-
-def _sums_over_ranks(scalars: list[tf.Tensor], label: str) -> list[tf.Tensor]:
-    """Sums each of `scalars` over the ranks, all in one message."""
-    return tf.unstack(all_reduce(tf.stack(scalars), "data", label=label))

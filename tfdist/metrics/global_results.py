@@ -33,14 +33,19 @@ class _Owner:
     model: Any
 
 
-def naming_the_model(model: Any, step: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function `make(step)` of an iterator, as Keras makes it, with a step that returns `model` beside its logs."""
+def naming_the_model(
+    model: Any, step: Callable[..., Any], make: Callable[..., Any], weight: Callable[[], tf.Tensor | None]
+) -> Callable[..., Any]:
+    """Returns the function `make(step)` of an iterator, as Keras makes it, with a step that returns `model` beside its logs.
+
+    It also returns what `weight` does when the step is through: how much a rank's numbers count in their mean (None: 1/N).
+    """
     owner = _Owner(model)
 
     def step_with_owner(data: Any) -> Any:
         if isinstance(data, tuple) and isinstance(data[-1], str) and data[-1] == _ON_EVERY_RANK:
             return step(data[0])
-        return step(data), owner
+        return step(data), owner, weight()
 
     function = make(step_with_owner)
 
@@ -56,15 +61,44 @@ def reduce_logs(values: Any, strategy: Any, reduce: Callable[[Any], Any]) -> Any
     """Reduces what a step has returned on the ranks: the metrics of its model from sums, all else by `reduce`."""
     if not cross_replica_of(strategy).is_multi_worker:
         values = tf.nest.map_structure(strategy.extended.one_per_replica, values)
-    if not (isinstance(values, tuple) and len(values) == 2 and isinstance(values[1], _Owner)):
+    if not (isinstance(values, tuple) and len(values) == 3 and isinstance(values[1], _Owner)):
         return reduce(values)
-    logs, model = values[0], values[1].model
+    logs, model, weights = values[0], values[1].model, values[2]
     if isinstance(logs, dict):
         with _summed(model.metrics_variables, strategy):
             results = model.get_metrics_result()
         if set(results) == set(logs):
             return {name: results[name] for name in logs}
-    return reduce(logs)
+    return reduce(logs if weights is None else _weighted_means(logs, weights, strategy))
+
+
+def _weighted_means(logs: Any, weights: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Returns `logs` with the floating numbers among them replaced by their means over the ranks, weighted by `weights`.
+
+    A rank whose weight is 0 counts nothing, whatever its number is. All numbers travel in one message.
+    """
+    flat = tf.nest.flatten(logs)
+    of_rank = [strategy.experimental_local_results(value) for value in flat]
+    numbers = [
+        place
+        for place, values in enumerate(of_rank)
+        if all(tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating for value in values)
+    ]
+    if not numbers:
+        return logs
+    parts = [
+        tf.math.multiply_no_nan(tf.stack([tf.cast(of_rank[place][rank], tf.float64) for place in numbers]), weight)
+        for rank, weight in enumerate(strategy.experimental_local_results(weights))
+    ]
+    cross_replica = cross_replica_of(strategy)
+    if cross_replica.is_multi_worker:
+        total = cross_replica.all_reduce(parts, "sum", "logs")[0]
+    else:
+        total = tf.add_n(parts)  # of one rank of each replica already
+    means = tf.unstack(total, num=len(numbers))
+    for place, mean in zip(numbers, means, strict=True):
+        flat[place] = tf.cast(mean, of_rank[place][0].dtype)
+    return tf.nest.pack_sequence_as(logs, flat)
 
 
 def _summed(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras.StatelessScope:

@@ -12,6 +12,7 @@ from tfdist.mesh import MESH_AXES
 from tfdist.optimizers.reduction import KnownReductions
 from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients
 from tfdist.sharding import MeshConfig, Shard
+from tfdist.sharding.gradient_weight import GradientWeight, weighted
 
 
 def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None, config: MeshConfig) -> None:
@@ -29,7 +30,9 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     scale = tf.convert_to_tensor(optimizer.dynamic_scale)
     is_partial = any(accumulates_partial_sums(each, config) for each in getattr(inner, "optimizers", [inner]))
     if is_partial:
-        found = [tf.convert_to_tensor(grad) for grad in found]
+        # A gradient of a rank without rows says nothing. The inner optimizer weighs the others.
+        counts = program.attachment(GradientWeight).of_tape()
+        found = [weighted(tf.convert_to_tensor(grad), counts) for grad in found]
     else:
         found = reduce_gradients(found, [variable for _, variable in pairs], config, program)
     is_finite = _agreed(found, config, program, is_partial)

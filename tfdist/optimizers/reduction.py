@@ -18,6 +18,7 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.optimizers.target import Target
 from tfdist.sharding import MeshConfig, UnshardSchedule, packing
+from tfdist.sharding.gradient_weight import weighted
 from tfdist.sharding.shard_messages import scatter_sums
 
 
@@ -71,15 +72,23 @@ def comes_reduced(grad: tf.Tensor, target: Target) -> bool:
 
 
 def reduce_bucket(
-    grads: Sequence[tf.Tensor], targets: Sequence[Target], label: str, config: MeshConfig, program: RankProgram
+    grads: Sequence[tf.Tensor],
+    targets: Sequence[Target],
+    label: str,
+    config: MeshConfig,
+    program: RankProgram,
+    weight: tf.Tensor | None = None,
 ) -> list[tf.Tensor]:
-    """Returns the sums of full `grads`, of one dtype, over the data axis: this rank's shards, or whole if none is sharded."""
+    """Returns the sums of full `grads`, of one dtype, over the data axis: this rank's shards, or whole if none is sharded.
+
+    This rank's gradients count `weight` in them, or 1.
+    """
     dtype = grads[0].dtype
     layouts = [target.state_layout for target in targets]
     if layouts[0].is_data_sharded:
-        return scatter_sums(program, grads, layouts, f"reduce_scatter/{label}", config, dtype)
+        return scatter_sums(program, grads, layouts, f"reduce_scatter/{label}", config, dtype, weight)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
     wide = config.travel_dtype(tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype)
-    flat = tf.cast(packing.side_by_side(grads, program.constant), wide)
+    flat = weighted(tf.cast(packing.side_by_side(grads, program.constant), wide), weight)
     reduced = tf.cast(group_ops.all_reduce(program, flat, program.group_ranks("data"), "sum", f"all_reduce/{label}"), dtype)
     return packing.apart(reduced, [grad.shape for grad in grads], program.constant)

@@ -22,6 +22,7 @@ from tfdist.optimizers.support import may_share
 from tfdist.optimizers.target import Target, local_part
 from tfdist.optimizers.update import Updates, decays
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
+from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.shard_messages import gather_shards
 
@@ -79,6 +80,7 @@ class _Step:
         self._updated: dict[int, tf.Tensor] = {}  # what is gathered or broadcast next
         self._flight: GradientsInFlight | None = None
         self._latest: Any = None  # while gradients are in flight: the operation that ends the last message
+        self._weight: tf.Tensor | None = None  # what this rank's gradients count in their sum
 
     # The list
 
@@ -111,7 +113,7 @@ class _Step:
             match action:
                 case plan.Reduce(bucket):
                     label = targets[0].variable.name if bucket is None else f"bucket_{bucket}"
-                    self._replace(members, reduce_bucket(grads, targets, label, config, program))
+                    self._replace(members, reduce_bucket(grads, targets, label, config, program, self._weight))
                     self._note_reduction(bucket, members)
                 case plan.HoldBack(bucket) if self._flight is not None:
                     self._flight.hold_back(bucket, self._latest)
@@ -176,6 +178,9 @@ class _Step:
         Stages 0 and 1 accumulate each rank's own gradients, and nothing travels before the last call; 2 and 3, reduced shards.
         """
         optimizer, program, grads = self._optimizer, self._program, list(self._grads)
+        if accumulates_partial_sums(optimizer, self._config):
+            # Each summand counts what its own step's batch says.
+            grads, self._weight = [weighted(grad, self._weight) for grad in grads], None
         accumulators = [
             local_part(optimizer._accumulated_gradients[optimizer._get_variable_index(target.variable)], program)
             for target in self._targets
@@ -204,6 +209,7 @@ class _Step:
         optimizer, config, program = self._optimizer, self._config, self._program
         if any(program.attachment(KnownReductions).find(grad) is None for grad in self._given):
             program.attachment(UnshardSchedule).flush(self._given)
+            self._weight = program.attachment(GradientWeight).of_wholes()
         gradients = [self._facts_of(given, target) for given, target in zip(self._given, self._targets, strict=True)]
         self._flight = self._gradients_in_flight(gradients)
         settings = plan.Settings(config.placements, config.bucket_bytes, None if self._flight is None else self._flight.most)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, assign_buckets, group_ops
 from tfdist.sharding import packing
 from tfdist.sharding.config import MeshConfig
+from tfdist.sharding.gradient_weight import weighted
 from tfdist.sharding.layout import Layout
 
 
@@ -52,7 +53,12 @@ def scatter_sums(
     label: str,
     config: MeshConfig,
     dtype: tf.DType,
+    weight: tf.Tensor | None = None,
 ) -> list[tf.Tensor]:
-    """Returns this rank's shards, as `dtype`, of the sums of the data ranks' whole `summands`, sent as `config` says."""
-    rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in packing.rows_of(summands, layouts, program.constant)]
+    """Returns this rank's shards, as `dtype`, of the sums of the data ranks' whole `summands`, sent as `config` says.
+
+    With a `weight` this rank's summands are multiplied by it (see `GradientWeight`).
+    """
+    rows = [weighted(row, weight) for row in packing.rows_of(summands, layouts, program.constant)]
+    rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in rows]
     return group_ops.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)

@@ -29,6 +29,7 @@ from tfdist.collectives import RankProgram, ops
 from tfdist.sharding import keras_scope, packing, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
+from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.parameter_group import ParameterGroup
 from tfdist.sharding.shard_messages import gather_shards, scatter_sums
@@ -147,7 +148,8 @@ class UnshardSchedule:
             self._differentiated.add(id(variable))
             grad = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
             with tape.stop_recording():
-                shards = scatter_sums(program, [grad], layouts, f"reduce_scatter/{variable.name}", config, variable.dtype)
+                weight = program.attachment(GradientWeight).of_tape()
+                shards = scatter_sums(program, [grad], layouts, f"reduce_scatter/{variable.name}", config, variable.dtype, weight)
             tape.record_gradient("ReduceScatter", shards, [grad], functools.partial(_second_order, variable, grad.dtype))
             return shards
 
@@ -315,12 +317,13 @@ class UnshardSchedule:
         Packing earlier would hold a second copy of the gradients while they wait for their turn.
         """
         label = f"reduce_scatter/{pending[0].unit.group.name}"
+        weight = self._program.attachment(GradientWeight).of_tape()
         sent = []
         for members in _messages(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
             layouts = [p.variable.layout for p in members]
             with tf.name_scope(_scope_name(label)), tf.control_dependencies(previous):
                 fulls = [p.full for p in members]
-                shards = scatter_sums(self._program, fulls, layouts, label, self._config, members[0].stub.dtype)
+                shards = scatter_sums(self._program, fulls, layouts, label, self._config, members[0].stub.dtype, weight)
             for p, shard in zip(members, shards, strict=True):
                 tape.reconnect(p.stub.op, p.stub.op.inputs[0], shard)
             sent.append(shards[0])

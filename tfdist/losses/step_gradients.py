@@ -1,0 +1,104 @@
+"""Gradients of a rank's own means, in a step of Keras's trainer: see `trainer_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, rank_program
+from tfdist.losses.trainer_step import trainer_step
+from tfdist.sharding.gradient_weight import GradientWeight
+
+
+def weighted_in_gradient(loss: Any) -> Any:
+    """Returns `loss`, a rank's own mean, with a gradient that counts the rank's weight. A loss of every row is no mean."""
+    step = trainer_step()
+    if step is None or loss is None:
+        return loss
+    loss = tf.convert_to_tensor(loss)
+    if _is_over_rows(loss):
+        return loss
+
+    @tf.custom_gradient
+    def weigh(x: tf.Tensor) -> Any:
+        return tf.identity(x), lambda upstream: upstream * tf.cast(step.weight(), upstream.dtype)
+
+    step.weight()  # not within the gradient function, where ranks would send it at another time
+    return weigh(loss)
+
+
+def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any, output_gradients: Any) -> Any:
+    """Returns the gradient of `target` by `sources`, as `tf.GradientTape.gradient` does.
+
+    `gradient` calls it, with what it is given as `output_gradients`. The gradients of variables of the strategy are such that
+    reductions, which multiply whole ones by the rank's weight, make of them the gradient that one device has.
+    """
+    step, program = trainer_step(), rank_program()
+    if step is None or program is None or program.attachment(GradientWeight).of_wholes() is None:
+        return gradient(output_gradients)
+    variables = [_strategys_variable(source) for source in tf.nest.flatten(sources)]
+    targets = tf.nest.flatten(target)
+    if not any(v is not None for v in variables) or not program.may_emit_here() or not all(map(tf.is_tensor, targets)):
+        return gradient(output_gradients)
+    is_sharded = [v is not None and v.layout.is_data_sharded for v in variables]
+    begins_with_weight = any(is_sharded) or _sends_gradients(program)
+    weight = step.weight()
+    seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
+    found = gradient([_seed(x, seed, weight, begins_with_weight) for x, seed in zip(targets, seeds, strict=True)])
+    if not begins_with_weight:
+        return found
+    flat = [
+        grad if is_reduced else _divided(grad, weight)
+        for grad, is_reduced in zip(tf.nest.flatten(found), is_sharded, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(found, flat)
+
+
+def _seed(target: tf.Tensor, given: Any, weight: tf.Tensor, begins_with_weight: bool) -> Any:
+    """Returns what the tape is to begin with at `target`, where the user has `given` something, or None for 1."""
+    weight = tf.cast(weight, target.dtype)
+    given = tf.ones_like(target) if given is None else tf.cast(given, target.dtype)
+    if _is_over_rows(target):  # TensorFlow differentiates the sum of its elements, which no rank's weight makes smaller
+        factor = tf.ones_like(weight) if begins_with_weight else tf.math.divide_no_nan(tf.ones_like(weight), weight)
+    elif begins_with_weight:
+        factor = weight
+    else:
+        return given
+    return factor * given
+
+
+def _is_over_rows(x: tf.Tensor) -> bool:
+    """Whether `x` has a value for each of the rank's rows, and so is no mean over them."""
+    if x.shape.rank is None or x.shape.rank == 0:
+        return False
+    program = rank_program()
+    return x.shape[0] is None or program is not None and x.shape[0] == _static_rows(program)
+
+
+def _static_rows(program: RankProgram) -> int | None:
+    for leaf in tf.nest.flatten(program.arguments):
+        if tf.is_tensor(leaf) and leaf.shape.rank:
+            return leaf.shape[0]
+    return None
+
+
+def _sends_gradients(program: RankProgram) -> bool:
+    """Whether something in this trace may send gradients to other data ranks: it has sent them what is no count of the losses."""
+    ranks = program.group_ranks("data")
+    return any(record.ranks == ranks and not record.label.startswith("loss/") for record in program.plan.records[program.rank])
+
+
+def _strategys_variable(source: Any) -> Any:
+    """Returns the variable of a tfdist strategy that `source`, of Keras or TensorFlow, is; None for anything else."""
+    value = source if isinstance(source, tf.Variable) else getattr(source, "value", None)
+    return value if hasattr(value, "layout") else None
+
+
+def _divided(grad: Any, weight: tf.Tensor) -> Any:
+    if grad is None:
+        return None
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(_divided(grad.values, weight), grad.indices, grad.dense_shape)
+    return tf.math.divide_no_nan(grad, tf.cast(weight, grad.dtype))

@@ -1,0 +1,115 @@
+"""A step that Keras's trainer runs on a rank, in `fit`, `evaluate`, `train_on_batch` or `test_on_batch`.
+
+What a `train_step` or `test_step` computes of its data is, on a rank, computed of the rank's rows; what it calls a loss is the
+rank's own mean over what it has. Rank r has the fraction w_r of the batch's rows. The loss of one device is then the sum of
+w_r l_r over the ranks, for a plain mean over rows, for a penalty of weights, which is the same on all ranks, for a Keras loss
+(see `global_losses`), and so for a sum of such terms.
+
+    its gradient      each rank's counts w_r where gradients are reduced (`sharding.gradient_weight`)
+    its logs          averaged with w_r
+    its trackers      a scalar counts w_r in a `keras.metrics.Mean`
+
+A rank without rows has w_r = 0, and whatever it has computed, NaN as a mean of nothing too, counts nothing.
+
+In Keras's own `train_step` the weight enters the gradient with the loss, and costs nothing. In one of the user's, who may do with
+gradients what he likes before an optimizer has them, it enters where they are reduced.
+
+Note: gradients across ranks. What one rank's gradient function sends to others (the statistics of a synchronized
+BatchNormalization do) is of that rank's loss and must count that rank's weight. A tape then begins with the weight in the place
+of 1, and what it returns is divided by the weight of the rank that has it, where reductions will multiply by that. So it is for
+every tape that is asked for the gradient of a sharded parameter (stage 3), which leaves the tape reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, rank_program
+from tfdist.losses.rank_batch import RankBatch
+from tfdist.sharding.gradient_weight import GradientWeight
+
+
+class TrainerStep:
+    """Whether one rank's program, in one trace, is a step of Keras's trainer; an attachment of the program.
+
+    Attributes:
+        model: the model that is trained; None: no trainer runs this program.
+    """
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self.model: Any = None
+
+    def weight(self) -> tf.Tensor:
+        """Returns the rank's fraction of the batch's rows, a float64 scalar."""
+        return self._program.attachment(RankBatch).fraction()
+
+
+def trainer_step() -> TrainerStep | None:
+    """Returns the trainer's step that is traced or runs here; None elsewhere, and where one rank has the whole batch."""
+    program = rank_program(peers_on="data")
+    step = None if program is None else program.attachment(TrainerStep)
+    return None if step is None or step.model is None else step
+
+
+def of_trainer(model: Any, step: Callable[..., Any], is_kerass_own: bool) -> Callable[..., Any]:
+    """Returns `step`, the function of the data that Keras's trainer runs on each rank to train or test `model`, as a step of it.
+
+    In a step that `is_kerass_own` the rows are counted in the message of its first loss.
+    """
+
+    def marked(data: Any) -> Any:
+        program = rank_program(peers_on="data")
+        if program is None:
+            return step(data)
+        here = program.attachment(TrainerStep)
+        here.model = model
+        program.attachment(GradientWeight).use(here.weight)
+        if is_kerass_own:
+            program.attachment(RankBatch).send_rows_along()
+        else:
+            here.weight()  # before any branch or loop in which no message could be sent
+        return step(data)
+
+    return marked
+
+
+def weight_of_logs() -> tf.Tensor | None:
+    """Returns with which weight this rank's numbers count in means over the ranks, a float64 scalar; None: with 1/N."""
+    step = trainer_step()
+    return None if step is None else step.weight()
+
+
+def counted(value: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """Returns `value`, and the `sample_weight` with which a mean counts it: a number without one counts the rank's weight.
+
+    A number that a rank without rows has computed is zero.
+    """
+    step = trainer_step()
+    if step is None or keras.backend.is_keras_tensor(value):
+        return value, sample_weight
+    value = tf.convert_to_tensor(value)
+    if value.shape.rank != 0:
+        return value, sample_weight
+    weight = step.weight()
+    value = tf.where(weight > 0, value, tf.zeros_like(value))
+    return value, tf.cast(weight, tf.float32) if sample_weight is None else sample_weight
+
+
+def enters_with_the_loss() -> bool:
+    """Whether Keras's own `train_step` is traced or runs here, and gives gradients the weight with the loss."""
+    program = rank_program(peers_on="data")
+    return program is not None and program.attachment(GradientWeight).is_in_loss
+
+
+def entered_with_the_loss(step: TrainerStep | None, function: Callable[[], Any]) -> Any:
+    """Calls Keras's own `train_step`, the `function`, where `weighted_in_gradient` gives gradients their weight."""
+    program = rank_program()
+    if step is None or program is None:
+        return function()
+    with program.attachment(GradientWeight).entered_with_the_loss():
+        return function()

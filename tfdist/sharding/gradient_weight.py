@@ -1,0 +1,57 @@
+"""What a rank's gradients count where they are summed over the data axis."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+
+
+class GradientWeight:
+    """What one rank's gradients count in one trace; an attachment of the rank's program.
+
+    In a training loop of one's own a rank's gradient is its summand and counts 1, which is no weight. In a step of Keras's
+    trainer it is the gradient of the rank's own mean, and counts the rank's share of the batch's rows:
+
+        gradient that the reduction gets                               it is multiplied by
+        whole (stages 0 to 2, or made by the program itself)           the weight
+        what a tape hands to a sharded parameter (stage 3)             1, the tape began with the weight; 0 without rows
+        of a loss that was weighted itself (`entered_with_the_loss`)   nothing
+
+    A gradient of a rank without rows may be NaN, the mean of nothing. It counts nothing.
+    """
+
+    def __init__(self, program: RankProgram):
+        del program
+        self._weight: Callable[[], tf.Tensor] | None = None
+        self.is_in_loss = False
+
+    def use(self, weight: Callable[[], tf.Tensor]) -> None:
+        """Lets gradients count what `weight` returns, a scalar; it may send a message, and is called where all ranks run."""
+        self._weight = weight
+
+    @contextlib.contextmanager
+    def entered_with_the_loss(self) -> Iterator[None]:
+        """A block in which gradients are those of losses that were weighted before they were differentiated."""
+        before, self.is_in_loss = self.is_in_loss, True
+        try:
+            yield
+        finally:
+            self.is_in_loss = before
+
+    def of_wholes(self) -> tf.Tensor | None:
+        """Returns what whole gradients are multiplied by, a scalar; None: nothing."""
+        return None if self._weight is None or self.is_in_loss else self._weight()
+
+    def of_tape(self) -> tf.Tensor | None:
+        """Returns what gradients of sharded parameters are multiplied by, a scalar; None: nothing."""
+        weight = self.of_wholes()
+        return None if weight is None else tf.cast(weight > 0, weight.dtype)
+
+
+def weighted(grad: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
+    """Returns `grad` times `weight`, zeros where that is 0, whatever `grad` is; `grad` itself without a weight."""
+    return grad if weight is None else tf.math.multiply_no_nan(grad, tf.cast(weight, grad.dtype))
