@@ -35,6 +35,7 @@ from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
+from tfdist.sharding import keras_scope
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -305,6 +306,25 @@ def test_the_body_of_a_while_operation():
 
 
 # tfdist/sharding/keras_scope.py
+
+
+def test_keras_knows_the_outermost_layer_that_is_called():
+    seen = []
+
+    class Outermost(keras.layers.Layer):
+        def call(self, x):
+            seen.append(keras_scope.outermost_layer())
+            return x
+
+    inner = keras.Sequential([Outermost()])
+    outer = keras.Sequential([keras.Input((3,)), inner])
+    seen.clear()
+    for model in (inner, outer):
+        model(np.ones((1, 3)))
+    assert seen == [inner, outer]
+    assert keras_scope.outermost_layer() is None
+    assert {layer.name for layer in keras_scope.layers_within(outer)} >= {outer.name, inner.name, inner.layers[0].name}
+    assert keras_scope.layers_within(None) == keras_scope.layers_within(keras.optimizers.SGD()) == []
 
 
 class Probe(keras.layers.Layer):

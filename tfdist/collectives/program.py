@@ -38,7 +38,15 @@ class RankProgram:
 
     is_eager = False
 
-    def __init__(self, communicator: Communicator, rank: int, graph: tf.Graph, plan: CollectivePlan, arguments: Any = ()):
+    def __init__(
+        self,
+        communicator: Communicator,
+        rank: int,
+        graph: tf.Graph,
+        plan: CollectivePlan,
+        arguments: Any = (),
+        shared: dict[Callable[..., Any], Any] | None = None,
+    ):
         self.communicator = communicator
         self.mesh = communicator.mesh
         self.rank = rank
@@ -54,6 +62,7 @@ class RankProgram:
         self._is_on_trial = False
         self._branches: list[tf.Graph] = []
         self._attachments: dict[Callable[[RankProgram], Any], Any] = {}
+        self._shared = {} if shared is None else shared
         self._constants: dict[Any, tf.Tensor] = {}
 
     def attachment(self, kind: Callable[[RankProgram], Any]) -> Any:
@@ -61,6 +70,12 @@ class RankProgram:
         if kind not in self._attachments:
             self._attachments[kind] = kind(self)
         return self._attachments[kind]
+
+    def shared(self, kind: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the one `kind(*arguments)` that the process's ranks share in this trace, made on first use."""
+        if kind not in self._shared:
+            self._shared[kind] = kind(*arguments)
+        return self._shared[kind]
 
     def group_ranks(self, mesh_axis: str) -> tuple[int, ...]:
         """Returns the ranks of this rank's group along `mesh_axis`."""

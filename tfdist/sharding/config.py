@@ -116,8 +116,8 @@ class ShardingConfig:
     group_bytes: int = _setting(
         2 * 2**20,
         _at_least(0),
-        "stage 3: what is gathered, and freed, at once: a layer, or consecutive layers up to this many bytes, because small "
-        "messages cost what large ones do; 0: each layer alone.",
+        "stage 3: what is gathered, and freed, at once: a layer, or consecutive layers of a model up to this many bytes, because "
+        "small messages cost what large ones do; 0: each layer alone.",
     )
     prefetch: int = _setting(1, _at_least(0), "stage 3: how many groups are gathered ahead of the one in use; each takes memory.")
     reshard_after_forward: bool = _setting(

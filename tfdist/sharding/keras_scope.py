@@ -16,6 +16,8 @@ __all__ = [
     "autocast_dtype",
     "current_layer",
     "in_stateless_scope",
+    "layers_within",
+    "outermost_layer",
     "own_variables",
 ]
 
@@ -27,6 +29,17 @@ def current_layer() -> Any | None:
     """
     stack = global_state.get_global_attribute("name_scope_stack") or []
     return stack[-1].caller if stack else None
+
+
+def outermost_layer() -> Any | None:
+    """Returns the layer or model whose call the one that is called here is part of, by layers within layers; None in no call."""
+    context = global_state.get_global_attribute("current_call_ctx")
+    return None if context is None else context.entry_layer
+
+
+def layers_within(layer: Any | None) -> list[Any]:
+    """Returns `layer` and all layers within it; none for None."""
+    return list(layer._flatten_layers()) if isinstance(layer, keras.layers.Layer) else []
 
 
 def autocast_dtype() -> tf.DType | None:

@@ -31,7 +31,7 @@ from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
-from tfdist.sharding.parameter_group import ParameterGroup
+from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.shard_messages import gather_shards, scatter_sums
 
 # Operations whose first input is only moved or cast.
@@ -77,10 +77,6 @@ class Unit:
     outputs: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)  # the gathered tensor by variable id
     is_kept: bool = False  # the forward copy serves backward too
 
-    @property
-    def key(self) -> tuple[ParameterGroup, tf.DType | None]:
-        return self.group, self.compute_dtype
-
     def readers(self) -> list[Reader]:
         """Returns who reads the gathered tensors or views of them."""
         return [reader for variable, full in self.outputs.items() for reader in _readers(full, variable)]
@@ -112,7 +108,7 @@ class UnshardSchedule:
     def __init__(self, program: RankProgram):
         self._program = program
         self._units: list[Unit] = []
-        self._live: dict[tuple[ParameterGroup, tf.DType | None], Unit] = {}
+        self._live: list[Unit] = []
         self._pending: list[PendingGradient] = []
         self._emitting = False
         self._config: MeshConfig | None = None
@@ -128,14 +124,15 @@ class UnshardSchedule:
         if self._program.is_eager:
             return self._read_eagerly(variable, config, dtype)
         self._config = config
+        group = self._program.shared(ParameterGroups, config.group_bytes).group_of(variable)
         compute_dtype = keras_scope.autocast_dtype()
         if _travelling_dtype(variable, compute_dtype) != dtype:
             compute_dtype = None  # a read of the stored value in a layer that computes in another dtype
         with self._program.outermost():
-            unit = self._live.get((variable.group, compute_dtype))
-            if unit is None or not self._is_recorded(unit, variable):
-                unit = self._gather(variable.group, compute_dtype)
-            return unit.outputs[id(variable)]
+            for unit in reversed(self._live):
+                if unit.compute_dtype == compute_dtype and self._is_recorded(unit, variable):
+                    return unit.outputs[id(variable)]
+            return self._gather(group, compute_dtype).outputs[id(variable)]
 
     def _read_eagerly(self, variable: Any, config: MeshConfig, dtype: tf.DType) -> tf.Tensor:
         """Gathers at every read, and reduces the gradient as soon as the tape has it: there is no graph to rewrite."""
@@ -188,8 +185,10 @@ class UnshardSchedule:
             gradient = functools.partial(self._on_gradient, unit, variable)
             tape.record_gradient("Unshard", [unit.outputs[id(variable)]], [shards[id(variable)]], gradient)
         self._units.append(unit)
-        live = self._units[-config.prefetch - 1 :] if config.reshard_after_forward else self._units
-        self._live = {u.key: u for u in live if u.key in self._live or u is unit}
+        self._live = [*self._live, unit]
+        if config.reshard_after_forward:
+            window = self._units[-config.prefetch - 1 :]
+            self._live = [live for live in self._live if live in window]
         return unit
 
     def _all_gather(self, unit: Unit, variables: Sequence[Any], gate: Sequence[tf.Operation], label: str) -> dict[int, tf.Tensor]:

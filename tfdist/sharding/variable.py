@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,6 @@ from tfdist.mesh import Coordinate
 from tfdist.sharding import keras_scope, packing
 from tfdist.sharding.config import config_of
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
 from tfdist.sharding.unshard import UnshardSchedule
 
@@ -35,8 +35,8 @@ class ShardedVariable(values.DistributedVariable):
 
     * Outside replicas it is the full variable: `shape` is the global shape, `numpy()` unshards, `assign()` shards. So saving,
       loading and `summary()` know nothing of sharding.
-    * Inside a replica a parameter (it has `groups`) reads as what a layer computes with: its full value, gathered with its group,
-      or, of one that is sharded over the tensor axis, this rank's shard; an optimizer slot reads as this rank's shard.
+    * Inside a replica a parameter reads as what a layer computes with: its full value, gathered with its group, or, of one that
+      is sharded over the tensor axis, this rank's shard; an optimizer slot reads as this rank's shard.
 
     Args:
         strategy: the strategy that made it.
@@ -44,8 +44,14 @@ class ShardedVariable(values.DistributedVariable):
         layout: which shard each rank stores.
         ranks: the ranks of `components`.
         aggregation: `tf.VariableAggregation` of assignments inside replicas. NONE: all ranks assign the same value.
-        groups: the strategy's parameter groups, which say what it is gathered with; None for optimizer slots.
+        is_parameter: whether it reads as its full value inside replicas; False for optimizer slots.
+
+    Attributes:
+        number: counts the variables of the process, in the order in which they were made.
+        maker: returns the layer in whose scope it was made, or None: outside layers, or when the layer is gone.
     """
+
+    _next_number = itertools.count()
 
     def __init__(
         self,
@@ -54,20 +60,18 @@ class ShardedVariable(values.DistributedVariable):
         layout: Layout,
         ranks: Sequence[int],
         aggregation: tf.VariableAggregation = tf.VariableAggregation.NONE,
-        groups: ParameterGroups | None = None,
+        is_parameter: bool = False,
     ):
         self.layout = layout
-        self.group: ParameterGroup | None = None
+        self.number = next(self._next_number)
+        self.is_parameter = is_parameter
         self.is_autocast = False  # whether its layer reads it in the compute dtype
         self.keras_variable: Callable[[], Any] = lambda: None  # what its layer knows it as
-        self._groups = groups
         self._ranks = tuple(ranks)
         self._full_shape = tf.TensorShape(layout.shape)
         super().__init__(strategy, components, aggregation)
         layer = keras_scope.current_layer()
-        self._maker = (lambda: None) if layer is None else weakref.ref(layer)
-        if groups is not None:
-            groups.note_maker(layer)
+        self.maker: Callable[[], Any] = (lambda: None) if layer is None else weakref.ref(layer)
 
     # What it is
 
@@ -85,11 +89,6 @@ class ShardedVariable(values.DistributedVariable):
     @property
     def device(self) -> str:
         return self._local_component().device
-
-    @property
-    def is_parameter(self) -> bool:
-        """Whether it reads as its full value inside replicas; False for optimizer slots."""
-        return self._groups is not None
 
     @property
     def is_frozen(self) -> bool:
@@ -138,8 +137,6 @@ class ShardedVariable(values.DistributedVariable):
         self._check_is_here(program)
         if not self.layout.is_data_sharded:
             return self._local_component()
-        if self.group is None:
-            self.group = self._groups.adopt(self, self._maker())
         return program.attachment(UnshardSchedule).read(self, config_of(self._distribute_strategy), dtype)
 
     def _check_is_here(self, program: RankProgram) -> None:

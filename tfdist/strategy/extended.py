@@ -36,7 +36,7 @@ from tfdist.collectives import (
 from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, split_batches
 from tfdist.layers import sharded_tensors
 from tfdist.runtime import give_back_free_memory
-from tfdist.sharding import MeshConfig, ParameterGroups
+from tfdist.sharding import MeshConfig
 from tfdist.strategy.variable_creation import VariableCreation
 
 
@@ -50,7 +50,6 @@ class ShardedExtendedMixin(VariableCreation):
         transport = choose_transport(sharding.mesh.devices, implementation, len(ranks) < sharding.mesh.world_size)
         self.communicator = Communicator(sharding.mesh, transport, ranks)
         self.cross_replica = CrossReplica(self.communicator)
-        self._parameter_groups = ParameterGroups(sharding.group_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
 
@@ -71,7 +70,8 @@ class ShardedExtendedMixin(VariableCreation):
             return self._run_ranks(fn, args, kwargs, plan, eager_program)
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
         plan = communicator.new_plan()
-        program_of = functools.partial(RankProgram, communicator, graph=tf.compat.v1.get_default_graph(), plan=plan)
+        graph = tf.compat.v1.get_default_graph()
+        program_of = functools.partial(RankProgram, communicator, graph=graph, plan=plan, shared={})
         result = self._run_ranks(fn, args, kwargs, plan, program_of)
         self._check_agreement(plan)
         give_back_free_memory()

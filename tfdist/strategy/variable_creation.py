@@ -15,7 +15,6 @@ from tfdist.collectives import Communicator
 from tfdist.sharding import (
     Layout,
     MeshConfig,
-    ParameterGroups,
     PlacementRequest,
     ShardedVariable,
     current_placement,
@@ -34,7 +33,6 @@ class VariableCreation(_Extended):
 
     _sharding: MeshConfig
     communicator: Communicator
-    _parameter_groups: ParameterGroups
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """Makes a variable of TensorFlow's own, or a `ShardedVariable` where some rank stores less than all of it."""
@@ -139,8 +137,7 @@ class VariableCreation(_Extended):
                 else:
                     shard = tf.zeros([0], kwargs.get("dtype"))
                 components.append(next_creator(initial_value=shard, name=f"{name}/shard_{rank}", **kwargs))
-        groups = None if is_slot else self._parameter_groups
-        return ShardedVariable(self._container_strategy(), components, layout, ranks, aggregation, groups)
+        return ShardedVariable(self._container_strategy(), components, layout, ranks, aggregation, is_parameter=not is_slot)
 
     def _local_devices(self) -> list[str]:
         return [self._sharding.mesh.devices[rank] for rank in self.communicator.local_ranks]
