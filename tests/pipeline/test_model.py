@@ -243,33 +243,13 @@ def test_a_model_that_is_not_wrapped():
     strategy = pipe(2)
     with strategy.scope():
         model = stacked()
+        model.compile("sgd", "mse")
+    x = np.ones((4, 5))
+    for use in (lambda: model.fit(x, x, verbose=0), lambda: model.evaluate(x, x, verbose=0), lambda: model.predict(x, verbose=0)):
         with pytest.raises(ValueError, match="must be a `PipelineModel`"):
-            model.compile("sgd", "mse")
+            use()
     with pytest.raises(RuntimeError, match="in no pipeline"):
         strategy.run(tf.function(lambda: model(tf.ones([2, 5]))))
-
-
-@pytest.mark.parametrize(
-    ("rows", "fitted", "words"),
-    [
-        (32, {"batch_size": 6}, ["2 x 2 = 4", "`batch_size` is 6", "such as 4"]),
-        (34, {"batch_size": 8}, ["last of the batches of 8 has 2 of the 34 rows"]),
-        (32, {"batch_size": 8, "validation_split": 0.2}, ["of the 25 rows"]),
-    ],
-)
-def test_batches_that_do_not_divide(rows, fitted, words):
-    model = compiled(pipe(4, pipeline_parallel_size=2), "chain", num_microbatches=2)
-    with pytest.raises(ValueError) as caught:
-        model.fit(np.ones((rows, 7)), np.zeros(rows), verbose=0, **fitted)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_a_dataset_with_a_partial_batch():
-    """Its size is known at run time only."""
-    model = compiled(pipe(2), "plain", num_microbatches=4)
-    dataset = tf.data.Dataset.from_tensor_slices((np.ones((10, 7)), np.zeros(10))).batch(8)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="multiple of num_microbatches x data ranks = 4 rows"):
-        model.fit(dataset, verbose=0)
 
 
 def test_eager_steps():

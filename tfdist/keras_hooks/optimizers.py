@@ -70,6 +70,17 @@ def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_varia
         apply(self, grads, trainable_variables, config)
 
 
+@replaces("keras.src.optimizers.base_optimizer.BaseOptimizer", "apply_gradients")
+def _apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: Any) -> Any:
+    """Keras cannot do without pairs; of a rank whose stages are frozen there are none, and it still takes part and counts."""
+    config = _config(self)
+    pairs = list(grads_and_vars)
+    if pairs or config is None or not config.mesh.splits_layers:
+        return original(self, pairs)
+    self.apply([], [])
+    return self._iterations
+
+
 @replaces(_TF_OPTIMIZER, "_apply_weight_decay")
 def _apply_weight_decay(original: Callable[..., None], self: Any, variables: Any) -> None:
     """Keras decays the whole variables; a rank decays what it steps on."""

@@ -11,6 +11,7 @@ from tfdist import errors
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.layers import sharded_tensors
 from tfdist.optimizers.support import check_variables, describe
+from tfdist.pipeline.deferred_weights import is_deferred
 from tfdist.pipeline.model import check_is_pipelined
 from tfdist.sharding import config_of
 
@@ -44,7 +45,6 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
             jit_compile=model.jit_compile,
             fix='Use `jit_compile="auto"` (the default) or `False`.',
         )
-    check_is_pipelined(model, strategy.mesh)
     optimizer = model.optimizer
     if optimizer is not None and optimizer._distribution_strategy is not strategy:
         raise errors.value_error(
@@ -54,13 +54,29 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
             fix="Make the optimizer, or call `compile`, inside the model's `strategy.scope()`.",
         )
     if optimizer is not None and model.built:
-        check_variables(optimizer, model.trainable_variables, strategy)
+        # A weight that is not made yet is made under the strategy of its `PipelineModel`.
+        check_variables(optimizer, [v for v in model.trainable_variables if not is_deferred(v)], strategy)
+
+
+@replaces(TENSORFLOW_TRAINER, "make_predict_function")
+def _make_predict_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
+    """Under a strategy with a pipeline only a `PipelineModel` predicts; `compile` may come before a model is wrapped in one, and
+    KerasHub's tasks compile themselves."""
+    _check_is_pipelined(self)
+    return original(self, force)
+
+
+def _check_is_pipelined(model: Any) -> None:
+    strategy = model._distribute_strategy
+    if config_of(strategy) is not None:
+        check_is_pipelined(model, strategy.mesh)
 
 
 @replaces(TENSORFLOW_TRAINER, "_maybe_symbolic_build")
 def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: Any = None, data_batch: Any = None) -> None:
     """Keras reads and averages the ranks' first batches only to learn their shape: that fails for uneven batches and strings, and
-    moves a shuffled dataset on."""
+    moves a shuffled dataset on. Under a strategy with a pipeline only a `PipelineModel` trains and evaluates."""
+    _check_is_pipelined(self)
     strategy = self._distribute_strategy
     if config_of(strategy) is None or iterator is None:
         original(self, iterator=iterator, data_batch=data_batch)

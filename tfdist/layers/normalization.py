@@ -13,7 +13,8 @@ The moving statistics of an unsynchronized layer are averaged over the ranks at 
 `statistics`): the moving mean is that of the global batch, the moving variance the mean of the ranks' variances, which leaves out
 how much the ranks' means differ. Those of a synchronized layer are equal on all ranks anyway.
 
-On no rows Keras's mean is NaN, and with it the gradient of `gamma`; here it is 0, as is that gradient.
+On no rows Keras's mean is NaN, and with it the gradient of `gamma`; here the moving statistics are used, and so stay as they
+are, and that gradient is 0.
 
 Source: the algebra is that of Chan, Golub and LeVeque 1979; PyTorch's SyncBatchNorm gathers as much.
 """
@@ -28,6 +29,7 @@ import tensorflow as tf
 
 from tfdist.collectives import all_gather, rank_program
 from tfdist.layers.statistics import Statistics
+from tfdist.losses.own_rows import own_rows
 
 
 def moments(
@@ -37,22 +39,27 @@ def moments(
 
     `inputs` and `mask` are as of `moments_over_ranks`; `local_moments` computes from the rank's own part, as Keras does.
     """
-    program = rank_program(peers_on="data")
-    if program is None:
+    program, rows = rank_program(peers_on="data"), own_rows()
+    if program is None and rows is None:
         return local_moments(inputs, mask)
+    if rows is not None:
+        inputs, mask = inputs[:rows], mask if mask is None else mask[:rows]
     axes = layer._reduction_axes
-    statistics = program.attachment(Statistics)
-    if layer.synchronized:
-        statistics.agree(layer._non_trainable_variables)
+    if program is not None and layer.synchronized:
+        program.attachment(Statistics).agree(layer._non_trainable_variables)
         return moments_over_ranks(inputs, axes, mask)
-    mean, variance = local_moments(inputs, mask)
+    elements = _elements(inputs, axes)
+    counted = elements
     if mask is not None:
         valid = tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(inputs))
-        statistics.weigh(layer._non_trainable_variables, tf.math.count_nonzero(valid))
-        return mean, variance
-    elements = _elements(inputs, axes)
-    statistics.weigh(layer._non_trainable_variables, elements)
-    return tuple(tf.where(elements > 0, moment, tf.zeros_like(moment)) for moment in (mean, variance))
+        counted = tf.math.count_nonzero(valid)
+    if program is not None:
+        program.attachment(Statistics).weigh(layer._non_trainable_variables, counted)
+    moving = (layer.moving_mean, layer.moving_variance)
+    return tuple(
+        tf.where(elements > 0, moment, tf.cast(kept, moment.dtype))
+        for moment, kept in zip(local_moments(inputs, mask), moving, strict=True)
+    )
 
 
 def moments_over_ranks(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
 from tfdist import errors
 from tfdist.sharding import config_of
+
+_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
 
 def check_module(module: keras.Model) -> None:
@@ -21,6 +21,19 @@ def check_module(module: keras.Model) -> None:
         fix="Build it with the functional API, or pass its layers as a list. A subclassed model may be a layer in it, which "
         "one stage computes.",
     )
+
+
+def check_steps(module: keras.Model) -> None:
+    """Raises NotImplementedError for a model with steps or losses of its own, which its stages would not compute."""
+    own = [name for name in _STEPS if getattr(type(module), name) is not getattr(keras.Model, name)]
+    if own:
+        raise errors.not_implemented(
+            f"{type(module).__name__} computes its own {', '.join(map(repr, own))}, which would be left out: the steps of a "
+            "pipeline are those of `PipelineModel`.",
+            layers_or_model=type(module).__name__,
+            fix="Override it in a subclass of `tfdist.PipelineModel` (`compute_loss`, `compute_metrics`; `train_step` by way of "
+            "`self.compute_gradients`), and wrap the model in that.",
+        )
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> None:
@@ -41,26 +54,3 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
             zero_stage=3,
             fix="Use `zero_stage=2`: the pipeline divides the parameters already.",
         )
-
-
-def check_batch_size(x: Any, batch_size: int | None, validation_split: float, num_microbatches: int, replicas: int) -> None:
-    """Raises ValueError for arrays that do not divide into batches whose microbatches are all equal.
-
-    `x`, `batch_size` and `validation_split` are the arguments of `fit`; the model has `replicas` data ranks.
-    """
-    multiple = num_microbatches * replicas
-    leaves = tf.nest.flatten(x)
-    if not leaves or not all(hasattr(leaf, "shape") and len(leaf.shape) for leaf in leaves):
-        return  # a dataset, a generator, ...: the step sees what it gets
-    size, rows = batch_size or 32, int(leaves[0].shape[0] * (1 - (validation_split or 0.0)))
-    last = rows % size
-    if size % multiple == 0 and last % multiple == 0:
-        return
-    what = f"`batch_size` is {size}" if size % multiple else f"the last of the batches of {size} has {last} of the {rows} rows"
-    raise errors.value_error(
-        f"Batches must be multiples of `num_microbatches` x data ranks = {num_microbatches} x {replicas} = {multiple} rows, "
-        f"so that microbatches are equal, but {what}.",
-        batch_size=batch_size,
-        num_microbatches=num_microbatches,
-        fix=f"Use a `batch_size` such as {max(size // multiple, 1) * multiple}, and as many rows as fill whole batches.",
-    )

@@ -45,8 +45,13 @@ def defer(variable: keras.Variable, initializer: Callable[..., Any]) -> bool:
 
 
 def stays_deferred(variable: keras.Variable) -> bool:
-    """Whether a variable that Keras wants to make now is deferred, and still nobody has said where to make it."""
-    return is_deferred(variable) and not _has_place(variable)
+    """Whether a variable that Keras wants to make now is or gets deferred: nobody has said where to make it.
+
+    Keras itself puts off making the weights of a layer that is built by calling it, until it has left the symbolic call.
+    """
+    if is_deferred(variable):
+        return not _has_place(variable)
+    return variable._initializer is not None and defer(variable, variable._initializer)
 
 
 def make_to_assign(variable: keras.Variable) -> None:

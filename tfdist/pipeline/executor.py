@@ -19,6 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, point_to_point
+from tfdist.losses.own_rows import with_own_rows
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.gradients import GradientSum, added
 from tfdist.pipeline.microbatches import Microbatches
@@ -91,7 +92,7 @@ class Executor:
     program: RankProgram | None  # None: one device computes all stages
     work: Work
     weights: Sequence[Sequence[Any]]  # by stage: the variables whose gradients are wanted
-    data: Microbatches  # of the batch; when training, as many as the schedule has
+    data: Microbatches  # of the batch; at most as many as the schedule has
     functions: StageFunctions | None  # which compute stages; None: every microbatch's operations are traced for themselves
     training: bool  # whether there is a backward
     recompute: bool  # whether a forward keeps its stage's inputs only, and is computed again for the backward
@@ -118,7 +119,7 @@ class Executor:
             Phase.BACKWARD_WEIGHT: self._backward_weight,
         }
         for action in self.schedule.actions(self.pipe_rank):
-            if not self.training and (action.phase is not Phase.FORWARD or action.microbatch >= self.data.count):
+            if action.microbatch >= self.data.count or not (self.training or action.phase is Phase.FORWARD):
                 continue
             before = self.end
             try:
@@ -189,7 +190,8 @@ class Executor:
 
     def _traced(self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor]) -> list[tf.Tensor]:
         """Computes `stage` by operations that this microbatch has for itself."""
-        return stage(stage_inputs, self.data.model_inputs(microbatch), training=self.training)
+        with with_own_rows(self.data.rows[microbatch] if self.data.may_be_empty else None):
+            return stage(stage_inputs, self.data.model_inputs(microbatch), training=self.training)
 
     def _record(
         self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor], *, is_past: bool = False
@@ -272,7 +274,7 @@ class Executor:
         pipe_rank = self.schedule.rank_of(source)
         if pipe_rank == self.pipe_rank:
             return self._handed_on.pop((phase, source, microbatch))
-        rank, rows, label = self._ranks[pipe_rank], self.data.rows[microbatch], f"pipe/{source}{phase}{microbatch}"
+        rank, rows, label = self._ranks[pipe_rank], self.data.fed_rows[microbatch], f"pipe/{source}{phase}{microbatch}"
         # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
         # would wait: that action may need it.
         is_held = point_to_point.message_holds_thread(self.program, rank)

@@ -42,7 +42,7 @@ def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = No
         pipeline.
 
     Raises:
-        ValueError: `runs` is no positive integer, or the batch is no multiple of microbatches and data ranks.
+        ValueError: `runs` is no positive integer.
     """
     errors.check_integer("runs", runs, least=1)
     strategy, schedule = model.distribute_strategy, model.schedule

@@ -7,69 +7,107 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import errors
+from tfdist.sharding.sharded_activations import mark_shard, shard_of
 
 
 class Microbatches:
-    """The microbatches of one rank's batch: equal slices, one after the other.
+    """The microbatches of one rank's batch: slices, one after the other, that differ by a row at most.
 
-    For training the batch must be a multiple of `count`. Otherwise microbatches differ by a row at most, and a batch that is
-    known to have fewer rows than `count` has as many microbatches as rows.
+        11 rows, 4 microbatches      rows 0 1 | 2 3 4 | 5 6 7 | 8 9 10
 
-    The first axis of every tensor in `data` is the batch; None stays None. The error names `replicas`, the number of data ranks.
+    A batch of fewer rows than microbatches leaves some of them without any. Layers cannot be relied on to compute on no rows (a
+    convolution fails on CPUs, a mean is NaN), so the model is fed one row there, of which nothing is used: its outputs are cut to
+    no rows before losses and metrics see them. Where a batch is known to be that small, and no other data rank has to compute
+    the same, such microbatches are left out.
+
+    The first axis of every tensor in `data`, (inputs, y, sample_weight), is the batch; None stays None.
+
+    Args:
+        data: the rank's batch.
+        total: how many microbatches the schedule has.
+        replicas: the number of data ranks.
 
     Attributes:
-        count: how many microbatches the batch has.
+        count: how many microbatches are computed, the first ones of `total`.
         known_rows: how many rows the batch has; None where that is known at run time only.
-        rows: how many rows each microbatch has, int32 scalars.
-
-    Raises:
-        ValueError: a batch of known size is no multiple of `count`. A batch of unknown size that is none raises
-            `tf.errors.InvalidArgumentError` when the step runs.
+        rows: how many rows each of the `total` microbatches has, int32 scalars.
+        fed_rows: how many the model is fed with.
+        may_be_empty: whether one that is computed may have no rows.
     """
 
-    def __init__(self, data: Any, count: int, *, is_training: bool, replicas: int = 1):
+    def __init__(self, data: Any, total: int, *, replicas: int = 1):
         leaves = [leaf for leaf in tf.nest.flatten(data) if tf.is_tensor(leaf)]
         self.known_rows = known = leaves[0].shape[0]
-        rows = tf.shape(leaves[0], out_type=tf.int64)[0] if known is None else tf.constant(known, tf.int64)
-        if not is_training:
-            count = count if known is None else max(1, min(count, known))
-        elif known is not None and known % count:
-            raise errors.value_error(
-                f"A batch must be a multiple of `num_microbatches` x data ranks = {count} x {replicas} = {count * replicas} "
-                f"rows, so that microbatches are equal. Each data rank got {known} rows.",
-                num_microbatches=count,
-                fix=f"Use a `batch_size` such as {max(known // count, 1) * count * replicas}, and drop a partial last batch.",
-            )
-        elif known is None:
-            check = tf.debugging.Assert(
-                tf.equal(rows % count, 0),
-                [
-                    f"A batch must be a multiple of num_microbatches x data ranks = {count * replicas} rows, so "
-                    "that microbatches are equal. Drop a partial last batch, or use another batch_size. Rows of a data rank:",
-                    rows,
-                ],
-            )
-            with tf.control_dependencies([check]):
-                rows = tf.identity(rows)
-        self.count = count
-        self._size = known // count if known is not None and known % count == 0 else None
-        bounds = [tf.cast(rows * index // count, tf.int32) for index in range(count + 1)]
-        slices = list(itertools.pairwise(bounds))
-        self.rows = [stop - start for start, stop in slices]
-        self._microbatches = [tf.nest.map_structure(lambda x: self._slice(x, *span), data) for span in slices]  # noqa: B023
+        all_rows = tf.shape(leaves[0], out_type=tf.int64)[0] if known is None else tf.constant(known, tf.int64)
+        is_short = known is not None and known < total
+        self.count = count = max(1, known) if is_short and replicas == 1 else total
+        self.may_be_empty = known is None or known < count
+        bounds = [tf.cast(all_rows * index // count, tf.int32) for index in range(count + 1)]
+        self._spans = list(itertools.pairwise(bounds + [bounds[-1]] * (total - count)))
+        self.rows = [stop - start for start, stop in self._spans]
+        self._sizes: list[int | None] = [None] * total
+        if known is not None:
+            self._sizes = [known * (i + 1) // count - known * i // count for i in range(count)] + [0] * (total - count)
+        self._own = [_slices(data, span, size) for span, size in zip(self._spans, self._sizes, strict=True)]
+        self._fed = [inputs for inputs, *_ in self._own[:count]]
+        self.fed_rows = self.rows
+        if self.may_be_empty:
+            self.fed_rows = [tf.maximum(rows, 1) for rows in self.rows]
+            last = tf.maximum(bounds[-1] - 1, 0)
+            starts = [tf.minimum(start, last) for start, _ in self._spans[:count]]
+            spans = [(start, tf.maximum(stop, start + 1)) for start, (_, stop) in zip(starts, self._spans, strict=False)]
+            inputs = _with_a_row(data[0]) if replicas > 1 else data[0]
+            self._fed = [_slices(inputs, span, self.fed_size(index)) for index, span in enumerate(spans)]
 
     def __getitem__(self, index: int) -> Any:
-        return self._microbatches[index]
+        return self._own[index]
 
     def model_inputs(self, index: int) -> list[tf.Tensor]:
-        """Returns the model's inputs of a microbatch of (inputs, y, sample_weight), flat."""
-        return list(self[index][0])
+        """Returns what the model is fed of a microbatch, flat."""
+        return list(self._fed[index])
 
-    def _slice(self, x: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+    def fed_size(self, index: int) -> int | None:
+        """Returns how many rows the model is fed with, where it is known."""
+        size = self._sizes[index]
+        return None if size is None else max(1, size)
+
+    def own_rows(self, index: int, outputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns what the model has made of a microbatch's own rows, from what it has made of what it was fed."""
+        if not self.may_be_empty:
+            return outputs
+        return [_first_rows(x, self.rows[index], self._sizes[index]) for x in outputs]
+
+
+def _slices(structure: Any, span: tuple[tf.Tensor, tf.Tensor], size: int | None) -> Any:
+    """Returns rows of every tensor of `structure`, `size` of them where that is known."""
+
+    def of(x: Any) -> Any:
         if x is None:
             return x
-        rows = x[start:stop]
+        rows = x[span[0] : span[1]]
         if isinstance(rows, tf.Tensor):
-            rows.set_shape([self._size, *x.shape[1:]])
+            rows.set_shape([size, *x.shape[1:]])
         return rows
+
+    return tf.nest.map_structure(of, structure)
+
+
+def _first_rows(x: tf.Tensor, count: tf.Tensor, size: int | None) -> tf.Tensor:
+    """Returns the first rows of a model's output, which bears its Keras mask and is held as the output is."""
+    mask = getattr(x, "_keras_mask", None)
+    own = mark_shard(_slices(x, (tf.constant(0), count), size), shard_of(x))
+    if mask is not None:
+        own._keras_mask = mask[:count]
+    return own
+
+
+def _with_a_row(inputs: Any) -> Any:
+    """Returns inputs to which a row of zeros is added where they have none, as the batch of a data rank may have."""
+
+    def of(x: Any) -> Any:
+        if not isinstance(x, tf.Tensor):
+            return x
+        missing = 1 - tf.minimum(tf.shape(x)[0], 1)
+        return tf.concat([x, tf.zeros(tf.concat([[missing], tf.shape(x)[1:]], 0), x.dtype)], 0)
+
+    return tf.nest.map_structure(of, inputs)

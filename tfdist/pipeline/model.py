@@ -14,7 +14,7 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.global_losses import unscale_loss
 from tfdist.mesh import DeviceMesh, current_mesh
-from tfdist.pipeline.checks import check_batch_size, check_module, check_strategy
+from tfdist.pipeline.checks import check_module, check_steps, check_strategy
 from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.published import Schedule1F1B
 from tfdist.pipeline.schedules.schedule import Schedule
@@ -60,8 +60,7 @@ class PipelineModel(keras.Model):
     on the ranks whose stages use it. A weight that stages share (an embedding that is the output head, too) is on several ranks;
     its gradients are summed.
 
-    The mistakes to avoid: loading weights into the model before it is wrapped, which makes them on every rank first; a batch
-    size that is no multiple of `num_microbatches` times the data ranks; a last partial batch (drop it). The last two raise.
+    The mistake to avoid: loading weights into the model before it is wrapped, which makes them on every rank first.
 
     Without a strategy, or with `pipeline_parallel_size=1`, the model trains on the same microbatches on one device.
 
@@ -106,6 +105,7 @@ class PipelineModel(keras.Model):
         ranks = 1 if mesh is None else mesh.pipeline_parallel_size
         module, split_points = _module_of(layers_or_model, stages)
         check_module(module)
+        check_steps(module)
         self.num_microbatches = num_microbatches
         self.stages_per_rank = stages_per_rank
         self.recompute = bool(recompute)
@@ -121,6 +121,8 @@ class PipelineModel(keras.Model):
         self._hides_layer_losses = False
         if module.built:
             self.build(None)
+        if module.compiled:
+            self._take_over_compilation()
 
     # Stages
 
@@ -160,6 +162,12 @@ class PipelineModel(keras.Model):
 
     def summary(self, *args: Any, **kwargs: Any) -> None:
         self.module.summary(*args, **kwargs)
+
+    def _take_over_compilation(self) -> None:
+        """Compiles this model as the model inside has been, which may compile itself when it is made, as KerasHub's tasks do."""
+        module = self.module
+        self.compile(**module._compile_config.config)
+        module.compiled, module.optimizer, module._compile_loss, module._compile_metrics = False, None, None, None
 
     # Computing
 
@@ -207,8 +215,6 @@ class PipelineModel(keras.Model):
             This replica's share of the loss, a float32 scalar (the shares of all replicas add up to the loss of the global
             batch), and (gradient, variable) of the weights of this rank's stages: what `optimizer.apply_gradients` takes.
 
-        Raises:
-            ValueError: the batch is no multiple of `num_microbatches`.
         """
         step = Step(self, (x, y, sample_weight), training=True, has_loss=True)
         step.run()
@@ -231,11 +237,6 @@ class PipelineModel(keras.Model):
                 fix="Leave out `run_eagerly=True`, and call `strategy.run` in a `tf.function`.",
             )
         return program
-
-    def fit(self, x: Any = None, y: Any = None, batch_size: int | None = None, **kwargs: Any) -> Any:
-        replicas = self.distribute_strategy.num_replicas_in_sync
-        check_batch_size(x, batch_size, kwargs.get("validation_split", 0.0), self.num_microbatches, replicas)
-        return super().fit(x, y, batch_size=batch_size, **kwargs)
 
     @contextlib.contextmanager
     def without_layer_losses(self) -> Iterator[None]:
@@ -260,8 +261,10 @@ class PipelineModel(keras.Model):
 
     def get_config(self) -> dict[str, Any]:
         schedule = self._given_schedule
+        module = keras.saving.serialize_keras_object(self.module)
+        module.pop("compile_config", None)  # of a model inside that compiles itself: this one's counts
         return {
-            "layers_or_model": keras.saving.serialize_keras_object(self.module),
+            "layers_or_model": module,
             "num_microbatches": self.num_microbatches,
             "schedule": schedule if isinstance(schedule, str) else self._schedule.to_text(),
             "stages": None if self._split_points is None else list(self._split_points),

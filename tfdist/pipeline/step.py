@@ -42,9 +42,7 @@ class Step:
         schedule, weights = staged.schedule, staged.weights
         replicas = 1 if program is None else program.mesh.data_parallel_size
         x, *rest = data
-        self._data = Microbatches(
-            (staged.flat_inputs(x), *rest), schedule.num_microbatches, is_training=training, replicas=replicas
-        )
+        self._data = Microbatches((staged.flat_inputs(x), *rest), schedule.num_microbatches, replicas=replicas)
         self._batch = SlicedBatch(program, self._data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
         self._outputs: list[list[tf.Tensor]] = []
@@ -133,13 +131,13 @@ class Step:
     # What the executor asks: see `Work`
 
     def input_specs(self, stage: StageLayer, microbatch: int) -> list[tf.TensorSpec]:
-        rows = self._data[microbatch][0][0].shape[0]
+        rows = self._data.fed_size(microbatch)
         return [held_spec(self._program, tensor, rows) for tensor in stage.stage_inputs]
 
     def annotate(self, stage: StageLayer, microbatch: int, stage_inputs: Sequence[tf.Tensor]) -> None:
         for x, tensor in zip(stage_inputs, stage.stage_inputs, strict=True):
             mark_as_held(self._program, x, tensor)
-        self._staged.masks.put(stage.index - 1, stage_inputs, self._data[microbatch][0])
+        self._staged.masks.put(stage.index - 1, stage_inputs, self._data.model_inputs(microbatch))
 
     def losses(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor]) -> list[tf.Tensor]:
         if not self._has_loss:
@@ -150,13 +148,14 @@ class Step:
             if stage_index == self._staged.last_stage:
                 self._first_outputs = self._first_outputs or stage_outputs
                 with self._trackers.withheld(microbatch):
-                    found.append(self._loss(microbatch, stage_outputs))
+                    found.append(self._loss(microbatch, self._data.own_rows(microbatch, stage_outputs)))
         return found
 
     def observe(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor], losses: list[tf.Tensor]) -> None:
         self._reported.extend(tf.cast(tf.stop_gradient(loss), tf.float32) for loss in losses)
         if stage_index < self._staged.last_stage:
             return
+        stage_outputs = self._data.own_rows(microbatch, stage_outputs)
         if not self._has_loss:
             self._outputs.append([gathered(self._program, x) for x in stage_outputs])
             return

@@ -156,10 +156,11 @@ def can_be_called_again(function: tf.Graph) -> bool:
     """Whether calls of a traced function do each what its operations would, traced each time where the call stands.
 
     It then reads variables, and writes none but integers (states of random numbers); nothing else in it has a side effect, and
-    what it takes from outside is the same everywhere.
+    what it takes from outside is the same everywhere: what a layer keeps as an eager tensor, such as a table of angles, too.
     """
     return all(map(_does_the_same_again, function.get_operations())) and all(
-        outside.dtype == tf.resource or outside.op.type in ("Placeholder", "Const") for outside, _ in function.captures
+        not tf.is_symbolic_tensor(outside) or outside.dtype == tf.resource or outside.op.type in ("Placeholder", "Const")
+        for outside, _ in function.captures
     )
 
 

@@ -52,7 +52,8 @@ class Masks:
         graph = self._traced.graph
         self._inputs = graph.inputs[: len(specs)]
         self._masks = dict(zip(places, graph.outputs, strict=True))
-        captured = {inside.op for _, inside in graph.captures}
+        captured = {inside.op for outside, inside in graph.captures if outside.dtype == tf.resource}
+        self._kept = {inside.name: outside for outside, inside in graph.captures if outside.dtype != tf.resource}
         for (stage, place), mask in self._masks.items():
             if tape.ancestors([mask], graph.get_operations(), by_control=False) & captured:
                 raise errors.not_implemented(
@@ -69,7 +70,8 @@ class Masks:
         if tf.executing_eagerly():
             found = dict(zip(self._masks, self._traced(*model_inputs), strict=True))
         else:
-            known = {inside.name: x for inside, x in zip(self._inputs, model_inputs, strict=True)}
+            given = zip(self._inputs, model_inputs, strict=True)
+            known = {**self._kept, **{inside.name: x for inside, x in given}}
             operations = [operation for operation in self._traced.graph.get_operations() if operation.type != "Placeholder"]
             needed = tape.ancestors([self._masks[stage, place] for place in places], operations, by_control=False)
             tape.copy_all([operation for operation in operations if operation in needed], known)
