@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import values
+from tensorflow.python.trackable import base as trackable
 
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding.layout import Layout
@@ -33,12 +34,24 @@ class _WithLayout(_Variable):
 class ReplicatedMirroredVariable(_WithLayout, values.MirroredVariable):
     """A variable of which every rank stores all."""
 
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> tf.Operation:
+        """Restores every rank's copy, also in a rank's step, where a variable may be made that a checkpoint was read for."""
+        full = restored_tensors[trackable.VARIABLE_VALUE_KEY]
+        return tf.group(*[component.assign(full) for component in self._values])
+
 
 class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
     """A variable of which every rank stores a value of its own, added up (or averaged) when it is read outside replicas.
 
     Metrics' totals are, and gradients that are accumulated before they are reduced.
     """
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> tf.Operation:
+        """Restores every rank's summand, wherever it is called: they add up to what was saved."""
+        full = restored_tensors[trackable.VARIABLE_VALUE_KEY]
+        is_sum = self.aggregation == tf.VariableAggregation.SUM
+        summand = tf.cast(full / self.distribute_strategy.num_replicas_in_sync, self.dtype) if is_sum else full
+        return tf.group(*[component.assign(summand) for component in self._values])
 
 
 def with_layout(variable: tf.Variable, mesh: DeviceMesh) -> tf.Variable:

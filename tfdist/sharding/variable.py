@@ -288,6 +288,15 @@ class ShardedVariable(values.DistributedVariable):
     def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
         return {trackable.VARIABLE_VALUE_KEY: lambda name=self._common_name: _ShardedSaveable(self, name)}
 
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> tf.Operation:
+        """Restores every rank's shard, wherever it is called.
+
+        A checkpoint that was read before the variable existed restores it as soon as it is made: of an optimizer's slot that is
+        in the first step, where one rank alone would assign its own shard.
+        """
+        full = restored_tensors[trackable.VARIABLE_VALUE_KEY]
+        return tf.group(*[component.assign(self._shard_for(full, index)) for index, component in enumerate(self._values)])
+
     def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:
         raise errors.not_implemented(
             f"Variable {self.name!r} is sharded and cannot be written to a SavedModel.",
@@ -309,6 +318,4 @@ class _ShardedSaveable(saveable_object.SaveableObject):
         super().__init__(variable._assemble, [spec], name)
 
     def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: Any) -> tf.Operation:
-        (full,) = restored_tensors
-        variable = self._variable
-        return tf.group(*[c.assign(variable._shard_for(full, index)) for index, c in enumerate(variable.values)])
+        return self._variable._restore_from_tensors({trackable.VARIABLE_VALUE_KEY: restored_tensors[0]})
