@@ -1,12 +1,18 @@
 """The private parts of Keras that tensor-parallel layers stand on: a change upstream fails here first."""
 
 import inspect
+import types
 
 import keras
+import tensorflow as tf
 from keras.src.ops import nn as keras_ops_nn
 from keras_owners import Trainer
 from keras_owners import nn as keras_nn
 from keras_owners import numpy as keras_numpy
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import nn_ops, random_ops
+
+from tfdist.sharding import keras_scope
 
 
 def original(function):
@@ -71,3 +77,50 @@ def test_attentions_are_made_of_these_sublayers():
             dense = getattr(layer, name)
             assert type(dense) is keras.layers.EinsumDense
             assert dense._kernel.path.endswith("kernel")
+
+
+def test_layers_are_built_with_the_scopes_of_their_callers():
+    found = []
+
+    class Inner(keras.layers.Layer):
+        def build(self, shape):
+            found.extend(keras_scope.callers())
+
+        def call(self, x):
+            return x
+
+    class Outer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def call(self, x):
+            return self.inner(x)
+
+    outer = Outer()
+    assert outer._distribute_strategy is None, "that of the scope in which it was made"
+    outer(keras.ops.ones((2, 3)))
+    assert found[0] is outer.inner and found[-1] is outer
+    inputs = keras.Input((3,))
+    layer, node, _ = keras.layers.Dense(2)(inputs)._keras_history
+    assert layer._inbound_nodes[node].input_tensors[0] is inputs
+
+
+def test_the_global_generator_is_found_and_set_by_its_name():
+    before = keras_scope.global_generator()
+    keras_scope.set_global_generator(None)
+    keras.random.uniform(())
+    assert isinstance(keras_scope.global_generator(), keras.random.SeedGenerator)
+    drawn = []
+    own = types.SimpleNamespace(next=lambda ordered: drawn.append(ordered) or tf.constant([1, 2], tf.int64))
+    keras_scope.set_global_generator(own)
+    keras.random.uniform(())
+    assert drawn == [False]
+    keras_scope.set_global_generator(before)
+
+
+def test_random_operations_look_for_their_seeds_where_it_is_replaced():
+    for module in (random_ops, nn_ops):
+        assert module.random_seed.get_seed is random_seed.get_seed
+        assert "random_seed.get_seed(seed)" in inspect.getsource(module)
+    assert list(inspect.signature(original(random_seed.get_seed)).parameters) == ["op_seed"]

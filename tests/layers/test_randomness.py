@@ -108,12 +108,6 @@ def test_an_integer_seed_is_a_constant():
     np.testing.assert_array_equal(first, again)
 
 
-def test_no_seed_at_all_is_refused():
-    """Keras's global generator belongs to a thread, and replicas are traced in threads of their own."""
-    with pytest.raises(ValueError, match="tf.Variables? created on the first call"):
-        outputs_of(strategy_for(2, 0), keras.Sequential([keras.Input((9,)), Normal(None)]), np.zeros((2, 9), "float32"))
-
-
 def test_initial_values_are_drawn_once():
     """Also of a layer that is built inside the first step, with a generator for a seed."""
     strategy = strategy_for(2, 0)

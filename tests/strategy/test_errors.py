@@ -92,21 +92,17 @@ def test_layer_built_outside_scope():
             model.compile(optimizer="sgd", loss="mse")
 
 
-def test_optimizer_made_outside_scope():
+def test_optimizer_built_outside_scope():
+    """One that is not built yet is moved under the model's strategy: tests/programs/test_fine_tuning.py."""
+    alone = mlp()
     optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(alone.trainable_variables)
     with strategy_for(2, 3).scope():
         model = mlp()
         with pytest.raises(ValueError, match="optimizer was made under no strategy"):
             model.compile(optimizer=optimizer, loss="mse")
     with pytest.raises(ValueError, match="optimizer was made under no strategy"):
-        optimizer.build(model.trainable_variables)
-
-
-def test_compile_outside_the_models_scope():
-    with strategy_for(2, 3).scope():
-        model = mlp()
-    with pytest.raises(ValueError, match="optimizer was made under no strategy"):
-        model.compile(optimizer="sgd", loss="mse")
+        model.compile(optimizer=optimizer, loss="mse")
 
 
 def test_jit_compile_is_refused():

@@ -71,6 +71,10 @@ class RankProgram:
             self._attachments[kind] = kind(self)
         return self._attachments[kind]
 
+    def share(self, one: Any) -> None:
+        """Makes `one` what `shared(type(one))` returns, for an object that is made before the ranks."""
+        self._shared[type(one)] = one
+
     def shared(self, kind: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the one `kind(*arguments)` that the process's ranks share in this trace, made on first use."""
         if kind not in self._shared:

@@ -1,4 +1,5 @@
-"""Layers: normalization, random numbers, convolutions and poolings, and losses of sharded outputs, on a part of the batch."""
+"""Layers: whose they are; on a part of the batch, normalization, random numbers, convolutions and poolings, and losses of sharded
+outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import tensorflow as tf
 
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import BACKEND_NN, replaces
-from tfdist.layers import empty_batches, normalization, randomness, sharded_tensors
+from tfdist.layers import empty_batches, layer_strategy, normalization, randomness, sharded_tensors
+
+
+@replaces("keras.layers.Layer", "_maybe_build")
+def _maybe_build(original: Callable[..., None], self: Any, call_spec: Any) -> None:
+    """A layer that is put behind layers of a strategy belongs to it, also outside `scope()`, where Keras makes plain weights."""
+    if self.built:
+        return
+    with layer_strategy.scope_of_inputs(call_spec.arguments_dict):
+        original(self, call_spec)
 
 
 @replaces("keras.layers.BatchNormalization", "_moments")
@@ -22,6 +32,7 @@ def _moments(original: Callable[..., Any], self: Any, inputs: tf.Tensor, mask: t
 @replaces("keras.random.SeedGenerator", "next")
 def _next(original: Callable[..., Any], self: Any, ordered: bool = True) -> Any:
     """All ranks would draw the same numbers from the one state: the same dropout mask, each for its part of the batch."""
+    randomness.settle(self)
     return randomness.of_this_rank(original(self, ordered))
 
 

@@ -10,6 +10,7 @@ import keras
 from tfdist.keras_hooks.table import replaces
 from tfdist.optimizers.after_update import overwrite_with_averages
 from tfdist.optimizers.application import apply, assign_owners_if_needed, decay_weights
+from tfdist.optimizers.late_scope import move_to_variables
 from tfdist.optimizers.loss_scaling import apply_unscaled
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.step import accumulates_partial_sums
@@ -28,6 +29,7 @@ def _config(optimizer: Any) -> MeshConfig | None:
 def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     """Variables and optimizer must belong to one strategy, and Keras does not look. An optimizer that looks at whole tensors
     needs an owner for each before it makes its state."""
+    move_to_variables(self, variables)
     config = _config(self)
     if config is not None or any(config_of(getattr(variable_of(v), "distribute_strategy", None)) for v in variables):
         check_variables(self, variables, self._distribution_strategy)
@@ -62,6 +64,7 @@ def _add_variable_from_reference(
 @replaces("keras.src.optimizers.base_optimizer.BaseOptimizer", "apply")
 def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None) -> None:
     """Keras clips, accumulates and averages each rank's own gradients, before they are reduced."""
+    move_to_variables(self, trainable_variables or ())
     config = _config(self)
     # A rank may store no weight at all, and still takes part in a norm and counts the step.
     if config is None or not len(grads) and not config.mesh.splits_layers:

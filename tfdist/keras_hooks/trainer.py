@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist import errors
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
-from tfdist.layers import sharded_tensors
+from tfdist.layers import layer_strategy, sharded_tensors
+from tfdist.optimizers.late_scope import move_metrics, move_optimizer
 from tfdist.optimizers.support import check_variables, describe
 from tfdist.pipeline.deferred_weights import is_deferred
-from tfdist.pipeline.model import check_is_pipelined
+from tfdist.pipeline.model import PipelineModel, check_is_pipelined
 from tfdist.sharding import config_of
 
 
@@ -25,17 +29,33 @@ run_eagerly=False, steps_per_execution=1, jit_compile='auto', auto_scale_loss=Tr
 def _compile(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Model, optimizer and strategy must belong together, and XLA has no collectives; Keras does not look."""
     scope = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
-    made_by = getattr(self, "_distribute_strategy", None)
-    if config_of(scope) is not None and made_by is not scope:
+    strategy = _strategy_of(self, scope)
+    if config_of(scope) is not None and strategy is not scope:
         raise errors.value_error(
-            f"The model was built under {describe(made_by)}, but is compiled under {describe(scope)}: its variables are "
+            f"The model was built under {describe(strategy)}, but is compiled under {describe(scope)}: its variables are "
             "not sharded.",
             model=self.name,
             fix="Build the model and call `compile` inside the same `strategy.scope()`.",
         )
-    original(self, *args, **kwargs)
-    if config_of(made_by) is not None:
-        _check_compiled(self, made_by)
+    if config_of(strategy) is None:
+        original(self, *args, **kwargs)
+        return
+    self._distribute_strategy = strategy
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    if isinstance(given.get("optimizer"), keras.optimizers.Optimizer):
+        move_optimizer(given["optimizer"], strategy)
+    move_metrics([given.get("metrics"), given.get("weighted_metrics")], strategy)
+    with contextlib.nullcontext() if scope is not None else strategy.scope():
+        original(self, *args, **kwargs)
+    _check_compiled(self, strategy)
+
+
+def _strategy_of(model: Any, scope: tf.distribute.Strategy | None) -> tf.distribute.Strategy | None:
+    """Returns the strategy of a model that is compiled in `scope`: that of its weights, where it was made outside any scope."""
+    made_in = getattr(model, "_distribute_strategy", None)
+    if made_in is not None:
+        return made_in
+    return layer_strategy.only_strategy_of(model) if model.weights else scope
 
 
 def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
@@ -75,21 +95,34 @@ def _check_is_pipelined(model: Any) -> None:
 @replaces(TENSORFLOW_TRAINER, "_maybe_symbolic_build")
 def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: Any = None, data_batch: Any = None) -> None:
     """Keras reads and averages the ranks' first batches only to learn their shape: that fails for uneven batches and strings, and
-    moves a shuffled dataset on. Under a strategy with a pipeline only a `PipelineModel` trains and evaluates."""
+    moves a shuffled dataset on. It calls the model on symbols, which a model may not bear. Under a strategy with a pipeline only
+    a `PipelineModel` trains and evaluates."""
     _check_is_pipelined(self)
     strategy = self._distribute_strategy
-    if config_of(strategy) is None or iterator is None:
+    if config_of(strategy) is None:
         original(self, iterator=iterator, data_batch=data_batch)
         return
-    batch = tf.nest.map_structure(_spec_of_one_rank, iterator._distributed_dataset.element_spec)
-    specs = tf.nest.flatten(batch)
-    if any(isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec) for spec in specs):
-        return  # Keras would take them for dense ones; as on one device, what is not built yet is built in the first step
-    if not all(spec is None or isinstance(spec, tf.TensorSpec) and spec.shape[1:].is_fully_defined() for spec in specs):
-        for _, _, batches in iterator:
-            batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
-            break
-    original(self, data_batch=batch)
+    # What is not built yet is built in the first step, as on one device: steps of one's own use the data in their own way.
+    if self.run_eagerly or any(_is_own(self, step) for step in ("train_step", "test_step")):
+        return
+    if iterator is not None:
+        data_batch = tf.nest.map_structure(_spec_of_one_rank, iterator._distributed_dataset.element_spec)
+        specs = tf.nest.flatten(data_batch)
+        if any(isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec) for spec in specs):
+            return  # Keras would take them for dense ones
+        if not all(spec is None or isinstance(spec, tf.TensorSpec) and spec.shape[1:].is_fully_defined() for spec in specs):
+            for _, _, batches in iterator:
+                data_batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
+                break
+    # A call that fails on symbols fails again in the first step, if that is the user's mistake. A pipeline is built here alone.
+    with contextlib.nullcontext() if isinstance(self, PipelineModel) else contextlib.suppress(Exception):
+        original(self, data_batch=data_batch)
+
+
+def _is_own(model: Any, step: str) -> bool:
+    """Whether the user has written the method `step` of `model`."""
+    module = getattr(type(model), step).__module__
+    return not module.startswith(("keras.", "tfdist."))
 
 
 def _spec_of_one_rank(spec: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_hooks.table import replaces
+from tfdist.layers import layer_strategy
 from tfdist.layers.statistics import note_assigned
 from tfdist.pipeline import deferred_weights
 from tfdist.sharding import ShardedVariable, kept_placement, placement
@@ -16,8 +17,17 @@ _LATER = """Under a pipeline nobody knows in which stage a layer will be when it
 known, and never on another stage's ranks."""
 
 
-@replaces("keras.Variable", "_initialize_with_initializer", why=_LATER)
+@replaces(
+    "keras.Variable",
+    "_initialize_with_initializer",
+    why=f"{_LATER} What a layer makes outside `scope()` (`enable_lora`) belongs to the layer's strategy.",
+)
 def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
+    with layer_strategy.scope_of_layer():
+        _initialize(original, self, initializer)
+
+
+def _initialize(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
     if not deferred_weights.defer(self, initializer):
         with placement(**kept_placement(self)):
             original(self, initializer)

@@ -13,22 +13,37 @@ runs from one `keras.utils.set_random_seed` are equal bit by bit, and a run on o
 numbers (and in nothing else). In a job of several workers r counts over all of them. Outside sharded regions ranks that share a
 data index, tensor and pipe peers, draw the same.
 
-Note: what has no generator. `keras.random.normal(shape, seed=3)`, with an integer, is a constant in Keras: the same in each
-call, and so on each rank. Layers turn their `seed=3` into a generator. A function of `keras.random` without a seed raises in a
-replica, as it does under tf.distribute's own strategies: Keras's global generator is a variable of the thread, and replicas are
-traced in threads of their own. Initial values are drawn outside replicas, once. `tf.random.uniform` and the like are
-TensorFlow's own, not Keras's, and are left alone.
+Note: what has no seed. `keras.random.normal(shape)` draws from Keras's global generator, which Keras keeps for each thread; the
+ranks have threads of their own. Here they draw from that of the thread that runs them (`RankSeeds`), as one device does; it is
+made when a rank asks for the first one. A generator whose state was made outside the strategy's scope, this one or a layer's, is
+given a state of the strategy when a rank draws from it first: of one plain variable each rank would draw the next number.
+
+Note: TensorFlow's own. `tf.random.normal(shape)` and the like have two numbers for a seed, which follow from `tf.random.set_seed`
+and from how many such operations the graph has. The first rank that comes to the n-th one gets what one device gets, and all
+others a hash of that and of their place; so workers draw different numbers, and tensor peers the same.
+
+Note: constants. `keras.random.normal(shape, seed=3)`, with an integer, is a constant in Keras, the same in each call, and so on
+each rank; `tf.random.stateless_normal` is, too. Layers turn their `seed=3` into a generator. Initial values are drawn outside
+replicas, once. `keras.random.shuffle` and what pairs examples (`MixUp`) shuffle a rank's own rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfdist.collectives import rank_program
+from tfdist.collectives import RankProgram, rank_program
+from tfdist.sharding import keras_scope
+from tfdist.sharding.moving import apart, move
+
+_OpSeeds = tuple[int | None, int | None]
 
 _local = threading.local()
 
@@ -42,6 +57,91 @@ def sharded_region() -> Iterator[None]:
         yield
     finally:
         _local.is_sharded = before
+
+
+class RankSeeds:
+    """What the ranks of one run of `strategy.run` draw seeds from; one object, which all their programs share.
+
+    It is made in the thread that runs the ranks, which enters `lent` in each rank's thread, and calls `take_back` at the end.
+    """
+
+    def __init__(self) -> None:
+        self._global = keras_scope.global_generator()
+        self._drawn: list[_OpSeeds] = []  # of TensorFlow's random operations, in the order of a rank's program
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Within it, Keras's global generator in this thread, a rank's, is that of the thread that runs the ranks."""
+        before = keras_scope.global_generator()
+        keras_scope.set_global_generator(_GlobalGenerator(self))
+        try:
+            yield
+        finally:
+            keras_scope.set_global_generator(before)
+
+    def take_back(self) -> None:
+        """Keeps the global generator in this thread, if it is a rank that drew from it first."""
+        if self._global is not None and keras_scope.global_generator() is None:
+            keras_scope.set_global_generator(self._global)
+
+    @property
+    def global_generator(self) -> keras.random.SeedGenerator:
+        """The global generator of the thread that runs the ranks, made now if there is none."""
+        if self._global is None:
+            self._global = apart(keras.random.SeedGenerator)
+        return self._global
+
+    def op_seeds(self, program: RankProgram, number: int, draw: Callable[[], _OpSeeds]) -> _OpSeeds:
+        """Returns the seeds of the random operation `number` of this rank's program; `draw` returns those of one device."""
+        while len(self._drawn) <= number:
+            self._drawn.append(draw())
+        global_seed, seed = self._drawn[number]
+        if global_seed is None or seed is None:
+            if program.mesh.world_size == program.mesh.data_parallel_size:
+                return None, None  # each rank asks the operating system; over workers there is always a global seed
+            global_seed, seed = self._drawn[number] = secrets.randbits(31), secrets.randbits(31)
+        stream = _stream(), program.mesh.coordinate(program.rank).pipe  # stages of a pipeline make different operations
+        if stream == (0, 0):
+            return global_seed, seed
+        digest = hashlib.blake2b(repr((seed, stream)).encode(), digest_size=4).digest()
+        return global_seed, int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+class _GlobalGenerator:
+    """What stands for Keras's global generator in the thread of a rank."""
+
+    def __init__(self, seeds: RankSeeds):
+        self._seeds = seeds
+
+    def next(self, ordered: bool = True) -> Any:
+        return self._seeds.global_generator.next(ordered)
+
+    @property
+    def state(self) -> keras.Variable:
+        return self._seeds.global_generator.state
+
+
+class _Count:
+    """How many random operations of TensorFlow a rank's program has drawn seeds for; an attachment of the program."""
+
+    def __init__(self, program: RankProgram):
+        self.drawn = 0
+
+
+def op_seeds(draw: Callable[[], _OpSeeds]) -> _OpSeeds:
+    """Returns the seeds of the random operation of TensorFlow that is made here; `draw` returns those of one device."""
+    program = rank_program()
+    if program is None:
+        return draw()
+    count = program.attachment(_Count)
+    count.drawn += 1
+    return program.shared(RankSeeds).op_seeds(program, count.drawn - 1, draw)
+
+
+def settle(generator: keras.random.SeedGenerator) -> None:
+    """Gives `generator`, of which a rank is to draw, a state that is the strategy's, where it has another."""
+    if rank_program() is not None:
+        move([generator.state], tf.distribute.get_strategy())
 
 
 def of_this_rank(seed: tf.Tensor) -> tf.Tensor:

@@ -88,6 +88,11 @@ def check_variables(optimizer: Any, variables: Sequence[Any], strategy: tf.distr
 
 def describe(strategy: tf.distribute.Strategy | None) -> str:
     """Names a strategy for an error message."""
-    if strategy is None or type(strategy).__name__ == "_DefaultDistributionStrategy":
+    if is_none(strategy):
         return "no strategy"
     return f"{type(strategy).__name__} at {id(strategy):#x}"
+
+
+def is_none(strategy: tf.distribute.Strategy | None) -> bool:
+    """Whether `strategy` stands for none: TensorFlow has a default one, for code that is in no scope."""
+    return strategy is None or type(strategy).__name__ == "_DefaultDistributionStrategy"

@@ -10,15 +10,19 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.backend.common.variables import get_autocast_scope
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 __all__ = [
     "SymbolicScope",
     "autocast_dtype",
+    "callers",
     "current_layer",
+    "global_generator",
     "in_stateless_scope",
     "layers_within",
     "outermost_layer",
     "own_variables",
+    "set_global_generator",
 ]
 
 
@@ -27,8 +31,23 @@ def current_layer() -> Any | None:
 
     Keras opens a name scope with the layer as its `caller` around every `build`, `add_weight` and call.
     """
+    return next(iter(callers()), None)
+
+
+def callers() -> list[Any]:
+    """Returns the Keras objects (layers, usually) that are being built or called here, the innermost first."""
     stack = global_state.get_global_attribute("name_scope_stack") or []
-    return stack[-1].caller if stack else None
+    return [scope.caller for scope in reversed(stack)]
+
+
+def global_generator() -> Any | None:
+    """Returns what `keras.random` draws seeds from in this thread where no seed is given; None: nothing has been drawn yet."""
+    return global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+def set_global_generator(generator: Any | None) -> None:
+    """Sets what `global_generator` returns in this thread: an object with the methods of a `SeedGenerator`."""
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
 
 
 def outermost_layer() -> Any | None:

@@ -34,7 +34,7 @@ from tfdist.collectives import (
     where,
 )
 from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, split_batches
-from tfdist.layers import sharded_tensors
+from tfdist.layers import randomness, sharded_tensors
 from tfdist.runtime import give_back_free_memory
 from tfdist.sharding import MeshConfig
 from tfdist.strategy.variable_creation import VariableCreation
@@ -81,21 +81,24 @@ class ShardedExtendedMixin(VariableCreation):
         self, fn: Callable[..., Any], args: Any, kwargs: Any, plan: CollectivePlan, program_of: Callable[..., RankProgram]
     ) -> Any:
         """Traces `fn` for each local rank, or runs it, with the program that `program_of` makes of the rank and its arguments."""
+        seeds = randomness.RankSeeds()
 
         @tf.autograph.experimental.do_not_convert
         def run_rank(*args: Any, **kwargs: Any) -> Any:
             rank = self.communicator.local_ranks[values_util.get_current_replica_id_as_int()]
             program = program_of(rank, arguments=(args, kwargs))
+            program.share(seeds)
             program.install(tf.distribute.get_replica_context())
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
             # (the count needs no data) would from then on scale their updates differently.
             inputs = [leaf for leaf in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_symbolic_tensor(leaf)]
-            with tf.control_dependencies(inputs):
+            with tf.control_dependencies(inputs), seeds.lent():
                 outputs = sharded_tensors.all_whole(fn(*args, **kwargs))
                 program.close(outputs)
             return outputs
 
         result = mirrored_run.call_for_each_replica(self._container_strategy(), run_rank, args, kwargs)
+        seeds.take_back()
         plan.check_complete()
         self.last_plan = plan
         return result

@@ -35,7 +35,7 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
             model.compile(optimizer=keras.optimizers.AdamW(3e-4), loss="sparse_categorical_crossentropy")
         model.fit(dataset)
 
-    The mistake to avoid: building or compiling outside `scope()`. It raises.
+    The mistake to avoid: building the model outside `scope()`. Compiling it raises.
 
     Args:
         devices: device names, one rank each, such as `["GPU:0", "GPU:1"]`. None: all GPUs, or all logical CPUs where there is

@@ -1,0 +1,72 @@
+"""The strategy that a layer belongs to: found where its weights are made outside `strategy.scope()`, and so given to them.
+
+    with strategy.scope():
+        model = build_model()
+    model.get_layer("hidden").enable_lora(4)            the layer's other weights have a strategy
+    model.add(keras.layers.Dense(3))                    the model that is being built has one
+    outputs = keras.layers.Dense(3)(model.output)       the layers that its inputs come from have one
+    keras.Model(model.input, outputs).compile(...)      all weights of its layers have the same one
+
+Where a scope is open, that of no tfdist strategy too, it counts alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.sharding import config_of, keras_scope
+from tfdist.sharding.moving import made_by
+
+
+def scope_of_layer() -> contextlib.AbstractContextManager[Any]:
+    """Returns the scope of the strategy of the layer that is being built or called, or of one around it; none, if it has none."""
+    return _scope(strategy for layer in keras_scope.callers() if (strategy := strategy_of(layer)) is not None)
+
+
+def scope_of_inputs(inputs: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns the scope of the strategy of the layers that symbolic `inputs`, a structure, come from; none, if they have none."""
+    return _scope(_strategies_before(inputs))
+
+
+def strategy_of(layer: Any) -> tf.distribute.Strategy | None:
+    """Returns the tfdist strategy that `layer`, or a layer within it, belongs to: of a model the one that it was made in."""
+    made_in = getattr(layer, "_distribute_strategy", None)
+    if config_of(made_in) is not None:
+        return made_in
+    if not isinstance(layer, keras.layers.Layer):
+        return None
+    return next((strategy for variable in layer.variables if config_of(strategy := made_by(variable)) is not None), None)
+
+
+def only_strategy_of(layer: keras.layers.Layer) -> tf.distribute.Strategy | None:
+    """Returns the tfdist strategy under which all weights of `layer` were made; None: there is none, or more than one."""
+    strategies = {made_by(variable) for variable in layer.weights}
+    strategy = strategies.pop() if len(strategies) == 1 else None
+    return strategy if config_of(strategy) is not None else None
+
+
+def _scope(strategies: Iterator[tf.distribute.Strategy]) -> contextlib.AbstractContextManager[Any]:
+    if tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    strategy = next(strategies, None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def _strategies_before(inputs: Any) -> Iterator[tf.distribute.Strategy]:
+    """Yields the strategies of the layers that `inputs` come from, the nearest first."""
+    tensors = [tensor for tensor in tf.nest.flatten(inputs) if isinstance(tensor, keras.KerasTensor)]
+    seen: set[int] = set()
+    while tensors:
+        layer, node, _ = getattr(tensors.pop(0), "_keras_history", (None, 0, 0))
+        if layer is None or id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        strategy = strategy_of(layer)
+        if strategy is not None:
+            yield strategy
+        tensors.extend(layer._inbound_nodes[node].input_tensors if layer._inbound_nodes else [])
