@@ -54,6 +54,7 @@ PRIVATE = {
     "checkpoint/saving.py",
     "data/device_iterators.py",
     "keras_hooks/callbacks.py",
+    "keras_hooks/metrics.py",
     "keras_hooks/tensorflow.py",
     "layers/checkpoint_names.py",
     "losses/global_losses.py",

@@ -1,15 +1,80 @@
-"""Metrics: what is logged after a batch is computed from the sums over the ranks, not as the mean of the ranks' metrics."""
+"""Metrics: a metric is that of the global batch, where it is updated, where its result is asked for, and in the logs."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import keras
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+
+from tfdist.collectives import RankProgram
 from tfdist.keras_hooks.losses import steps_of
-from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, replaces
-from tfdist.losses.trainer_step import counted, weight_of_logs
-from tfdist.metrics.global_results import naming_the_model, reduce_logs
+from tfdist.keras_hooks.table import ORIGINAL, TENSORFLOW_TRAINER, replaces
+from tfdist.losses.global_losses import whole_batch
+from tfdist.losses.rank_batch import RankBatch
+from tfdist.losses.trainer_step import weight_of_logs
+from tfdist.metrics import global_results, updates
 from tfdist.sharding import config_of
+
+
+@replaces("keras.metrics.Metric", "__init__")
+def _init(original: Callable[..., None], self: Any, dtype: Any = None, name: str | None = None) -> None:
+    """A rank updates a metric with its own rows, and in a step its result is that of the rank: wrong for what is no sum over
+    rows, and for results that a step of one's own logs. Every subclass has methods of its own, so `update_state` and `result` of
+    the metric's class are replaced when one is made in the scope of a strategy, in the class itself."""
+    if config_of(tf.distribute.get_strategy()) is not None:
+        for kind in type(self).__mro__:
+            if issubclass(kind, keras.metrics.Metric) and kind is not keras.metrics.Metric:
+                _span_ranks(kind)
+    original(self, dtype=dtype, name=name)
+
+
+def _span_ranks(kind: type) -> None:
+    """Replaces the methods that `kind` itself has. Those that hold other metrics, of compiled models, only pass updates on."""
+    for name, binding in (("update_state", _update_state), ("result", _result)):
+        method = kind.__dict__.get(name)
+        if (
+            inspect.isfunction(method)
+            and not hasattr(method, ORIGINAL)
+            and not (name == "update_state" and updates.is_container(kind))
+        ):
+            setattr(kind, name, _replacing(method, binding))
+
+
+def _replacing(method: Callable[..., Any], binding: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def replacing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # AutoGraph converts what a `tf.function` calls, but leaves tfdist's code alone: what that calls in turn must say so.
+        own = autograph.tf_convert(method.__get__(self), ag_ctx.control_status_ctx())
+        return binding(own, self, *args, **kwargs)
+
+    setattr(replacing, ORIGINAL, method)
+    return replacing
+
+
+def _update_state(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    return updates.update(self, own, args, kwargs, _part_of_rows, whole_batch)
+
+
+def _part_of_rows(program: RankProgram) -> tf.Tensor:
+    """Returns the rank's part of the rows; in a branch, before they were counted, that of equal parts."""
+    batch = program.attachment(RankBatch)
+    is_known = batch.is_counted or program.may_emit_here()
+    return batch.fraction() if is_known else tf.constant(1 / program.mesh.size("data"), tf.float64)
+
+
+def _result(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    return global_results.result(self, functools.partial(own, *args, **kwargs))
+
+
+def _is_own_code(method: Callable[..., Any]) -> bool:
+    """Whether `method` is Keras's or tfdist's, not a user's."""
+    return (getattr(method, "__module__", None) or "").startswith(("keras.", "tfdist."))
 
 
 @replaces(TENSORFLOW_TRAINER, "_make_function")
@@ -17,14 +82,12 @@ def _make_function(original: Callable[..., Any], self: Any, step_function: Calla
     """A step's logs must say whose they are: where Keras reduces them it does not know the model."""
     if config_of(self._distribute_strategy) is None:
         return original(self, step_function)
-    return naming_the_model(self, steps_of(self, step_function), lambda step: original(self, step), weight_of_logs)
+    step = steps_of(self, step_function)
 
+    def is_logged_after() -> bool:
+        return all(map(_is_own_code, (step_function, self.compute_metrics, self.get_metrics_result)))
 
-@replaces("keras.metrics.Mean", "update_state")
-def _update_mean(original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None) -> Any:
-    """A number that a step of Keras's trainer has computed, such as a loss, is of a rank's rows, and counts what they are of the
-    batch; Keras counts each rank's as one."""
-    return original(self, *counted(values, sample_weight))
+    return global_results.naming_the_model(self, step, lambda step: original(self, step), weight_of_logs, is_logged_after)
 
 
 @replaces("keras.src.backend.tensorflow.trainer", "reduce_per_replica")
@@ -32,4 +95,4 @@ def _reduce_per_replica(original: Callable[..., Any], values: Any, strategy: Any
     """After a batch Keras logs the mean of the ranks' metrics: of areas under curves, of ratios of different denominators."""
     if config_of(strategy) is None:
         return original(values, strategy, reduction)
-    return reduce_logs(values, strategy, lambda values: original(values, strategy, reduction))
+    return global_results.reduce_logs(values, strategy, lambda values: original(values, strategy, reduction))

@@ -26,7 +26,7 @@ from tfdist import errors
 
 # What the suite was run with, as setup.py has it; of Keras 3.16 only `make test-nightly` was.
 SUPPORTED = ("tensorflow>=2.21,<2.22", "keras>=3.15,<3.16")
-_ORIGINAL = "_tfdist_original"
+ORIGINAL = "_tfdist_original"
 
 # Owners that Keras 3.16 has moved.
 BACKEND_NN = ("keras.src.backend.tensorflow.nn", "keras.src.backend.tensorflow.ops.nn")
@@ -83,7 +83,7 @@ class Replacement:
         def replacing(*args: Any, **kwargs: Any) -> Any:
             return self.binding(original, *args, **kwargs)
 
-        setattr(replacing, _ORIGINAL, original)
+        setattr(replacing, ORIGINAL, original)
         return replacing
 
 

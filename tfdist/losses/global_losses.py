@@ -31,6 +31,9 @@ in one call, would be mistaken for a share: call `add_loss` twice).
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -44,6 +47,8 @@ from tfdist.losses.shares import Shares
 from tfdist.losses.sliced_batch import current_sliced_batch
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
 
+_local = threading.local()
+
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
@@ -52,8 +57,20 @@ def is_shared() -> bool:
     return _part() is not None
 
 
+@contextlib.contextmanager
+def whole_batch() -> Iterator[None]:
+    """A block in which losses are those of a whole batch, also on a rank: of rows that it has gathered."""
+    before, _local.is_whole = getattr(_local, "is_whole", False), True
+    try:
+        yield
+    finally:
+        _local.is_whole = before
+
+
 def _part() -> BatchPart | None:
     """Returns the part of the global batch whose losses are computed here; None: they are those of the whole."""
+    if getattr(_local, "is_whole", False):
+        return None
     sliced = current_sliced_batch()
     if sliced is not None:
         return sliced

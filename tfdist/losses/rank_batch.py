@@ -27,6 +27,11 @@ class RankBatch(BatchPart):
         self._fraction: tf.Tensor | None = None
         self._sends_rows_along = False
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether `fraction` sends nothing any more."""
+        return self._fraction is not None
+
     def fraction(self) -> tf.Tensor:
         """Returns the rank's rows over those of all data ranks, a float64 scalar; one message of 1 number, once a trace."""
         if self._fraction is not None:

@@ -7,7 +7,7 @@ w_r l_r over the ranks, for a plain mean over rows, for a penalty of weights, wh
 
     its gradient      each rank's counts w_r where gradients are reduced (`sharding.gradient_weight`)
     its logs          averaged with w_r
-    its trackers      a scalar counts w_r in a `keras.metrics.Mean`
+    its trackers      a number counts w_r in a `keras.metrics.Mean` (see `metrics.updates`)
 
 A rank without rows has w_r = 0, and whatever it has computed, NaN as a mean of nothing too, counts nothing.
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
@@ -82,22 +81,6 @@ def weight_of_logs() -> tf.Tensor | None:
     """Returns with which weight this rank's numbers count in means over the ranks, a float64 scalar; None: with 1/N."""
     step = trainer_step()
     return None if step is None else step.weight()
-
-
-def counted(value: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """Returns `value`, and the `sample_weight` with which a mean counts it: a number without one counts the rank's weight.
-
-    A number that a rank without rows has computed is zero.
-    """
-    step = trainer_step()
-    if step is None or keras.backend.is_keras_tensor(value):
-        return value, sample_weight
-    value = tf.convert_to_tensor(value)
-    if value.shape.rank != 0:
-        return value, sample_weight
-    weight = step.weight()
-    value = tf.where(weight > 0, value, tf.zeros_like(value))
-    return value, tf.cast(weight, tf.float32) if sample_weight is None else sample_weight
 
 
 def enters_with_the_loss() -> bool:

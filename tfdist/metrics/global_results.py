@@ -1,18 +1,21 @@
-"""What is logged after a batch: metrics computed from the sums over the ranks, not the mean of the ranks' own metrics.
+"""A metric's result is that of the global batch: computed from the sums over the ranks, wherever it is asked for.
 
-Every rank counts its own examples, and at the end of an epoch Keras adds the counts up before it computes a metric. After a
-batch, though, Keras computes the metric on every replica and logs the mean: of N areas under N curves, of ratios with different
-denominators. Here a metric that is logged after a batch is computed from the sums, too, as Keras does it at the end of an epoch,
-if the step's logs have the names of the model's metrics. Other logs of a custom `train_step` stay means over the ranks.
+Every rank counts its own examples, and outside replicas Keras reads the sum of the counts. In the function that `strategy.run`
+runs, though, a rank would compute the metric of its own examples, and Keras would log the mean over the ranks: of N areas under
+N curves, of ratios with different denominators.
 
-`train_on_batch` and `test_on_batch` give every rank the whole batch: sums would count the batch N times, and the mean is exact.
-
-Over several workers the sums of all metrics travel in one message for each dtype; in one process they are additions.
+    in a `train_step` or a loop of one's own    `metric.result()` sums the metric's state over the ranks: one message for each
+                                                dtype of a metric, where it is called
+    in a step that is Keras's own               nothing is sent where Keras asks for results; those that are logged are computed
+                                                after the step, from the sums of all metrics at once: over several workers one
+                                                message for each dtype, in one process additions
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,32 +23,95 @@ import keras
 import tensorflow as tf
 from tensorflow.python.distribute import values as distribute_values
 
-from tfdist.collectives import cross_replica_of
+from tfdist.collectives import RankProgram, all_reduce, cross_replica_of, rank_program
+from tfdist.metrics import updates
+from tfdist.sharding import keras_scope
 
 # Stands beside the batch of `train_on_batch` and `test_on_batch`. A string, by which a `tf.function` tells its traces apart.
 _ON_EVERY_RANK = "tfdist: every rank gets this batch"
 
 
+class _Results:
+    """What results mean in one rank's program; an attachment of it."""
+
+    def __init__(self, program: RankProgram):
+        del program
+        self.are_own = False  # those of the rank
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Owner:
-    """The model whose logs a step returns; one object for all ranks."""
+    """The model whose metrics are logged after a step (None: of no model); one object for all ranks."""
 
     model: Any
 
 
-def naming_the_model(
-    model: Any, step: Callable[..., Any], make: Callable[..., Any], weight: Callable[[], tf.Tensor | None]
-) -> Callable[..., Any]:
-    """Returns the function `make(step)` of an iterator, as Keras makes it, with a step that returns `model` beside its logs.
+class _Summed:
+    """Of which metrics the ranks of one trace sum results: those that may be sums when the first rank asks."""
 
-    It also returns what `weight` does when the step is through: how much a rank's numbers count in their mean (None: 1/N).
+    def __init__(self) -> None:
+        self._metrics: weakref.WeakKeyDictionary[keras.metrics.Metric, bool] = weakref.WeakKeyDictionary()
+
+    def has(self, metric: keras.metrics.Metric) -> bool:
+        return self._metrics.setdefault(metric, any(map(updates.may_add_up, updates.parts(metric))))
+
+    def check_complete(self) -> None:
+        pass
+
+
+def result(metric: keras.metrics.Metric, own: Callable[[], Any]) -> Any:
+    """Returns `own()`, the `result` of the metric's class; in a rank computed from the sums over the ranks."""
+    program = rank_program(peers_on="data")
+    if program is None or keras_scope.in_stateless_scope() or program.attachment(_Results).are_own:
+        return own()
+    variables = [variable for variable in metric.variables if updates.is_of_ranks(variable) and variable.aggregation == "sum"]
+    if not variables or not program.plan.attachment(_Summed).has(metric):
+        return own()
+    if not program.may_emit_here():
+        warnings.warn(
+            f"`result()` of the metric {metric.name!r} is called in a branch, a loop or a nested `tf.function` of the function "
+            "given to `strategy.run`: there it is that of the device's own rows. Call it outside of it.",
+            stacklevel=2,
+        )
+        return own()
+    is_first = program.mesh.coordinate(program.rank).data == 0
+
+    def summand(value: Any) -> list[tf.Tensor]:
+        # Of a metric that turns out to be whole, or is not updated at all, every rank has the same.
+        return [value.read_value() if is_first or value.is_sum else tf.zeros(value.shape, value.dtype)]
+
+    with _scope(variables, lambda packed: all_reduce(packed[0], "data", label="metrics"), summand):
+        return own()
+
+
+def naming_the_model(
+    model: Any,
+    step: Callable[..., Any],
+    make: Callable[..., Any],
+    weight: Callable[[], tf.Tensor | None],
+    is_logged_after: Callable[[], bool],
+) -> Callable[..., Any]:
+    """Returns the function `make(step)` of an iterator, as Keras makes it, with a step that says whose its logs are.
+
+    Args:
+        model: the model.
+        step: its `train_step` or `test_step`.
+        make: makes a function of an iterator from a step.
+        weight: called when the step is through, returns how much a rank's numbers count in their mean (None: 1/N).
+        is_logged_after: whether all that the step does with results is Keras's own code: results are those of the rank then, and
+            `reduce_logs` computes them anew.
     """
-    owner = _Owner(model)
+    owner, no_owner = _Owner(model), _Owner(None)
 
     def step_with_owner(data: Any) -> Any:
-        if isinstance(data, tuple) and isinstance(data[-1], str) and data[-1] == _ON_EVERY_RANK:
+        program = rank_program(peers_on="data")
+        is_everywhere = isinstance(data, tuple) and isinstance(data[-1], str) and data[-1] == _ON_EVERY_RANK
+        has_owner = is_logged_after()
+        if program is not None:
+            program.attachment(_Results).are_own = is_everywhere or has_owner
+        if is_everywhere:
             return step(data[0])
-        return step(data), owner, weight()
+        return step(data), owner if has_owner else no_owner, weight()
 
     function = make(step_with_owner)
 
@@ -64,8 +130,8 @@ def reduce_logs(values: Any, strategy: Any, reduce: Callable[[Any], Any]) -> Any
     if not (isinstance(values, tuple) and len(values) == 3 and isinstance(values[1], _Owner)):
         return reduce(values)
     logs, model, weights = values[0], values[1].model, values[2]
-    if isinstance(logs, dict):
-        with _summed(model.metrics_variables, strategy):
+    if model is not None and isinstance(logs, dict):
+        with _summed_outside(model.metrics_variables, strategy):
             results = model.get_metrics_result()
         if set(results) == set(logs):
             return {name: results[name] for name in logs}
@@ -101,18 +167,36 @@ def _weighted_means(logs: Any, weights: Any, strategy: tf.distribute.Strategy) -
     return tf.nest.pack_sequence_as(logs, flat)
 
 
-def _summed(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras.StatelessScope:
+def _is_partial(variable: Any) -> bool:
+    return updates.is_of_ranks(variable) and variable._value.is_sum
+
+
+def _summed_outside(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras.StatelessScope:
     """Returns a scope in which `variables`, where each rank has its own part of a sum, read as the sum over all ranks."""
+    return _scope(
+        [variable for variable in variables if _is_partial(variable)],
+        lambda packed: _sum_over_ranks(packed, strategy),
+        lambda value: list(value.values),
+    )
+
+
+def _scope(
+    variables: Sequence[Any],
+    add: Callable[[list[tf.Tensor]], tf.Tensor],
+    parts_of: Callable[[Any], list[tf.Tensor]],
+) -> keras.StatelessScope:
+    """Returns a scope in which `variables` read as `add(parts)`, of all variables of a dtype at once.
+
+    `parts_of` a TensorFlow variable are the values of the ranks that this code computes for.
+    """
     by_dtype: dict[tf.DType, list[Any]] = {}
     for variable in variables:
-        value = variable.value
-        if isinstance(value, tf.distribute.DistributedValues) and value.aggregation == tf.VariableAggregation.SUM:
-            by_dtype.setdefault(value.dtype, []).append(variable)
+        by_dtype.setdefault(variable._value.dtype, []).append(variable)
     sums: list[tuple[Any, tf.Tensor]] = []
     for members in by_dtype.values():
-        parts = zip(*(member.value.values for member in members), strict=True)
+        parts = zip(*(parts_of(member._value) for member in members), strict=True)
         packed = [tf.concat([tf.reshape(part, [-1]) for part in of_rank], 0) for of_rank in parts]
-        pieces = tf.split(_sum_over_ranks(packed, strategy), [member.value.shape.num_elements() for member in members])
+        pieces = tf.split(add(packed), [member._value.shape.num_elements() for member in members])
         sums.extend((member, tf.reshape(piece, member.shape)) for member, piece in zip(members, pieces, strict=True))
     return keras.StatelessScope(state_mapping=sums)
 

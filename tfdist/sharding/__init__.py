@@ -5,7 +5,7 @@ from tfdist.sharding.layout import Layout
 from tfdist.sharding.parameter_group import ParameterGroups
 from tfdist.sharding.placement_request import PlacementRequest, current_placement, kept_placement, placement, request_placement
 from tfdist.sharding.placements import Own, Partial, Replicate, Shard
-from tfdist.sharding.replicated_variables import with_layout
+from tfdist.sharding.replicated_variables import PartialSyncOnReadVariable, with_layout
 from tfdist.sharding.unshard import UnshardSchedule
 from tfdist.sharding.variable import ShardedVariable
 from tfdist.sharding.zero import ZERO_STAGES, ZeroPlacements, placements_of
@@ -17,6 +17,7 @@ __all__ = [
     "Own",
     "ParameterGroups",
     "Partial",
+    "PartialSyncOnReadVariable",
     "PlacementRequest",
     "Replicate",
     "Shard",

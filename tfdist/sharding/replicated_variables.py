@@ -7,13 +7,18 @@ exception to a variable being a `ShardedVariable`.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
-from tensorflow.python.distribute import values
+from tensorflow.python.distribute import distribute_lib, values, values_util
 from tensorflow.python.trackable import base as trackable
 
+from tfdist.collectives import cross_replica_of
 from tfdist.mesh import DeviceMesh
+from tfdist.sharding import keras_scope
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Partial, Placement, Replicate
 
@@ -43,24 +48,104 @@ class ReplicatedMirroredVariable(_WithLayout, values.MirroredVariable):
 class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
     """A variable of which every rank stores a value of its own, added up (or averaged) when it is read outside replicas.
 
-    Metrics' totals are, and gradients that are accumulated before they are reduced.
+    Gradients that are accumulated before they are reduced are such sums, and so are the states of metrics, once ranks update
+    them with their own rows. Until then, and where ranks update them with the rows of all, every rank holds all of a metric's
+    state (`Replicate()` in the layout), and a read outside replicas is that of the first.
+
+    A value that is assigned to a sum outside replicas is stored by the ranks of data index 0, and the others store zeros:
+    TensorFlow would divide it by the number of ranks, which integers cannot be.
     """
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it: nothing is to be added up."""
+        return self.layout.data == Replicate()
+
+    @property
+    def is_sum(self) -> bool:
+        return not self.is_whole and self._aggregation == tf.VariableAggregation.SUM
+
+    def hold_summands(self) -> None:
+        """From now on each rank holds a summand of its own; what all held becomes that of data index 0."""
+        if self.is_whole and self._aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN):
+            self.layout = dataclasses.replace(self.layout, data=Partial())
+            if self.is_sum:
+                with tf.init_scope():
+                    for index, component in enumerate(self._values):
+                        if not self._is_first(index):
+                            component.assign(tf.zeros_like(component))
+
+    def _is_first(self, index: int) -> bool:
+        """Whether the component at `index` is that of a rank of data index 0."""
+        ranks = self._distribute_strategy.extended.communicator.local_ranks
+        return self.layout.mesh.coordinate(ranks[index]).data == 0
+
+    def _store(self, value: Any, method: str = "assign") -> tf.Operation:
+        """Updates a sum on data index 0 alone, else every component, by the `method` of the components."""
+        value = tf.cast(value, self.dtype)
+        updates = []
+        for index, component in enumerate(self._values):
+            with tf.device(component.device):
+                if self._is_first(index) or not self.is_sum:
+                    updates.append(getattr(component, method)(value, read_value=False))
+                elif method == "assign":
+                    updates.append(component.assign(tf.zeros_like(component), read_value=False))
+        return tf.group(*updates)
+
+    def _update_from_outside(self, inherited: Callable[..., Any], value: Any, read_value: bool, **kwargs: Any) -> Any:
+        if not values_util.is_saving_non_distributed() and self._aggregation == tf.VariableAggregation.SUM:
+            with distribute_lib.enter_or_assert_strategy(self._distribute_strategy):
+                if distribute_lib.in_cross_replica_context() and not values_util.in_replica_update_context():
+                    update = self._store(value, inherited.__name__)
+                    with tf.control_dependencies([] if tf.executing_eagerly() else [update]):
+                        return self.read_value() if read_value else update
+        return inherited(value, read_value=read_value, **kwargs)
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        return self._update_from_outside(super().assign, value, read_value, use_locking=use_locking, name=name)
+
+    def assign_add(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        return self._update_from_outside(super().assign_add, value, read_value, use_locking=use_locking, name=name)
+
+    def assign_sub(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        return self._update_from_outside(super().assign_sub, value, read_value, use_locking=use_locking, name=name)
+
+    def _get_cross_replica(self) -> Any:
+        if not self.is_whole:
+            return super()._get_cross_replica()
+        mesh, cross_replica = self.layout.mesh, cross_replica_of(self._distribute_strategy)
+        if mesh.pipeline_parallel_size == 1:
+            return self._values[0].read_value()
+        # Of the ranks along "pipe" the last computes metrics; it may be another worker's.
+        if cross_replica.is_multi_worker:
+            return cross_replica.all_reduce([component.read_value() for component in self._values], "max", "metrics")[0]
+        ranks = self._distribute_strategy.extended.communicator.local_ranks
+        last = max(range(len(ranks)), key=lambda index: mesh.coordinate(ranks[index]).pipe)
+        return self._values[last].read_value()
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
+        (saved,) = super()._gather_saveables_for_checkpoint().values()
+
+        def saveable(name: str = self._common_name) -> Any:
+            found = saved(name)
+            found.restore = lambda tensors, shapes: self._store(tensors[0])  # TensorFlow's divides by the number of ranks
+            return found
+
+        return {trackable.VARIABLE_VALUE_KEY: saveable}
+
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> tf.Operation:
-        """Restores every rank's summand, wherever it is called: they add up to what was saved."""
-        full = restored_tensors[trackable.VARIABLE_VALUE_KEY]
-        is_sum = self.aggregation == tf.VariableAggregation.SUM
-        summand = tf.cast(full / self.distribute_strategy.num_replicas_in_sync, self.dtype) if is_sum else full
-        return tf.group(*[component.assign(summand) for component in self._values])
+        """Restores the sum, wherever it is called."""
+        return self._store(restored_tensors[trackable.VARIABLE_VALUE_KEY])
 
 
 def with_layout(variable: tf.Variable, mesh: DeviceMesh) -> tf.Variable:
     """Returns a variable that TensorFlow has made as one that has a layout; one whose shape is not known is left alone."""
     if not variable.shape.is_fully_defined():
         return variable
+    is_of_metric = isinstance(keras_scope.current_layer(), keras.metrics.Metric)
     kinds: dict[type, tuple[type, Placement]] = {
         values.MirroredVariable: (ReplicatedMirroredVariable, Replicate()),
-        values.SyncOnReadVariable: (PartialSyncOnReadVariable, Partial()),
+        values.SyncOnReadVariable: (PartialSyncOnReadVariable, Replicate() if is_of_metric else Partial()),
     }
     if type(variable) in kinds:
         variable.__class__, data = kinds[type(variable)]

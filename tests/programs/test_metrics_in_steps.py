@@ -1,0 +1,157 @@
+"""Metrics in steps and loops of one's own: results are those of the global batch, wherever they are asked for."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from grids import exhaustive
+from training import vectors
+
+from tests.parity.comparison import BatchLogs
+from tests.programs.comparing import STAGES, assert_as_on_one_device
+
+pytestmark = pytest.mark.timeout(300)
+
+ROWS = 27  # batches of 12, 12 and 3: uneven parts
+X, Y = vectors(ROWS)
+LABELS = (Y % 2).astype("float32")[:, None]
+ops = keras.ops
+
+
+class Step(keras.Model):
+    """A classifier with a step of its own; subclasses say what it logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, activation="sigmoid")
+        self.auc = keras.metrics.AUC(num_thresholds=20, name="auc")
+        self.precision = keras.metrics.Precision(name="precision")
+        self.tracker = keras.metrics.Mean(name="squares")
+        self.confusion = keras.metrics.MeanIoU(2, name="iou")
+        self.largest = Largest()
+
+    def call(self, x):
+        return self.dense(x)
+
+    @property
+    def metrics(self):
+        return [self.auc, self.precision, self.tracker, self.confusion, self.largest]
+
+    def update(self, y, predictions):
+        self.auc.update_state(y, predictions)
+        self.precision.update_state(y, predictions)
+        self.tracker.update_state(ops.square(y - predictions))
+        self.confusion.update_state(y, ops.cast(predictions > 0.5, "int32"))
+        self.largest.update_state(predictions)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            predictions = self(x, training=True)
+            loss = self.compute_loss(x, y, predictions)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        self.update(y, predictions)
+        return self.logged()
+
+    def test_step(self, data):
+        x, y = data
+        self.update(y, self(x, training=False))
+        return self.logged()
+
+    def logged(self):
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class Largest(keras.metrics.Metric):
+    """A state that is a maximum, of negative numbers."""
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.value = self.add_variable(shape=(), initializer=keras.initializers.Constant(-100.0), name="value")
+
+    def update_state(self, values, sample_weight=None):
+        self.value.assign(ops.maximum(self.value, ops.max(values) - 2.0))
+
+    def reset_state(self):
+        self.value.assign(-100.0)
+
+    def result(self):
+        return self.value
+
+
+class Renamed(Step):
+    """Other names, numbers computed of results."""
+
+    def logged(self):
+        return {
+            "area": self.auc.result(),
+            "twice": 2 * self.precision.result(),
+            "root": ops.sqrt(self.tracker.result()),
+            "smallest_of_two": ops.minimum(self.auc.result(), self.confusion.result()),
+        }
+
+
+class Added(keras.Model):
+    """What Keras's own step logs, and more."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, activation="sigmoid")
+        self.auc = keras.metrics.AUC(num_thresholds=20, name="auc")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        results = super().compute_metrics(x, y, y_pred, sample_weight)
+        self.auc.update_state(y, y_pred)
+        results["auc"] = self.auc.result()
+        return results
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "perplexity": ops.exp(logs["loss"]), "odds": logs["precision"] / (1.1 - logs["precision"])}
+
+
+def fit(make, **settings):
+    def program(strategy):
+        with strategy.scope():
+            model = make()
+            model.compile(
+                keras.optimizers.SGD(0.3), "binary_crossentropy", metrics=["mae", keras.metrics.Precision()], **settings
+            )
+        logs = BatchLogs()
+        history = model.fit(
+            X, LABELS, batch_size=12, epochs=2, shuffle=False, verbose=0, callbacks=[logs], validation_data=(X[:7], LABELS[:7])
+        )
+        evaluated = model.evaluate(X, LABELS, batch_size=12, verbose=0, return_dict=True)
+        return {
+            "history": {name: flat(values) for name, values in history.history.items()},
+            "batches": logs.train,
+            "tests": logs.test,
+            "evaluate": {name: flat(value) for name, value in evaluated.items()},
+            "states": [np.asarray(variable) for variable in model.metrics_variables],
+            "weights": model.get_weights(),
+        }
+
+    program.__name__ = make.__name__
+    return program
+
+
+def flat(values):
+    return [float(np.asarray(value)) for value in tf.nest.flatten(values)]
+
+
+PROGRAMS = {
+    "results": fit(Step),
+    "renamed": fit(Renamed),
+    "added": fit(Added),
+    "eager": fit(Step, run_eagerly=True),
+    "several_steps": fit(Step, steps_per_execution=2),
+}
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("name", ["results", "renamed", "added", exhaustive("eager"), exhaustive("several_steps")])
+def test_logs_of_a_step(name, zero_stage):
+    assert_as_on_one_device(PROGRAMS[name], zero_stage)
