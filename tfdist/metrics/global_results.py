@@ -62,7 +62,18 @@ class _Summed:
 def result(metric: keras.metrics.Metric, own: Callable[[], Any]) -> Any:
     """Returns `own()`, the `result` of the metric's class; in a rank computed from the sums over the ranks."""
     program = rank_program(peers_on="data")
-    if program is None or keras_scope.in_stateless_scope() or program.attachment(_Results).are_own:
+    if program is None or keras_scope.in_stateless_scope():
+        return own()
+    return tf.nest.map_structure(_as_tensor, _result(metric, own, program))
+
+
+def _as_tensor(value: Any) -> Any:
+    """Returns what a variable holds now: of one that is a result itself, ranks would log what it holds in the end."""
+    return tf.convert_to_tensor(value) if isinstance(value, keras.Variable) else value
+
+
+def _result(metric: keras.metrics.Metric, own: Callable[[], Any], program: RankProgram) -> Any:
+    if program.attachment(_Results).are_own:
         return own()
     variables = [variable for variable in metric.variables if updates.is_of_ranks(variable) and variable.aggregation == "sum"]
     if not variables or not program.plan.attachment(_Summed).has(metric):
