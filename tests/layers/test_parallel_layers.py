@@ -244,7 +244,7 @@ def test_sizes_that_cannot_be_cut(make, shape, words):
         (lambda: layers.ParallelTransformerBlock(4, 8, normalization="batch"), ValueError, ["normalization='batch'"]),
         (lambda: layers.VocabParallelCrossentropy(label_smoothing=1.0), ValueError, ["label_smoothing=1.0"]),
         (lambda: layers.ParallelMLP(4, units=0), ValueError, ["units=0"]),
-        (lambda: under(2, lambda: layers.ColumnParallelDense(4, lora_rank=2)), NotImplementedError, ["LoRA"]),
+        (lambda: under(2, lambda: layers.ColumnParallelDense(4))[1].quantize("int8"), NotImplementedError, ["Quantization"]),
         (
             lambda: under(2, lambda: layers.ParallelMultiHeadAttention(4, 4, activity_regularizer="l2"), ATTENTION),
             NotImplementedError,

@@ -147,8 +147,12 @@ def test_obstacles():
     dense = layers.Dense(6)
     called(dense, 3, 4)
     assert obstacle(dense) is None
-    dense.enable_lora(2)
-    assert obstacle(dense) == "LoRA is enabled on it"
+    dense.enable_lora(2)  # its factors are sharded with the kernel
+    assert obstacle(dense) is None
+    axes = {weight.name: axis for weight, axis in sharded_weights(dense, "column")}
+    assert axes == {"kernel": 1, "bias": 0, "lora_kernel_a": None, "lora_kernel_b": 1}
+    axes = {weight.name: axis for weight, axis in sharded_weights(dense, "row")}
+    assert axes == {"kernel": 0, "bias": None, "lora_kernel_a": 0, "lora_kernel_b": None}
     quantized = layers.Dense(6)
     called(quantized, 3, 4)
     quantized.quantize("int8")

@@ -136,8 +136,8 @@ def test_bad_sizes(size):
 
 def test_our_own_limits():
     model = chain(4, 4)
-    model.layers[0].enable_lora(2)
-    with pytest.raises(NotImplementedError, match='LoRA is enabled on it. Received: layer=.*dense_0.*the role "replicate"'):
+    model.layers[0].quantize("int8")
+    with pytest.raises(NotImplementedError, match='it is quantized. Received: layer=.*dense_0.*the role "replicate"'):
         resolve(model, {"dense": "column"}, 2)
     assert len(resolve(model, {"dense_0": "replicate", "dense": "column"}, 2)) == 1
 

@@ -12,20 +12,25 @@ Of the modules below nothing is called by hand. Inside `strategy.run` of a tfdis
 
 from tfdist.layers import empty_batches, normalization, randomness, regions, sharded_tensors, statistics
 from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
+from tfdist.layers.parallel_conv import ColumnParallelConv2D, RowParallelConv2D
 from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
 from tfdist.layers.parallel_mlp import ParallelMLP
+from tfdist.layers.parallel_normalization import ChannelParallelBatchNormalization
 from tfdist.layers.parallel_transformer import ParallelTransformerBlock
 from tfdist.layers.vocab_parallel_crossentropy import VocabParallelCrossentropy
 from tfdist.layers.vocab_parallel_embedding import VocabParallelEmbedding, VocabParallelReversibleEmbedding
 
 __all__ = [
+    "ChannelParallelBatchNormalization",
+    "ColumnParallelConv2D",
     "ColumnParallelDense",
     "ColumnParallelEinsumDense",
     "ParallelGroupedQueryAttention",
     "ParallelMLP",
     "ParallelMultiHeadAttention",
     "ParallelTransformerBlock",
+    "RowParallelConv2D",
     "RowParallelDense",
     "RowParallelEinsumDense",
     "VocabParallelCrossentropy",

@@ -1,7 +1,7 @@
-"""Where a `Dense` is sharded, and the equation of an `EinsumDense` can be.
+"""Where a `Dense` or `Conv2D` is sharded, and the equation of an `EinsumDense` can be.
 
-column    a label of the kernel that is in the output only        "abc,cde->abde": d
-row       a label of the kernel that is summed over               "abcd,cde->abe": c
+column    a label of the kernel that is in the output only        "abc,cde->abde": d        output channels
+row       a label of the kernel that is summed over               "abcd,cde->abe": c        input channels
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ COLUMN, ROW = "column", "row"
 
 @dataclasses.dataclass(frozen=True)
 class ShardedAxes:
-    """Where a Dense or EinsumDense is sharded; negative axes count from the end, as the number of leading axes may vary.
+    """Where a Dense, EinsumDense or Conv2D is sharded; negative axes count from the end, as the number of leading axes may vary.
 
     Attributes:
         kernel: the axis of the kernel.
@@ -45,11 +45,16 @@ def einsum_label(layer: keras.layers.EinsumDense, role: str) -> str | None:
 
 
 def sharded_axes(layer: keras.Layer, role: str) -> ShardedAxes:
-    """Returns where a Dense or EinsumDense is sharded in `role`, "column" or "row", in which it can be."""
+    """Returns where a Dense, EinsumDense or Conv2D is sharded in `role`, "column" or "row", in which it can be."""
     if isinstance(layer, keras.layers.Dense):
         if role == COLUMN:
             return ShardedAxes(kernel=1, bias=None if layer.bias is None else 0, inputs=None, outputs=-1)
         return ShardedAxes(kernel=0, bias=None, inputs=-1, outputs=None)
+    if isinstance(layer, keras.layers.Conv2D):  # kernel (height, width, input channels, output channels)
+        channels = -1 if layer.data_format == "channels_last" else 1
+        if role == COLUMN:
+            return ShardedAxes(kernel=3, bias=None if layer.bias is None else 0, inputs=None, outputs=channels)
+        return ShardedAxes(kernel=2, bias=None, inputs=channels, outputs=None)
     inputs, kernel, outputs = einsum_terms(layer)
     label = einsum_label(layer, role)
     if role == ROW:

@@ -20,15 +20,23 @@ from tfdist import errors
 from tfdist.layers import regions, sharded_tensors
 from tfdist.layers.einsum_axes import COLUMN, ROW, sharded_axes
 from tfdist.layers.elementwise import is_elementwise_activation
+from tfdist.layers.lora_factors import KERNEL
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, local
 from tfdist.sharding import Shard
 from tfdist.sharding.sharded_activations import ActivationShard
 
 
 class _ParallelProduct(ShardedWeights):
-    """A Dense or EinsumDense that is sharded by column or by row."""
+    """A Dense, EinsumDense or Conv2D that is sharded by column or by row."""
 
     _role: str
+    _factored = KERNEL
+
+    @property
+    def kernel(self) -> Any:
+        """The kernel, with LoRA the product of its factors added; inside a replica this rank's part of that."""
+        is_here = getattr(self, "lora_enabled", False) and regions.tensor_program() is not None
+        return KERNEL.merged(self) if is_here else super().kernel
 
     def _shards(self) -> Mapping[str, Shard]:
         axes = sharded_axes(self, self._role)
@@ -37,9 +45,12 @@ class _ParallelProduct(ShardedWeights):
     def _product(self, inputs: Any) -> tf.Tensor:
         return keras.ops.matmul(inputs, local(self.kernel))
 
+    def _add_bias(self, x: tf.Tensor, bias: Any) -> tf.Tensor:
+        return keras.ops.add(x, bias)
+
 
 class ColumnParallel(_ParallelProduct):
-    """A Dense or EinsumDense that is sharded by column."""
+    """A Dense, EinsumDense or Conv2D that is sharded by column."""
 
     _role = COLUMN
     input_has_entered = False  # True where the layer around it has taken the input into the region
@@ -50,7 +61,7 @@ class ColumnParallel(_ParallelProduct):
         check_is_sharded(self, self._kernel)
         x = self._product(inputs if self.input_has_entered else regions.copy_to(inputs, f"{self.name}/copy_to"))
         if self.bias is not None:
-            x = keras.ops.add(x, local(self.bias))
+            x = self._add_bias(x, local(self.bias))
         axes = sharded_axes(self, COLUMN)
         activation = self.activation or keras.activations.linear
         if not self.gather_output:
@@ -83,7 +94,7 @@ class ColumnParallel(_ParallelProduct):
 
 
 class RowParallel(_ParallelProduct):
-    """A Dense or EinsumDense that is sharded by row."""
+    """A Dense, EinsumDense or Conv2D that is sharded by row."""
 
     _role = ROW
     sequence_parallel = False  # True in an attention or MLP whose output is sharded along the sequence
@@ -97,7 +108,7 @@ class RowParallel(_ParallelProduct):
         self._check_input(x, axes.inputs, self._kernel.shape[axes.kernel])
         x, bias = regions.leave_region(self._product(x), self.bias, self.sequence_parallel, self.name)
         if bias is not None:
-            x = keras.ops.add(x, bias)
+            x = self._add_bias(x, bias)
         return x if self.activation is None else self.activation(x)
 
     def _check_input(self, x: tf.Tensor, axis: int, size: int) -> None:
@@ -136,7 +147,7 @@ class ColumnParallelDense(ColumnParallel, keras.layers.Dense):
         units: output features; a multiple of the tensor size.
         activation: as of `Dense`. Without `gather_output` one that looks at single elements; softmax is none.
         gather_output: True returns the whole output on every rank, False this rank's part.
-        **kwargs: as of `keras.layers.Dense`, without `lora_rank` and `quantization_config`.
+        **kwargs: as of `keras.layers.Dense`, without `quantization_config`.
 
     Input shape:
         (batch, ..., in), whole.
@@ -146,7 +157,7 @@ class ColumnParallelDense(ColumnParallel, keras.layers.Dense):
 
     Raises:
         ValueError: when built: the tensor size does not divide `units`; or the activation needs the whole output.
-        NotImplementedError: an `activity_regularizer` with `gather_output=False`; LoRA or quantization.
+        NotImplementedError: an `activity_regularizer` with `gather_output=False`; quantization.
 
     Source: Megatron-LM, Shoeybi et al. 2019.
     """
@@ -179,7 +190,7 @@ class RowParallelDense(RowParallel, keras.layers.Dense):
         activation: as of `Dense`.
         input_is_parallel: False takes a whole input, of which each rank uses its part; True takes the part that a layer with
             `gather_output=False` returned.
-        **kwargs: as of `keras.layers.Dense`, without `lora_rank` and `quantization_config`.
+        **kwargs: as of `keras.layers.Dense`, without `quantization_config`.
 
     Input shape:
         (batch, ..., in); with `input_is_parallel`, inside a replica, (batch, ..., in / t). `in` is a multiple of the tensor size.

@@ -12,6 +12,7 @@ from tfdist.layers import regions
 from tfdist.layers.einsum_axes import COLUMN, einsum_label, sharded_axes
 from tfdist.layers.parallel_dense import ColumnParallel, RowParallel
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, local
+from tfdist.sharding.sharded_activations import ActivationShard
 
 
 class _ParallelEinsumDense(ShardedWeights):
@@ -51,6 +52,14 @@ class ColumnParallelEinsumDense(_ParallelEinsumDense, ColumnParallel, keras.laye
         super().__init__(equation, output_shape, **kwargs)
         self.gather_output = gather_output
         self._check_output()
+
+    @property
+    def output_shard(self) -> ActivationShard | None:
+        """How the output is sharded inside replicas; None: it is whole."""
+        if self.gather_output:
+            return None
+        axes = sharded_axes(self, COLUMN)
+        return ActivationShard(axes.outputs, self._kernel.shape[axes.kernel])
 
 
 @keras.saving.register_keras_serializable("tfdist")

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.layers import regions
 from tfdist.layers.checkpoint_names import save_as
+from tfdist.layers.lora_factors import FactoredWeight, scope_of
 from tfdist.runtime import begin_use
 from tfdist.sharding import Shard, request_placement
 
@@ -25,8 +26,10 @@ class ShardedWeights(_Layer):
     """A mixin for Keras layers whose weights may be sharded over the tensor axis; before the Keras class.
 
     A subclass says in `_shards` which; they are sharded when the layer has been built, in the scope of a strategy with a tensor
-    axis.
+    axis. Where LoRA may be enabled on the layer, it names the weight and its factors in `_factored`.
     """
+
+    _factored: FactoredWeight | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -47,26 +50,38 @@ class ShardedWeights(_Layer):
 
     def check_may_be_sharded(self, input_shape: Any) -> None:
         """Raises what the layer raises that cannot be sharded in as many parts as the strategy has tensor ranks."""
-        if getattr(self, "lora_rank", None) or getattr(self, "quantization_mode", None):
-            self._refuse("LoRA and quantization")
+        if getattr(self, "quantization_mode", None):
+            self._refuse("Quantization")
         self._check_sizes(input_shape, regions.scope_tensor_size())
 
     def shard_weights(self) -> None:
         """Shards the weights of the layer, which is built."""
         begin_use()  # in a file they stand under the name of the whole layer, also without a strategy
-        for name, placement in self._shards().items():
+        self._shard(self._shards())
+        if getattr(self, "lora_enabled", False):
+            self._shard(self._factor_shards())
+
+    def _shard(self, placements: Mapping[str, Shard]) -> None:
+        for name, placement in placements.items():
             variable = getattr(self, name, None)
             if variable is not None:
                 shard_weight(variable, placement)
+
+    def _factor_shards(self) -> Mapping[str, Shard]:
+        return self._factored.shards(self, self._shards()[self._factored.weight])
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
         """Raises ValueError when the layer cannot be sharded in `parts`."""
 
     def enable_lora(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse("LoRA")
+        if self._factored is None:
+            self._refuse("LoRA")
+        with scope_of(getattr(self, self._factored.weight)):
+            super().enable_lora(*args, **kwargs)
+            self._shard(self._factor_shards())
 
     def quantize(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse("quantization")
+        self._refuse("Quantization")
 
     def _refuse(self, what: str) -> None:
         raise errors.not_implemented(

@@ -12,12 +12,21 @@ import keras
 import tensorflow as tf
 
 from tfdist.layers import regions, sharded_tensors
+from tfdist.layers.lora_factors import TABLE
 from tfdist.layers.sharded_weights import ShardedWeights, check_is_sharded
 from tfdist.sharding import Shard
 
 
 class _VocabParallel(ShardedWeights):
     """The lookup that both embeddings share."""
+
+    _factored = TABLE
+
+    @property
+    def embeddings(self) -> Any:
+        """The table, with LoRA the product of its factors added; inside a replica this rank's rows of that."""
+        is_here = getattr(self, "lora_enabled", False) and regions.tensor_program() is not None
+        return TABLE.merged(self) if is_here else super().embeddings
 
     def _shards(self) -> Mapping[str, Shard]:
         return {"_embeddings": Shard(0, is_padded=True), "reverse_embeddings": Shard(1, is_padded=True)}
@@ -53,7 +62,7 @@ class VocabParallelEmbedding(_VocabParallel, keras.layers.Embedding):
     Outside replicas, and where the strategy has no tensor axis, it is `keras.layers.Embedding`.
 
     Args:
-        *args, **kwargs: as of `keras.layers.Embedding`, without `lora_rank` and `quantization_config`.
+        *args, **kwargs: as of `keras.layers.Embedding`, without `quantization_config`.
 
     Input shape:
         (batch, ...), integers, whole.
@@ -76,19 +85,22 @@ class VocabParallelReversibleEmbedding(_VocabParallel, keras.layers.ReversibleEm
     sharded: `VocabParallelCrossentropy` computes on them as they are; every other loss, metrics and `predict` get them gathered.
 
     Args:
-        *args, **kwargs: as of `keras.layers.ReversibleEmbedding`, without `lora_rank` and `quantization_config`.
+        *args, **kwargs: as of `keras.layers.ReversibleEmbedding`, without `quantization_config`.
 
     Output shape:
         in reverse (batch, ..., input_dim); inside a replica (batch, ..., ceil(input_dim / t)), in which a padded vocabulary has
         columns that do not count.
     """
 
+    gather_output = False  # True where `tfdist.parallelize` sharded the layer of a model that knows nothing of shards
+
     def call(self, inputs: Any, reverse: bool = False) -> Any:
         if regions.tensor_program() is None:
             return super().call(inputs, reverse=reverse)
         if reverse:
             logits = super().call(regions.copy_to(inputs, f"{self.name}/copy_to"), reverse=True)
-            return sharded_tensors.mark(logits, -1, self.input_dim)
+            logits = sharded_tensors.mark(logits, -1, self.input_dim)
+            return sharded_tensors.whole(logits) if self.gather_output else logits
         found = self._lookup(inputs)
         mask = self.compute_mask(inputs)
         if mask is not None:

@@ -99,14 +99,17 @@ def placement(**changes: Any) -> Iterator[None]:
 def request_placement(variable: keras.Variable, **changes: Any) -> None:
     """Asks for `changes` of `variable` whenever its value is made; if it is made already, it is made again and stays the same.
 
-    `_value` and `_initialize_with_initializer` are private to Keras: tests/layers/test_private_names_of_layers.py fails when they
-    change.
+    `_value`, `_trainable` and `_initialize_with_initializer` are private to Keras: tests/layers/test_private_names_of_layers.py
+    fails when they change.
     """
     setattr(variable, _KEPT, {**kept_placement(variable), **changes})
     if variable._value is not None:
         whole = tf.identity(variable._value)
+        # A weight that was frozen after it was made stays one of the parameters, which ZeRO shards.
+        is_trainable, variable._trainable = variable._trainable, variable._value.trainable
         with tf.init_scope():
             variable._initialize_with_initializer(lambda shape, dtype=None: tf.cast(whole, dtype))
+        variable._trainable = is_trainable
 
 
 def kept_placement(variable: keras.Variable) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class _Recorder:
         if self.running:
             return original(layer, *args, **kwargs)
         if layer not in self.followed:
-            return self._record(layer, functools.partial(original, layer), args, kwargs)
+            return self._record(layer, functools.partial(_symbolic_call, original, layer), args, kwargs)
         start, hidden = len(self.trace.events), len(self.trace.hidden)
         try:
             outputs = layer.call(*args, **kwargs)
@@ -288,6 +288,13 @@ def _passes_gradient(event: Event, needs_gradient: set[keras.KerasTensor]) -> bo
         return True
     is_stopped = type(event.operation).__name__ == "StopGradient"
     return not is_stopped and (event.reads_variables or not needs_gradient.isdisjoint(event.inputs))
+
+
+def _symbolic_call(original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(layer, *args, **kwargs)
+    except TypeError:  # a `call` may take more arguments than the shape inference that its class inherits
+        return keras.Operation.compute_output_spec(layer, *args, **kwargs)
 
 
 def _dense(value: Any) -> Any:

@@ -6,8 +6,8 @@
 | Dense | row | kernel 0 | local on the last axis | whole |
 | EinsumDense | column | the first label of the kernel that is in the output only | whole | local on that label |
 | EinsumDense | row | the first label of the kernel that is contracted | local on that label | whole |
-| Embedding | vocab | rows of the table | whole | whole |
-| MultiHeadAttention, GroupQueryAttention | column | heads: projections by column, output projection by row | whole | whole |
+| Embedding, ReversibleEmbedding | vocab | rows of the table | whole | whole |
+| MultiHeadAttention, GroupQueryAttention, KerasHub's | column | heads: projections column, output row | whole | whole |
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import keras
 import tensorflow as tf
 
 from tfdist.layers.einsum_axes import COLUMN, ROW, einsum_label, sharded_axes
+from tfdist.layers.lora_factors import KERNEL, TABLE, FactoredWeight
+from tfdist.layers.parallel_hub_attention import HeadedLayer, headed_layer, number_of_heads
 from tfdist.layers.sharded_weights import ShardedWeights
+from tfdist.sharding import Shard
 
 VOCAB, REPLICATE = "vocab", "replicate"
 ROLES = (COLUMN, ROW, VOCAB, REPLICATE)
@@ -32,10 +35,12 @@ class LayerKind:
     Attributes:
         layer_class: the class; a subclass counts if it keeps the class's `call`.
         roles: the ways it can be sharded.
+        heads: how an attention of KerasHub is made; None for all else.
     """
 
     layer_class: type
     roles: tuple[str, ...]
+    heads: HeadedLayer | None = None
 
     @property
     def name(self) -> str:
@@ -43,12 +48,18 @@ class LayerKind:
 
     @property
     def is_attention(self) -> bool:
-        return self.layer_class in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+        return self.heads is not None or self.layer_class in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+
+    @property
+    def returns_more(self) -> bool:
+        """Whether a call returns more than the output, whatever it is asked for."""
+        return self.heads is not None and self.heads.bias is not None
 
 
 KINDS = (
     LayerKind(keras.layers.Dense, (COLUMN, ROW)),
     LayerKind(keras.layers.EinsumDense, (COLUMN, ROW)),
+    LayerKind(keras.layers.ReversibleEmbedding, (VOCAB,)),
     LayerKind(keras.layers.Embedding, (VOCAB,)),
     LayerKind(keras.layers.MultiHeadAttention, (COLUMN,)),
     LayerKind(keras.layers.GroupQueryAttention, (COLUMN,)),
@@ -64,6 +75,8 @@ def kind_of(layer: keras.Layer) -> LayerKind | None:
     already."""
     if isinstance(layer, ShardedWeights):
         return None
+    if (found := headed_layer(layer)) is not None:
+        return LayerKind(found[1], (COLUMN,), heads=found[0])
     for kind in KINDS:
         if isinstance(layer, kind.layer_class):
             base = kind.layer_class
@@ -89,8 +102,6 @@ def obstacle(layer: keras.Layer) -> str | None:
         return "it is not built"
     if getattr(layer, "quantization_mode", None) is not None:
         return "it is quantized"
-    if getattr(layer, "lora_enabled", False):
-        return "LoRA is enabled on it"
     activation = getattr(layer, "activation", None)
     if isinstance(activation, keras.Layer) and activation.weights:
         return "its activation has weights"
@@ -107,36 +118,47 @@ def roles_of(layer: keras.Layer) -> tuple[str, ...]:
     return kind.roles
 
 
-def sharded_sizes(layer: keras.Layer, role: str) -> dict[str, int]:
-    """Returns the sizes, by name, that the number of ranks must divide. Embedding: none, its rows are padded."""
+def sharded_sizes(layer: keras.Layer, role: str, ranks: int = 1) -> dict[str, int]:
+    """Returns the sizes, by name, that the number of ranks must divide. Embedding: none, its rows are padded.
+
+    Heads of keys and values of a KerasHub attention may be fewer than `ranks`, if they divide them.
+    """
     kind = kind_of(layer)
+    if kind.heads is not None:
+        queries, keys_values = number_of_heads(layer, kind.heads)
+        sizes = {kind.heads.query_heads.lstrip("_"): queries}
+        if kind.heads.key_value_heads and ranks % keys_values:
+            sizes[kind.heads.key_value_heads.lstrip("_")] = keys_values
+        return sizes
     if role == VOCAB:
         return {}
     if kind.layer_class is keras.layers.MultiHeadAttention:
         return {"num_heads": layer.num_heads}
     if kind.layer_class is keras.layers.GroupQueryAttention:
         return {"num_query_heads": layer.num_query_heads, "num_key_value_heads": layer.num_key_value_heads}
-    size = layer.kernel.shape[sharded_axes(layer, role).kernel]
+    size = layer._kernel.shape[sharded_axes(layer, role).kernel]
     if kind.layer_class is keras.layers.Dense:
         return {"units" if role == COLUMN else "input features": size}
     return {f"axis {einsum_label(layer, role)!r} of {layer.equation!r}": size}
 
 
-def sharded_weights(layer: keras.Layer, role: str) -> list[tuple[keras.Variable, int | None]]:
+def sharded_weights(layer: keras.Layer, role: str, ranks: int = 1) -> list[tuple[keras.Variable, int | None]]:
     """Returns every weight of the layer with the axis along which `role` shards it, None if it stays whole."""
     kind = kind_of(layer)
     if role == VOCAB:
-        return [(weight, 0 if weight is layer.embeddings else None) for weight in layer.weights]
+        return _with_factors(layer, TABLE, {"_embeddings": 0, "reverse_embeddings": 1})
+    if kind.heads is not None:
+        return _of_heads(layer, kind.heads, ranks)
     if kind.is_attention:
         return [(weight, _attention_axis(weight)) for weight in layer.weights]
     axes = sharded_axes(layer, role)
-    return [(weight, axes.kernel if weight is layer.kernel else axes.bias) for weight in layer.weights]
+    return _with_factors(layer, KERNEL, {"_kernel": axes.kernel, "bias": axes.bias})
 
 
 def saved_bytes(layer: keras.Layer, role: str, tensor_parallel_size: int) -> int:
     """Returns the parameter bytes that a rank no longer holds, as stored; the rows of a table are padded to equal parts."""
     saved = 0
-    for weight, axis in sharded_weights(layer, role) if role != REPLICATE else ():
+    for weight, axis in sharded_weights(layer, role, tensor_parallel_size) if role != REPLICATE else ():
         if axis is not None:
             size = weight.shape[axis]
             saved += (size - -(-size // tensor_parallel_size)) * (math.prod(weight.shape) // size) * dtype_bytes(weight.dtype)
@@ -151,6 +173,31 @@ def dtype_bytes(dtype: str) -> int:
 def _attention_axis(weight: keras.Variable) -> int | None:
     """Heads are axis 1 of a projection's kernel (features, heads, size), 0 of its bias and of the output projection's kernel."""
     projection, name = weight.path.split("/")[-2:]
+    if name == "lora_kernel_b":  # the heads are not the last axis: LoRA's first factor has them
+        return None
+    name = name.replace("lora_kernel_a", "kernel")
     if projection == "attention_output":
         return 0 if name == "kernel" else None
     return 1 if name == "kernel" else 0
+
+
+def _of_heads(layer: keras.Layer, made: HeadedLayer, ranks: int) -> list[tuple[keras.Variable, int | None]]:
+    """Returns the weights of a KerasHub attention, each with the axis of its heads."""
+    is_shared = bool(number_of_heads(layer, made)[1] % ranks)
+    axes: dict[int, int | None] = {id(getattr(layer, name)): axis for name, axis in made.per_head.items() if hasattr(layer, name)}
+    for name in (made.queries, *made.keys_values, made.outputs):
+        dense = getattr(layer, name)
+        if not (is_shared and name in made.keys_values):
+            axes |= {id(weight): axis for weight, axis in sharded_weights(dense, ROW if name == made.outputs else COLUMN)}
+    return [(weight, axes.get(id(weight))) for weight in layer.weights]
+
+
+def _with_factors(
+    layer: keras.Layer, factored: FactoredWeight, axes: dict[str, int | None]
+) -> list[tuple[keras.Variable, int | None]]:
+    """Returns the weights of a layer, each with its axis of `axes`; LoRA's factors with theirs."""
+    if getattr(layer, "lora_enabled", False):
+        factors = factored.shards(layer, Shard(axes[factored.weight]))
+        axes = axes | {name: placement.axis for name, placement in factors.items()}
+    of = {id(getattr(layer, name, None)): axis for name, axis in axes.items()}
+    return [(weight, of.get(id(weight))) for weight in layer.weights]

@@ -12,7 +12,7 @@ from tfdist.layers.sharded_weights import ShardedWeights
 from tfdist.tensor_plans import keras_tracing
 from tfdist.tensor_plans.layer_kinds import COLUMN, KINDS, REPLICATE, ROW, is_attention, path_of, roles_of, sharded_sizes
 from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer, trace_model
-from tfdist.tensor_plans.pairing import pair
+from tfdist.tensor_plans.pairing import biases_to_gather, pair
 from tfdist.tensor_plans.plan import TensorPlan, matches
 
 
@@ -24,8 +24,9 @@ class LayerSharding:
         layer: the Keras layer.
         path: its path in the model.
         role: "column", "row" or "vocab".
-        gather_output: a Dense or EinsumDense sharded by column must give its whole output. An activation that is not elementwise,
-            such as softmax, comes after the gather. False for all else: their output is whole, or stays local.
+        gather_output: a Dense or EinsumDense sharded by column must give its whole output, and a ReversibleEmbedding its whole
+            logits. An activation that is not elementwise, such as softmax, comes after the gather. Of an attention that returns a
+            bias of its scores: it must give that of all heads. False for all else: their output is whole, or stays local.
         input_is_parallel: a Dense or EinsumDense sharded by row gets its own part of the input, which an earlier layer left
             local.
     """
@@ -43,7 +44,7 @@ def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: i
     Raises:
         ValueError: the plan or the size is not valid; a pattern matches nothing; a layer cannot be sharded in its role; or a size
             that is sharded is not divisible by `tensor_parallel_size`.
-        NotImplementedError: a layer that could be sharded is quantized, has LoRA enabled, runs in a loop, or shares its weights.
+        NotImplementedError: a layer that could be sharded is quantized, runs in a loop, or shares its weights.
     """
     plan = plan if isinstance(plan, TensorPlan) else TensorPlan(plan)
     errors.check_integer("tensor_parallel_size", tensor_parallel_size, 1)
@@ -58,12 +59,15 @@ def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: i
 def layer_shardings(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> list[LayerSharding]:
     """Returns how layers are sharded that have these roles: with a gather, or a whole input, where the graph needs one."""
     local, parallel = pair(graph, roles)
+    gathered_biases = biases_to_gather(graph, roles)
     return [
         LayerSharding(
             layer=known.layer,
             path=known.path,
             role=role,
-            gather_output=role == COLUMN and not known.kind.is_attention and known.layer not in local,
+            gather_output=isinstance(known.layer, keras.layers.ReversibleEmbedding)
+            or known.layer in gathered_biases
+            or (role == COLUMN and not known.kind.is_attention and known.layer not in local),
             input_is_parallel=role == ROW and known.layer in parallel,
         )
         for known in graph.layers
@@ -108,7 +112,7 @@ def check_sharding(shardable: ShardableLayer, role: str, tensor_parallel_size: i
             **named,
             fix='Give it the role "replicate".',
         )
-    for name, size in sharded_sizes(shardable.layer, role).items():
+    for name, size in sharded_sizes(shardable.layer, role, tensor_parallel_size).items():
         if size % tensor_parallel_size:
             below = size // tensor_parallel_size * tensor_parallel_size
             nearest = [str(near) for near in (below, below + tensor_parallel_size) if near]

@@ -10,6 +10,7 @@ import keras
 
 from tfdist.layers.einsum_axes import einsum_terms
 from tfdist.tensor_plans.keras_tracing import Event, HiddenCall, Trace
+from tfdist.tensor_plans.layer_kinds import kind_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +33,15 @@ class LayerUse:
 def seen_use(event: Event, trace: Trace) -> LayerUse:
     """Returns the use of a layer in a call that was followed."""
     batch = trace.batch_size
+    kind = kind_of(event.operation)
+    # A bias of an attention's scores, (batch, heads, target, source), stays with the heads.
+    entering = [x for x in event.inputs if len(x.shape) < 4] if kind is not None and kind.returns_more else event.inputs
+    is_reverse = keras.backend.is_float_dtype(event.inputs[0].dtype)
     return LayerUse(
         input_elements=_elements(event.inputs) / batch,
-        gradient_elements=_elements([x for x in event.inputs if x in trace.needs_gradient]) / batch,
+        gradient_elements=_elements([x for x in entering if x in trace.needs_gradient]) / batch,
         output_elements=_elements(event.outputs[:1]) / batch,
-        vectors=_vectors(event.operation, event.inputs[0].shape) / batch,
+        vectors=_vectors(event.operation, event.inputs[0].shape, is_reverse) / batch,
     )
 
 
@@ -47,8 +52,8 @@ def hidden_use(call: HiddenCall, trace: Trace) -> LayerUse:
     return LayerUse(size, size, _size(call.output_shape) / batch, _vectors(call.layer, call.input_shape) / batch)
 
 
-def _vectors(layer: keras.Layer, shape: Sequence[int | None]) -> float:
-    if isinstance(layer, keras.layers.Embedding):
+def _vectors(layer: keras.Layer, shape: Sequence[int | None], is_reverse: bool = False) -> float:
+    if isinstance(layer, keras.layers.Embedding) and not is_reverse:
         return _size(shape)
     if isinstance(layer, keras.layers.EinsumDense):
         inputs, kernel, outputs = einsum_terms(layer)

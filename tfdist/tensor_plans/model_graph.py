@@ -153,7 +153,7 @@ def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> 
         reason = "the layer around it runs it in a loop or replaces its weights"
     elif any(layer in trace.foreign_reads for trace in traces):
         reason = "its weights are used outside of its calls too"
-    elif kind.is_attention and any(len(event.outputs) > 1 for events in calls for event in events):
+    elif kind.is_attention and not kind.returns_more and any(len(event.outputs) > 1 for events in calls for event in events):
         reason = "it returns its attention scores"
     return ShardableLayer(
         layer=layer,

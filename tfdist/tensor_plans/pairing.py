@@ -48,6 +48,27 @@ def pair(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> tuple[set[keras
         columns -= gathered
 
 
+def biases_to_gather(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> set[keras.Layer]:
+    """Returns the attentions sharded by heads whose bias of the scores something needs for all heads.
+
+    T5's first layer of a stack computes a bias and hands it to the others, which hand it on. It stays sharded by heads as long as
+    all who take it are sharded so, too.
+    """
+    returning = {known.layer for known in graph.layers if known.kind.returns_more and known.layer in roles}
+    found: set[keras.Layer] = set()
+    for trace in graph.traces:
+        sources: dict[keras.KerasTensor, frozenset[keras.Layer]] = {}
+        for event in trace.events:
+            given = frozenset().union(*(sources[x] for x in event.inputs if x in sources))
+            if event.operation not in returning:
+                found |= given
+            elif len(event.outputs) > 1:
+                sources[event.outputs[1]] = given | {event.operation}
+        found |= frozenset().union(*(sources[x] for x in trace.outputs if x in sources))
+    hidden = {call.layer for trace in graph.traces for call in trace.hidden}
+    return returning if returning & hidden else found
+
+
 class Flow:
     """Where local outputs go in one trace.
 

@@ -20,6 +20,7 @@ from tfdist.layers import (
     VocabParallelEmbedding,
     VocabParallelReversibleEmbedding,
 )
+from tfdist.layers.parallel_hub_attention import headed_layer, parallel_class
 from tfdist.sharding import config_of
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, VOCAB
 from tfdist.tensor_plans.layer_shardings import LayerSharding, resolve
@@ -71,7 +72,7 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[
     Raises:
         ValueError: the model was not built in the scope of a tfdist strategy, or its optimizer is built; the plan has a pattern
             that matches nothing, a layer that cannot be sharded so, or a sharding that does not divide.
-        NotImplementedError: a layer is quantized, has LoRA, runs in a loop, or shares its weights; a strategy with a pipeline.
+        NotImplementedError: a layer is quantized, runs in a loop, or shares its weights; a strategy with a pipeline.
 
     Source: Keras's `LayoutMap`, for the form of the plan; PyTorch's `parallelize_module`.
     """
@@ -126,16 +127,19 @@ def _check_no_pipeline(*strategies: Any) -> None:
 
 def _apply(sharding: LayerSharding) -> None:
     layer = sharding.layer
-    layer.__class__ = _parallel_class(type(layer), sharding.role)
-    if sharding.role == COLUMN and hasattr(layer, "kernel"):
+    layer.__class__ = _parallel_class(layer, sharding.role)
+    if hasattr(type(layer), "gather_output") or (sharding.role == COLUMN and hasattr(layer, "kernel")):
         layer.gather_output = sharding.gather_output
     if sharding.role == ROW:
         layer.input_is_parallel = sharding.input_is_parallel
     layer.shard_weights()
 
 
-def _parallel_class(layer_class: type, role: str) -> type:
-    """Returns the parallel class for layers of `layer_class`, a class of Keras or one that inherits its computation."""
+def _parallel_class(layer: keras.Layer, role: str) -> type:
+    """Returns the parallel class for layers of a class of Keras or KerasHub, or of one that inherits its computation."""
+    layer_class = type(layer)
+    if (found := headed_layer(layer)) is not None:
+        return type(layer_class.__name__, (parallel_class(found[0]), layer_class), {"__module__": layer_class.__module__})
     keras_class, parallel = next((base, found) for base, found in _PARALLEL[role].items() if issubclass(layer_class, base))
     if layer_class is keras_class or issubclass(layer_class, parallel):
         return parallel if layer_class is keras_class else layer_class

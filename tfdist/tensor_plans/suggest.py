@@ -133,8 +133,12 @@ class _Ranks:
         return [
             role
             for role in roles_of(known.layer)
-            if not any(size % self.tensor_parallel_size for size in sharded_sizes(known.layer, role).values())
+            if not any(size % self.tensor_parallel_size for size in self.sizes(known, role).values())
         ]
+
+    def sizes(self, known: ShardableLayer, role: str) -> dict[str, int]:
+        """Returns the sizes, by name, that the number of ranks must divide."""
+        return sharded_sizes(known.layer, role, self.tensor_parallel_size)
 
     def groups(self, graph: ModelGraph) -> list[_Group]:
         """Returns every set of layers that can be paired; a layer may be in several of them."""
@@ -188,7 +192,7 @@ class _Ranks:
         if not roles_of(known.layer):
             return "its equation has no axis to shard"
         if not (possible := self.possible(known)):
-            sizes = [size for role in roles_of(known.layer) for size in sharded_sizes(known.layer, role).items()]
+            sizes = [size for role in roles_of(known.layer) for size in self.sizes(known, role).items()]
             said = ", ".join(f"{name} {size}" for name, size in sizes)
             return f"{said}: not divisible by {self.tensor_parallel_size}"
         sharding = max((_alone(known, role) for role in possible), key=lambda sharding: self.worth(known, sharding))

@@ -10,12 +10,15 @@ For `Y = X A`, X of I elements and Y of O, of which a gradient flows back to G o
 | row | whole | whole | all-reduce Y | all-gather dX | 2 O + G |
 | row, parallel | local | whole | all-reduce Y | nothing | 2 O |
 | attention by heads | whole | whole | all-reduce Y | all-reduce dX | 2 O + 2 G |
-| vocab | whole | whole | all-reduce Y | nothing | 2 O |
+| vocab, rows looked up | whole | whole | all-reduce Y | nothing | 2 O |
+| vocab, in reverse, for logits | whole | whole | all-gather Y | all-reduce dX | O + 2 G |
 
 The gradient of a gathered output is the same on every rank, so each takes its own part of it: nothing is moved.
 """
 
 from __future__ import annotations
+
+import keras
 
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, is_attention
 from tfdist.tensor_plans.layer_shardings import LayerSharding
@@ -31,4 +34,6 @@ def moved_units(sharding: LayerSharding, use: LayerUse) -> float:
         return (outputs if sharding.gather_output else 0) + 2 * inputs
     if sharding.role == ROW:
         return 2 * outputs + (0 if sharding.input_is_parallel else inputs)
-    return 2 * outputs
+    # Indices that are looked up have no gradient.
+    is_reverse = inputs and isinstance(sharding.layer, keras.layers.ReversibleEmbedding)
+    return outputs + 2 * inputs if is_reverse else 2 * outputs

@@ -1,0 +1,56 @@
+"""KerasHub's models in every way of training, beside one device: losses, weights, slots and predictions."""
+
+import pathlib
+
+import pytest
+from grids import exhaustive
+
+from tests.models.families import FAMILIES
+from tests.models.ways import WAYS, on_one_device, on_several
+from tests.parity.comparison import assert_same_tree
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "exactness.md"
+
+# Those that every run of the suite trains; each family and each way is in one of them.
+DEFAULT = {("GPT-2", "stage 3"), ("Llama", "tensor 2"), ("ViT", "LoRA")}
+# What does not work: the words of the error.
+REFUSED: dict[tuple[str, str], str] = {
+    **{(family, "pipeline 2"): "must be a `PipelineModel`" for family in FAMILIES if family not in ("Llama", "Gemma", "T5")},
+    **{(family, way): "" for family in FAMILIES for way in ("recompute", "recompute, stage 3")},
+    ("Llama", "pipeline 2"): "",
+    ("Gemma", "pipeline 2"): "",
+    ("T5", "pipeline 2"): "",
+}
+
+COLUMNS = {
+    "stages 0 to 3": ("stage 0", "stage 1", "stage 2", "stage 3"),
+    "tensor 2, by `suggest_plan`": ("tensor 2", "tensor 2, stage 3"),
+    "LoRA, stage 3": ("LoRA",),
+    "LoRA, tensor 2": ("LoRA, tensor 2",),
+    "pipeline 2": ("pipeline 2",),
+    "recompute": ("recompute", "recompute, stage 3"),
+}
+
+CASES = [(family, way) for family in FAMILIES for way in WAYS]
+
+
+@pytest.mark.parametrize(("family", "way"), [case if case in DEFAULT else exhaustive(*case) for case in CASES])
+def test_it_is_one_device(family, way):
+    if (family, way) in REFUSED:
+        with pytest.raises(Exception, match=REFUSED[family, way]):
+            on_several(family, WAYS[way])
+        return
+    found = on_several(family, WAYS[way])
+    assert_same_tree(found, on_one_device(family, WAYS[way].of_one_device), f"{family}, {way}")
+
+
+def test_the_page_says_what_was_trained():
+    lines = [line.strip("|").split("|") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("|")]
+    start = next(number for number, cells in enumerate(lines) if cells[0] == "family")
+    assert lines[start] == ["family", *COLUMNS]
+    assert {way for ways in COLUMNS.values() for way in ways} == set(WAYS)
+    rows = {family: cells for family, *cells in lines[start + 2 : start + 2 + len(FAMILIES)]}
+    assert rows == {
+        family: ["no" if any((family, way) in REFUSED for way in ways) else "exact" for ways in COLUMNS.values()]
+        for family in FAMILIES
+    }

@@ -1,0 +1,101 @@
+"""`BatchNormalization` of channels that are sharded over the tensor ranks: each rank normalizes its own, and sends nothing.
+
+    whole X -> conv, column -> Y_i -> normalization of the channels i -> activation -> conv, row -> sum over the ranks
+
+The statistics of a channel are those of its own elements, so that a rank needs no other's. Over the data ranks they are shared as
+those of the Keras layer are (`normalization`, `statistics`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from tfdist import errors
+from tfdist.layers import regions, sharded_tensors
+from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, local
+from tfdist.layers.statistics import note_assigned
+from tfdist.sharding import Shard
+from tfdist.sharding.sharded_activations import ActivationShard
+
+
+@keras.saving.register_keras_serializable("tfdist")
+class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormalization):
+    """`keras.layers.BatchNormalization` between two sharded layers: scale, offset and statistics of this rank's channels.
+
+    Outside replicas, and where the strategy has no tensor axis, it is `keras.layers.BatchNormalization`.
+
+    Args:
+        **kwargs: as of `keras.layers.BatchNormalization`, without `renorm`.
+
+    Input shape:
+        (batch, ...), sharded along the axis of the channels: what a layer with `gather_output=False` returned, or what
+        elementwise layers and poolings made of it. The number of channels is a multiple of the tensor size.
+
+    Output shape:
+        as the input, sharded too.
+
+    Raises:
+        ValueError: when built: the tensor size does not divide the channels; while tracing: the input is whole.
+        NotImplementedError: `renorm=True`.
+    """
+
+    def _check_sizes(self, input_shape: Any, parts: int) -> None:
+        if self.renorm:
+            raise errors.not_implemented(
+                f"Layer {self.name!r} renormalizes batches, and is not sharded over the tensor ranks.",
+                renorm=self.renorm,
+                fix="Use `keras.layers.BatchNormalization`.",
+            )
+        check_divisible("channels", input_shape[self.axis], parts, self.name)
+
+    def _shards(self) -> Mapping[str, Shard]:
+        return dict.fromkeys(("gamma", "beta", "moving_mean", "moving_variance"), Shard(0))
+
+    def shard_weights(self) -> None:
+        super().shard_weights()
+        self.input_spec = None  # inside a replica there are fewer channels
+
+    @property
+    def output_shard(self) -> ActivationShard | None:
+        """How the output is sharded inside replicas."""
+        return ActivationShard(self.axis, self.moving_mean.shape[0])
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        if regions.tensor_program() is None:
+            return super().call(inputs, training=training, mask=mask)
+        check_is_sharded(self, self.moving_mean)
+        moving_mean, moving_variance = local(self.moving_mean), local(self.moving_variance)
+        self._check_input(inputs, moving_mean.shape[0])
+        x = keras.ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+        moving_mean, moving_variance = keras.ops.cast(moving_mean, x.dtype), keras.ops.cast(moving_variance, x.dtype)
+        mean, variance = moving_mean, moving_variance
+        if training and self.trainable:
+            mean, variance = self._moments(x, mask)
+            self._follow(self.moving_mean, moving_mean, mean)
+            self._follow(self.moving_variance, moving_variance, variance)
+        outputs = keras.ops.batch_normalization(
+            x,
+            mean,
+            variance,
+            axis=self.axis,
+            offset=keras.ops.cast(local(self.beta), x.dtype) if self.center else None,
+            scale=keras.ops.cast(local(self.gamma), x.dtype) if self.scale else None,
+            epsilon=self.epsilon,
+        )
+        return sharded_tensors.mark(keras.ops.cast(outputs, self.compute_dtype), self.axis, self.moving_mean.shape[0])
+
+    def _follow(self, variable: keras.Variable, moving: Any, value: Any) -> None:
+        """Moves a statistic of this rank's channels towards that of the batch. `Variable.assign` would want all channels."""
+        variable._value.assign(keras.ops.cast(moving * self.momentum + value * (1.0 - self.momentum), variable.dtype))
+        note_assigned(variable._value)
+
+    def _check_input(self, inputs: Any, part: int) -> None:
+        if inputs.shape[self.axis] != part:
+            raise errors.value_error(
+                f"Layer {self.name!r} normalizes {part} of {self.moving_mean.shape[0]} channels, one part a tensor rank.",
+                shape=tuple(inputs.shape),
+                fix="Its input must come from a layer with `gather_output=False`, by way of elementwise layers and poolings.",
+            )
