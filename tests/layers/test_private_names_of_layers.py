@@ -106,6 +106,13 @@ def test_layers_are_built_with_the_scopes_of_their_callers():
     assert layer._inbound_nodes[node].input_tensors[0] is inputs
 
 
+def test_a_stateful_layer_has_states_of_a_size():
+    layer = keras.layers.LSTM(2, stateful=True)
+    layer(keras.ops.ones((4, 3, 1)))
+    assert [state._shape for state in layer.states] == [(4, 2), (4, 2)]
+    assert layer._expected_batch_size == 4
+
+
 def test_the_global_generator_is_found_and_set_by_its_name():
     before = keras_scope.global_generator()
     keras_scope.set_global_generator(None)

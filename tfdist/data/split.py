@@ -28,6 +28,18 @@ from tfdist import errors
 _TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
+class NothingSpec(tf.NoneTensorSpec):
+    """The spec of None. TensorFlow's has no value for a rank without a batch, which `_create_empty_value` is asked for."""
+
+    def _create_empty_value(self) -> None:
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tf.NoneTensorSpec)
+
+    __hash__ = tf.NoneTensorSpec.__hash__
+
+
 def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]) -> tf.data.Dataset:
     """Splits each global batch in `num_parts` pieces along axis 0 and yields the pieces `parts` of it, one element a piece.
 
@@ -42,9 +54,10 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
     are.
 
     Args:
-        dataset: a dataset of global batches: any structure of dense, ragged and sparse tensors whose axis 0 is the batch; None
-            passes unchanged. A batch size that is known (`batch(..., drop_remainder=True)`) and divisible by `num_parts` gives
-            pieces of static size `n / num_parts`; any other gives pieces of unknown size, the same for every piece.
+        dataset: a dataset of global batches: any structure of dense, ragged and sparse tensors whose axis 0 is the batch. None
+            passes unchanged, and an `Optional` that never has a value, as Keras makes of a generator's None, becomes None. A
+            batch size that is known (`batch(..., drop_remainder=True)`) and divisible by `num_parts` gives pieces of static size
+            `n / num_parts`; any other gives pieces of unknown size, the same for every piece.
         num_parts: how many pieces a batch has: the data-parallel size of the whole job.
         parts: the pieces to keep, each in [0, num_parts), in the order in which the dataset yields them: the data indices of a
             worker's devices, which may repeat.
@@ -55,7 +68,7 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
     Raises:
         ValueError: `num_parts` or `parts` are out of range, or an element of `dataset` holds a scalar, or tensors with different
             numbers of rows.
-        NotImplementedError: an element holds something else than tensors, such as an `Optional` or a dataset.
+        NotImplementedError: an element holds something else than tensors, such as an `Optional` of tensors or a dataset.
         tf.errors.InvalidArgumentError: while iterating, when the tensors of a batch have different numbers of rows.
     """
     parts = tuple(parts)
@@ -66,6 +79,8 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
     def pieces(*batch: Any) -> list[Any]:
         if type(dataset.element_spec) is not tuple:  # a tuple, and nothing else, comes as several arguments
             (batch,) = batch
+        # What Keras would turn into None itself, if it were no value of several devices.
+        batch = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
         bounds = _bounds(_rows(batch), num_parts)
 
         def piece(part: int) -> Any:
@@ -87,7 +102,7 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
         split = dataset.map(only_piece)  # not in parallel: there is nothing to compute
     else:
         split = _with_cardinality(dataset.flat_map(all_pieces), dataset.cardinality(), len(parts))
-    return split.prefetch(tf.data.AUTOTUNE)
+    return _with_nothing(split.prefetch(tf.data.AUTOTUNE))
 
 
 def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int, ...]) -> None:
@@ -103,7 +118,7 @@ def _static_rows(element_spec: Any) -> int | None:
 
     Raises ValueError or NotImplementedError for batches that cannot be split by rows.
     """
-    specs = [spec for spec in tf.nest.flatten(element_spec) if not isinstance(spec, tf.NoneTensorSpec)]
+    specs = [spec for spec in tf.nest.flatten(element_spec) if not _is_nothing(spec)]
     for spec in specs:
         if not isinstance(spec, _TENSOR_SPECS):
             raise errors.not_implemented(
@@ -135,6 +150,20 @@ def _with_cardinality(dataset: tf.data.Dataset, num_batches: tf.Tensor, num_piec
     if cardinality != tf.data.INFINITE_CARDINALITY:
         cardinality = cardinality * num_pieces
     return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))
+
+
+def _is_nothing(spec: Any) -> bool:
+    """Whether `spec` is that of a value that is always None, or an `Optional` without one."""
+    return isinstance(spec, tf.NoneTensorSpec) or isinstance(spec, tf.OptionalSpec) and spec == tf.OptionalSpec(None)
+
+
+def _with_nothing(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset` with a `NothingSpec` for each of its None."""
+    if not any(map(_is_nothing, tf.nest.flatten(dataset.element_spec))):
+        return dataset
+    spec = tf.nest.map_structure(lambda spec: NothingSpec() if _is_nothing(spec) else spec, dataset.element_spec)
+    same = tf.data.experimental.from_variant(tf.data.experimental.to_variant(dataset), spec)
+    return same.with_options(dataset.options())
 
 
 # What follows runs in the graph that splits a batch.

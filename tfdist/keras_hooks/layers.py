@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import BACKEND_NN, replaces
-from tfdist.layers import empty_batches, layer_strategy, normalization, randomness, sharded_tensors
+from tfdist.layers import empty_batches, layer_strategy, normalization, randomness, recurrent_states, sharded_tensors
 
 
 @replaces("keras.layers.Layer", "_maybe_build")
@@ -27,6 +27,20 @@ def _moments(original: Callable[..., Any], self: Any, inputs: tf.Tensor, mask: t
     """The statistics must be those of the global batch (`synchronized=True`), also under a mask and where a rank has no rows, and
     say how much they weigh."""
     return normalization.moments(self, inputs, mask, lambda inputs, mask: original(self, inputs, mask))
+
+
+@replaces("keras.layers.RNN", "call")
+def _recurrent_call(
+    original: Callable[..., Any],
+    self: Any,
+    sequences: Any,
+    initial_state: Any = None,
+    mask: Any = None,
+    training: bool = False,
+) -> Any:
+    """A stateful layer's fixed batch size is that of the global batch, of which a rank has a part."""
+    sequences = recurrent_states.deal_out(self, sequences)
+    return original(self, sequences, initial_state=initial_state, mask=mask, training=training)
 
 
 @replaces("keras.random.SeedGenerator", "next")
