@@ -72,8 +72,9 @@ class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
             if self.is_sum:
                 with tf.init_scope():
                     for index, component in enumerate(self._values):
-                        if not self._is_first(index):
-                            component.assign(tf.zeros_like(component))
+                        # One that is made while a step is traced gets its initial value when the step first runs: zeros.
+                        if not self._is_first(index) and component.is_initialized():
+                            component.assign(tf.zeros(component.shape, component.dtype))
 
     def _is_first(self, index: int) -> bool:
         """Whether the component at `index` is that of a rank of data index 0."""
