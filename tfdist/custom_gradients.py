@@ -50,6 +50,23 @@ def with_adjoint(function: Callable[[tf.Tensor], tf.Tensor], adjoint: Callable[[
     return custom_gradient(lambda x: (function(x), adjoint))(x)
 
 
+def as_read(value: tf.Tensor, handle: tf.Tensor) -> tf.Tensor:
+    """Returns `value` as what is read from the variable of `handle`: the gradient with respect to it is that of the variable.
+
+    Gradient tapes that watch the handle see a read, and so do the gradients of functions, loops and branches that contain it.
+    """
+    if tf.executing_eagerly():
+        with record.stop_recording():
+            read = tf.identity(value)
+    else:
+        handle = tf.convert_to_tensor(handle)  # captured, to tapes and accumulators that watch the handle, too
+        with record.stop_recording():
+            # Dense, as the gradient of a function is anyway: a loop's would be put together by the handle's value.
+            (read,) = _with_gradient([value], [handle], lambda upstream: [tf.convert_to_tensor(upstream)])
+    record.record_operation("Read", [read], [handle], lambda upstream: [upstream], lambda tangent: [tangent])
+    return read
+
+
 def _with_gradient(results: list[tf.Tensor], inputs: list[tf.Tensor], gradients: Callable[..., list[Any]]) -> list[tf.Tensor]:
     """Returns `results` as outputs of an operation that has `gradients` also where no tape looks: in branches and functions."""
     _register()

@@ -16,7 +16,7 @@ import two_workers
 from keras.src.saving import saving_lib
 from saved_models import BUILDS, compiled, state
 
-from tfdist.sharding import ShardedVariable
+from tfdist.sharding import assembly
 from tfdist.strategy import ShardedStrategy
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
@@ -121,14 +121,14 @@ def test_sharded_variables_are_read_in_one_order(cpus, tmp_path):
         strategy.barrier = lambda name: None
         with strategy.scope():
             model = compiled(saved_models.nested)
-        reads, assemble = [], ShardedVariable._assemble
+        reads = []
 
-        def noting(self, reads=reads, assemble=assemble):
-            reads.append(self.name)
-            return assemble(self)
+        def noting(variable, reads=reads):
+            reads.append(variable.name)
+            return assembly.assemble(variable)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ShardedVariable, "_assemble", noting)
+            patch.setattr("tfdist.sharding.variable.assemble", noting)
             model.save(tmp_path / f"{role}.keras")
         orders[role] = reads
     assert len(orders["chief"]) >= len(model.trainable_variables) * 3  # Adam's slots are sharded too

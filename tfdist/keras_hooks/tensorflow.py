@@ -1,4 +1,4 @@
-"""TensorFlow itself: AutoGraph leaves tfdist's code as it is, and the seeds of random operations are those of a rank."""
+"""TensorFlow itself: AutoGraph leaves tfdist's code as it is, seeds are those of a rank, tapes see a sharded variable as one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 from tensorflow.python.autograph.core import config
 
+from tfdist.collectives import Where, where
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
+from tfdist.sharding import ShardedVariable, tape
 
 
 @replaces("tensorflow.python.autograph.core.config", "CONVERSION_RULES")
@@ -23,3 +25,27 @@ def _get_seed(original: Callable[..., Any], op_seed: Any) -> Any:
     """TensorFlow counts a graph's random operations, the ranks' one after the other: workers would draw the same numbers as each
     other, tensor peers different ones."""
     return randomness.op_seeds(lambda: original(op_seed))
+
+
+@replaces("tensorflow.python.eager.tape", "_variables_override", signature="(variable)")
+def _watched_variables(original: Callable[..., Any], variable: Any) -> Any:
+    """Outside replicas, in `scope()`, a gradient tape would watch the shards of a variable, and its gradient is whole."""
+    if isinstance(variable, ShardedVariable) and where() is Where.CROSS_REPLICA:
+        return [variable]
+    return original(variable)
+
+
+_ZEROS = """The gradient of a loop starts from zeros of the shape that a variable is found to have when the loop runs. Nothing is
+found behind the handle by which tapes know a sharded variable as a whole: where the shape is known, that is taken."""
+
+
+@replaces("tensorflow.python.ops.while_v2", "_zeros_like", why=_ZEROS)
+def _zeros_like(original: Callable[..., Any], op_input: Any, op_output: Any) -> Any:
+    zeros = tape.zeros_of_variable(op_input)
+    return original(op_input, op_output) if zeros is None else zeros
+
+
+@replaces("tensorflow.python.ops.control_flow_state", "_ZerosLikeV2", why=_ZEROS)
+def _zeros_like_output(original: Callable[..., Any], op: Any, index: Any) -> Any:
+    zeros = tape.zeros_of_variable(op.outputs[index])
+    return original(op, index) if zeros is None else zeros

@@ -16,17 +16,18 @@ import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values, values_util
 from tensorflow.python.trackable import base as trackable
 
-from tfdist.collectives import cross_replica_of
+from tfdist.collectives import Where, cross_replica_of, where
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding import keras_scope
+from tfdist.sharding.as_number import AsNumber
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Partial, Placement, Replicate
 
 _Variable: Any = object  # what it is mixed into
 
 
-class _WithLayout(_Variable):
-    """The part that both kinds share: a layout, which copies keep."""
+class _WithLayout(AsNumber, _Variable):
+    """The part that both kinds share: a layout, which copies keep; and to Python and NumPy they are numbers."""
 
     layout: Layout
 
@@ -37,7 +38,18 @@ class _WithLayout(_Variable):
 
 
 class ReplicatedMirroredVariable(_WithLayout, values.MirroredVariable):
-    """A variable of which every rank stores all."""
+    """A variable of which every rank stores all.
+
+    Outside replicas, in `strategy.scope()` too, a gradient tape knows it by the handle of the first local rank's copy, which is
+    the one that is read there.
+    """
+
+    @property
+    def handle(self) -> tf.Tensor:
+        return self._primary.handle if where() is Where.CROSS_REPLICA else super().handle
+
+    def _get_cross_replica(self) -> tf.Tensor:
+        return tf.identity(self._primary)
 
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> tf.Operation:
         """Restores every rank's copy, also in a rank's step, where a variable may be made that a checkpoint was read for."""

@@ -13,7 +13,9 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps
-from tensorflow.python.ops import while_v2
+from tensorflow.python.ops import default_gradient, resource_variable_ops, while_v2
+
+from tfdist.custom_gradients import as_read
 
 LOOPS = ("While", "StatelessWhile")
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
@@ -28,6 +30,34 @@ def record_gradient(
 ) -> None:
     """Tells the active tapes that `outputs` come from `inputs` and that `gradient(*upstream)` is the way back."""
     record.record_operation(name, list(outputs), list(inputs), gradient)
+
+
+def handle_without_value(variable: tf.Variable) -> tf.Variable:
+    """Returns something with a handle of the shape and dtype of `variable`, by which tapes can know it; it holds no value."""
+    with tf.init_scope(), tf.device(variable.device):
+        made: tf.Variable = resource_variable_ops.UninitializedVariable(
+            trainable=variable.trainable,
+            shape=variable.shape,
+            dtype=variable.dtype,
+            name=f"{variable.name.partition(':')[0]}/whole",
+        )
+    return made
+
+
+def read_of(variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:
+    """Returns `value` as what is read from `variable`, to the gradient tapes that watch it or watch what is read."""
+    if tf.executing_eagerly() and not record.could_possibly_record():
+        return value
+    resource_variable_ops.variable_accessed(variable)
+    return as_read(value, variable.handle)
+
+
+def zeros_of_variable(handle: tf.Tensor) -> tf.Tensor | None:
+    """Returns zeros of the shape that the variable of `handle` is known to have; None where it is no variable's, or not known."""
+    if handle.dtype != tf.resource or not default_gradient.supports_default_grad(handle):
+        return None
+    shape, dtype = default_gradient.shape_and_dtype(handle)
+    return tf.zeros(shape, dtype) if shape.is_fully_defined() else None
 
 
 def tapes_watching(tensors: Sequence[tf.Tensor]) -> int:

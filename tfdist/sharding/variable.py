@@ -7,19 +7,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values, values_util
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, Where, cross_replica_of, current_program, group_ops, rank_program, where
-from tfdist.mesh import Coordinate
-from tfdist.sharding import keras_scope, packing
+from tfdist.collectives import RankProgram, Where, current_program, rank_program, where
+from tfdist.sharding import keras_scope, packing, tape
+from tfdist.sharding.as_number import AsNumber
+from tfdist.sharding.assembly import assemble, is_elsewhere
 from tfdist.sharding.config import config_of
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
 from tfdist.sharding.unshard import UnshardSchedule
 
 # What TensorFlow asks of an object that is not a variable yet.
@@ -30,13 +29,15 @@ class NotHereError(RuntimeError):
     """A rank uses a variable that only ranks at other places of the axis "pipe" store."""
 
 
-class ShardedVariable(values.DistributedVariable):
+class ShardedVariable(AsNumber, values.DistributedVariable):
     """A `tf.distribute` variable that looks whole from outside and is stored in shards.
 
     * Outside replicas it is the full variable: `shape` is the global shape, `numpy()` unshards, `assign()` shards. So saving,
       loading and `summary()` know nothing of sharding.
     * Inside a replica a parameter reads as what a layer computes with: its full value, gathered with its group, or, of one that
       is sharded over the tensor axis, this rank's shard; an optimizer slot reads as this rank's shard.
+    * To a gradient tape it is one variable outside replicas, `handle`, whose gradient has the global shape; inside a replica it
+      is this rank's component.
 
     Args:
         strategy: the strategy that made it.
@@ -67,6 +68,7 @@ class ShardedVariable(values.DistributedVariable):
         self.is_parameter = is_parameter
         self.is_autocast = False  # whether its layer reads it in the compute dtype
         self.keras_variable: Callable[[], Any] = lambda: None  # what its layer knows it as
+        self._whole: Any = None  # what gradient tapes know it by outside replicas, when they do
         self._ranks = tuple(ranks)
         self._full_shape = tf.TensorShape(layout.shape)
         super().__init__(strategy, components, aggregation)
@@ -126,7 +128,7 @@ class ShardedVariable(values.DistributedVariable):
                 case Where.TRACED_RANK | Where.EAGER_RANK if self.is_parameter:
                     return self._read_parameter(rank_program(), dtype or self.dtype)
                 case Where.NO_RANK if self.is_parameter:
-                    if self._is_elsewhere:
+                    if is_elsewhere(self):
                         current_program(f"Reading the sharded variable {self.name!r}")  # raises: shards are elsewhere
                     return self._assemble()
                 case _:
@@ -147,44 +149,10 @@ class ShardedVariable(values.DistributedVariable):
                 f"Variable {self.name!r} lives on pipe rank {' and '.join(map(str, owners))}, but is used on {here}."
             )
 
-    @property
-    def _is_elsewhere(self) -> bool:
-        """Whether other processes hold some of the shards."""
-        return len(self._ranks) < self.layout.mesh.world_size
-
     def _assemble(self) -> tf.Tensor:
-        """Returns the full value. Where other workers hold some of the shards it is a collective: all workers call it at once."""
-        if self._is_elsewhere:
-            if where() is Where.SYMBOLIC_BUILD:
-                return tf.zeros(self._full_shape, self.dtype)  # a scratch graph, which only wants the shape
-            cross_replica = cross_replica_of(self._distribute_strategy)
-            parts = [component.read_value() for component in self._values]
-            return cross_replica.call(("assemble", self.layout), self._gather_whole, parts)[0]
-        layout = self.layout
-        pipe = layout.first_pipe
-        pieces = []
-        with tf.device(self._primary.device):
-            for tensor in range(layout.mesh.tensor_parallel_size if layout.is_tensor_sharded else 1):
-                holders = range(layout.mesh.data_parallel_size) if layout.is_data_sharded else [layout.data_owner or 0]
-                ranks = [layout.mesh.rank(Coordinate(data, pipe, tensor)) for data in holders]
-                flat = tf.concat([tf.reshape(self.component(rank).read_value(), [-1]) for rank in ranks], 0)
-                pieces.append(tf.reshape(flat[: layout.local_elements], layout.local_shape))
-            return packing.join_tensor_shards(pieces, layout)
-
-    def _gather_whole(self, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
-        """Returns the full value from this rank's part, over all three axes."""
-        layout, ranks = self.layout, program.group_ranks("data")
-        owners = layout.pipe_owners
-        if owners is None or program.mesh.coordinate(program.rank).pipe in owners:
-            if layout.data_owner is not None:
-                part = group_ops.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
-            elif layout.is_data_sharded:
-                (part,) = gather_shards(program, [part], [layout], "assemble")
-            part = gather_over_tensor(program, part, layout, "assemble")
-        if owners is None:
-            return part
-        stages = program.group_ranks("pipe")
-        return group_ops.broadcast(program, part, layout.shape, stages, stages[layout.first_pipe], "assemble/pipe")
+        """Returns the full value, to gradient tapes a read of this variable. See `assemble`."""
+        full = assemble(self)
+        return full if where() is Where.SYMBOLIC_BUILD else tape.read_of(self, full)
 
     def __getattr__(self, name: str) -> Any:
         # The base class would read the variable, and so gather it, to look for any attribute on its value. Only what TensorFlow
@@ -192,9 +160,6 @@ class ShardedVariable(values.DistributedVariable):
         if name.startswith("__") or name.startswith("_self_") or not name.startswith("_") or name in _NOT_DELEGATED:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self._values[0], name)
-
-    def __array__(self, dtype: Any = None) -> np.ndarray:
-        return np.asarray(self.numpy(), dtype)
 
     def _get(self) -> tf.Tensor | tf.Variable:
         return self._read()
@@ -212,7 +177,7 @@ class ShardedVariable(values.DistributedVariable):
     def numpy(self) -> Any:
         if not tf.executing_eagerly():
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")
-        return self._assemble().numpy()
+        return assemble(self).numpy()
 
     def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
         return tf.convert_to_tensor(self._read(), dtype=dtype, name=name)
@@ -226,8 +191,11 @@ class ShardedVariable(values.DistributedVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        if values_util.get_current_replica_id_as_int() is None:
-            raise ValueError("ShardedVariable.handle exists inside replicas only: outside there is one per rank.")
+        """The handle of this rank's component; outside replicas one of the global shape, which only gradient tapes know."""
+        if where() in (Where.SYMBOLIC_BUILD, Where.CROSS_REPLICA, Where.NO_RANK):
+            if self._whole is None:
+                self._whole = tape.handle_without_value(self)
+            return self._whole.handle
         return self._local_component().handle
 
     # Writing
@@ -313,9 +281,9 @@ class _ShardedSaveable(saveable_object.SaveableObject):
     def __init__(self, variable: ShardedVariable, name: str):
         self._variable = variable
         spec = saveable_object.SaveSpec(
-            tensor=variable._assemble, slice_spec="", name=name, dtype=variable.dtype, device=variable._primary.device
+            tensor=lambda: assemble(variable), slice_spec="", name=name, dtype=variable.dtype, device=variable._primary.device
         )
-        super().__init__(variable._assemble, [spec], name)
+        super().__init__(spec.tensor, [spec], name)
 
     def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: Any) -> tf.Operation:
         return self._variable._restore_from_tensors({trackable.VARIABLE_VALUE_KEY: restored_tensors[0]})

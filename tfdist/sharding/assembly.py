@@ -1,0 +1,65 @@
+"""Putting the shards of a variable together, for code outside replicas: reading, saving, a model called eagerly."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, Where, cross_replica_of, group_ops, where
+from tfdist.mesh import Coordinate
+from tfdist.sharding import packing, tape
+from tfdist.sharding.layout import Layout
+from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
+
+
+def is_elsewhere(variable: Any) -> bool:
+    """Whether other processes hold some of the shards of `variable`."""
+    return len(variable.values) < variable.layout.mesh.world_size
+
+
+def assemble(variable: Any) -> tf.Tensor:
+    """Returns the full value of `variable`, a `ShardedVariable`; gradient tapes do not see how.
+
+    Where other workers hold some of the shards it is a collective: all workers call it at once.
+    """
+    with tape.stop_recording():
+        if not is_elsewhere(variable):
+            return _join(variable)
+        layout = variable.layout
+        if where() is Where.SYMBOLIC_BUILD:
+            return tf.zeros(layout.shape, variable.dtype)  # a scratch graph, which only wants the shape
+        parts = [component.read_value() for component in variable.values]
+        emit = functools.partial(_gather_whole, layout)
+        return cross_replica_of(variable.distribute_strategy).call(("assemble", layout), emit, parts)[0]
+
+
+def _join(variable: Any) -> tf.Tensor:
+    """Returns the full value from shards that are all in this process, on the device of the first."""
+    layout = variable.layout
+    mesh, pipe = layout.mesh, layout.first_pipe
+    pieces = []
+    with tf.device(variable.values[0].device):
+        for tensor in range(mesh.tensor_parallel_size if layout.is_tensor_sharded else 1):
+            holders = range(mesh.data_parallel_size) if layout.is_data_sharded else [layout.data_owner or 0]
+            ranks = [mesh.rank(Coordinate(data, pipe, tensor)) for data in holders]
+            flat = tf.concat([tf.reshape(variable.component(rank).read_value(), [-1]) for rank in ranks], 0)
+            pieces.append(tf.reshape(flat[: layout.local_elements], layout.local_shape))
+        return packing.join_tensor_shards(pieces, layout)
+
+
+def _gather_whole(layout: Layout, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
+    """Returns the full value from this rank's part, over all three axes."""
+    ranks = program.group_ranks("data")
+    owners = layout.pipe_owners
+    if owners is None or program.mesh.coordinate(program.rank).pipe in owners:
+        if layout.data_owner is not None:
+            part = group_ops.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
+        elif layout.is_data_sharded:
+            (part,) = gather_shards(program, [part], [layout], "assemble")
+        part = gather_over_tensor(program, part, layout, "assemble")
+    if owners is None:
+        return part
+    stages = program.group_ranks("pipe")
+    return group_ops.broadcast(program, part, layout.shape, stages, stages[layout.first_pipe], "assemble/pipe")
