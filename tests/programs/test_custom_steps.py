@@ -10,6 +10,7 @@ import tensorflow as tf
 from grids import exhaustive
 from training import CLASSES, FEATURES, vectors
 
+import tfdist
 from tests.parity.comparison import BatchLogs, state
 from tests.programs.comparing import assert_as_on_one_device
 
@@ -41,12 +42,16 @@ def crossentropy(**arguments):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
 
 
-def fit(strategy, build, size=37, epochs=2, weighted=False, evaluates=True, **compile_arguments):
+def adam():
+    return keras.optimizers.Adam(0.01)
+
+
+def fit(strategy, build, size=37, epochs=2, weighted=False, evaluates=True, optimizer=adam, **compile_arguments):
     x, y = vectors(size)
     with strategy.scope():
         model = build()
-        settings = {"optimizer": keras.optimizers.Adam(0.01), "loss": crossentropy()} | compile_arguments
-        model.compile(**settings)
+        settings = {"loss": crossentropy()} | compile_arguments
+        model.compile(optimizer(), **settings)
     logs = BatchLogs()
     weights = np.linspace(0.0, 5.0, size) if weighted else None
     arrays = {"batch_size": BATCH, "verbose": 0, "sample_weight": weights, "callbacks": [logs]}
@@ -152,5 +157,165 @@ class Mixed(Model):
 def test_sums_of_losses_and_means(devices, zero_stage, size):
     def program(strategy):
         return fit(strategy, Mixed, size=size)
+
+    assert_as_on_one_device(program, zero_stage, devices)
+
+
+class OverriddenLoss(Model):
+    """`compute_loss` of one's own: a plain mean, with a tracker, which Keras's own steps train and test with."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="plain")
+        self.scale = self.add_weight(name="scale", initializer="ones")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        plain = tf.reduce_mean(tf.square(y_pred - keras.ops.one_hot(y, CLASSES)))
+        self.tracker.update_state(plain)
+        return plain * tf.exp(-self.scale) + self.scale  # NaN where a rank has no rows
+
+
+class Penalized(Model):
+    """What `compute_loss` gives, and a penalty of weights."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+        return loss + 0.1 * sum(tf.reduce_sum(tf.square(weight)) for weight in self.trainable_weights)
+
+
+class Adding(Model):
+    """Losses that the model adds in its call."""
+
+    def regularizer(self):
+        return "l2"
+
+    def call(self, x):
+        logits = super().call(x)
+        self.add_loss(0.1 * tf.reduce_mean(tf.square(logits)))
+        self.add_loss(0.1 * keras.losses.MeanSquaredError()(tf.zeros_like(logits), logits) + tf.reduce_mean(tf.abs(logits)))
+        return logits
+
+
+@GRID
+@pytest.mark.parametrize("build", [OverriddenLoss, Penalized, Adding])
+def test_losses_of_ones_own(devices, zero_stage, build):
+    def program(strategy):
+        return fit(strategy, build, size=33)
+
+    assert_as_on_one_device(program, zero_stage, devices)
+
+
+class Inherited(Tracked):
+    """Keras's own step and then one of one's own on the same data, with another optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = keras.optimizers.SGD(0.05)
+
+    def train_step(self, data):
+        keras.Model.train_step(self, data)
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True)))
+        self.second.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"second": loss}
+
+
+class Accumulating(Tracked):
+    """Two losses, each with a tape of its own, whose gradients are added; a decay of weights added to them by hand."""
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape(persistent=True) as tape:
+            y_pred = self(x, training=True)
+            first = self.compute_loss(y=y, y_pred=y_pred)
+            second = tf.reduce_mean(tf.abs(y_pred))
+        variables = self.trainable_variables
+        gradients = [
+            one + other for one, other in zip(tape.gradient(first, variables), tape.gradient(second, variables), strict=True)
+        ]
+        norm = tfdist.global_norm(gradients, variables)
+        self.optimizer.apply(gradients, variables)
+        return {"first": first, "second": second, "norm": norm}
+
+
+def averaged_adam():
+    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.5, use_ema=True)
+
+
+@GRID
+@pytest.mark.parametrize("build", [Inherited, Accumulating])
+def test_several_losses_and_optimizers(devices, zero_stage, build):
+    def program(strategy):
+        return fit(strategy, build, size=33)
+
+    assert_as_on_one_device(program, zero_stage, devices)
+
+
+@GRID
+def test_accumulation_and_clipping(devices, zero_stage):
+    def program(strategy):
+        return fit(strategy, Mixed, size=37, optimizer=averaged_adam)
+
+    assert_as_on_one_device(program, zero_stage, devices)
+
+
+@GRID
+def test_scaled_losses(devices, zero_stage):
+    def program(strategy):
+        return fit(strategy, Mixed, optimizer=lambda: keras.optimizers.LossScaleOptimizer(averaged_adam(), initial_scale=8.0))
+
+    assert_as_on_one_device(program, zero_stage, devices)
+
+
+@GRID
+def test_eagerly(devices, zero_stage):
+    def program(strategy):
+        return [fit(strategy, build, size=33, epochs=1, run_eagerly=True) for build in (Mixed, OverriddenLoss, Inherited)]
+
+    assert_as_on_one_device(program, zero_stage, devices)
+
+
+@GRID
+def test_several_steps_at_once(devices, zero_stage):
+    def program(strategy):
+        return [fit(strategy, build, size=37, epochs=2, steps_per_execution=2) for build in (Mixed, OwnTrackers)]
+
+    assert_as_on_one_device(program, zero_stage, devices)
+
+
+@GRID
+def test_single_batches(devices, zero_stage):
+    """`train_on_batch` gives the whole batch to every rank."""
+
+    def program(strategy):
+        x, y = vectors(5)
+        with strategy.scope():
+            model = Mixed()
+            model.compile(keras.optimizers.Adam(0.01), crossentropy())
+            model.optimizer.build(model.trainable_variables)
+        trained = [model.train_on_batch(x, y, return_dict=True) for _ in range(2)]
+        return {"trained": trained, "tested": model.test_on_batch(x, y, return_dict=True), **state(model)}
+
+    assert_as_on_one_device(program, zero_stage, devices)
+
+
+class SynchronizedStatistics(Mixed):
+    """Gradients pass from rank to rank through a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = keras.layers.BatchNormalization(synchronized=True)
+        self.norm.build((None, CLASSES))
+
+    def call(self, x, training=False):
+        return self.norm(super().call(x), training=training)
+
+
+@GRID
+@pytest.mark.parametrize("size", [37, exhaustive(33)])
+def test_statistics_of_the_global_batch(devices, zero_stage, size):
+    def program(strategy):
+        return fit(strategy, SynchronizedStatistics, size=size)
 
     assert_as_on_one_device(program, zero_stage, devices)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import BACKEND_NN, replaces
 from tfdist.layers import empty_batches, layer_strategy, normalization, randomness, recurrent_states, sharded_tensors
+from tfdist.losses.warning import calling
 
 
 @replaces("keras.layers.Layer", "_maybe_build")
@@ -72,4 +73,5 @@ def _fed_with_rows(original: Callable[..., tf.Tensor], inputs: tf.Tensor, *args:
 def _call(original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """A loss must see whole predictions, also of a layer that leaves its output sharded over the tensor axis."""
     y_pred = y_pred if getattr(self, "_takes_sharded_predictions", False) else sharded_tensors.all_whole(y_pred)
-    return original(self, y_true, y_pred, sample_weight)
+    with calling(self):
+        return original(self, y_true, y_pred, sample_weight)

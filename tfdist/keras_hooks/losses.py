@@ -9,7 +9,16 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
-from tfdist.losses.global_losses import MEANS, is_shared, reduce_sum, reduce_weighted_values, scale_loss, unscale_loss
+from tfdist.losses.global_losses import (
+    MEANS,
+    average_loss,
+    is_own_mean,
+    is_shared,
+    reduce_sum,
+    reduce_weighted_values,
+    scale_loss,
+    unscale_loss,
+)
 from tfdist.losses.step_gradients import gradient_of_means, weighted_in_gradient
 from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
 from tfdist.pipeline.model import PipelineModel
@@ -21,12 +30,12 @@ _MODULE = "keras.src.losses.loss"
 def steps_of(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `step`, the `train_step` or `test_step` of `model`, as one whose losses are a rank's own means.
 
-    A pipeline's step computes shares of the loss, microbatch by microbatch, and stays as it is.
+    With `step_losses="sum"` a step of the user's computes shares. So does a pipeline's, microbatch by microbatch.
     """
-    if isinstance(model, PipelineModel):
-        return step
     kerass = (keras.Model.train_step, keras.Model.test_step)
     is_kerass_own = getattr(step, "__func__", step) in kerass and _computes_as_keras(model)
+    if isinstance(model, PipelineModel) or not is_kerass_own and config_of(model._distribute_strategy).step_losses == "sum":
+        return step
     return of_trainer(model, step, is_kerass_own)
 
 
@@ -67,6 +76,22 @@ def _unscale_loss(original: Callable[..., Any], value: Any) -> Any:
     if is_shared():
         return unscale_loss(value)
     return original(value) if config_of(tf.distribute.get_strategy()) is None else value
+
+
+@replaces("tensorflow.nn", "compute_average_loss")
+def _compute_average_loss(
+    original: Callable[..., Any], per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+) -> Any:
+    """In a step of Keras's trainer a rank's loss is its own mean; TensorFlow gives its part of a sum over the ranks."""
+    if not is_own_mean():
+        return original(per_example_loss, sample_weight=sample_weight, global_batch_size=global_batch_size)
+    return average_loss(lambda size: original(per_example_loss, sample_weight, size), per_example_loss, global_batch_size)
+
+
+@replaces("tensorflow.nn", "scale_regularization_loss")
+def _scale_regularization_loss(original: Callable[..., Any], regularization_loss: Any) -> Any:
+    """In a step of Keras's trainer a penalty of weights counts as it is; TensorFlow divides it by the number of ranks."""
+    return tf.reduce_sum(regularization_loss) if is_own_mean() else original(regularization_loss)
 
 
 @replaces(TENSORFLOW_TRAINER, "train_step")

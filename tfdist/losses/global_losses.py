@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -43,9 +43,11 @@ from keras.src.losses import loss as keras_loss
 from tfdist.collectives import rank_program
 from tfdist.losses.batch_part import BatchPart, widened
 from tfdist.losses.rank_batch import RankBatch
+from tfdist.losses.row_means import RowMeans
 from tfdist.losses.shares import Shares
 from tfdist.losses.sliced_batch import current_sliced_batch
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
+from tfdist.losses.warning import warn_of_one_number
 
 _local = threading.local()
 
@@ -100,15 +102,18 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         values, weights = keras_loss.squeeze_or_expand_to_same_rank(values, weights)
         values *= weights
     if values.shape.rank == 0:  # see the note: losses that are one number
+        program = rank_program(peers_on="data")
+        if program is not None:
+            warn_of_one_number(program, values)
         if step is not None:
-            return values
+            return _row_means().add_mean(values)
         share = part.weigh(values)
     else:
         is_weighted = reduction == "mean_with_sample_weight" and weights is not None
         divisor = part.divisor(values, widened(weights) if is_weighted else None, mask)
         share = tf.cast(tf.math.divide_no_nan(tf.reduce_sum(widened(values)), divisor), values.dtype)
     if step is not None:
-        return part.mean_of_share(share)
+        return _row_means().add_mean(part.mean_of_share(share))
     program = rank_program(peers_on="data")
     return share if program is None else program.attachment(Shares).add(share)
 
@@ -116,7 +121,28 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
 def reduce_sum(values: Any) -> Any:
     """Returns what a Keras loss whose reduction is a sum makes of a part's `values`, which it has weighted."""
     total = tf.reduce_sum(values)
-    return total if _trainer_step() is None or values.shape.rank == 0 else _part().mean_of_share(total)
+    if _trainer_step() is None or values.shape.rank == 0:
+        return total
+    return _row_means().add_sum(_part().mean_of_share(total))
+
+
+def average_loss(average: Callable[[Any], Any], per_example_loss: Any, global_batch_size: Any) -> Any:
+    """Returns a rank's own mean, where TensorFlow's `average` returns the sum of `per_example_loss` over a batch size.
+
+    `average` is given that size. Without a `global_batch_size` it is the number of the batch's rows.
+    """
+    if global_batch_size is None:
+        return _row_means().add_mean(average(tf.shape(per_example_loss)[0]))
+    return _row_means().add_mean(_part().mean_of_share(average(global_batch_size)))
+
+
+def _row_means() -> RowMeans:
+    return rank_program().attachment(RowMeans)
+
+
+def is_own_mean() -> bool:
+    """Whether losses that are computed here are a rank's own means."""
+    return is_shared() and _trainer_step() is not None
 
 
 def scale_loss(value: Any) -> Any:

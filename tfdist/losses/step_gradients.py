@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.trainer_step import trainer_step
+from tfdist.losses.warning import warn_of_step
 from tfdist.sharding.gradient_weight import GradientWeight
 
 
@@ -18,6 +19,7 @@ def weighted_in_gradient(loss: Any) -> Any:
     if step is None or loss is None:
         return loss
     loss = tf.convert_to_tensor(loss)
+    warn_of_step(step.model, rank_program(), loss)
     if _is_over_rows(loss):
         return loss
 
@@ -45,6 +47,8 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
     is_sharded = [v is not None and v.layout.is_data_sharded for v in variables]
     begins_with_weight = any(is_sharded) or _sends_gradients(program)
     weight = step.weight()
+    for loss in targets:
+        warn_of_step(step.model, program, loss)
     seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
     found = gradient([_seed(x, seed, weight, begins_with_weight) for x, seed in zip(targets, seeds, strict=True)])
     if not begins_with_weight:
@@ -87,7 +91,7 @@ def _static_rows(program: RankProgram) -> int | None:
 def _sends_gradients(program: RankProgram) -> bool:
     """Whether something in this trace may send gradients to other data ranks: it has sent them what is no count of the losses."""
     ranks = program.group_ranks("data")
-    return any(record.ranks == ranks and not record.label.startswith("loss/") for record in program.plan.records[program.rank])
+    return any(record.ranks == ranks and not record.label.startswith(("loss/", "metrics")) for record in program.plan.records[program.rank])
 
 
 def _strategys_variable(source: Any) -> Any:

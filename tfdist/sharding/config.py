@@ -45,7 +45,7 @@ def _at_least(least: int, fix: str = "") -> _Check:
 
 def _one_of(*values: Any) -> _Check:
     def check(name: str, value: Any) -> Any:
-        if not any(value is one for one in values):
+        if not any(value is one or isinstance(value, str) and value == one for one in values):  # 1 is not True here
             raise errors.value_error(f"`{name}` must be {' or '.join(map(str, values))}.", **{name: value})
         return value
 
@@ -138,6 +138,13 @@ class ShardingConfig:
         "whether GELU, normalization over features, attention, projections of several axes (`EinsumDense`) and cross-entropy of "
         "integer labels are computed by tfdist's kernels, which take less time or memory than Keras's functions and differ by "
         "rounding. None: on devices of a kind on which they have been measured, which are CPUs; False: Keras's functions run.",
+    )
+    step_losses: str = _setting(
+        "mean",
+        _one_of("mean", "sum"),
+        "what a loss counts as that a `train_step`, `test_step` or `compute_loss` of your own computes of a device's rows: "
+        '"mean": the mean over them, as it is written for one device; "sum": a part of a sum that is divided by the global batch '
+        "size, as it is written for a loop around `strategy.run`.",
     )
     check_drift_every: int = _setting(
         0,

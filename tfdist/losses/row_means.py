@@ -1,0 +1,168 @@
+"""Whether a loss is a mean over the rows of a batch, as far as its graph tells: what is none, a rank cannot compute of its rows.
+
+From the loss back, through operations on numbers:
+
+    a mean over rows, a penalty of weights, a Keras loss      a rank's own counts its weight: exact
+    their sums, and products with what no row changes         exact
+    a sum over rows, divided by the number of rows            a mean
+    a sum over rows, divided by a constant or by nothing      too small by the number of ranks
+    sum / sum (a masked mean, Dice), sqrt(mean) (RMSE), ...   a function of the whole batch: no mean of the ranks' own
+
+In an eager run there is no graph, and nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+
+SUM = "a sum over the rows of a batch"
+SUM_OVER_ROWS = "a Keras loss whose reduction is a sum, divided by the number of a device's rows"
+FUNCTION = "a function of the whole batch that is no mean over its rows"
+
+_PASSING = frozenset(
+    "AddN AddV2 Add BiasAdd Cast CheckNumerics ConcatV2 EnsureShape ExpandDims Identity Neg Pack Reshape Squeeze StopGradient "
+    "StridedSlice Sub Unpack".split()
+)
+_DIVIDING = frozenset("Div DivNoNan RealDiv Xdivy".split())
+_MULTIPLYING = frozenset("Mul MulNoNan".split())
+_SUMMING = frozenset("L2Loss Sum".split())
+_BENDING = frozenset(
+    "Abs Exp Expm1 Log Log1p Max Maximum Min Minimum Pow Prod Reciprocal Relu Rsqrt Sigmoid Softplus Sqrt Square "
+    "SquaredDifference Tanh".split()
+)
+_COUNTING = frozenset("Rank Shape ShapeN Size".split())  # of whose input the shape alone matters
+
+
+class RowMeans:
+    """What is known of the losses of one rank in one trace; an attachment of the rank's program."""
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._means: set[str] = set()
+        self._sums: set[str] = set()
+        self._arguments: set[str] = set()
+        self._same_on_all: set[str] = set()  # operations that are known not to depend on the batch
+
+    def add_mean(self, loss: Any) -> Any:
+        """Notes that `loss` needs no look, and returns it."""
+        if tf.is_symbolic_tensor(loss):
+            self._means.add(loss.name)
+        return loss
+
+    def add_sum(self, loss: Any) -> Any:
+        """Notes that `loss` counts as the sum over all ranks' rows, as it is, and returns it."""
+        if tf.is_symbolic_tensor(loss):
+            self._sums.add(loss.name)
+        return loss
+
+    def fault_of(self, loss: tf.Tensor) -> str | None:
+        """Returns what in `loss` is no mean over rows, in words; None: nothing, as far as can be seen."""
+        if not tf.is_symbolic_tensor(loss) or not self._program.exists_here(loss):
+            return None
+        leaves = tf.nest.flatten(self._program.arguments, expand_composites=True)
+        self._arguments = {leaf.name for leaf in leaves if tf.is_symbolic_tensor(leaf)}
+        waiting, seen = [loss], set()
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.name in seen or tensor.name in self._means | self._sums or not self._varies(tensor):
+                continue
+            seen.add(tensor.name)
+            found = self._look_at(tensor)
+            if isinstance(found, str):
+                return found
+            waiting.extend(found)
+        return None
+
+    def _look_at(self, tensor: tf.Tensor) -> str | list[tf.Tensor]:
+        """Returns the fault of the operation that `tensor` comes from, or the tensors to look at next."""
+        op, inputs = tensor.op, list(tensor.op.inputs)
+        if tensor.shape.rank and self._is_over_rows(tensor):
+            return []  # a value for each row, whose sum is differentiated
+        if op.type in _SUMMING:
+            return SUM if self._is_over_rows(inputs[0]) else inputs[:1]
+        if op.type == "Mean":
+            return [] if self._is_over_rows(inputs[0]) else inputs[:1]
+        if op.type == "IdentityN":  # the end of a custom gradient
+            return [inputs[tensor.value_index]]
+        if op.type in _PASSING:
+            return inputs
+        if op.type in _DIVIDING:
+            return self._look_at_ratio(*inputs)
+        if op.type in _MULTIPLYING:
+            varying = [factor for factor in inputs if self._varies(factor)]
+            others = [factor for factor in varying if not self._is_count(factor)]
+            if len(others) == 1 and len(varying) == 2:
+                count = next(factor for factor in varying if factor is not others[0])
+                return self._look_at_ratio(others[0], count)
+            return others if len(others) < 2 else FUNCTION
+        return FUNCTION if op.type in _BENDING else []
+
+    def _look_at_ratio(self, numerator: tf.Tensor, denominator: tf.Tensor) -> str | list[tf.Tensor]:
+        summed = self._sum_behind(numerator)
+        if self._varies(denominator):
+            if not self._is_count(denominator):
+                return FUNCTION
+            if summed is None:
+                return [numerator]
+            return SUM_OVER_ROWS if summed.name in self._sums else []
+        value = tf.get_static_value(denominator)
+        if summed is not None and summed.name not in self._sums and value is not None and value.size == 1:
+            shape = summed.op.inputs[0].shape
+            if shape.is_fully_defined() and float(value) in (shape[0], shape.num_elements()):
+                return []  # the rank's own number of rows, or of elements
+        return [numerator]
+
+    def _sum_behind(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """Returns the sum over rows that `tensor` is, but for factors that no row changes."""
+        while True:
+            op = tensor.op
+            if tensor.name in self._sums or op.type in _SUMMING and self._is_over_rows(op.inputs[0]):
+                return tensor
+            if tensor.name in self._means or op.type not in _MULTIPLYING | {"Cast", "Identity", "Neg", "StopGradient"}:
+                return None
+            varying = [factor for factor in op.inputs if self._varies(factor)]
+            if len(varying) != 1:
+                return None
+            tensor = varying[0]
+
+    def _is_over_rows(self, x: tf.Tensor) -> bool:
+        """Whether `x` has rows: a size that is not known before the step runs, or as many as the rank's batch."""
+        if x.shape.rank is None or not x.shape.is_fully_defined():
+            return True
+        return bool(x.shape.rank) and x.shape[0] in self._static_rows() and self._varies(x)
+
+    def _static_rows(self) -> set[int]:
+        leaves = tf.nest.flatten(self._program.arguments)
+        return {leaf.shape[0] for leaf in leaves if tf.is_tensor(leaf) and leaf.shape.rank and leaf.shape[0] is not None}
+
+    def _is_count(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` depends on the shapes of the batch alone."""
+        return not any(x.name in self._arguments for x in _before(tensor, lambda op: op.type in _COUNTING))
+
+    def _varies(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` depends on the batch, and so may differ between ranks."""
+        seen = []
+        for x in _before(tensor, lambda op: op.name in self._same_on_all or op.type.startswith("Collective")):
+            if x.name in self._arguments:
+                return True
+            seen.append(x.op.name)
+        self._same_on_all.update(seen)
+        return False
+
+
+def _before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool]) -> Iterator[tf.Tensor]:
+    """Yields `tensor` and what it is computed of, the nearest first, but not beyond operations where `is_end`."""
+    waiting, seen = [tensor], {tensor.name}
+    for x in waiting:
+        yield x
+        if is_end(x.op):
+            continue
+        for source in x.op.inputs:
+            if source.name not in seen:
+                seen.add(source.name)
+                waiting.append(source)
