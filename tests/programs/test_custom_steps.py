@@ -81,7 +81,7 @@ class Tracked(Model):
 @GRID
 def test_a_step_that_tracks_its_loss(devices, zero_stage):
     def program(strategy):
-        return fit(strategy, Tracked)
+        return fit(strategy, Tracked, metrics=["accuracy"])
 
     assert_as_on_one_device(program, zero_stage, devices)
 
@@ -213,12 +213,12 @@ class Inherited(Tracked):
         self.second = keras.optimizers.SGD(0.05)
 
     def train_step(self, data):
-        keras.Model.train_step(self, data)
+        logs = keras.Model.train_step(self, data)
         x, y = data[:2]
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(self(x, training=True)))
         self.second.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
-        return {"second": loss}
+        return {**logs, "second": loss}
 
 
 class Accumulating(Tracked):

@@ -90,8 +90,9 @@ def _static_rows(program: RankProgram) -> int | None:
 
 def _sends_gradients(program: RankProgram) -> bool:
     """Whether something in this trace may send gradients to other data ranks: it has sent them what is no count of the losses."""
-    ranks = program.group_ranks("data")
-    return any(record.ranks == ranks and not record.label.startswith(("loss/", "metrics")) for record in program.plan.records[program.rank])
+    ranks, counts = program.group_ranks("data"), ("loss/", "metrics")
+    records = program.plan.records[program.rank]
+    return any(record.ranks == ranks and not record.label.startswith(counts) for record in records)
 
 
 def _strategys_variable(source: Any) -> Any:
