@@ -48,6 +48,17 @@ def test_losses_of_layers():
     layer = layers.Dense(2, activity_regularizer="l2")
     layer(tf.ones([1, 3]))
     assert len(layer._get_own_losses()) == 1 and layer in layer._flatten_layers()
+    assert layer._losses == layer._get_own_losses()
+
+
+def test_compiling_and_building():
+    """A compiled model's settings can be given to another; a symbolic build goes through one method."""
+    inner = model()
+    inner.compile("sgd", "mse")
+    other = model()
+    other.compile(**inner._compile_config.config)
+    assert other.compiled and other.loss == "mse"
+    assert callable(inner._symbolic_build)
 
 
 def test_trackers_of_losses():

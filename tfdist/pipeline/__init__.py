@@ -3,7 +3,8 @@
 schedules/  actions ──> grid, dataflow ──> validation ──> schedule ──> published ──> make_schedule
                                                              ├───────> simulation ──> drawing
 stages/     stage ──> masks ──> staged_model, stage_functions┴──> executor ──> step ──> model ──> measured_schedule
-            stage ──> costs (flops, measured_cost) ──> split_points (balance) ──────────┘
+            stage ──> costs (flops, measured_cost) ──> split_points (balance) ──────────┤
+            block_calls ──> block_graph ────────────────────────────────────────────────┘
 """
 
 from tfdist.pipeline.measured_schedule import measure

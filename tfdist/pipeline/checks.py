@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import keras
 import tensorflow as tf
 
@@ -11,15 +13,25 @@ from tfdist.sharding import config_of
 _STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
 
-def check_module(module: keras.Model) -> None:
-    """Raises NotImplementedError for a model that is no graph of layers, and so cannot be cut between layers."""
-    if isinstance(module, keras.Sequential) or hasattr(module, "_nodes_by_depth"):
+def check_module(module: keras.Model, blocks: Sequence[str] | None) -> None:
+    """Raises NotImplementedError for a model that is no graph of layers, and so cannot be cut between layers.
+
+    Raises ValueError for `blocks` of one that is.
+    """
+    is_graph = isinstance(module, keras.Sequential) or hasattr(module, "_nodes_by_depth")
+    if is_graph and blocks is not None:
+        raise errors.value_error(
+            "`blocks` are for subclassed models; a graph of layers is cut between any of them.",
+            blocks=list(blocks),
+            fix="Leave `blocks` out, and name the layers with which stages begin: `stages`.",
+        )
+    if is_graph or blocks is not None:
         return
     raise errors.not_implemented(
-        "Only a model that is a graph of layers can be cut in stages: a functional model, a Sequential or a list of layers.",
+        "Only a model that is a graph of layers can be cut in stages: a functional model, a Sequential or a list of layers; of a "
+        "subclassed model it must be known which layers are its blocks.",
         layers_or_model=type(module).__name__,
-        fix="Build it with the functional API, or pass its layers as a list. A subclassed model may be a layer in it, which "
-        "one stage computes.",
+        fix='Name the attribute that holds its blocks, as in `PipelineModel(model, blocks="blocks", num_microbatches=...)`.',
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import tree
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
@@ -19,6 +20,7 @@ from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.published import Schedule1F1B
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.balance_report import report
+from tfdist.pipeline.stages.block_graph import graph_of_blocks
 from tfdist.pipeline.stages.costs import node_costs
 from tfdist.pipeline.stages.split_points import resolve_split_points
 from tfdist.pipeline.stages.staged_model import StagedModel
@@ -66,8 +68,11 @@ class PipelineModel(keras.Model):
 
     Args:
         layers_or_model: a functional model, also with several inputs and outputs and with skip connections; a Sequential; a list
-            of layers; or a list of `tfdist.pipeline.Stage`, one per stage.
+            of layers; a list of `tfdist.pipeline.Stage`, one per stage; or a subclassed model, whose `blocks` are named.
         num_microbatches: how many microbatches a replica's batch is split in.
+        blocks: of a subclassed model the attribute that holds its blocks, in a list or a Sequential: "blocks" for `self.blocks`,
+            "encoder.blocks" for those of a layer; several, as `["encoder", "decoder"]`. The model may be split before each
+            block's call, and behind the last one.
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; or one's own (see `tfdist.pipeline.schedules.make_schedule`).
         stages: where the model is split: the names of the layers with which stages 1, 2, ... begin, or the places of these layers
             in `model.layers`; None: so that the stages cost alike.
@@ -79,7 +84,7 @@ class PipelineModel(keras.Model):
     Raises:
         ValueError: an argument is out of range, there are more stages than layers, a layer of `stages` does not exist, or the
             schedule cannot run.
-        NotImplementedError: a model that is no graph of layers, another strategy, or `zero_stage=3` with a pipeline.
+        NotImplementedError: a subclassed model without `blocks`, another strategy, or `zero_stage=3` with a pipeline.
 
     Source: GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2021 (PipeDream-Flush); interleaved, Narayanan et al. 2021
     (Megatron-LM); zero bubble, Qi et al. 2023.
@@ -90,6 +95,7 @@ class PipelineModel(keras.Model):
         layers_or_model: keras.Model | Sequence[keras.layers.Layer | Stage],
         *,
         num_microbatches: int,
+        blocks: str | Sequence[str] | None = None,
         schedule: str | Schedule | Mapping[int, Any] | Callable[..., Schedule] = "1f1b",
         stages: Sequence[str | int] | None = None,
         stages_per_rank: int = 1,
@@ -104,7 +110,8 @@ class PipelineModel(keras.Model):
         mesh = current_mesh()
         ranks = 1 if mesh is None else mesh.pipeline_parallel_size
         module, split_points = _module_of(layers_or_model, stages)
-        check_module(module)
+        self._blocks = None if blocks is None else (blocks,) if isinstance(blocks, str) else tuple(blocks)
+        check_module(module, self._blocks)
         check_steps(module)
         self.num_microbatches = num_microbatches
         self.stages_per_rank = stages_per_rank
@@ -119,7 +126,7 @@ class PipelineModel(keras.Model):
         self._given_schedule = schedule
         self._staged: StagedModel | None = None
         self._hides_layer_losses = False
-        if module.built:
+        if module.built and blocks is None:
             self.build(None)
         if module.compiled:
             self._take_over_compilation()
@@ -133,11 +140,65 @@ class PipelineModel(keras.Model):
 
     def build(self, input_shape: Any) -> None:
         """Builds the model inside, splits it in stages, and makes each weight on the ranks whose stages use it."""
+        if self._blocks is not None:
+            self._build_for(tree.map_shape_structure(keras.KerasTensor, input_shape))
+            return
         if not self.module.built:
             self.module.build(input_shape)
-        functional = getattr(self.module, "_functional", None) or self.module
+        self._split(getattr(self.module, "_functional", None) or self.module)
+
+    def staged_for(self, x: Any) -> StagedModel:
+        """Returns the model in stages; built, where that is possible, for inputs like `x`."""
+        if self._staged is None:
+            if rank_program() is not None:
+                raise errors.runtime_error(
+                    "A `PipelineModel` must be built before ranks compute with it: each makes its own stages' weights.",
+                    fix="Call `model.build(input_shape)`, or the model on some examples, in `strategy.scope()`.",
+                )
+            with tf.init_scope():
+                self._build_for(x)
+        return self._staged
+
+    def _build_for(self, inputs: Any) -> None:
+        """Builds for tensors like `inputs`: shapes do not say that an input of a subclassed model is of integers."""
+        if self._blocks is None:
+            self.build(tree.map_structure(lambda x: (None, *x.shape[1:]), inputs))
+            return
+        inputs = tree.map_structure(
+            lambda x: keras.Input((*x.shape[1:],), dtype=keras.backend.standardize_dtype(x.dtype)), inputs
+        )
+        self._built_for = inputs
+        self.module(inputs)
+        self._split(graph_of_blocks(self.module, self._blocks, inputs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._blocks is not None and not self.built and args:
+            self._build_for(args[0])
+        return super().__call__(*args, **kwargs)
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if self._blocks is not None and not self.built:
+            if data_batch is None:
+                data_batch = next(next(iter(iterator))[2])
+            # Before Keras calls it in a scope in which no variable can be made.
+            self._build_for(keras.utils.unpack_x_y_sample_weight(data_batch)[0])
+        super()._symbolic_build(iterator=iterator, data_batch=data_batch)
+
+    def get_build_config(self) -> Any:
+        if self._blocks is None or not self.built:
+            return super().get_build_config()
+        specs = tree.map_structure(lambda x: keras.KerasTensor(x.shape, x.dtype, name=x.name), self._built_for)
+        return {"inputs": keras.saving.serialize_keras_object(specs)}
+
+    def build_from_config(self, config: Any) -> None:
+        if "inputs" in config:
+            self._build_for(keras.saving.deserialize_keras_object(config["inputs"]))
+        else:
+            super().build_from_config(config)
+
+    def _split(self, functional: keras.Model) -> None:
         split_points = resolve_split_points(functional, self._split_points, self._schedule.num_stages)
-        self._staged = StagedModel(functional, split_points, self._schedule)
+        self._staged = StagedModel(functional, split_points, self._schedule, self.module.variables)
         if self._schedule.num_ranks > 1:
             self._staged.make_weights(self.distribute_strategy)
         self.built = True
@@ -266,6 +327,7 @@ class PipelineModel(keras.Model):
         return {
             "layers_or_model": module,
             "num_microbatches": self.num_microbatches,
+            "blocks": None if self._blocks is None else list(self._blocks),
             "schedule": schedule if isinstance(schedule, str) else self._schedule.to_text(),
             "stages": None if self._split_points is None else list(self._split_points),
             "stages_per_rank": self.stages_per_rank,

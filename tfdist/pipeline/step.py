@@ -34,7 +34,7 @@ class Step:
     def __init__(self, model: Any, data: Any, *, training: bool, has_loss: bool, clock: ActionClock | None = None):
         self._began = tape.operations_so_far()
         self._model = model
-        self._staged: StagedModel = model._staged
+        self._staged: StagedModel = model.staged_for(data[0])
         self._program: RankProgram | None = model._program()
         self._training = training
         self._has_loss = has_loss

@@ -20,13 +20,20 @@ from tfdist.pipeline.stages.stage import split_in_stages
 class StagedModel:
     """A functional model, built, split in the stages of one schedule, which says which rank computes which stage.
 
-    A stage begins before each of the `split_points`, places in `nodes_in_order(module)`.
+    A stage begins before each of the `split_points`, places in `nodes_in_order(module)`. The stages must have all
+    `variables`, by default those of the module.
 
     Raises:
         ValueError: a weight belongs to none of the model's layers, and so to no stage.
     """
 
-    def __init__(self, module: keras.Model, split_points: Sequence[int], schedule: Schedule):
+    def __init__(
+        self,
+        module: keras.Model,
+        split_points: Sequence[int],
+        schedule: Schedule,
+        variables: Sequence[keras.Variable] | None = None,
+    ):
         self.schedule = schedule
         self.stages = split_in_stages(module, split_points)
         self.module = module
@@ -36,7 +43,7 @@ class StagedModel:
             for variable in stage.variables_of_operations():
                 self._ranks.setdefault(id(variable), set()).add(schedule.rank_of(stage.index))
                 self._first_stage.setdefault(id(variable), stage.index)
-        unused = [variable.path for variable in module.variables if id(variable) not in self._ranks]
+        unused = [variable.path for variable in (variables or module.variables) if id(variable) not in self._ranks]
         if unused:
             raise errors.value_error(
                 "Every weight of a pipelined model must belong to one of its layers, so that it has a stage.",
