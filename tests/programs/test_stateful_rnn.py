@@ -87,5 +87,6 @@ def test_other_batches_are_refused():
     model.fit(X, Y, **BATCHES)
     with pytest.raises(ValueError, match="one device's rows.*rows_of_states=2, rows=4"):
         model(X[:4])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="one device's rows"):
+    # Of rows that the step alone knows: TensorFlow may come to another mismatch first.
+    with pytest.raises(tf.errors.InvalidArgumentError, match="one device's rows|Incompatible shapes"):
         model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5), verbose=0)
