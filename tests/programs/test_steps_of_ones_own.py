@@ -206,7 +206,36 @@ def built_in_the_first_step(strategy):
     return {"history": history, "predicted": model.predict(REAL, batch_size=8, verbose=0), **state(model)}
 
 
-PROGRAMS = [gan, gan_of_a_dataset, triplets, dictionaries, eagerly, built_in_the_first_step]
+class WithMetrics(keras.Model):
+    """The loop over `metrics` of Keras's guide; all that it needs is built within the loop of `steps_per_execution`."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.normalized, self.head = layers.Dense(5), layers.LayerNormalization(), layers.Dense(4)
+
+    def call(self, x):
+        return self.head(keras.ops.tanh(self.normalized(self.hidden(x))))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        for metric in self.metrics:
+            metric.update_state(loss) if metric.name == "loss" else metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def several_steps_at_once(strategy):
+    with strategy.scope():
+        model = WithMetrics()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(sgd(), loss, metrics=["accuracy"], steps_per_execution=2)
+    return {"history": model.fit(REAL, TARGET, epochs=2, **UNEVEN).history, **state(model)}
+
+
+PROGRAMS = [gan, gan_of_a_dataset, triplets, dictionaries, eagerly, built_in_the_first_step, several_steps_at_once]
 
 
 def cases():

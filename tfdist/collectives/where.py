@@ -81,6 +81,12 @@ def current_program(what: str = "A collective") -> RankProgram:
     return program
 
 
+def is_traced_rank_thread() -> bool:
+    """Whether this thread traces a rank, also where it has left the rank for eager code (`tf.init_scope`)."""
+    program: RankProgram | None = getattr(tf.distribute.get_replica_context(), PROGRAM_ATTRIBUTE, None)
+    return program is not None and not program.is_eager
+
+
 def _program_here() -> RankProgram | None:
     program: RankProgram | None = getattr(tf.distribute.get_replica_context(), PROGRAM_ATTRIBUTE, None)
     # Eager code in a traced rank stands in `tf.init_scope` and belongs to no rank.

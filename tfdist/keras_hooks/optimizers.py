@@ -57,7 +57,8 @@ def _add_variable_from_reference(
     if config is None:
         return original(self, reference_variable, name=name, initializer=initializer)
     is_partial = name == "gradient_accumulator" and accumulates_partial_sums(self, config)
-    with placement(is_partial=is_partial, data_owner=owner_of(self, reference_variable)):
+    parameter = getattr(variable_of(reference_variable), "layout", None)
+    with placement(slot_of=parameter, is_partial=is_partial, data_owner=owner_of(self, reference_variable)):
         return original(self, reference_variable, name=name, initializer=initializer)
 
 

@@ -12,6 +12,7 @@ from tfdist.layers import layer_strategy
 from tfdist.layers.statistics import note_assigned
 from tfdist.pipeline import deferred_weights
 from tfdist.sharding import ShardedVariable, kept_placement, placement
+from tfdist.sharding.apart import outside_ranks
 
 _LATER = """Under a pipeline nobody knows in which stage a layer will be when it is built: its weights are made when that is
 known, and never on another stage's ranks."""
@@ -20,11 +21,12 @@ known, and never on another stage's ranks."""
 @replaces(
     "keras.Variable",
     "_initialize_with_initializer",
-    why=f"{_LATER} What a layer makes outside `scope()` (`enable_lora`) belongs to the layer's strategy.",
+    why=f"""{_LATER} What a layer makes outside `scope()` (`enable_lora`) belongs to the layer's strategy. What a step makes is
+    made apart from it: TensorFlow would trace the step a second time, and not make it in a loop.""",
 )
 def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
     with layer_strategy.scope_of_layer():
-        _initialize(original, self, initializer)
+        outside_ranks(lambda: _initialize(original, self, initializer))
 
 
 def _initialize(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:

@@ -41,7 +41,8 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.sharding import keras_scope
-from tfdist.sharding.moving import apart, move
+from tfdist.sharding.apart import apart
+from tfdist.sharding.moving import move
 
 _OpSeeds = tuple[int | None, int | None]
 

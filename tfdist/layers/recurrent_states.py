@@ -19,7 +19,8 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.sharding import config_of
-from tfdist.sharding.moving import apart, made_by, move
+from tfdist.sharding.apart import apart
+from tfdist.sharding.moving import made_by, move
 
 
 def deal_out(layer: keras.layers.RNN, sequences: Any) -> Any:

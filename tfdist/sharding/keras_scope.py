@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -23,6 +25,8 @@ __all__ = [
     "outermost_layer",
     "own_variables",
     "set_global_generator",
+    "thread_state",
+    "thread_state_of",
 ]
 
 
@@ -38,6 +42,24 @@ def callers() -> list[Any]:
     """Returns the Keras objects (layers, usually) that are being built or called here, the innermost first."""
     stack = global_state.get_global_attribute("name_scope_stack") or []
     return [scope.caller for scope in reversed(stack)]
+
+
+def thread_state() -> dict[str, Any]:
+    """Returns what Keras knows in this thread: its scopes, the layers that are being built."""
+    return dict(vars(global_state.GLOBAL_STATE_TRACKER))
+
+
+@contextlib.contextmanager
+def thread_state_of(state: dict[str, Any]) -> Iterator[None]:
+    """Within it, Keras knows in this thread what `thread_state` has returned in another."""
+    here = vars(global_state.GLOBAL_STATE_TRACKER)
+    before = dict(here)
+    here.update(state)
+    try:
+        yield
+    finally:
+        here.clear()
+        here.update(before)
 
 
 def global_generator() -> Any | None:

@@ -1,19 +1,18 @@
 """Variables that were made outside `strategy.scope()`, moved under the strategy that needs them.
 
-It is done in a thread of its own, which is in no rank, no graph and no scope of Keras, whatever the caller is in: a step that is
-being traced finds the moved variable as one that was always there.
+It is done `apart`: a step that is being traced finds the moved variable as one that was always there.
 
 The mistake to avoid: moving what a traced function has read. The function goes on with the variable that it knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent import futures
-from typing import Any
+from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
+
+from tfdist.sharding.apart import apart
 
 
 def move(variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy) -> None:
@@ -37,9 +36,3 @@ def move(variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy) 
 def made_by(variable: keras.Variable) -> tf.distribute.Strategy | None:
     """Returns the strategy under which `variable` was made; None: none, or it is not made yet."""
     return getattr(variable._value, "distribute_strategy", None)
-
-
-def apart(function: Callable[[], Any]) -> Any:
-    """Returns what `function` returns in a thread of its own."""
-    with futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(function).result()

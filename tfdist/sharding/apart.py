@@ -1,0 +1,42 @@
+"""A thread of its own for what is done beside a step that is being traced: making variables.
+
+Keras makes what is not built yet in the first step: weights, slots, metrics. TensorFlow takes a variable that is made while a
+function is traced for one that only that trace may make, traces the function a second time, and cannot make it within a loop or a
+branch, where `steps_per_execution` puts the step. A thread of its own is in no graph and in no rank, whatever the caller is in:
+what it makes is there as if it had always been.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives.where import is_traced_rank_thread
+from tfdist.sharding import keras_scope
+
+
+def apart(function: Callable[[], Any]) -> Any:
+    """Returns what `function` returns in a thread of its own, which is in no scope of Keras and of no strategy either."""
+    with futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+def outside_ranks(function: Callable[[], None]) -> None:
+    """Calls `function`: of a rank that is being traced apart, in the strategy's scope, and else where it is called.
+
+    Of the caller's thread it keeps what Keras knows (which layer is being built) and what variables are asked for with.
+    """
+    if not is_traced_rank_thread():
+        function()
+        return
+    strategy, known, asked_for = tf.distribute.get_strategy(), keras_scope.thread_state(), contextvars.copy_context()
+
+    def in_scope() -> None:
+        with keras_scope.thread_state_of(known), strategy.scope():
+            asked_for.run(function)
+
+    apart(in_scope)
