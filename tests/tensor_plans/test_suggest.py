@@ -287,3 +287,66 @@ def test_bad_models_and_sizes():
     with pytest.raises(ValueError, match="`model` must be built"):
         suggest_plan(keras.Sequential([layers.Dense(4)]), 2)
     assert BREAK_EVEN_VECTORS == 256  # the note's numbers and the page's stand on it
+
+
+# Branches
+
+
+def branching(*heads, width=256):
+    """`up` and `gate` widen, `left` narrows their sum, `right` the gate alone; `heads` say what more is done with the gate."""
+    x = keras.Input((width,))
+    y = layers.LayerNormalization()(x)
+    up, gate = (layers.Dense(2 * width, "relu", name=name)(y) for name in ("up", "gate"))
+    left = layers.Dense(width, name="left")(layers.Add()([up, gate]))
+    right = layers.Dense(width, name="right")(layers.Dropout(0.1)(gate))
+    return keras.Model(x, [left, right, *(head(gate) for head in heads)])
+
+
+def pairs(plan):
+    return {sharding.path: (sharding.role, sharding.is_paired) for sharding in plan.shardings}
+
+
+def test_a_branch_is_sharded_as_a_whole():
+    """Two layers by column feed two by row, one of them both: all four are paired, and nothing is moved between."""
+    model = branching()
+    plan = suggest_plan(model, 2)
+    column, row = ("column", True), ("row", True)
+    assert pairs(plan) == {"up": column, "gate": column, "left": row, "right": row}
+    assert [(x.gather_output, x.input_is_parallel) for x in resolve(model, plan, 2)] == [(False, False)] * 2 + [(False, True)] * 2
+    part = 4 * 256 / 2
+    assert {x.path: x.moved_bytes for x in plan.shardings} == dict.fromkeys(("up", "gate", "left", "right"), 2 * part)
+
+
+def test_a_branch_that_needs_the_whole_parts_all_that_hangs_together():
+    """The gate is gathered for a softmax, and so for both layers behind it: `up` is added to it, and is gathered, too."""
+    model = branching(ops.softmax)
+    plan = suggest_plan(model, 2)
+    assert not any(is_paired for _, is_paired in pairs(plan).values()), str(plan)
+    assert pairs(plan)["up"] == pairs(plan)["gate"] == ("column", False)
+    shardings = {x.path: x for x in resolve(model, plan, 2)}
+    assert shardings["up"].gather_output and shardings["gate"].gather_output
+    assert not shardings["left"].input_is_parallel and not shardings["right"].input_is_parallel
+
+
+def test_branches_apart_are_sharded_apart():
+    """One branch of a model needs its hidden tensor whole, the other does not."""
+    x = keras.Input((256,))
+    y = layers.LayerNormalization()(x)
+    one = layers.Dense(512, "relu", name="one")(y)
+    two = layers.Dense(512, "relu", name="two")(y)
+    outputs = [layers.Dense(256, name="one_down")(one), layers.Dense(256, name="two_down")(layers.LayerNormalization()(two))]
+    plan = suggest_plan(keras.Model(x, outputs), 2)
+    assert pairs(plan)["one"] == ("column", True) and pairs(plan)["one_down"] == ("row", True)
+    assert not pairs(plan)["two"][1] and not pairs(plan)["two_down"][1]
+
+
+def test_a_row_that_is_called_in_two_branches_takes_both_inputs_alike():
+    """Shared: its one input is local, its other is whole, so that both are whole."""
+    x = keras.Input((256,))
+    y = layers.LayerNormalization()(x)
+    shared = layers.Dense(256, name="shared")
+    up = layers.Dense(512, "relu", name="up")(y)
+    model = keras.Model(x, [shared(up), shared(ops.concatenate([x, x], -1))])
+    plan = suggest_plan(model, 2)
+    assert not pairs(plan)["up"][1] and not pairs(plan)["shared"][1]
+    assert not next(x for x in resolve(model, {"up": "column", "shared": "row"}, 2) if x.path == "shared").input_is_parallel

@@ -4,6 +4,9 @@
 |---|---|---|---|---|
 | Dense | column | kernel 1, bias 0 | whole | local on the last axis |
 | Dense | row | kernel 0 | local on the last axis | whole |
+| Conv2D | column | kernel 3, bias 0: the output channels | whole | local on the channels |
+| Conv2D | row | kernel 2: the input channels | local on the channels | whole |
+| BatchNormalization | column | all: the channels | local on the channels | local on the channels |
 | EinsumDense | column | the first label of the kernel that is in the output only | whole | local on that label |
 | EinsumDense | row | the first label of the kernel that is contracted | local on that label | whole |
 | Embedding, ReversibleEmbedding | vocab | rows of the table | whole | whole |
@@ -51,6 +54,11 @@ class LayerKind:
         return self.heads is not None or self.layer_class in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 
     @property
+    def is_normalization(self) -> bool:
+        """Whether its layers are sharded only with the channels that they get."""
+        return self.layer_class is keras.layers.BatchNormalization
+
+    @property
     def returns_more(self) -> bool:
         """Whether a call returns more than the output, whatever it is asked for."""
         return self.heads is not None and self.heads.bias is not None
@@ -59,6 +67,8 @@ class LayerKind:
 KINDS = (
     LayerKind(keras.layers.Dense, (COLUMN, ROW)),
     LayerKind(keras.layers.EinsumDense, (COLUMN, ROW)),
+    LayerKind(keras.layers.Conv2D, (COLUMN, ROW)),
+    LayerKind(keras.layers.BatchNormalization, (COLUMN,)),
     LayerKind(keras.layers.ReversibleEmbedding, (VOCAB,)),
     LayerKind(keras.layers.Embedding, (VOCAB,)),
     LayerKind(keras.layers.MultiHeadAttention, (COLUMN,)),
@@ -67,7 +77,7 @@ KINDS = (
 # Each step of these calls the layers inside once more, or replaces their weights: no collective may stand there.
 LOOPS = (keras.layers.RNN, keras.layers.Bidirectional, keras.layers.TimeDistributed, keras.layers.SpectralNormalization)
 # The methods that a subclass may not replace: the sharded layer takes their place.
-_METHODS = ("call", "_compute_attention", "_masked_softmax")
+_METHODS = ("call", "_compute_attention", "_masked_softmax", "convolution_op", "_moments")
 
 
 def kind_of(layer: keras.Layer) -> LayerKind | None:
@@ -102,6 +112,10 @@ def obstacle(layer: keras.Layer) -> str | None:
         return "it is not built"
     if getattr(layer, "quantization_mode", None) is not None:
         return "it is quantized"
+    if getattr(layer, "groups", 1) != 1:
+        return "its channels are in groups"
+    if getattr(layer, "renorm", False):
+        return "it renormalizes batches"
     activation = getattr(layer, "activation", None)
     if isinstance(activation, keras.Layer) and activation.weights:
         return "its activation has weights"
@@ -136,9 +150,13 @@ def sharded_sizes(layer: keras.Layer, role: str, ranks: int = 1) -> dict[str, in
         return {"num_heads": layer.num_heads}
     if kind.layer_class is keras.layers.GroupQueryAttention:
         return {"num_query_heads": layer.num_query_heads, "num_key_value_heads": layer.num_key_value_heads}
+    if kind.is_normalization:
+        return {"channels": layer.moving_mean.shape[0]}
     size = layer._kernel.shape[sharded_axes(layer, role).kernel]
     if kind.layer_class is keras.layers.Dense:
         return {"units" if role == COLUMN else "input features": size}
+    if kind.layer_class is keras.layers.Conv2D:
+        return {"filters" if role == COLUMN else "input channels": size}
     return {f"axis {einsum_label(layer, role)!r} of {layer.equation!r}": size}
 
 
@@ -151,6 +169,8 @@ def sharded_weights(layer: keras.Layer, role: str, ranks: int = 1) -> list[tuple
         return _of_heads(layer, kind.heads, ranks)
     if kind.is_attention:
         return [(weight, _attention_axis(weight)) for weight in layer.weights]
+    if kind.is_normalization:
+        return [(weight, 0) for weight in layer.weights]
     axes = sharded_axes(layer, role)
     return _with_factors(layer, KERNEL, {"_kernel": axes.kernel, "bias": axes.bias})
 

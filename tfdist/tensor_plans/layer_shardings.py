@@ -53,7 +53,16 @@ def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: i
     for shardable in graph.layers:
         if shardable.layer in roles:
             check_sharding(shardable, roles[shardable.layer], tensor_parallel_size)
-    return layer_shardings(graph, roles)
+    shardings = layer_shardings(graph, roles)
+    for sharding in shardings:
+        if sharding.gather_output and isinstance(sharding.layer, keras.layers.BatchNormalization):
+            raise errors.value_error(
+                "`plan` shards a BatchNormalization that does not stand between layers sharded by column and by row.",
+                layer=sharding.path,
+                role=sharding.role,
+                fix='Shard the layers before and behind it, too, or give it the role "replicate".',
+            )
+    return shardings
 
 
 def layer_shardings(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> list[LayerSharding]:

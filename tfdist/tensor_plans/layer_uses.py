@@ -59,7 +59,8 @@ def _vectors(layer: keras.Layer, shape: Sequence[int | None], is_reverse: bool =
         inputs, kernel, outputs = einsum_terms(layer)
         sizes = zip(kernel, layer.kernel.shape, strict=True)
         return _size(shape) / math.prod(size for label, size in sizes if label in inputs and label not in outputs)
-    return _size(shape) / (shape[-1] or 1)
+    features = 1 if getattr(layer, "data_format", None) == "channels_first" else -1
+    return _size(shape) / (shape[features] or 1)
 
 
 def _elements(tensors: Sequence[keras.KerasTensor]) -> int:

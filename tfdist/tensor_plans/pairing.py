@@ -3,8 +3,8 @@
     whole X ──► column A ──► local Y_i ──► elementwise ──► row B ──► sum over the ranks: whole Z
 
 An output may stay local if all that is ever done with it is elementwise, with other outputs that are local in the same way,
-until it enters layers sharded by row. One use that needs the whole output (a residual, a softmax, a norm, the model's own output)
-and it is gathered, for all its uses.
+until it enters layers sharded by row. Channels may be pooled and normalized one by one on the way. One use that needs the whole
+output (a residual, a softmax, a norm, the model's own output) and it is gathered, for all its uses.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import keras
 
+from tfdist.tensor_plans.channelwise import channel_axes
 from tfdist.tensor_plans.keras_tracing import Event, Trace
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, sharded_axes
 from tfdist.tensor_plans.model_graph import ModelGraph
@@ -43,6 +44,7 @@ def pair(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> tuple[set[keras
         gathered = columns - fed
         gathered |= frozenset().union(*(flow.gathered for flow in flows))
         gathered |= frozenset().union(*(sources for flow in flows for row, sources in flow.fed if row in mixed))
+        gathered |= mixed & columns
         if not gathered & columns:
             return columns, {row for flow in flows for row, _ in flow.fed}
         columns -= gathered
@@ -74,8 +76,8 @@ class Flow:
 
     Attributes:
         gathered: the layers whose output something needs whole.
-        whole_inputs: the layers of `rows` that get a whole input.
-        fed: (row layer, the layers its local input is made of), one for each such call.
+        whole_inputs: the layers of `rows`, and the normalizations of `columns`, that get a whole input.
+        fed: (row layer, the layers its local input is made of, normalizations too), one for each such call.
     """
 
     def __init__(self, trace: Trace, columns: Iterable[keras.Layer], rows: Iterable[keras.Layer]) -> None:
@@ -88,6 +90,9 @@ class Flow:
             found = [local[x] for x in event.inputs if x in local]
             if event.operation in rows:
                 self._enter(event, found)
+            elif isinstance(event.operation, keras.layers.BatchNormalization) and event.operation in columns:
+                self._normalize(event, local)
+                continue
             elif found and not (joined := _through(event, found)):
                 self._gather(found)
             elif found:
@@ -107,13 +112,29 @@ class Flow:
             self.whole_inputs.add(row)
             self._gather(found)
 
+    def _normalize(self, event: Event, local: dict[keras.KerasTensor, Local]) -> None:
+        """Channels that a normalization gets sharded it leaves sharded, if it is sharded with them."""
+        layer, (inputs,), (outputs,) = event.operation, event.inputs, event.outputs
+        part = local.get(inputs)
+        if part is not None and part.axis == layer.axis % len(inputs.shape):
+            local[outputs] = Local(part.axis, part.sources | {layer})
+        else:
+            self.whole_inputs.add(layer)
+            self._gather([] if part is None else [part])
+
     def _gather(self, found: Iterable[Local]) -> None:
         for part in found:
             self.gathered |= part.sources
 
 
 def _through(event: Event, found: list[Local]) -> Local | None:
-    """Returns what an elementwise step makes of inputs that are all local in the same way; None for every other step."""
+    """Returns what an elementwise step makes of inputs that are all local in the same way, and a pooling of local channels; None
+    for every other step."""
+    axes = channel_axes(event.operation)
+    if axes is not None and len(event.inputs) == len(event.outputs) == 1:
+        (before,), (after,) = event.inputs, event.outputs
+        own = found[0].axis == axes[0] % len(before.shape)
+        return Local(axes[1] % len(after.shape), found[0].sources) if own else None
     alike = len({part.axis for part in found}) == 1 and len({x.shape for x in (*event.inputs, *event.outputs)}) == 1
     if not (event.is_elementwise and alike and len(found) == len(event.inputs)):
         return None

@@ -11,10 +11,13 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import (
+    ChannelParallelBatchNormalization,
+    ColumnParallelConv2D,
     ColumnParallelDense,
     ColumnParallelEinsumDense,
     ParallelGroupedQueryAttention,
     ParallelMultiHeadAttention,
+    RowParallelConv2D,
     RowParallelDense,
     RowParallelEinsumDense,
     VocabParallelEmbedding,
@@ -31,10 +34,16 @@ _PARALLEL: dict[str, dict[type, type]] = {
     COLUMN: {
         keras.layers.Dense: ColumnParallelDense,
         keras.layers.EinsumDense: ColumnParallelEinsumDense,
+        keras.layers.Conv2D: ColumnParallelConv2D,
+        keras.layers.BatchNormalization: ChannelParallelBatchNormalization,
         keras.layers.MultiHeadAttention: ParallelMultiHeadAttention,
         keras.layers.GroupQueryAttention: ParallelGroupedQueryAttention,
     },
-    ROW: {keras.layers.Dense: RowParallelDense, keras.layers.EinsumDense: RowParallelEinsumDense},
+    ROW: {
+        keras.layers.Dense: RowParallelDense,
+        keras.layers.EinsumDense: RowParallelEinsumDense,
+        keras.layers.Conv2D: RowParallelConv2D,
+    },
     VOCAB: {
         keras.layers.ReversibleEmbedding: VocabParallelReversibleEmbedding,
         keras.layers.Embedding: VocabParallelEmbedding,

@@ -121,7 +121,7 @@ class _Ranks:
 
     def best_alone(self, known: ShardableLayer) -> tuple[str, float]:
         """Returns the best role of a layer that is not paired, and what it is worth."""
-        if not known.uses:
+        if not known.uses or known.kind.is_normalization:
             return REPLICATE, 0.0
         worths = [(role, self.worth(known, _alone(known, role))) for role in self.possible(known)]
         return max([*worths, (REPLICATE, 0.0)], key=lambda pair: (pair[1], pair[0] == REPLICATE))
@@ -150,7 +150,9 @@ class _Ranks:
         whole = set().union(*(flow.whole_inputs for flow in flows))
         fed = [pair for flow in flows for pair in flow.fed]
         groups = dict.fromkeys(_connected(column, fed) for column in columns)
-        return [x for x in groups if x.rows and not x.columns & (gathered | x.rows) and not x.rows & whole]
+        norms = {x for x in columns if layers[x].kind.is_normalization}
+        takers = {x: x.rows | (x.columns & norms) for x in groups}
+        return [x for x in groups if x.rows and not x.columns & (gathered | x.rows) and not takers[x] & whole]
 
     def worth(self, known: ShardableLayer, sharding: LayerSharding) -> float:
         """Returns the state bytes that a sharding saves, less those that it moves in a step of `BREAK_EVEN_VECTORS` vectors."""
@@ -191,6 +193,8 @@ class _Ranks:
             return "no call of it was seen"
         if not roles_of(known.layer):
             return "its equation has no axis to shard"
+        if known.kind.is_normalization:
+            return "its input is whole, or its output has to be"
         if not (possible := self.possible(known)):
             sizes = [size for role in roles_of(known.layer) for size in self.sizes(known, role).items()]
             said = ", ".join(f"{name} {size}" for name, size in sizes)

@@ -13,7 +13,8 @@ For `Y = X A`, X of I elements and Y of O, of which a gradient flows back to G o
 | vocab, rows looked up | whole | whole | all-reduce Y | nothing | 2 O |
 | vocab, in reverse, for logits | whole | whole | all-gather Y | all-reduce dX | O + 2 G |
 
-The gradient of a gathered output is the same on every rank, so each takes its own part of it: nothing is moved.
+A normalization between two such layers moves nothing. The gradient of a gathered output is the same on every rank, so each takes
+its own part of it: nothing is moved.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from tfdist.tensor_plans.layer_uses import LayerUse
 def moved_units(sharding: LayerSharding, use: LayerUse) -> float:
     """Returns the units of one call and one example: elements, to be multiplied by (t - 1)/t."""
     inputs, outputs = use.gradient_elements, use.output_elements
+    if isinstance(sharding.layer, keras.layers.BatchNormalization):
+        return 0
     if is_attention(sharding.layer):
         return 2 * outputs + 2 * inputs
     if sharding.role == COLUMN:
