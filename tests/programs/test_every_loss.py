@@ -59,7 +59,7 @@ def case(name, targets, activation=None, weighted=False, **arguments):
 KINDS = [
     ("MeanSquaredError", numbers, None, {}),
     ("MeanAbsoluteError", numbers, None, {}),
-    ("MeanAbsolutePercentageError", numbers, None, {}),
+    ("MeanAbsolutePercentageError", probabilities, None, {}),
     ("MeanSquaredLogarithmicError", probabilities, "softplus", {}),
     ("Huber", numbers, None, {"delta": 0.5}),
     ("LogCosh", numbers, None, {}),
