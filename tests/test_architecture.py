@@ -242,7 +242,13 @@ def test_raw_collectives_and_tf_config(name):
         assert not any(module.startswith("tensorflow.config") for module, _ in imports(TREES[name])), name
 
 
+@pytest.mark.parametrize("name", sorted(TREES.keys() - {"custom_gradients.py"}))
+def test_no_gradient_keeps_the_graph_of_every_trace(name):
+    assert not uses(TREES[name], "tf.custom_gradient"), f"tfdist/{name}: use tfdist.custom_gradients"
+
+
 def test_those_rules_find_what_they_look_for():
+    assert uses(TREES["custom_gradients.py"], "tf.custom_gradient")
     assert uses(TREES["collectives/transports/kernels.py"], "tf.raw_ops.Collective")
     assert uses(TREES["mesh/devices.py"], "tf.config")
 

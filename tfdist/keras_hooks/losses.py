@@ -33,10 +33,10 @@ def steps_of(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     With `step_losses="sum"` a step of the user's computes shares. So does a pipeline's, microbatch by microbatch.
     """
     kerass = (keras.Model.train_step, keras.Model.test_step)
-    is_kerass_own = getattr(step, "__func__", step) in kerass and _computes_as_keras(model)
-    if isinstance(model, PipelineModel) or not is_kerass_own and config_of(model._distribute_strategy).step_losses == "sum":
+    is_keras_own = getattr(step, "__func__", step) in kerass and _computes_as_keras(model)
+    if isinstance(model, PipelineModel) or not is_keras_own and config_of(model._distribute_strategy).step_losses == "sum":
         return step
-    return of_trainer(model, step, is_kerass_own)
+    return of_trainer(model, step, is_keras_own)
 
 
 def _computes_as_keras(model: Any) -> bool:

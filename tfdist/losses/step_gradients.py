@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
+from tfdist.custom_gradients import with_adjoint
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.losses.warning import warn_of_step
 from tfdist.sharding.gradient_weight import GradientWeight
@@ -23,12 +24,8 @@ def weighted_in_gradient(loss: Any) -> Any:
     if _is_over_rows(loss):
         return loss
 
-    @tf.custom_gradient
-    def weigh(x: tf.Tensor) -> Any:
-        return tf.identity(x), lambda upstream: upstream * tf.cast(step.weight(), upstream.dtype)
-
     step.weight()  # not within the gradient function, where ranks would send it at another time
-    return weigh(loss)
+    return with_adjoint(tf.identity, lambda upstream: upstream * tf.cast(step.weight(), upstream.dtype), loss)
 
 
 def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any, output_gradients: Any) -> Any:

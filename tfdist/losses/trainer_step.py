@@ -55,10 +55,10 @@ def trainer_step() -> TrainerStep | None:
     return None if step is None or step.model is None else step
 
 
-def of_trainer(model: Any, step: Callable[..., Any], is_kerass_own: bool) -> Callable[..., Any]:
+def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Callable[..., Any]:
     """Returns `step`, the function of the data that Keras's trainer runs on each rank to train or test `model`, as a step of it.
 
-    In a step that `is_kerass_own` the rows are counted in the message of its first loss.
+    In a step that `is_keras_own` the rows are counted in the message of its first loss.
     """
 
     def marked(data: Any) -> Any:
@@ -68,7 +68,7 @@ def of_trainer(model: Any, step: Callable[..., Any], is_kerass_own: bool) -> Cal
         here = program.attachment(TrainerStep)
         here.model = model
         program.attachment(GradientWeight).use(here.weight)
-        if is_kerass_own:
+        if is_keras_own:
             program.attachment(RankBatch).send_rows_along()
         else:
             here.weight()  # before any branch or loop in which no message could be sent
