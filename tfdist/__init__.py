@@ -10,7 +10,7 @@ model.fit(dataset)
 # What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
 from tfdist import collectives, layers, optimizers, pipeline
 from tfdist.mesh import use_logical_cpus
-from tfdist.optimizers import global_norm
+from tfdist.optimizers import clip_by_global_norm, global_norm
 from tfdist.pipeline import PipelineModel
 from tfdist.profiling import memory_report
 from tfdist.sharding import ShardingConfig
@@ -25,6 +25,7 @@ __all__ = [
     "ShardedStrategy",
     "ShardingConfig",
     "TensorPlan",
+    "clip_by_global_norm",
     "collectives",
     "global_norm",
     "layers",

@@ -33,10 +33,14 @@ def clip(
         norms = tf.sqrt(_sum(squares, layouts, ("data", "tensor"), kind, config, program))
         factors = [limit / tf.maximum(norm, limit) for norm in tf.unstack(norms, num=len(grads))]
     else:
-        norm = norm_of(grads, layouts, config, program)
-        # As Keras: NaN where the norm is not finite.
-        factors = [limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)] * len(grads)
+        factors = [global_factor(norm_of(grads, layouts, config, program), limit)] * len(grads)
     return [grad * tf.cast(factor, grad.dtype) for grad, factor in zip(grads, factors, strict=True)]
+
+
+def global_factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
+    """Returns what gradients whose global norm is `norm` are multiplied by; as in Keras, NaN where it is not finite."""
+    limit = tf.cast(limit, norm.dtype)
+    return limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
 
 
 def norm_of(grads: Sequence[tf.Tensor], layouts: Sequence[Layout], config: MeshConfig, program: RankProgram) -> tf.Tensor:

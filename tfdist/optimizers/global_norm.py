@@ -1,4 +1,4 @@
-"""The norm of the reduced gradient, for custom training loops."""
+"""The norm of the reduced gradient, and its clipping, for a `train_step` or a training loop of one's own."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import current_program
-from tfdist.optimizers.clipping import norm_of
+from tfdist.collectives import RankProgram, current_program
+from tfdist.optimizers.clipping import global_factor, norm_of
+from tfdist.optimizers.reduction import KnownReductions
 from tfdist.optimizers.step import reduce_gradients
 from tfdist.optimizers.target import variable_of
-from tfdist.sharding import config_of
+from tfdist.sharding import MeshConfig, config_of
 
 
 def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
-    """Returns the L2 norm of the gradient of the global batch, for custom training loops.
+    """Returns the L2 norm of the gradient of the global batch, for a `train_step` or a training loop of your own.
 
     Call it on every rank, in the function given to `strategy.run`, with the gradients as they left the tape. At stages 0 to 2
     they are reduced for it; `optimizer.apply` called with the same gradients takes the reduced ones and does not reduce again.
@@ -38,8 +39,57 @@ def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
     config = config_of(tf.distribute.get_strategy())
     if config is None:
         return tf.linalg.global_norm([grad for grad, _ in pairs])
-    program = current_program("`global_norm`")
+    return _reduced_and_norm(pairs, config, current_program("`global_norm`"))[1]
+
+
+def clip_by_global_norm(grads: Sequence[Any], variables: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
+    """Clips the gradient of the global batch by its norm, for a `train_step` or a training loop of your own.
+
+    It stands in the place of `tf.clip_by_global_norm`, which would clip each rank's own gradient:
+
+        grads, norm = tfdist.clip_by_global_norm(grads, variables, 1.0)
+        optimizer.apply(grads, variables)
+
+    Call it on every rank, in the function given to `strategy.run`, with the gradients as they left the tape. It costs what
+    `global_norm` does; `optimizer.apply` does not reduce what it returns again. The mistake to avoid: computing with the
+    gradients that it returns, which may be shards. Where the optimizer can clip itself, `global_clipnorm=1.0` is the shorter way.
+
+    Under any other strategy, or none, it is `tf.clip_by_global_norm(grads, clip_norm)`.
+
+    Args:
+        grads: gradients, one per variable; None stays None.
+        variables: the variables, of Keras or TensorFlow.
+        clip_norm: the largest norm, a number or a scalar.
+
+    Returns:
+        The clipped gradients, for `optimizer.apply` with the same variables, and the norm before clipping, a scalar: NaN, and so
+        are the gradients, where it is not finite.
+
+    Raises:
+        RuntimeError: called outside `strategy.run`.
+        ValueError: the two have different lengths.
+    """
+    pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
+    config = config_of(tf.distribute.get_strategy())
+    if config is None:
+        return tf.clip_by_global_norm(list(grads), clip_norm)
+    program = current_program("`clip_by_global_norm`")
+    reduced, norm = _reduced_and_norm(pairs, config, program)
+    known, clipped = program.attachment(KnownReductions), []
+    with tf.device(program.device):
+        factor = global_factor(norm, clip_norm)
+        for grad in reduced:
+            clipped.append(grad * tf.cast(factor, grad.dtype))
+            known.add(clipped[-1], clipped[-1])
+    each = iter(clipped)
+    return [None if grad is None else next(each) for grad in grads], norm
+
+
+def _reduced_and_norm(
+    pairs: Sequence[tuple[Any, Any]], config: MeshConfig, program: RankProgram
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Returns the reduced gradients of `pairs` of gradients and variables, and the norm of all ranks' together."""
     reduced = reduce_gradients([grad for grad, _ in pairs], [variable for _, variable in pairs], config, program)
     layouts = [config.slot_layout(variable_of(variable).layout) for _, variable in pairs]
     with tf.device(program.device):
-        return norm_of(reduced, layouts, config, program)
+        return reduced, norm_of(reduced, layouts, config, program)
