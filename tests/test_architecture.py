@@ -57,6 +57,7 @@ PRIVATE = {
     "keras_hooks/metrics.py",
     "keras_hooks/tensorflow.py",
     "layers/checkpoint_names.py",
+    "layers/recomputed.py",
     "losses/global_losses.py",
     "metrics/global_results.py",
     "strategy/extended.py",

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.common.remat import RematMode
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
+from keras.src.backend.tensorflow import core
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -303,6 +305,21 @@ def test_the_body_of_a_while_operation():
         return loop.outputs[place]
 
     assert float(in_graph(step, tf.TensorSpec([]), tf.TensorSpec([]))(tf.constant(1.0), tf.constant(5.0))) == 5.0
+
+
+# tfdist/layers/recomputed.py
+
+
+def test_layers_are_computed_by_their_mode(monkeypatch):
+    called = []
+    monkeypatch.setattr(core, "remat", lambda f: called.append(f) or f)
+    layer = keras.layers.Dense(3)
+    assert layer._remat_mode is None
+    layer._remat_mode = RematMode(mode="full", output_size_threshold=0, layer_names=())
+    layer(np.ones((2, 3), "float32"))
+    assert called == [layer.call]
+    with keras.RematScope():
+        assert type(keras.layers.Dense(3)._remat_mode) is RematMode
 
 
 # tfdist/sharding/keras_scope.py

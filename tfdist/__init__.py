@@ -9,6 +9,7 @@ model.fit(dataset)
 
 # What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
 from tfdist import collectives, layers, optimizers, pipeline
+from tfdist.layers import recompute
 from tfdist.mesh import use_logical_cpus
 from tfdist.optimizers import clip_by_global_norm, global_norm
 from tfdist.pipeline import PipelineModel
@@ -33,6 +34,7 @@ __all__ = [
     "optimizers",
     "parallelize",
     "pipeline",
+    "recompute",
     "suggest_plan",
     "use_logical_cpus",
 ]

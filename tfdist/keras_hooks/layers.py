@@ -3,15 +3,18 @@ outputs."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import BACKEND_NN, replaces
 from tfdist.layers import empty_batches, layer_strategy, normalization, randomness, recurrent_states, sharded_tensors
 from tfdist.losses.warning import calling
+from tfdist.sharding import config_of, recompute
 
 
 @replaces("keras.layers.Layer", "_maybe_build")
@@ -49,6 +52,29 @@ def _next(original: Callable[..., Any], self: Any, ordered: bool = True) -> Any:
     """All ranks would draw the same numbers from the one state: the same dropout mask, each for its part of the batch."""
     randomness.settle(self)
     return randomness.of_this_rank(original(self, ordered))
+
+
+@replaces("keras.src.backend.tensorflow.core", "remat")
+def _remat(original: Callable[..., Any], f: Callable[..., Any]) -> Callable[..., Any]:
+    """TensorFlow's `recompute_grad` takes no keyword arguments while it traces, which layers have, calls the function again,
+    which draws and counts again, and knows no variable of which a rank has a shard."""
+    kept = original(f)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        program = rank_program()
+        if program is not None:
+            return recompute(program, f, args, kwargs)
+        return (f if _is_sharded(f) else kept)(*args, **kwargs)
+
+    return functools.update_wrapper(call, f, updated=())
+
+
+def _is_sharded(function: Any) -> bool:
+    """Whether a function is called in the scope of a tfdist strategy, or is a layer (or a method of one) that was made in it."""
+    layer = getattr(function, "__self__", function)
+    variables = layer.variables if isinstance(layer, keras.Layer) else []
+    strategies = [getattr(variable._value, "distribute_strategy", None) for variable in variables]
+    return any(config_of(strategy) is not None for strategy in (tf.distribute.get_strategy(), *strategies))
 
 
 _CONV = "strides=1, padding='valid', data_format=None, dilation_rate=1)"

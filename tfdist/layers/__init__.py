@@ -18,6 +18,7 @@ from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowPa
 from tfdist.layers.parallel_mlp import ParallelMLP
 from tfdist.layers.parallel_normalization import ChannelParallelBatchNormalization
 from tfdist.layers.parallel_transformer import ParallelTransformerBlock
+from tfdist.layers.recomputed import recompute
 from tfdist.layers.vocab_parallel_crossentropy import VocabParallelCrossentropy
 from tfdist.layers.vocab_parallel_embedding import VocabParallelEmbedding, VocabParallelReversibleEmbedding
 
@@ -36,6 +37,7 @@ __all__ = [
     "VocabParallelCrossentropy",
     "VocabParallelEmbedding",
     "VocabParallelReversibleEmbedding",
+    "recompute",
     "sharded_tensors",
     "empty_batches",
     "normalization",

@@ -1,10 +1,12 @@
 """Level 4: what part of a variable each rank stores, and how a parameter is gathered, dropped and gathered again."""
 
 from tfdist.sharding.config import MeshConfig, ShardingConfig, config_of, settings_of, with_settings_listed
+from tfdist.sharding.keras_scope import layers_within
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.parameter_group import ParameterGroups
 from tfdist.sharding.placement_request import PlacementRequest, current_placement, kept_placement, placement, request_placement
 from tfdist.sharding.placements import Own, Partial, Replicate, Shard
+from tfdist.sharding.recomputation import recompute
 from tfdist.sharding.replicated_variables import PartialSyncOnReadVariable, with_layout
 from tfdist.sharding.unshard import UnshardSchedule
 from tfdist.sharding.variable import ShardedVariable
@@ -28,8 +30,10 @@ __all__ = [
     "config_of",
     "current_placement",
     "kept_placement",
+    "layers_within",
     "placement",
     "placements_of",
+    "recompute",
     "request_placement",
     "with_layout",
     "settings_of",

@@ -70,9 +70,10 @@ def is_backward(operation: tf.Operation) -> bool:
     return "gradient_tape/" in operation.name or operation.name.startswith("gradients/") or "/gradients/" in operation.name
 
 
-def backward_scope() -> contextlib.AbstractContextManager[None]:
-    """Names operations of a gradient function of our own as a tape names those of TensorFlow's."""
-    return tf.name_scope("gradient_tape/")  # with the slash: this one, and no second one of another name
+def backward_scope(name: str = "") -> contextlib.AbstractContextManager[None]:
+    """Names operations of a gradient function of our own as a tape names those of TensorFlow's, below `name` if there is one."""
+    # With the slash at the end: this one, and no second one of another name.
+    return tf.name_scope(f"gradient_tape/{name}/" if name else "gradient_tape/")
 
 
 def in_backward() -> bool:
@@ -100,6 +101,13 @@ def loop_invariants(operation: tf.Operation, tensor: tf.Tensor) -> list[tf.Tenso
     return unchanged
 
 
+def made_for_loops(operations: Sequence[tf.Operation], since: int) -> set[tf.Operation]:
+    """Returns those from number `since` on of a graph's `operations` that loops of forward need: the gradient of a loop lets it
+    keep what it computes, and makes operations for that."""
+    loops = [op for op in operations if op.type in LOOPS and not is_backward(op)]
+    return ancestors([tensor for loop in loops for tensor in loop.inputs], operations[since:] if loops else [])
+
+
 def clone(operation: tf.Operation, data: tf.Tensor) -> tf.Operation:
     """Makes `operation` a second time, with `data` as its first input and the other inputs as they are."""
     return _again(operation, [data, *operation.inputs[1:]], operation.graph)
@@ -116,6 +124,31 @@ def copy_all(operations: Sequence[tf.Operation], known: dict[str, tf.Tensor]) ->
         for output, new in zip(operation.outputs, made.outputs, strict=True):
             new.set_shape(output.shape)  # which may know more than the operation says
             known[output.name] = new
+
+
+def can_be_made_again(operation: tf.Operation) -> bool:
+    """Whether an operation, made a second time in its graph, gives the same again and does nothing else."""
+    kinds = [tensor.dtype for tensor in (*operation.inputs, *operation.outputs)]
+    return (
+        operation.type not in ("Placeholder", "Const", "NoOp")
+        and not any(dtype in (tf.resource, tf.variant) for dtype in kinds)
+        and not _calls_functions(operation)
+        and not auto_control_deps.op_is_stateful(operation)
+    )
+
+
+def make_again(operations: Sequence[tf.Operation]) -> dict[str, tf.Tensor]:
+    """Makes operations, in the order in which they were made, a second time in their graph, the later ones of the earlier ones.
+
+    Returns the tensor that stands for each of theirs, by the name of that.
+    """
+    copies: dict[str, tf.Tensor] = {}
+    for operation in operations:
+        made = _again(operation, [copies.get(source.name, source) for source in operation.inputs], operation.graph)
+        for output, new in zip(operation.outputs, made.outputs, strict=True):
+            new.set_shape(output.shape)  # which may know more than the operation says
+            copies[output.name] = new
+    return copies
 
 
 def _again(operation: tf.Operation, inputs: Sequence[tf.Tensor], graph: tf.Graph) -> tf.Operation:

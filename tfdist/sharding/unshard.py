@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -32,6 +32,7 @@ from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
+from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.shard_messages import gather_shards, scatter_sums
 
 # Operations whose first input is only moved or cast.
@@ -81,8 +82,9 @@ class Unit:
         """Returns who reads the gathered tensors or views of them."""
         return [reader for variable, full in self.outputs.items() for reader in _readers(full, variable)]
 
-    def backward_readers(self) -> list[Reader]:
-        return [reader for reader in self.readers() if tape.is_backward(reader.operation)]
+    def backward_readers(self, idle: Set[str] = frozenset()) -> list[Reader]:
+        """Returns who reads them in backward, but for operations of the names `idle`, which do not run."""
+        return [reader for reader in self.readers() if tape.is_backward(reader.operation) and reader.operation.name not in idle]
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,6 +109,7 @@ class UnshardSchedule:
 
     def __init__(self, program: RankProgram):
         self._program = program
+        self._recomputation: Recomputation = program.attachment(Recomputation)
         self._units: list[Unit] = []
         self._live: list[Unit] = []
         self._pending: list[PendingGradient] = []
@@ -179,8 +182,10 @@ class UnshardSchedule:
         if len(window) > config.prefetch and (config.reshard_after_forward or not is_training):
             gate = [reader.operation for reader in window[0].readers()]
         unit = Unit(len(self._units), group, compute_dtype, shards)
+        before = tape.operations_so_far()
         with self._own_emission(), tape.stop_recording():
             unit.outputs = self._all_gather(unit, variables, gate, f"unshard/{group.name}")
+        self._recomputation.leave_alone(tape.operations_since(before))
         for variable in variables:
             gradient = functools.partial(self._on_gradient, unit, variable)
             tape.record_gradient("Unshard", [unit.outputs[id(variable)]], [shards[id(variable)]], gradient)
@@ -234,6 +239,7 @@ class UnshardSchedule:
         """
         if self._emitting or not self._units:
             return
+        self._recomputation.settle()
         wanted = {id(tensor) for tensor in gradients}
         if tape.in_backward():
             wanted.update(id(p.stub) for p in self._pending if not p.variable.is_frozen)
@@ -278,7 +284,8 @@ class UnshardSchedule:
         """Returns, per unit index, the backward readers of its forward copy that must be moved to a second one."""
         if not self._config.reshard_after_forward:
             return {}
-        uses = {unit.index: unit.backward_readers() for unit in self._units if not unit.is_kept}
+        idle = self._recomputation.idle
+        uses = {unit.index: unit.backward_readers(idle) for unit in self._units if not unit.is_kept}
         return {index: readers for index, readers in uses.items() if readers}
 
     def _regathers(self, uses: dict[int, list[Reader]], numbers: dict[str, int]) -> list[Regather]:
@@ -300,6 +307,7 @@ class UnshardSchedule:
             return []
         first = min(readers, key=lambda reader: numbers[reader.operation.name])
         others = [tensor.op for tensor in first.operation.inputs if not tape.same(tensor, first.tensor)]
+        others += first.operation.control_inputs  # of one that is made again
         return [op for op in others if numbers[op.name] < numbers[first.operation.name]]
 
     def _regather(self, unit: Unit, readers: Sequence[Reader], gate: Sequence[tf.Operation]) -> None:

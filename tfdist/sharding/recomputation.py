@@ -1,0 +1,166 @@
+"""Functions within a step that are computed a second time for backward, so that what they compute is not kept until then.
+
+    forward     x -> a -> b -> y              x and y are kept, a and b dropped
+    backward    dy, x -> a' -> b'             when dy is there, and the backward before it is through
+                dy, a', b' -> dx              what would read a and b reads a' and b'
+
+Note: operations made again. The function is not called a second time: when the tape asks for the gradient of its results, the
+operations that it made are made again, and the operations of backward that read a result of the first ones are made to read the
+second. So both are the same numbers, whatever the function is: what it draws at random, it draws once. Nothing that has an effect
+or sends anything is made again, nor a loop, a branch or a nested function: what they return is kept. Operations that nobody reads
+(the last product of a layer) do not run.
+
+Note: what is gathered again. A parameter that is sharded over the data axis is not kept until then either: the operations made
+again read it in backward, and so it is gathered for them as for the others there (`tfdist.sharding.unshard`), once for both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+from tfdist.sharding import tape
+from tfdist.sharding.sharded_activations import mark_shard, shard_of
+
+
+@dataclasses.dataclass(eq=False)
+class Repetition:
+    """The operations of a region, made again for one gradient.
+
+    Attributes:
+        began: how many operations the graph had before.
+        gate: an operation that runs before any of them.
+        operations: those made again.
+        copies: the tensor that stands for each of the region's, by the name of that.
+    """
+
+    began: int
+    gate: tf.Operation
+    operations: list[tf.Operation]
+    copies: dict[str, tf.Tensor]
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """What one call of a function has made: the operations that can be made again, and the tensors of it that are dropped."""
+
+    operations: list[tf.Operation]
+    dropped: list[tf.Tensor]
+    repetitions: list[Repetition] = dataclasses.field(default_factory=list)
+
+
+class Recomputation:
+    """What one rank computes again in one trace of `strategy.run`.
+
+    Attributes:
+        idle: the names of operations made again that nothing needs; they do not run.
+    """
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._regions: list[Region] = []  # of a region within a region, the inner one first
+        self._left_alone: set[str] = set()
+        self.idle: set[str] = set()
+        program.at_close.append(lambda outputs: self.settle())
+
+    def leave_alone(self, operations: Sequence[tf.Operation]) -> None:
+        """Notes operations that are not made again: of a gather, which has a second one of its own."""
+        self._left_alone.update(operation.name for operation in operations)
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns `function(*args, **kwargs)`, of which arguments and results are kept for backward, and nothing in between.
+
+        Where there is no backward, or it is not traced in the graph of `strategy.run`, the function is just called.
+        """
+        program = self._program
+        if program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
+            return function(*args, **kwargs)
+        before = tape.operations_so_far()
+        result = function(*args, **kwargs)
+        leaves = tf.nest.flatten(result, expand_composites=True)
+        outputs = [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.dtype.is_floating and program.exists_here(leaf)]
+        if not outputs or not tape.tapes_watching(outputs):
+            return result
+        region = self._region(tape.operations_since(before), outputs)
+        with tape.stop_recording():
+            passed = {id(output): tf.identity(output) for output in outputs}
+        tape.record_gradient("Recompute", list(passed.values()), outputs, functools.partial(self._repeat, region))
+        for output in outputs:
+            _copy_marks(output, passed[id(output)])
+        self._regions.append(region)
+        return tf.nest.pack_sequence_as(result, [passed.get(id(leaf), leaf) for leaf in leaves], expand_composites=True)
+
+    def _region(self, operations: Sequence[tf.Operation], outputs: Sequence[tf.Tensor]) -> Region:
+        again = [op for op in operations if op.name not in self._left_alone and tape.can_be_made_again(op)]
+        kept = {output.name for output in outputs}
+        return Region(again, [tensor for op in again for tensor in op.outputs if tensor.name not in kept])
+
+    def _repeat(self, region: Region, *upstream: Any) -> list[Any]:
+        """The tape's way back through a region's results: makes its operations again, once `upstream` is there."""
+        if tf.compat.v1.get_default_graph() is self._program.graph:
+            before = [tensor for tensor in tf.nest.flatten(list(upstream), expand_composites=True) if tensor is not None]
+            began = tape.operations_so_far()
+            with self._program.outermost(), tape.stop_recording(), tape.backward_scope("recompute"):
+                with tf.control_dependencies(before):
+                    gate = tf.no_op()
+                copies = tape.make_again(region.operations)
+            made = tape.operations_since(began)[1:]
+            tape.run_all_after(made, [gate])
+            region.repetitions.append(Repetition(began, gate, made, copies))
+        return list(upstream)
+
+    def settle(self) -> None:
+        """Lets what backward has made so far read the operations made again, each when its turn has come."""
+        repetitions = sorted((r for region in self._regions for r in region.repetitions), key=lambda r: r.began)
+        if not repetitions:
+            return
+        operations = self._program.graph.get_operations()
+        numbers = {op.name: number for number, op in enumerate(operations)}
+        of_loops = tape.made_for_loops(operations, since=repetitions[0].began)
+        for region in self._regions:
+            for tensor, consumer in region_readers(region.dropped) if region.repetitions else ():
+                latest = [r for r in region.repetitions if r.began <= numbers[consumer.name]]
+                if latest and consumer not in of_loops:
+                    tape.reconnect(consumer, tensor, latest[-1].copies[tensor.name])
+        made = {op for repetition in repetitions for op in repetition.operations}
+        read = [op for op in made if any(reader not in made for output in op.outputs for reader in output.consumers())]
+        self.idle = {op.name for op in made - tape.ancestors(read, list(made), by_control=False)}
+        for earlier, later in zip(repetitions, repetitions[1:], strict=False):
+            self._order(earlier, later, numbers)
+
+    def _order(self, earlier: Repetition, later: Repetition, numbers: Mapping[str, int]) -> None:
+        """Lets the repetition of one region wait until backward has read that of the region before: else both would be held.
+
+        Waited for is only what was made before: the new edges close no circle.
+        """
+        own, known = set(earlier.operations), set(later.gate.control_inputs)
+        for _, reader in region_readers([output for operation in earlier.operations for output in operation.outputs]):
+            is_before = numbers[reader.name] < later.began
+            if is_before and reader not in own and reader not in known and reader.name not in self.idle:
+                known.add(reader)
+                tape.run_after(later.gate, reader)
+
+
+def recompute(program: RankProgram, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns `function(*args, **kwargs)`; what it computes on the way is computed again for backward, not kept."""
+    return program.attachment(Recomputation).call(function, args, kwargs)
+
+
+def region_readers(tensors: Sequence[tf.Tensor]) -> Iterator[tuple[tf.Tensor, tf.Operation]]:
+    """Yields each of `tensors` with each operation that reads it."""
+    for tensor in tensors:
+        for consumer in tensor.consumers():
+            yield tensor, consumer
+
+
+def _copy_marks(source: tf.Tensor, target: tf.Tensor) -> None:
+    """Gives `target` what is noted on `source`: the mask that Keras has put there, and how it is sharded."""
+    mark_shard(target, shard_of(source))
+    mask = getattr(source, "_keras_mask", None)
+    if mask is not None:
+        target._keras_mask = mask
