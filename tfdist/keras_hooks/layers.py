@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist.collectives import rank_program
@@ -71,10 +70,8 @@ def _remat(original: Callable[..., Any], f: Callable[..., Any]) -> Callable[...,
 
 def _is_sharded(function: Any) -> bool:
     """Whether a function is called in the scope of a tfdist strategy, or is a layer (or a method of one) that was made in it."""
-    layer = getattr(function, "__self__", function)
-    variables = layer.variables if isinstance(layer, keras.Layer) else []
-    strategies = [getattr(variable._value, "distribute_strategy", None) for variable in variables]
-    return any(config_of(strategy) is not None for strategy in (tf.distribute.get_strategy(), *strategies))
+    strategies = (tf.distribute.get_strategy(), layer_strategy.strategy_of(getattr(function, "__self__", function)))
+    return any(config_of(strategy) is not None for strategy in strategies)
 
 
 _CONV = "strides=1, padding='valid', data_format=None, dilation_rate=1)"
