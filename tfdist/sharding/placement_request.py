@@ -25,6 +25,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Own, Partial, Replicate, Shard
@@ -104,12 +105,16 @@ def request_placement(variable: keras.Variable, **changes: Any) -> None:
     """
     setattr(variable, _KEPT, {**kept_placement(variable), **changes})
     if variable._value is not None:
-        whole = tf.identity(variable._value)
-        # A weight that was frozen after it was made stays one of the parameters, which ZeRO shards.
-        is_trainable, variable._trainable = variable._trainable, variable._value.trainable
-        with tf.init_scope():
-            variable._initialize_with_initializer(lambda shape, dtype=None: tf.cast(whole, dtype))
-        variable._trainable = is_trainable
+        outside_ranks(lambda: _make_anew(variable))
+
+
+def _make_anew(variable: keras.Variable) -> None:
+    whole = tf.identity(variable._value)
+    # A weight that was frozen after it was made stays one of the parameters, which ZeRO shards.
+    is_trainable, variable._trainable = variable._trainable, variable._value.trainable
+    with tf.init_scope():
+        variable._initialize_with_initializer(lambda shape, dtype=None: tf.cast(whole, dtype))
+    variable._trainable = is_trainable
 
 
 def kept_placement(variable: keras.Variable) -> dict[str, Any]:
