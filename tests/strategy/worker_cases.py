@@ -123,7 +123,49 @@ def ask_batches(strategy: Any) -> dict[str, Any]:
     return found
 
 
-METHODS = {"fit": fit_in_all_ways, "batches": ask_batches, "normalise": normalise}
+class NoCall(keras.Model):
+    """Built in the first step: layers, the optimizer's slots and metrics. It draws without a seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = keras.layers.Dense(9, activation="tanh"), keras.layers.Dense(training.CLASSES)
+
+    def train_step(self, data: Any) -> dict[str, tf.Tensor]:
+        x, y = data
+        noise = 0.0 * keras.random.normal(tf.shape(x))
+        with tf.GradientTape() as tape:
+            y_pred = self.head(self.hidden(x + noise))
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return self.compute_metrics(x, y, y_pred) | {"loss": loss}
+
+
+def make_in_steps(strategy: Any) -> dict[str, Any]:
+    """A model that is built in its first step, compiled outside the scope; and numbers that are drawn without a seed."""
+    x, y = training.vectors(37)
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = NoCall()
+    model.compile(adam(), training.loss_function(), metrics=["accuracy"])
+    found: dict[str, Any] = {"history": model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history}
+    found["weights"] = model.get_weights()
+
+    @tf.function
+    def draw() -> tf.Tensor:
+        def on_rank() -> tf.Tensor:
+            return tf.stack([keras.random.normal((3,)), tf.random.normal((3,)), tf.random.normal((3,), seed=7)])
+
+        return strategy.gather(strategy.run(on_rank), axis=0)
+
+    drawn = draw().numpy()
+    assert len(np.unique(drawn)) == 9 * strategy.num_replicas_in_sync, "ranks draw alike"
+    found["of the first rank"] = drawn[:3]
+    found["drawn after it"] = keras.random.normal((3,)).numpy()
+    return found
+
+
+METHODS = {"fit": fit_in_all_ways, "batches": ask_batches, "normalise": normalise, "steps": make_in_steps}
 
 
 def ask_models(methods: dict[int, list[str]]) -> dict[tuple[int, str], dict[str, Any]]:
