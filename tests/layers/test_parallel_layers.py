@@ -1,5 +1,7 @@
 """Tensor-parallel layers beside Keras's: they are the same layer outside replicas, and say what they cannot do."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -91,6 +93,25 @@ def test_inside_replicas_it_computes_the_same(name, devices):
     for output in local(strategy, trace(strategy, lambda: call(layer))()):
         np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
     assert any(len(record.ranks) == devices for record in strategy.last_plan.records[0]), "nothing was sharded"
+
+
+def test_where_an_output_that_stays_sharded_is_sharded():
+    """As a pipeline asks, which is divided behind the layer."""
+
+    def shard(layer, shape=(None, 8, 12)):
+        layer.build(shape)
+        return layer.output_shard and (layer.output_shard.axis, layer.output_shard.size)
+
+    einsum = functools.partial(layers.ColumnParallelEinsumDense, gather_output=False)
+    assert shard(einsum("abc,cde->abde", (None, 4, 3))) == (2, 4)
+    assert shard(einsum("...c,cd->...d", 6)) == (-1, 6)
+    assert shard(layers.ColumnParallelEinsumDense("abc,cd->abd", (None, 6))) is None
+    assert shard(layers.ColumnParallelDense(6, gather_output=False)) == (-1, 6)
+    image = (None, 5, 5, 3)
+    assert shard(layers.ColumnParallelConv2D(6, 3, gather_output=False), image) == (-1, 6)
+    assert shard(layers.ColumnParallelConv2D(6, 3, gather_output=False, data_format="channels_first"), image) == (1, 6)
+    assert shard(layers.ColumnParallelConv2D(6, 3), image) is None
+    assert shard(layers.ChannelParallelBatchNormalization(), image) == (-1, 3)
 
 
 def test_attention_of_masked_inputs_and_its_scores():

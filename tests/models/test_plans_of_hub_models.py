@@ -5,9 +5,8 @@ import pytest
 from grids import exhaustive
 from training import one_device, strategy_for
 
-import tfdist
-from tests.models import families
-from tests.models.ways import everything_sharded, train
+from tests.models import families, more_families
+from tests.models.ways import everything_sharded, suggested_where_links_are_fast, train
 from tests.parity.comparison import assert_same_tree
 from tfdist.tensor_plans import resolve, suggest_plan
 
@@ -80,6 +79,16 @@ def test_heads_of_keys_and_values_may_be_fewer_than_the_ranks():
     square = 4 * 256 * 256  # bytes of the projection of the queries, and of the output's
     assert half.saved_bytes == square + square // 2  # queries and output, and halves of keys and values
     assert quarter.saved_bytes == 2 * square * 3 // 4  # keys and values are whole
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "Llama3", "Bart"])
+def test_attentions_of_more_models_are_sharded_by_heads(name):
+    model = more_families.build(name)
+    with strategy_for(2, 0, tensor_parallel_size=2).scope():
+        plan = suggested_where_links_are_fast(model)
+    attentions = [x for x in plan.shardings if x.path.endswith(("attention", "attention_layer"))]
+    assert len(attentions) >= 2 and {x.role for x in attentions} == {"column"}, str(plan)
+    assert {x.reason for x in attentions} == {"heads"}
 
 
 def test_heads_that_do_not_divide():
@@ -166,4 +175,3 @@ def test_generation_of_a_sharded_model_is_that_of_one_device():
     expected = generated(one_device(), lambda family: families.FAMILIES[family]())
     found = generated(strategy_for(2, 0, tensor_parallel_size=2), everything_sharded)
     assert (found == expected).all()
-    assert tfdist is not None

@@ -35,15 +35,19 @@ class Way:
     of_one_device: str = "plain"
 
 
-def everything_sharded(family: str) -> keras.Model:
-    """The model sharded by the plan that is suggested where links are fast: models of tests are too small for their own."""
-    model = families.FAMILIES[family]()
+def suggested_where_links_are_fast(model: keras.Model) -> tfdist.TensorPlan:
+    """The plan for the ranks of the strategy whose scope this is; models of tests are too small for links as they are."""
     before = suggest.BREAK_EVEN_VECTORS
     suggest.BREAK_EVEN_VECTORS = 4
     try:
-        plan = tfdist.suggest_plan(model, tf.distribute.get_strategy().mesh.tensor_parallel_size)
+        return tfdist.suggest_plan(model, tf.distribute.get_strategy().mesh.tensor_parallel_size)
     finally:
         suggest.BREAK_EVEN_VECTORS = before
+
+
+def everything_sharded(family: str) -> keras.Model:
+    model = families.FAMILIES[family]()
+    plan = suggested_where_links_are_fast(model)
     assert sum(sharding.role != "replicate" for sharding in plan.shardings) > 6, plan
     assert sum(sharding.is_paired for sharding in plan.shardings) >= 4, plan
     return tfdist.parallelize(model, plan, print_fn=None)

@@ -50,6 +50,7 @@ class HeadedLayer:
         sizes: numbers that are multiples of the number of query heads.
         per_head: the layer's own weights, by the axis that is one entry a head.
         bias: the argument, also the second of the results, that is a tensor (batch, heads, target, source).
+        norms: normalizations of each head, whose `scale` all heads share; None or missing where the layer has none.
     """
 
     class_name: str
@@ -63,6 +64,7 @@ class HeadedLayer:
     sizes: tuple[str, ...] = ()
     per_head: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
     bias: str | None = None
+    norms: tuple[str, ...] = ()
 
 
 _GROUPED: dict[str, Any] = {
@@ -76,6 +78,12 @@ _GROUPED: dict[str, Any] = {
 }
 _UNDERSCORED: dict[str, Any] = {name: f"_{_GROUPED[name]}" for name in ("query_heads", "key_value_heads", "groups")}
 _PLAIN: dict[str, Any] = {"queries": "query_dense", "keys_values": ("key_dense", "value_dense"), "outputs": "output_dense"}
+_GEMMA: dict[str, Any] = {
+    **_GROUPED,
+    **_PLAIN,
+    "inputs": ("x",),
+    "sizes": ("hidden_dim",),  # only ever divided by the number of query heads
+}
 
 HEADED_LAYERS = (
     HeadedLayer(
@@ -89,16 +97,10 @@ HEADED_LAYERS = (
     HeadedLayer("LlamaAttention", **_GROUPED),
     HeadedLayer("CachedMistralAttention", **{**_GROUPED, **_UNDERSCORED}),
     HeadedLayer("QwenAttention", **_GROUPED),
+    HeadedLayer("Qwen3Attention", **_GROUPED, norms=("_query_dense_layer_norm", "_key_dense_layer_norm")),
     HeadedLayer("Phi3Attention", **{**_GROUPED, **_PLAIN}),
-    HeadedLayer(
-        "CachedGemmaAttention",
-        inputs=("x",),
-        **_PLAIN,
-        query_heads="num_query_heads",
-        key_value_heads="num_key_value_heads",
-        groups="num_key_value_groups",
-        sizes=("hidden_dim",),  # only ever divided by the number of query heads
-    ),
+    HeadedLayer("CachedGemmaAttention", **_GEMMA),
+    HeadedLayer("CachedGemma3Attention", **_GEMMA, norms=("query_norm", "key_norm")),
     HeadedLayer(
         "T5MultiHeadAttention",
         inputs=("hidden_states", "key_value_states"),
@@ -182,6 +184,10 @@ class _ParallelHubAttention(ShardedWeights):
             dense.gather_output = False
             dense.input_has_entered = True
             dense.shard_weights()
+        for name in made.norms:
+            norm = getattr(self, name, None)
+            if norm is not None:
+                norm.__class__ = _entered_norm(norm.__class__)
         dense = getattr(self, made.outputs)
         dense.__class__ = RowParallelDense if isinstance(dense, keras.layers.Dense) else RowParallelEinsumDense
         dense.input_is_parallel = True
@@ -225,6 +231,19 @@ class _ParallelHubAttention(ShardedWeights):
     def _own_bias(self, bias: tf.Tensor) -> tf.Tensor:
         """Returns the bias of this rank's heads, of one that an earlier layer gathered, or left as it is here."""
         return bias if shard_of(bias) is not None else regions.scatter_to(bias, 1, f"{self.name}/{self._made.bias}")
+
+
+@functools.cache
+def _entered_norm(norm_class: Any) -> Any:
+    """Returns the class of a normalization of each head: a rank's gradient of its scale is a summand, of its own heads."""
+
+    def scale(self: Any) -> Any:
+        weight = vars(self)["scale"]
+        if regions.tensor_program() is None:
+            return weight
+        return regions.copy_to(tf.convert_to_tensor(weight), f"{self.name}/scale")
+
+    return type(norm_class.__name__, (norm_class,), {"scale": property(scale), "__module__": norm_class.__module__})
 
 
 def _of_this_rank(name: str, made: HeadedLayer) -> property:
