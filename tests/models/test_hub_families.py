@@ -23,7 +23,7 @@ COLUMNS = {
     "tensor 2, by `suggest_plan`": ("tensor 2", "tensor 2, stage 3"),
     "LoRA, stage 3": ("LoRA",),
     "LoRA, tensor 2": ("LoRA, tensor 2",),
-    "pipeline 2": ("pipeline 2",),
+    "pipeline 2": ("pipeline 2", "pipeline 2, stage 3"),
     "recompute": ("recompute", "recompute, stage 3"),
 }
 

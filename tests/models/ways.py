@@ -88,6 +88,7 @@ WAYS = {
     "tensor 2": Way(2, {"zero_stage": 0, "tensor_parallel_size": 2}, everything_sharded),
     "tensor 2, stage 3": Way(4, {"zero_stage": 3, "tensor_parallel_size": 2}, everything_sharded),
     "pipeline 2": Way(2, {"zero_stage": 0, "pipeline_parallel_size": 2}, staged),
+    "pipeline 2, stage 3": Way(4, {"zero_stage": 3, "pipeline_parallel_size": 2}, staged),
     "LoRA": Way(2, {"zero_stage": 3}, with_lora, "LoRA"),
     "LoRA, tensor 2": Way(
         2, {"zero_stage": 0, "tensor_parallel_size": 2}, functools.partial(with_lora, builds=everything_sharded), "LoRA"

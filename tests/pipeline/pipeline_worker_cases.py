@@ -21,6 +21,7 @@ CASES: dict[int, dict[str, tuple[tuple[str, int], bool, dict[str, Any], dict[str
             {**MESH, "zero_stage": 2},
             {"num_microbatches": 2, "schedule": "zero_bubble"},
         ),
+        "stage 3": (("sequence parallel", 4), False, {**MESH, "zero_stage": 3}, {"num_microbatches": 2}),
     },
     2: {
         "1f1b": (("chain", 4), False, {"pipeline_parallel_size": 2, "zero_stage": 0}, {"num_microbatches": 4}),
@@ -37,6 +38,12 @@ CASES: dict[int, dict[str, tuple[tuple[str, int], bool, dict[str, Any], dict[str
             False,
             {"pipeline_parallel_size": 4, "zero_stage": 0},
             {"num_microbatches": 2, "schedule": "zero_bubble"},
+        ),
+        "stage 3": (
+            ("branches", 4),
+            False,
+            {"pipeline_parallel_size": 2, "zero_stage": 3},
+            {"num_microbatches": 1, "reshard_after_microbatch": True},
         ),
         "2 x 2 x 2": (("tensor parallel", 4), True, {**MESH, "zero_stage": 1}, {"num_microbatches": 2}),
     },

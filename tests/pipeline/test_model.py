@@ -232,9 +232,6 @@ def test_what_is_no_graph_of_layers():
 
 
 def test_strategies():
-    strategy = strategy_on(2, pipeline_parallel_size=2, zero_stage=3)
-    with strategy.scope(), pytest.raises(NotImplementedError, match="zero_stage=3"):
-        tfdist.PipelineModel(stacked(), num_microbatches=2)
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), pytest.raises(NotImplementedError, match="MirroredStrategy"):
         tfdist.PipelineModel(stacked(), num_microbatches=2)
 

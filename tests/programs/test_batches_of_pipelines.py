@@ -113,3 +113,39 @@ def test_a_microbatch_without_rows_moves_no_statistics():
     expected = moving(3, known=True)
     for known in (True, False):
         assert_same_tree(moving(4, known), expected)
+
+
+def saturated(name):
+    """Returns a program whose outputs are probabilities that are 0 or 1 when rounded: the loss must be that of their logits."""
+
+    def fitted(strategy, wraps=False):
+        outputs, loss = {
+            "softmax": (CLASSES, "sparse_categorical_crossentropy"),
+            "sigmoid": (1, "binary_crossentropy"),
+        }[name]
+        with strategy.scope():
+            large = keras.initializers.RandomNormal(stddev=300.0)
+            head = layers.Dense(outputs, name, kernel_initializer=large)
+            model = keras.Sequential([keras.Input((4,)), layers.Dense(5), head])
+            model = tfdist.PipelineModel(model, num_microbatches=2) if wraps else model
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
+        x, y = np.random.default_rng(0).normal(size=(ROWS, 4)), np.arange(ROWS) % (2 if outputs == 1 else 3)
+        feeds = [(x, y), (x[:24], y[:24])]  # with rows that are known when a step is traced, and without
+        losses = []
+        for feed, drops in zip(feeds, (False, True), strict=True):
+            dataset = tf.data.Dataset.from_tensor_slices(feed).batch(8, drop_remainder=drops)
+            losses.append(model.fit(dataset, verbose=0).history["loss"][0])
+            losses.append(model.evaluate(dataset, verbose=0))
+        assert max(losses) > 20, "probabilities are not clipped: an empty comparison"
+        return {"losses": losses, **state(model)}
+
+    return fitted
+
+
+@pytest.mark.parametrize("name", ["softmax", exhaustive("sigmoid")])
+def test_losses_of_probabilities_are_those_of_their_logits(name):
+    def wrapped(strategy):
+        return saturated(name)(strategy, wraps=True)
+
+    found = run(wrapped, strategy_on(2, pipeline_parallel_size=2, zero_stage=0))
+    assert_same_tree(found, run(saturated(name), one_device()))

@@ -208,3 +208,28 @@ def test_steps_of_the_models_own_are_refused():
     with strategy_on(2, pipeline_parallel_size=2).scope(), pytest.raises(NotImplementedError) as caught:
         tfdist.PipelineModel(OwnStep(tokens, layers.Dense(2)(layers.Dense(2)(tokens))), num_microbatches=2)
     assert all(word in str(caught.value) for word in ("'train_step', 'compute_loss'", "subclass of `tfdist.PipelineModel`"))
+
+
+def between_parallel_layers(strategy, wraps=True):
+    """A pipeline is split behind a layer that hands on its part only: each tensor rank sends its part to its own neighbour."""
+    with strategy.scope():
+        first = tfdist.layers.ColumnParallelDense(8, activation="tanh", gather_output=False, name="first")
+        second = tfdist.layers.RowParallelDense(6, input_is_parallel=True, name="second")
+        last = tfdist.layers.ColumnParallelDense(4, gather_output=False, name="last")
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(7), first, second, last])
+        model = tfdist.PipelineModel(model, num_microbatches=2, stages=["second"]) if wraps else model
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, 5)), rng.normal(size=(30, 4))
+    history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history  # the last batch has 6 rows
+    return {"history": history, **state(model), "predict": model.predict(x[:3], verbose=0)}
+
+
+def parallel_layers_alone(strategy):
+    return between_parallel_layers(strategy, wraps=False)
+
+
+@pytest.mark.parametrize("zero_stage", [0, exhaustive(1)])
+def test_behind_a_layer_that_does_not_gather_its_output(zero_stage):
+    strategy = strategy_on(4, pipeline_parallel_size=2, tensor_parallel_size=2, zero_stage=zero_stage)
+    assert_same_tree(run(between_parallel_layers, strategy), on_one_device(parallel_layers_alone))

@@ -155,9 +155,12 @@ class RankProgram:
             yield
 
     @contextlib.contextmanager
-    def on_trial(self) -> Iterator[None]:
-        """Within it a collective raises `CollectiveOnTrialError`, and is not in the plan: what is traced may be dropped."""
-        before, self._is_on_trial = self._is_on_trial, True
+    def on_trial(self, *, is_on: bool = True) -> Iterator[None]:
+        """Within it a collective raises `CollectiveOnTrialError`, and is not in the plan: what is traced may be dropped.
+
+        With `is_on=False` what is made `outermost` within such a block, and stays, may hold collectives.
+        """
+        before, self._is_on_trial = self._is_on_trial, is_on
         try:
             yield
         finally:

@@ -134,7 +134,7 @@ class Action:
 
 @dataclasses.dataclass(frozen=True)
 class Reduce(Action):
-    """Sums `members` over the data axis in one message; with `bucket` None it is a gradient that travels alone."""
+    """Sums `members` over the data axis in one message; with `bucket` None they are whole gradients of sharded parameters."""
 
     bucket: int | None
     members: tuple[int, ...]
@@ -306,9 +306,12 @@ class _Planner:
         return [Unscale(members)] if members and self._settings.is_unscaled else []
 
     def _reductions_of_shards(self) -> list[Action]:
-        """The tape hands out sums of sharded parameters' gradients. One that the program has made itself travels alone."""
-        alone = [Reduce(None, (place,)) for place in self._sharded if not self._gradients[place].is_reduced]
-        return [*alone, *self.unscaled(self._sharded)]
+        """The tape hands out sums of sharded parameters' gradients. Those that the program has made itself are summed here."""
+        whole = [place for place in reversed(self._sharded) if not self._gradients[place].is_reduced]
+        sizes = [self._gradients[place].elements * self._gradients[place].itemsize for place in whole]
+        kinds = [self._gradients[place].dtype for place in whole]
+        together = _bucketed(whole, sizes, self._settings.bucket_bytes, kinds)
+        return [*(Reduce(None, members) for members in together), *self.unscaled(self._sharded)]
 
     def _reduction(self, bucket: int) -> list[Action]:
         """Returns the reduction of `bucket`, if there is one of that number."""

@@ -49,20 +49,10 @@ def check_steps(module: keras.Model) -> None:
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> None:
-    """Raises NotImplementedError for a strategy of several devices that is not tfdist's, and for `zero_stage=3`."""
-    config = config_of(strategy)
-    if config is None:
-        if strategy.num_replicas_in_sync > 1:
-            raise errors.not_implemented(
-                "A `PipelineModel` needs a strategy of tfdist, or none.",
-                strategy=type(strategy).__name__,
-                fix="Use `tfdist.ShardedStrategy(pipeline_parallel_size=...)`.",
-            )
-        return
-    if config.zero_stage == 3:
+    """Raises NotImplementedError for a strategy of several devices that is not tfdist's."""
+    if config_of(strategy) is None and strategy.num_replicas_in_sync > 1:
         raise errors.not_implemented(
-            "A `PipelineModel` does not work with `zero_stage=3`: every microbatch would gather every layer again, forward "
-            "and backward, num_microbatches times the traffic.",
-            zero_stage=3,
-            fix="Use `zero_stage=2`: the pipeline divides the parameters already.",
+            "A `PipelineModel` needs a strategy of tfdist, or none.",
+            strategy=type(strategy).__name__,
+            fix="Use `tfdist.ShardedStrategy(pipeline_parallel_size=...)`.",
         )

@@ -28,6 +28,7 @@ from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, floats
 from tfdist.sharding import tape
+from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.variable import NotHereError
 
 _NOT_OF_THIS_STAGE = (
@@ -65,6 +66,7 @@ class _Forward:
     targets: list[tf.Tensor]
     outputs: list[tf.Tensor]
     began: int  # how many operations the graph had before the forward
+    weights: dict[Any, tf.Tensor]  # that were gathered then (stage 3), of a forward without a call
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,6 +98,7 @@ class Executor:
     functions: StageFunctions | None  # which compute stages; None: every microbatch's operations are traced for themselves
     training: bool  # whether there is a backward
     recompute: bool  # whether a forward keeps its stage's inputs only, and is computed again for the backward
+    gathers_anew: bool = False  # whether every action gathers its stage's weights (stage 3); else one step gathers them once
     clock: ActionClock | None = None  # is read when an action starts and when it has ended
 
     def __post_init__(self) -> None:
@@ -109,6 +112,7 @@ class Executor:
         self.end: Sequence[tf.Operation] = []  # of the action that was made last
         self._end_of_one_before: Sequence[tf.Operation] = []
         self.gradients = GradientSum()
+        self._held = None if program is None else program.attachment(HeldParameters)
 
     def run(self) -> None:
         """Computes the rank's actions in the schedule's order."""
@@ -122,6 +126,8 @@ class Executor:
             if action.microbatch >= self.data.count or not (self.training or action.phase is Phase.FORWARD):
                 continue
             before = self.end
+            if self._held is not None and self.gathers_anew:
+                self._held.renew(self.end)
             try:
                 with tf.name_scope(f"PP/{action}"):
                     run_phase[action.phase](action)
@@ -203,11 +209,12 @@ class Executor:
         began = tape.operations_so_far()
         call = None if is_past else self._call(stage, microbatch, stage_inputs, has_backward=True)
         with tf.GradientTape() as recorder:
-            recorder.watch(floats(stage_inputs if call is None else call.outputs))
+            recorder.watch(floats(stage_inputs) if call is None else call.ends)
             outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
             losses = self.work.losses(stage.index, microbatch, outputs)
             targets = [self.work.scale(loss) for loss in losses]
-        self._forwards[stage.index, microbatch] = _Forward(recorder, call, stage_inputs, targets, outputs, began)
+        weights = {} if self._held is None or call is not None else self._held.wholes()
+        self._forwards[stage.index, microbatch] = _Forward(recorder, call, stage_inputs, targets, outputs, began, weights)
         return outputs, losses
 
     def _compute_again(self, action: Action) -> None:
@@ -230,10 +237,12 @@ class Executor:
         weights, inputs = self.weights[stage.index], floats(forward.stage_inputs)
         if forward.call is None:
             of_inputs, of_weights = _gradients_of_tape(forward, upstream, inputs, weights)
+            if self._held is not None:
+                self._held.move_backward(forward.weights)
         else:
-            outputs = floats(forward.outputs)
-            of_outputs, of_losses = _gradients_of_tape(forward, [], outputs, weights)
-            of_inputs = forward.call.gradients_of_inputs(upstream or _with_zeros(of_outputs, outputs))
+            ends = forward.call.ends
+            of_ends, of_losses = _gradients_of_tape(forward, [], ends, weights)
+            of_inputs = forward.call.gradients_of_inputs(upstream or _with_zeros(of_ends, ends))
             of_weights = list(map(added, forward.call.gradients_of_weights(), of_losses))
         of_inputs = _with_zeros(of_inputs, inputs)
         # The gradient of a loop changes the loop's forward, and some of what it adds comes before that.

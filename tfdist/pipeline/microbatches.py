@@ -93,11 +93,11 @@ def _slices(structure: Any, span: tuple[tf.Tensor, tf.Tensor], size: int | None)
 
 
 def _first_rows(x: tf.Tensor, count: tf.Tensor, size: int | None) -> tf.Tensor:
-    """Returns the first rows of a model's output, which bears its Keras mask and is held as the output is."""
-    mask = getattr(x, "_keras_mask", None)
+    """Returns the first rows of a model's output, with Keras's mask and logits of it and how it is held."""
     own = mark_shard(_slices(x, (tf.constant(0), count), size), shard_of(x))
-    if mask is not None:
-        own._keras_mask = mask[:count]
+    for name in ("_keras_mask", "_keras_logits"):
+        if (borne := getattr(x, name, None)) is not None:
+            setattr(own, name, _slices(borne, (tf.constant(0), count), size))
     return own
 
 

@@ -79,12 +79,15 @@ class PipelineModel(keras.Model):
         stages_per_rank: how many stages each rank has, for "interleaved".
         recompute: True keeps, of a microbatch, only what arrives at each stage, and computes the stage's forward again for its
             backward: a third more work, and the same gradients (random numbers and statistics are those of the first time).
+        reshard_after_microbatch: at `zero_stage=3`: False gathers the weights of a rank's stages once a step and keeps them until
+            its last microbatch is through; True gathers them for each forward and each backward of a microbatch, and keeps those
+            of one stage and direction at once: 2 `num_microbatches` times the messages.
         name: the model's name.
 
     Raises:
         ValueError: an argument is out of range, there are more stages than layers, a layer of `stages` does not exist, or the
             schedule cannot run.
-        NotImplementedError: a subclassed model without `blocks`, another strategy, or `zero_stage=3` with a pipeline.
+        NotImplementedError: a subclassed model without `blocks`, or another strategy.
 
     Source: GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2021 (PipeDream-Flush); interleaved, Narayanan et al. 2021
     (Megatron-LM); zero bubble, Qi et al. 2023.
@@ -100,6 +103,7 @@ class PipelineModel(keras.Model):
         stages: Sequence[str | int] | None = None,
         stages_per_rank: int = 1,
         recompute: bool = False,
+        reshard_after_microbatch: bool = False,
         name: str | None = None,
     ):
         begin_use()  # the losses of microbatches need it outside every strategy, too
@@ -116,6 +120,7 @@ class PipelineModel(keras.Model):
         self.num_microbatches = num_microbatches
         self.stages_per_rank = stages_per_rank
         self.recompute = bool(recompute)
+        self.reshard_after_microbatch = bool(reshard_after_microbatch)
         self.module = module
         self._split_points = split_points
         if ranks > 1:
@@ -332,6 +337,7 @@ class PipelineModel(keras.Model):
             "stages": None if self._split_points is None else list(self._split_points),
             "stages_per_rank": self.stages_per_rank,
             "recompute": self.recompute,
+            "reshard_after_microbatch": self.reshard_after_microbatch,
             "name": self.name,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from tfdist.pipeline.microbatches import Microbatches
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageFunctions
 from tfdist.pipeline.stages.staged_model import StagedModel
-from tfdist.sharding import tape
+from tfdist.sharding import ShardedVariable, tape
+from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.sharded_activations import gathered, held_spec, mark_as_held, may_hold_parts
 
 
@@ -60,12 +62,14 @@ class Step:
             functions=None if may_hold_parts(program) else StageFunctions(program, weights, training),
             training=training,
             recompute=model.recompute,
+            gathers_anew=model.reshard_after_microbatch,
             clock=clock,
         )
 
     def run(self) -> None:
         """Runs this rank's part of the schedule."""
-        self._executor.run()
+        with contextlib.nullcontext() if self._program is None else self._program.attachment(HeldParameters).held():
+            self._executor.run()
         self._trackers.update(self._data.known_rows)
         exempt_from_automatic_order(tape.operations_since(self._began))
 
@@ -96,6 +100,9 @@ class Step:
         for variable in self._staged.weights_of_rank(self._executor.pipe_rank):
             gradient = self._executor.gradients.of(variable)
             owners = self._staged.owners(variable)
+            value = variable._value
+            if gradient is not None and isinstance(value, ShardedVariable) and value.layout.is_data_sharded:
+                gradient = tf.ensure_shape(tf.convert_to_tensor(gradient), value.shape)  # also of rows of a table
             if len(owners) > 1:
                 gradient = self._sum_over(owners, variable, gradient)
             found.append((gradient if self._program is not None else self._after_reads(gradient), variable))
@@ -116,7 +123,7 @@ class Step:
         """Returns the sum of the gradients of a weight that several ranks use, added in the same order on each of them."""
         program, here = self._program, self._executor.pipe_rank
         mine = tf.zeros(variable.shape, variable.dtype) if gradient is None else tf.convert_to_tensor(gradient)
-        mine = tf.ensure_shape(mine, variable.value.shape)
+        mine = tf.ensure_shape(mine, variable._value.shape)  # not of its value, which may have to be gathered
         ranks, label = program.group_ranks("pipe"), f"pipe/tied/{variable.path}"
         for owner in owners:
             if owner != here:

@@ -109,8 +109,7 @@ class ShardingConfig:
     pipeline_parallel_size: int = _setting(
         1,
         _at_least(1, fix="1 turns it off."),
-        "how many ranks share the layers of a `tfdist.PipelineModel`, which the model to train must then be. `zero_stage` must "
-        "be 0, 1 or 2.",
+        "how many ranks share the layers of a `tfdist.PipelineModel`, which the model to train must then be.",
     )
     bucket_bytes: int = _setting(8 * 2**20, _at_least(1), "stages 0-2: gradients travel in messages of about this many bytes.")
     group_bytes: int = _setting(

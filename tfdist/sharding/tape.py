@@ -7,7 +7,7 @@ which tensor the consumers see.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
@@ -215,14 +215,18 @@ def has_a_turn(operation: tf.Operation) -> bool:
     return operation.type not in _READS and any(tensor.dtype == tf.resource for tensor in operation.inputs)
 
 
-def can_be_called_again(function: tf.Graph) -> bool:
+def can_be_called_again(function: tf.Graph, given_to_each: Collection[str] = ()) -> bool:
     """Whether calls of a traced function do each what its operations would, traced each time where the call stands.
 
     It then reads variables, and writes none but integers (states of random numbers); nothing else in it has a side effect, and
     what it takes from outside is the same everywhere: what a layer keeps as an eager tensor, such as a table of angles, too.
+    What is named in `given_to_each` each call is given.
     """
     return all(map(_does_the_same_again, function.get_operations())) and all(
-        not tf.is_symbolic_tensor(outside) or outside.dtype == tf.resource or outside.op.type in ("Placeholder", "Const")
+        not tf.is_symbolic_tensor(outside)
+        or outside.dtype == tf.resource
+        or outside.op.type in ("Placeholder", "Const")
+        or outside.name in given_to_each
         for outside, _ in function.captures
     )
 

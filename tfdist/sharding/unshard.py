@@ -36,7 +36,7 @@ from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.shard_messages import gather_shards, scatter_sums
 
 # Operations whose first input is only moved or cast.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     "BroadcastTo Cast ExpandDims Identity Pad Reshape Slice Split SplitV Squeeze StopGradient StridedSlice Transpose "
     "Unpack".split()
 )
@@ -58,7 +58,7 @@ def _readers(tensor: tf.Tensor, variable: int) -> Iterator[Reader]:
     for operation in tensor.consumers():
         if tape.is_backward(operation):
             yield Reader(operation, tensor, variable)
-        elif operation.type in _VIEWS and tape.same(operation.inputs[0], tensor):
+        elif operation.type in VIEWS and tape.same(operation.inputs[0], tensor):
             for view in operation.outputs:
                 yield from _readers(view, variable)
         else:
@@ -316,7 +316,7 @@ class UnshardSchedule:
         again = self._all_gather(unit, variables, gate, f"unshard/{unit.group.name}/backward")
         copies = {unit.outputs[key].name: full for key, full in again.items()}
         for reader in readers:
-            tape.reconnect(reader.operation, reader.tensor, _copy_of(reader.tensor, copies))
+            tape.reconnect(reader.operation, reader.tensor, copy_of(reader.tensor, copies))
 
     def _reduce_scatter(self, pending: Sequence[PendingGradient], previous: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Reduces a unit's gradients, in as few messages as `_messages` says; packed only when the `previous` ones have left.
@@ -352,13 +352,13 @@ def _second_order(variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[t
     return packing.fulls_of([gathered], [variable.layout])
 
 
-def _copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
+def copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
     """Returns the counterpart of `tensor`, a view, on the second copy; `copies` maps the names that have one, and grows."""
     if tensor.name not in copies:
         if tensor.op.type in tape.LOOPS:
-            copies[tensor.name] = _copy_of(tensor.op.inputs[tensor.value_index], copies)
+            copies[tensor.name] = copy_of(tensor.op.inputs[tensor.value_index], copies)
         else:
-            view = tape.clone(tensor.op, _copy_of(tensor.op.inputs[0], copies))
+            view = tape.clone(tensor.op, copy_of(tensor.op.inputs[0], copies))
             copies.update({old.name: new for old, new in zip(tensor.op.outputs, view.outputs, strict=True)})
     return copies[tensor.name]
 

@@ -18,6 +18,7 @@ from tfdist.sharding import keras_scope, packing, tape
 from tfdist.sharding.as_number import AsNumber
 from tfdist.sharding.assembly import assemble, is_elsewhere
 from tfdist.sharding.config import config_of
+from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.unshard import UnshardSchedule
 
@@ -139,7 +140,9 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         self._check_is_here(program)
         if not self.layout.is_data_sharded:
             return self._local_component()
-        return program.attachment(UnshardSchedule).read(self, config_of(self._distribute_strategy), dtype)
+        held = program.attachment(HeldParameters)
+        reader = held if held.is_open else program.attachment(UnshardSchedule)
+        return reader.read(self, config_of(self._distribute_strategy), dtype)
 
     def _check_is_here(self, program: RankProgram) -> None:
         """Raises NotHereError on a rank that stores nothing of the variable, nor can gather it from its data and tensor peers."""

@@ -9,7 +9,7 @@ A microbatch adds up to 6 calls to the graph.
 The functions stay functions when the step runs (`_noinline`): there is one set of kernels, whatever m is
 (docs/notes/performance.md). The backward is several functions, so that the stage's inputs have their gradients, which another
 rank waits for, before the weights have theirs; and because a function holds what it takes until it has returned. Each function
-reads the weights anew: weights are not among what is saved.
+reads the weights anew: weights are not among what is saved. At stage 3 it is given those that are gathered when it is called.
 
 Not every stage is a function of its inputs. As if this file were not there, each microbatch has operations of its own of a stage
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -37,6 +37,8 @@ from tfdist.collectives.program import CollectiveOnTrialError
 from tfdist.pipeline.stages.masks import get_keras_mask, set_keras_mask
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.sharding import tape
+from tfdist.sharding.held_parameters import HeldParameters, Key
+from tfdist.sharding.unshard import VIEWS
 
 # How many functions compute the gradients of a stage's weights. With 1 the first rank's peak of memory under 1F1B is 10 % higher.
 _FUNCTIONS_FOR_WEIGHTS = 4
@@ -66,7 +68,10 @@ class StageFunctions:
         if key not in self._traced:
             self._traced[key] = self._functions_of(stage, stage_inputs, model_inputs, masks)
         functions = self._traced[key]
-        return None if functions is None else StageCall(functions, [x for x in given if x is not None], has_backward)
+        if functions is None:
+            return None
+        held = None if self._program is None else self._held()
+        return StageCall(functions, [x for x in given if x is not None], has_backward, held)
 
     def _functions_of(
         self, stage: StageLayer, stage_inputs: Sequence[Any], model_inputs: Sequence[Any], masks: Sequence[Any]
@@ -89,49 +94,69 @@ class StageFunctions:
                 graph = tf.function(compute, autograph=False).get_concrete_function(*specs).graph
         except CollectiveOnTrialError:
             return None
-        if not tape.can_be_called_again(graph) or stage.added_losses():
+        keys = {} if self._program is None else self._held().names
+        if not tape.can_be_called_again(graph, keys) or stage.added_losses():
             return None
-        return _Functions(graph, found[0])
+        weights = {inside.name: keys[outside.name] for outside, inside in graph.captures if getattr(outside, "name", "") in keys}
+        return _Functions(graph, found[0], weights)
+
+    def _held(self) -> HeldParameters:
+        return self._program.attachment(HeldParameters)
 
     def _trace(self, stage: StageLayer, given: list[Any], stage_inputs: list[Any], model_inputs: list[Any]) -> _Trace:
         with tf.GradientTape() as recorder:
             recorder.watch(floats(stage_inputs))
             outputs = stage(stage_inputs, model_inputs, training=self._training)
         forward_count = tape.operations_so_far()
+        is_last = stage.index == len(self._weights) - 1
+        logits = [getattr(x, "_keras_logits", None) if is_last else None for x in outputs]
         upstream, of_inputs, of_weights = [], [], []
         if self._training:
-            upstream = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in floats(outputs)]
+            ends = floats([*outputs, *(x for x in logits if x is not None)])
+            upstream = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in ends]
             sources = floats(stage_inputs)
-            gradients = recorder.gradient(floats(outputs), [*sources, *self._weights[stage.index]], output_gradients=upstream)
+            gradients = recorder.gradient(ends, [*sources, *self._weights[stage.index]], output_gradients=upstream)
             of_inputs, of_weights = gradients[: len(sources)], gradients[len(sources) :]
         masks = [get_keras_mask(x) for x in outputs]
-        return _Trace(given, outputs, masks, upstream, of_inputs, of_weights, forward_count)
+        return _Trace(given, outputs, masks, logits, upstream, of_inputs, of_weights, forward_count)
 
 
 class StageCall:
-    """A stage computed for one microbatch by the stage's functions; its `outputs` bear their Keras masks."""
+    """A stage computed for one microbatch by the stage's functions; its `outputs` bear their Keras masks and logits."""
 
-    def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], has_backward: bool):
+    def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], has_backward: bool, held: HeldParameters | None):
         self._functions = functions
+        self._held = held
         self._trace = trace = functions.trace
         # The microbatch's tensors by the names of those that stand for them in the trace.
         self._known = {x.name: value for x, value in zip(trace.given, given, strict=True)}
-        functions.forward[has_backward].call(self._known)
+        self._call(functions.forward[has_backward])
         self.outputs = [self._known[x.name] for x in trace.outputs]
         for x, mask in zip(self.outputs, trace.masks, strict=True):
             if mask is not None:
                 set_keras_mask(x, self._known[mask.name])
+        self.ends = floats(self.outputs)  # that gradients begin with
+        for x, logits in zip(self.outputs, trace.logits, strict=True):
+            if logits is not None:
+                x._keras_logits = self._known[logits.name]
+                self.ends.append(x._keras_logits)
+
+    def _call(self, part: _Part) -> None:
+        """Calls one of the functions, with what is known and, of gathered parameters, what is held now."""
+        weights = self._functions.weights
+        self._known.update((x.name, self._held.whole(weights[x.name])) for x in part.needs if x.name in weights)
+        part.call(self._known)
 
     def gradients_of_inputs(self, upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
-        """Returns the gradients of the stage's floating inputs, from those of its floating outputs."""
+        """Returns the gradients of the stage's floating inputs, from those of its `ends`."""
         self._known.update((x.name, value) for x, value in zip(self._trace.upstream, upstream, strict=True))
-        self._functions.of_inputs.call(self._known)
+        self._call(self._functions.of_inputs)
         return [None if x is None else self._known[x.name] for x in self._trace.of_inputs]
 
     def gradients_of_weights(self) -> list[Any]:
         """Returns the gradients of the stage's weights. Call it after `gradients_of_inputs`."""
         for part in self._functions.of_weights:
-            part.call(self._known)
+            self._call(part)
 
         def value_of(x: tf.Tensor | None) -> tf.Tensor | None:
             # The shape of a table, whose gradient is rows: a result of a function would not be known when the step is traced.
@@ -148,6 +173,7 @@ class _Trace:
     given: list[tf.Tensor]
     outputs: list[tf.Tensor]
     masks: list[tf.Tensor | None]
+    logits: list[tf.Tensor | None]  # of which the model's outputs are the softmax or sigmoid: Keras's losses take them instead
     upstream: list[tf.Tensor]
     of_inputs: list[tf.Tensor | None]
     of_weights: list[Any]
@@ -155,14 +181,19 @@ class _Trace:
 
 
 class _Functions:
-    """The functions of one stage, each a part of the stage's trace."""
+    """The functions of one stage, each a part of the stage's trace.
 
-    def __init__(self, graph: tf.Graph, trace: _Trace):
+    `weights` are the gathered parameters that the trace captured: their keys by the names of what stands for them in it. A call
+    is given those that are held when it is made.
+    """
+
+    def __init__(self, graph: tf.Graph, trace: _Trace, weights: Mapping[str, Key]):
         self.trace = trace
+        self.weights = weights
         operations = graph.get_operations()
         forward, backward = operations[: trace.forward_count], operations[trace.forward_count :]
-        results = [*trace.outputs, *(mask for mask in trace.masks if mask is not None)]
-        parts = _Parts(graph, [*trace.given, *trace.upstream])
+        results = [*trace.outputs, *(x for x in (*trace.masks, *trace.logits) if x is not None)]
+        parts = _Parts(graph, [*trace.given, *trace.upstream], weights)
         of_weights = [gradient for gradient in reversed(trace.of_weights) if gradient is not None]
         wanted = [[x for x in trace.of_inputs if x is not None], *_split(of_weights, _FUNCTIONS_FOR_WEIGHTS)]
         done: set[tf.Operation] = set()
@@ -175,7 +206,7 @@ class _Functions:
         self.of_inputs, *self.of_weights = (
             parts.function(own, [*tensors, *others]) for own, tensors, others in zip(made, wanted, passed_on, strict=True)
         )
-        given = {x.name for x in (*trace.given, *trace.upstream)}
+        given = {*(x.name for x in (*trace.given, *trace.upstream)), *weights}
         saved = [x for x in itertools.chain(*needs) if x.op not in done and x.name not in given]
         writes = [operation for operation in forward if tape.writes(operation)]
         self.forward = {
@@ -185,12 +216,13 @@ class _Functions:
 
 
 class _Parts:
-    """Makes functions of parts of a graph, in which the tensors `given` stand for what a call is given."""
+    """Makes functions of parts of a graph, in which the tensors `given`, and those named `weights`, are what a call is given."""
 
-    def __init__(self, graph: tf.Graph, given: Iterable[tf.Tensor]):
+    def __init__(self, graph: tf.Graph, given: Iterable[tf.Tensor], weights: Collection[str] = ()):
         self._place = {operation: place for place, operation in enumerate(graph.get_operations())}
-        self._given = {x.op for x in given}
-        self._captured = {inside.name: outside for outside, inside in graph.captures}
+        self._given = {*(x.op for x in given), *(inside.op for _, inside in graph.captures if inside.name in weights)}
+        self._weights = weights
+        self._captured = {inside.name: outside for outside, inside in graph.captures if inside.name not in weights}
 
     def function(self, operations: Iterable[tf.Operation], results: Sequence[tf.Tensor]) -> _Part:
         """Returns the function that computes `results` by `operations` and, besides, by constants and reads of variables."""
@@ -201,7 +233,7 @@ class _Parts:
             x = waiting.pop()
             if x.op in own or x.name in self._captured:
                 continue
-            if tape.is_source(x.op):
+            if tape.is_source(x.op) or self._is_view_of_weight(x):
                 own.add(x.op)
                 waiting.extend(x.op.inputs)
             else:
@@ -213,6 +245,14 @@ class _Parts:
             list({x.name: x for x in results}.values()),
             self._captured,
         )
+
+    def _is_view_of_weight(self, x: tf.Tensor) -> bool:
+        """Whether `x` is a gathered parameter moved or cast, which is made again where it is needed, and not kept."""
+        while x.op.type in VIEWS:
+            x = x.op.inputs[0]
+            if x.name in self._weights:
+                return True
+        return False
 
 
 class _Part:

@@ -1,0 +1,143 @@
+"""Stage 3 in a pipeline: a stage's parameters are sharded over the data ranks, gathered once a step, or once an action."""
+
+import collections
+import math
+
+import keras
+import numpy as np
+import pytest
+from grids import exhaustive
+from ranks import strategy_on
+from training import one_device
+
+import tfdist
+from tests.parity.comparison import assert_same_tree
+from tests.pipeline.pipeline_models import compiled, data, momentum, train
+
+pytestmark = [pytest.mark.as_traced]
+
+
+@pytest.fixture
+def exact(float64):
+    """In float64."""
+
+
+def adam():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.02, global_clipnorm=0.5, use_ema=True))
+
+
+# (model, pipe, data, microbatches, schedule, stages per rank, optimizer, gathers anew, recompute)
+GRID = [
+    ("branches", 2, 2, 2, "1f1b", 1, momentum, False, False),
+    ("masked", 2, 2, 2, "1f1b", 1, adam, True, False),
+    exhaustive("tied", 2, 2, 2, "zero_bubble", 1, momentum, False, False),
+    exhaustive("tied", 2, 2, 2, "1f1b", 1, adam, True, False),
+    exhaustive("recurrent", 2, 2, 2, "gpipe", 1, momentum, False, False),
+    exhaustive("recurrent", 2, 2, 2, "gpipe", 1, momentum, True, False),
+    exhaustive("branches", 2, 2, 2, "interleaved", 2, adam, True, False),
+    exhaustive("branches", 2, 2, 3, "zero_bubble", 1, momentum, True, False),
+    exhaustive("masked", 2, 2, 2, "1f1b", 1, momentum, True, True),
+    exhaustive("masked", 2, 2, 2, "1f1b", 1, momentum, False, True),
+    exhaustive("branches", 1, 2, 2, "1f1b", 1, adam, False, False),
+    exhaustive("branches", 1, 2, 2, "1f1b", 1, momentum, True, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "pipe", "data_ranks", "num_microbatches", "schedule", "stages_per_rank", "optimizer", "anew", "recompute"), GRID
+)
+def test_it_is_one_device(exact, name, pipe, data_ranks, num_microbatches, schedule, stages_per_rank, optimizer, anew, recompute):
+    strategy = strategy_on(pipe * data_ranks, pipeline_parallel_size=pipe, zero_stage=3)
+    settings = {"schedule": schedule, "stages_per_rank": stages_per_rank, "recompute": recompute}
+    settings = {**settings, "num_microbatches": num_microbatches, "reshard_after_microbatch": anew}
+    assert_same_tree(train(strategy, name, optimizer, **settings), train(one_device(), name, optimizer))
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_statistics_and_random_numbers(exact, anew):
+    """Layers that are no functions of their inputs: every microbatch has operations of its own."""
+    settings = {"num_microbatches": 2, "stages": [3], "infers": False}
+    expected = train(strategy_on(2, zero_stage=0), "noisy", **{**settings, "stages": None})
+    strategy = strategy_on(4, pipeline_parallel_size=2, zero_stage=3)
+    assert_same_tree(train(strategy, "noisy", reshard_after_microbatch=anew, **settings), expected)
+
+
+def stacked(num_microbatches, anew=False, policy=None, schedule="1f1b"):
+    """Returns a strategy of 2 data x 2 pipe ranks and a model of 4 equal layers, two on each stage, after two steps."""
+    strategy = strategy_on(4, pipeline_parallel_size=2, zero_stage=3)
+    with strategy.scope():
+        dense = [keras.layers.Dense(6, "tanh", dtype=policy, name=f"dense_{index}") for index in range(4)]
+        model = tfdist.PipelineModel(
+            keras.Sequential([keras.Input((6,)), *dense]),
+            num_microbatches=num_microbatches,
+            stages=["dense_2"],
+            reshard_after_microbatch=anew,
+            schedule=schedule,
+        )
+        model.compile("adam", "mse")
+    x = np.ones((32, 6), "float32")
+    model.fit(x, x, batch_size=16, verbose=0)
+    return strategy, model
+
+
+LAYER = 6 * 6 + 6  # elements, whole
+SHARD = 6 * 6 // 2 + 6 // 2
+
+
+def moved(strategy, rank):
+    """Returns the elements that a rank's messages carry in a step, and their number, by kind: of the weights' and gradients'."""
+    elements, count = collections.Counter(), collections.Counter()
+    for record in strategy.last_plan.records[rank]:
+        kind = record.label.partition("/")[0]
+        elements[kind] += math.prod(record.shape)
+        count[kind] += 1
+    return elements, count
+
+
+@pytest.mark.parametrize("num_microbatches", [2, exhaustive(4)])
+@pytest.mark.parametrize("anew", [False, True])
+def test_bytes(anew, num_microbatches):
+    """A layer's shards are sent once a step, whatever the number of microbatches; or once for each forward and backward of one.
+
+    The first layer of a model needs no weights backward. Gradients are sent once, all of a rank's in one message.
+    """
+    strategy, _ = stacked(num_microbatches, anew)
+    for rank in range(4):
+        elements, count = moved(strategy, rank)
+        gathers = 2 * num_microbatches if anew else 1
+        layers_gathered = 2 * gathers - (num_microbatches if anew and rank % 2 == 0 else 0)
+        assert (elements["unshard"], count["unshard"]) == (layers_gathered * SHARD, layers_gathered)
+        assert (elements["reduce_scatter"], count["reduce_scatter"]) == (2 * LAYER, 1)
+
+
+def test_memory():
+    """A rank stores half of its stage: of its parameters, their gradients after the step's reduction, and the slots."""
+    strategy, model = stacked(2)
+    for variable in model.trainable_variables:
+        stage = int(variable.path.split("dense_")[1][0]) // 2
+        assert variable.value.layout.pipe_owners == (stage,)
+        shapes = [tuple(part.shape) for part in variable.value.values]
+        assert shapes == [(math.prod(variable.shape) // 2,) if rank % 2 == stage else (0,) for rank in range(4)]
+    report = tfdist.memory_report(model)
+    assert [device.parameter_bytes for device in report.devices] == [4 * 2 * SHARD] * 4
+    assert [device.gradient_bytes for device in report.devices] == [4 * 2 * SHARD] * 4
+
+
+def test_half_precision():
+    """Weights travel in half of the bytes, and gradients of microbatches are summed in float32."""
+    strategy, model = stacked(2, policy="mixed_bfloat16")
+    records = [record for record in strategy.last_plan.records[0] if record.label.startswith("unshard")]
+    assert {record.dtype for record in records} <= {"bfloat16", "float16"}
+    assert all(record.dtype == "float32" for record in strategy.last_plan.records[0] if record.label.startswith("reduce_scatter"))
+
+
+def test_saving_and_loading(tmp_path):
+    _, model = stacked(2)
+    model.save_weights(tmp_path / "it.weights.h5")
+    again = compiled(strategy_on(4, pipeline_parallel_size=2, zero_stage=3), "plain", num_microbatches=2)
+    assert len(again.get_weights()) == 4
+    before = model.get_weights()
+    model.set_weights([0 * weight for weight in before])
+    model.load_weights(tmp_path / "it.weights.h5")
+    assert_same_tree(model.get_weights(), before)
+    assert data("plain")[0].shape[1] == 7
