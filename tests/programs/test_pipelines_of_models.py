@@ -233,3 +233,45 @@ def parallel_layers_alone(strategy):
 def test_behind_a_layer_that_does_not_gather_its_output(zero_stage):
     strategy = strategy_on(4, pipeline_parallel_size=2, tensor_parallel_size=2, zero_stage=zero_stage)
     assert_same_tree(run(between_parallel_layers, strategy), on_one_device(parallel_layers_alone))
+
+
+class OwnLoss:
+    """A plain mean, a penalty of weights, and the loss that the model is compiled with."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        compiled = super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+        penalty = ops.sum(ops.square(self.get_layer("last").kernel))
+        return compiled + ops.mean(ops.square(y_pred)) + 0.01 * penalty
+
+
+class OneDevice(OwnLoss, keras.Model):
+    pass
+
+
+class Pipelined(OwnLoss, tfdist.PipelineModel):
+    pass
+
+
+def own_loss(strategy, wraps=True):
+    """`compute_loss` overridden in a subclass, with batches of uneven microbatches and sample weights."""
+    with strategy.scope():
+        inputs = keras.Input((5,))
+        hidden = layers.Dense(6, "tanh", kernel_regularizer="l2")(inputs)
+        outputs = layers.Dense(4, name="last")(hidden)
+        model = Pipelined(keras.Model(inputs, outputs), num_microbatches=3) if wraps else OneDevice(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, 5)), rng.normal(size=(30, 4))
+    weights = rng.random(30)
+    history = model.fit(x, y, sample_weight=weights, batch_size=8, shuffle=False, verbose=0, epochs=2).history
+    return {"history": history, **state(model), "evaluate": model.evaluate(x, y, batch_size=11, verbose=0)}
+
+
+def own_loss_alone(strategy):
+    return own_loss(strategy, wraps=False)
+
+
+@pytest.mark.parametrize("data", [exhaustive(1), 2])
+def test_a_loss_of_ones_own(data):
+    strategy = strategy_on(2 * data, pipeline_parallel_size=2, zero_stage=0)
+    assert_same_tree(run(own_loss, strategy), on_one_device(own_loss_alone))

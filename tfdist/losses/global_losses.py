@@ -16,7 +16,8 @@ counts already (see `tfdist.metrics`).
     scale_loss                `add_loss` and regularizers: weighted by rows. One all-reduce of 1 number a step
     unscale_loss              what is logged: the sum of the shares. One all-reduce of 1 number, of 2 for the reduction None
 
-A rank's batch may also be fed in slices (see `sliced_batch`): then the loss of a slice is the share.
+A rank's batch may also be fed in slices (see `sliced_batch`): then a loss is the slice's own mean, and who feeds it weighs the
+sum of what a slice's loss consists of, Keras losses and plain means, by `SlicedBatch.weigh`.
 
 A loss in a loop inside `strategy.run` (`tf.map_fn`) raises, as every collective does there.
 
@@ -107,6 +108,8 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
             warn_of_one_number(program, values)
         if step is not None:
             return _row_means().add_mean(values)
+        if current_sliced_batch() is not None:
+            return values
         share = part.weigh(values)
     else:
         is_weighted = reduction == "mean_with_sample_weight" and weights is not None
@@ -114,6 +117,8 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         share = tf.cast(tf.math.divide_no_nan(tf.reduce_sum(widened(values)), divisor), values.dtype)
     if step is not None:
         return _row_means().add_mean(part.mean_of_share(share))
+    if current_sliced_batch() is not None:
+        return part.mean_of_share(share)
     program = rank_program(peers_on="data")
     return share if program is None else program.attachment(Shares).add(share)
 
@@ -121,6 +126,8 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
 def reduce_sum(values: Any) -> Any:
     """Returns what a Keras loss whose reduction is a sum makes of a part's `values`, which it has weighted."""
     total = tf.reduce_sum(values)
+    if values.shape.rank != 0 and current_sliced_batch() is not None:
+        return _part().mean_of_share(total)
     if _trainer_step() is None or values.shape.rank == 0:
         return total
     return _row_means().add_sum(_part().mean_of_share(total))

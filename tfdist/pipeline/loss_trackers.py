@@ -9,7 +9,7 @@ microbatch. The tracker should get the loss of the batch, so the microbatches' s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -21,7 +21,8 @@ from tfdist.losses.global_losses import unscale_loss
 class LossTrackers:
     """The trackers of a compiled model's losses, while the losses of one batch are computed."""
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, model: keras.Model, weigh: Callable[[tf.Tensor], tf.Tensor]):
+        self._weigh = weigh  # makes a microbatch's share of its mean
         self._compile_loss = model._compile_loss
         self._trackers = list(getattr(self._compile_loss, "_metrics", ()))
         self._losses: dict[int, list[_Losses]] = {}  # by microbatch
@@ -32,7 +33,7 @@ class LossTrackers:
         if not self._trackers:
             yield
             return
-        stand_ins = [_Losses() for _ in self._trackers]
+        stand_ins = [_Losses(self._weigh) for _ in self._trackers]
         before, self._compile_loss._metrics = self._compile_loss._metrics, stand_ins
         try:
             yield
@@ -52,9 +53,10 @@ class LossTrackers:
 class _Losses:
     """Takes the place of a tracker. It is no list, which Keras would take for no tracker while it is empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, weigh: Callable[[tf.Tensor], tf.Tensor]) -> None:
         self.values: list[tf.Tensor] = []
+        self._weigh = weigh
 
     def update_state(self, value: tf.Tensor, sample_weight: Any = None) -> None:
         del sample_weight
-        self.values.append(value)
+        self.values.append(self._weigh(value))

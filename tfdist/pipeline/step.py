@@ -51,7 +51,7 @@ class Step:
         self._first_outputs: list[tf.Tensor] = []  # of the first microbatch, for the sizes
         if has_loss:
             self._build_trackers()
-        self._trackers = LossTrackers(model)
+        self._trackers = LossTrackers(model, self._batch.weigh)
         self._executor = Executor(
             schedule=schedule,
             stages=staged.stages,
@@ -178,13 +178,14 @@ class Step:
     # Losses
 
     def _loss(self, microbatch: int, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns the model's loss of a microbatch, without the losses of layers."""
+        """Returns a microbatch's share of the model's loss, without the losses of layers."""
         x, y, sample_weight = self._data[microbatch]
         predictions = self._staged.outputs_like_model(outputs)
         with self._model.without_layer_losses():
-            return self._model._compute_loss(
+            loss = self._model._compute_loss(
                 x=self._staged.inputs_like_model(x), y=y, y_pred=predictions, sample_weight=sample_weight, training=self._training
             )
+        return self._batch.weigh(tf.convert_to_tensor(loss))
 
     def _loss_on_zeros(self, microbatch: int) -> None:
         """Calls the loss on zeros in the place of a microbatch's predictions, with the predictions' masks."""
