@@ -69,13 +69,20 @@ def with_lora(family: str, builds: Callable[[str], keras.Model] = Way.builds) ->
     return model
 
 
-def recomputed(family: str) -> keras.Model:
+BLOCKS = r"(layer|block)_\d+$"
+
+
+def recomputed(family: str, builds: Callable[[str], keras.Model] = Way.builds) -> keras.Model:
+    return tfdist.recompute(builds(family), BLOCKS)
+
+
+def in_a_scope(family: str) -> keras.Model:
     with keras.RematScope(mode="full"):
         return families.FAMILIES[family]()
 
 
-def staged(family: str) -> keras.Model:
-    return tfdist.PipelineModel(families.FAMILIES[family](), num_microbatches=2)
+def staged(family: str, builds: Callable[[str], keras.Model] = Way.builds, **options: Any) -> keras.Model:
+    return tfdist.PipelineModel(builds(family), num_microbatches=2, **options)
 
 
 ONE_DEVICE = {"plain": Way.builds, "LoRA": with_lora}
@@ -89,12 +96,22 @@ WAYS = {
     "tensor 2, stage 3": Way(4, {"zero_stage": 3, "tensor_parallel_size": 2}, everything_sharded),
     "pipeline 2": Way(2, {"zero_stage": 0, "pipeline_parallel_size": 2}, staged),
     "pipeline 2, stage 3": Way(4, {"zero_stage": 3, "pipeline_parallel_size": 2}, staged),
+    "pipeline 2, 2 data ranks": Way(4, {"zero_stage": 1, "pipeline_parallel_size": 2}, staged),
+    "pipeline 2, recompute": Way(2, {"zero_stage": 0, "pipeline_parallel_size": 2}, functools.partial(staged, recompute=True)),
+    "pipeline 2, LoRA": Way(
+        2, {"zero_stage": 0, "pipeline_parallel_size": 2}, functools.partial(staged, builds=with_lora), "LoRA"
+    ),
     "LoRA": Way(2, {"zero_stage": 3}, with_lora, "LoRA"),
     "LoRA, tensor 2": Way(
         2, {"zero_stage": 0, "tensor_parallel_size": 2}, functools.partial(with_lora, builds=everything_sharded), "LoRA"
     ),
     "recompute": Way(2, {"zero_stage": 0}, recomputed),
     "recompute, stage 3": Way(2, {"zero_stage": 3}, recomputed),
+    "recompute by `keras.RematScope`, stage 3": Way(2, {"zero_stage": 3}, in_a_scope),
+    "recompute, LoRA": Way(2, {"zero_stage": 3}, functools.partial(recomputed, builds=with_lora), "LoRA"),
+    "recompute, tensor 2": Way(
+        4, {"zero_stage": 3, "tensor_parallel_size": 2}, functools.partial(recomputed, builds=everything_sharded)
+    ),
 }
 
 
