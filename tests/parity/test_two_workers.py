@@ -13,9 +13,10 @@ pytestmark = pytest.mark.as_traced
 @pytest.mark.timeout(200)
 def test_training_is_that_of_one_device(tmp_path):
     with workers.job(tmp_path, 2, "tests.parity.worker_cases:train_all") as job:
-        expected = worker_cases.train_one(one_device())
+        expected, of_own_step = worker_cases.train_one(one_device()), worker_cases.train_own_step(one_device())
         for found in job.results(180):
-            assert len(found) == 3
+            assert len(found) == 6
             for case, numbers in found.items():
-                assert_same_tree(numbers, {name: expected[name] for name in numbers}, case)
+                of_case = of_own_step if case.startswith("own step") else expected
+                assert_same_tree(numbers, {name: of_case[name] for name in numbers}, case)
             assert list(found["stage 3"]) == list(found["stage 3, eagerly"]) == list(expected)

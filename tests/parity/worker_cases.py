@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdist
 from tests import training
@@ -37,10 +38,50 @@ def train_one(strategy: Any, infers: bool = True, **settings: Any) -> dict[str, 
     }
 
 
+class CustomStep(keras.Model):
+    """A step of one's own: a Keras loss, a mean and a penalty; a number, a tracker and a metric in its logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = keras.layers.Dense(1, activation="sigmoid")
+        self.head.build((None, training.FEATURES))
+        self.tracker = keras.metrics.Mean(name="tracked")
+        self.auc = keras.metrics.AUC(name="auc", num_thresholds=20)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self.head(x)
+            loss = keras.losses.BinaryCrossentropy()(y, y_pred) + tf.reduce_mean(y_pred**2)
+            loss += 0.01 * tf.reduce_sum(self.head.kernel**2)
+        variables = self.trainable_variables
+        gradients, norm = tfdist.clip_by_global_norm(tape.gradient(loss, variables), variables, 0.2)
+        self.optimizer.apply(gradients, variables)
+        self.tracker.update_state(loss)
+        self.auc.update_state(y, y_pred)
+        return {"loss": loss, "norm": norm, "tracked": self.tracker.result(), "auc": self.auc.result()}
+
+
+def train_own_step(strategy: Any, **settings: Any) -> dict[str, Any]:
+    """Trains on batches of 11 of 34 examples: of the last the second worker has none."""
+    x, y = training.vectors(34)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = CustomStep()
+        model.compile(keras.optimizers.Adam(0.01), **settings)
+    logs = BatchLogs()
+    labels = (y % 2).astype("float32")[:, None]
+    history = model.fit(x, labels, batch_size=11, epochs=2, verbose=0, shuffle=False, callbacks=[logs])
+    return {"history": history.history, "after each batch": logs.train, **state(model)}
+
+
 def train_all() -> dict[str, dict[str, Any]]:
     first, third = (tfdist.MultiWorkerShardedStrategy(zero_stage=stage) for stage in (1, 3))
     return {
         "stage 1": train_one(first, infers=False),
         "stage 3": train_one(third),
         "stage 3, eagerly": train_one(third, run_eagerly=True),
+        "own step, stage 1": train_own_step(first),
+        "own step, stage 3": train_own_step(third),
+        "own step, stage 3, eagerly": train_own_step(third, run_eagerly=True),
     }

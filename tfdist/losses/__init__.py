@@ -1,12 +1,20 @@
 """Level 5: Keras losses of the global batch.
 
-Under a tfdist strategy a Keras loss whose reduction is a mean is, inside `strategy.run`, the rank's *share* of the global
+In a step of Keras's trainer (`fit`, `evaluate`, ...) a rank's loss is its *own mean* over what it has, whether Keras or the user
+computes it, and counts the rank's part of the batch's rows where gradients are reduced and numbers are logged: see
+`trainer_step`. What is no mean over rows is found in its graph and told once: see `row_means`.
+
+In a training loop of one's own a Keras loss whose reduction is a mean is, inside `strategy.run`, the rank's *share* of the global
 batch's loss, whatever part of the batch the rank got. The shares add up to the loss that one device would compute, and their
-gradients, which `optimizer.apply` sums over the ranks, to its gradient. In a training loop of one's own, therefore:
+gradients, which `optimizer.apply` sums over the ranks, to its gradient:
 
     loss = keras.losses.MeanSquaredError()(y, model(x))         # no division by the number of ranks or the batch size
     ...
     strategy.reduce("SUM", losses_of_the_ranks, axis=None)      # the global loss
 
-batch_part ──> rank_batch, sliced_batch ──> global_losses <── shares
+A share is the own mean times the rank's part of the rows. Outside replicas a loss is the loss.
+
+batch_part ──> rank_batch, sliced_batch ──> trainer_step ──> global_losses <── shares
+                                                 │                  └──> row_means ──> warning
+                                                 └──> step_gradients
 """

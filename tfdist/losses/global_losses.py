@@ -1,4 +1,4 @@
-"""Losses inside `strategy.run`: a rank's share of the mean over the global batch.
+"""Losses inside `strategy.run`: a rank's share of the mean over the global batch, or its own mean.
 
 Rank r has the weighted sum S_r of its examples' losses and a divisor D_r: how many losses there are (valid ones, under a mask),
 or what their weights sum to. N ranks:
@@ -8,13 +8,21 @@ or what their weights sum to. N ranks:
 
 The two differ as soon as the D_r do: in a last partial batch, with masks or with weights. Here the loss of rank r is its share,
 S_r / sum_s D_s: shares, and so their gradients, add up to those of the global batch, and a rank without examples has share 0.
+That is so in a training loop of one's own. In a step of Keras's trainer the loss of rank r is its own mean l_r, of which the share
+is w_r l_r, where w_r is the rank's part of the batch's rows: l_r = S_r / sum_s D_s / w_r. Plain means over rows and penalties of
+weights, which Keras does not see, are own means by themselves (see `trainer_step`).
 
 In cross-replica context and in Keras's symbolic build no rank computes, and no loss is a share. Metrics add up numerators and
 counts already (see `tfdist.metrics`).
 
-    reduce_weighted_values    a rank's share instead of the scaled local mean. One all-reduce of 1 number, of 3 with a mask
-    scale_loss                `add_loss` and regularizers: weighted by rows. One all-reduce of 1 number a step
-    unscale_loss              what is logged: the sum of the shares. One all-reduce of 1 number, of 2 for the reduction None
+                              shares                                           own means
+    reduce_weighted_values    instead of the scaled local mean. One            the same; the first one counts the rows of all
+                              all-reduce of 1 number, of 3 with a mask         ranks, too, in 1 number more
+    scale_loss                `add_loss` and regularizers: weighted by rows.   they stay as they are
+                              One all-reduce of 1 number a step
+    unscale_loss              what is logged: the sum of the shares. One       the own mean, which trackers weigh by rows
+                              all-reduce of 1 number, of 2 for the
+                              reduction None
 
 A rank's batch may also be fed in slices (see `sliced_batch`): then a loss is the slice's own mean, and who feeds it weighs the
 sum of what a slice's loss consists of, Keras losses and plain means, by `SlicedBatch.weigh`.
