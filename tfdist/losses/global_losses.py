@@ -8,9 +8,9 @@ or what their weights sum to. N ranks:
 
 The two differ as soon as the D_r do: in a last partial batch, with masks or with weights. Here the loss of rank r is its share,
 S_r / sum_s D_s: shares, and so their gradients, add up to those of the global batch, and a rank without examples has share 0.
-That is so in a training loop of one's own. In a step of Keras's trainer the loss of rank r is its own mean l_r, of which the share
-is w_r l_r, where w_r is the rank's part of the batch's rows: l_r = S_r / sum_s D_s / w_r. Plain means over rows and penalties of
-weights, which Keras does not see, are own means by themselves (see `trainer_step`).
+That is so in a training loop of one's own. In a step of Keras's trainer the loss of rank r is its own mean l_r, of which the
+share is w_r l_r, where w_r is the rank's part of the batch's rows: l_r = S_r / sum_s D_s / w_r. Plain means over rows and
+penalties of weights, which Keras does not see, are own means by themselves (see `trainer_step`).
 
 In cross-replica context and in Keras's symbolic build no rank computes, and no loss is a share. Metrics add up numerators and
 counts already (see `tfdist.metrics`).
