@@ -235,7 +235,43 @@ def several_steps_at_once(strategy):
     return {"history": model.fit(REAL, TARGET, epochs=2, **UNEVEN).history, **state(model)}
 
 
+class Normalized(keras.Model):
+    """Keras builds it by a symbolic call, in which synchronized statistics are a message between ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = layers.Dense(5, activation="tanh"), layers.Dense(4)
+        self.normalized = layers.BatchNormalization(synchronized=True)
+
+    def call(self, x, training=False):
+        return self.head(self.normalized(self.hidden(x), training=training))
+
+
+def built_in_a_loop_of_ones_own(strategy):
+    with strategy.scope():
+        model, optimizer = Normalized(), keras.optimizers.SGD(0.1)
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step_on_rank(x, y):
+        with tf.GradientTape() as tape:
+            y_pred = model(x, training=True)
+            loss = loss_of(y, y_pred)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        accuracy.update_state(y, y_pred)
+        return loss
+
+    @tf.function
+    def step(x, y):
+        return strategy.reduce("SUM", strategy.run(step_on_rank, args=(x, y)), axis=None)
+
+    dataset = tf.data.Dataset.from_tensor_slices((REAL, TARGET)).batch(8)
+    losses = [float(step(*batch)) for batch in strategy.experimental_distribute_dataset(dataset)]
+    return {"losses": losses, "weights": model.get_weights(), "accuracy": float(accuracy.result())}
+
+
 PROGRAMS = [gan, gan_of_a_dataset, triplets, dictionaries, eagerly, built_in_the_first_step, several_steps_at_once]
+PROGRAMS += [built_in_a_loop_of_ones_own]
 
 
 def cases():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class RankProgram:
         self.at_close: list[Callable[[Any], None]] = []
         self._is_marked = False
         self._is_on_trial = False
+        self._is_draft = False
         self._branches: list[tf.Graph] = []
         self._attachments: dict[Callable[[RankProgram], Any], Any] = {}
         self._shared = {} if shared is None else shared
@@ -93,6 +95,8 @@ class RankProgram:
         """Registers one collective and returns its instance key: a tensor where `x` has a size known when it runs only."""
         if self._is_on_trial:
             raise CollectiveOnTrialError(f"{op} {label!r} on trial")
+        if self._is_draft:
+            return 0
         for callback in self.before_collective:
             callback()
         record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source)
@@ -108,6 +112,8 @@ class RankProgram:
         The shape of `spec` has None for a number of rows that is known at run time only. No two messages of a step between two
         ranks have the same label.
         """
+        if self._is_draft:
+            return 0
         record = CollectiveRecord("message", (source, destination), tuple(spec.shape.as_list()), spec.dtype.name, label, source)
         self.plan.add_message(self.rank, record)
         self._mark_start()
@@ -165,6 +171,14 @@ class RankProgram:
             yield
         finally:
             self._is_on_trial = before
+
+    def draft(self) -> RankProgram:
+        """Returns the program of what is traced to be thrown away: of its collectives the plan knows nothing."""
+        draft = copy.copy(self)
+        draft._is_draft = True
+        draft._attachments, draft._constants = {}, {}
+        draft.before_collective, draft.at_close = [], []
+        return draft
 
     def may_emit_here(self) -> bool:
         """Whether the code being traced stands where all ranks run it: not in a loop or a branch of one rank's function."""

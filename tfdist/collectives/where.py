@@ -61,7 +61,7 @@ def current_program(what: str = "A collective") -> RankProgram:
     """Returns the program of the rank that is being traced or runs eagerly, for what cannot be done without one.
 
     Unlike `rank_program` it finds the rank from within a symbolic build that the rank makes, too: a collective is then traced
-    in a graph that is thrown away, alike on all ranks.
+    in a graph that is thrown away, and by the first rank alone, which builds the layers: it is a draft of the program.
 
     Raises:
         RuntimeError: outside `strategy.run` of a tfdist strategy; or in a loop of one traced rank, where collectives hang.
@@ -78,7 +78,7 @@ def current_program(what: str = "A collective") -> RankProgram:
             "`strategy.run`. TensorFlow's collectives hang there.",
             fix="Use a Python loop, or put the loop around `strategy.run`.",
         )
-    return program
+    return program.draft() if in_symbolic_scope() else program
 
 
 def is_traced_rank_thread() -> bool:
