@@ -37,7 +37,7 @@ from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
-from tfdist.sharding import keras_scope
+from tfdist.sharding import keras_scope, tape
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -305,6 +305,36 @@ def test_the_body_of_a_while_operation():
         return loop.outputs[place]
 
     assert float(in_graph(step, tf.TensorSpec([]), tf.TensorSpec([]))(tf.constant(1.0), tf.constant(5.0))) == 5.0
+
+
+# tfdist/sharding/tape.py
+
+
+def test_a_vectorized_map_asks_operations_how_they_are_converted():
+    seen = []
+
+    def row(x):
+        seen.append(tape.in_vectorized_map())
+        number = tf.random.uniform([])  # has an effect: a loop would draw once for each row
+        tape.same_for_all_rows([number.op])
+        return x * 0 + number
+
+    drawn = in_graph(lambda x: tf.vectorized_map(row, x), tf.TensorSpec([4]))(tf.ones(4)).numpy()
+    assert (drawn == drawn[0]).all() and drawn[0] > 0
+    assert any(seen) and not tape.in_vectorized_map()
+
+
+def test_nobody_looks_at_a_stand_in():
+    def replaced(x):
+        stub = tape.stand_in(tf.float32, [3])
+        tape.reconnect(stub.op, stub.op.inputs[0], x)
+        return stub + 1
+
+    tf.debugging.enable_check_numerics()
+    try:
+        np.testing.assert_array_equal(in_graph(replaced, tf.TensorSpec([3]))(tf.ones(3)), [2, 2, 2])
+    finally:
+        tf.debugging.disable_check_numerics()
 
 
 # tfdist/layers/recomputed.py

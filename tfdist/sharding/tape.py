@@ -14,6 +14,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import default_gradient, resource_variable_ops, while_v2
+from tensorflow.python.ops.parallel_for import pfor
 
 from tfdist.custom_gradients import as_read
 
@@ -79,6 +80,31 @@ def backward_scope(name: str = "") -> contextlib.AbstractContextManager[None]:
 def in_backward() -> bool:
     """Whether what is traced here is a gradient function that stands in `backward_scope`."""
     return "gradient_tape" in tf.compat.v1.get_default_graph().get_name_scope()
+
+
+def in_vectorized_map() -> bool:
+    """Whether what is traced here is the function of a `tf.vectorized_map`, or the gradient of a `tape.jacobian`."""
+    return "loop_body" in tf.compat.v1.get_default_graph().get_name_scope().split("/")
+
+
+def same_for_all_rows(operations: Sequence[tf.Operation]) -> None:
+    """Lets a `tf.vectorized_map` in whose function `operations` are made take their results as they are, for all rows.
+
+    It would put operations with an effect in a loop.
+    """
+    for operation in operations:
+        operation.pfor_converter = lambda converted: [pfor.wrap(output, False) for output in converted.op.outputs]
+
+
+def stand_in(dtype: tf.DType, shape: Sequence[int]) -> tf.Tensor:
+    """Returns a tensor that another one is to take the place of: the first input of its operation is nothing.
+
+    Made so that nobody looks at it before: `tf.debugging.enable_check_numerics` puts a check behind what is made in other ways.
+    """
+    graph, kind = tf.compat.v1.get_default_graph(), tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
+    attributes = {"dtype": kind, "shape": tf.compat.v1.AttrValue(shape=tf.TensorShape(shape).as_proto())}
+    nothing = graph._create_op_internal("Placeholder", [], dtypes=[dtype], attrs=attributes)  # noqa: SLF001
+    return graph._create_op_internal("Identity", nothing.outputs, dtypes=[dtype], attrs={"T": kind}).outputs[0]  # noqa: SLF001
 
 
 def same(one: tf.Tensor, other: tf.Tensor) -> bool:

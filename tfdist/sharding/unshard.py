@@ -185,7 +185,8 @@ class UnshardSchedule:
         before = tape.operations_so_far()
         with self._own_emission(), tape.stop_recording():
             unit.outputs = self._all_gather(unit, variables, gate, f"unshard/{group.name}")
-        self._recomputation.leave_alone(tape.operations_since(before))
+        self._recomputation.leave_alone(made := tape.operations_since(before))
+        tape.same_for_all_rows(made)
         for variable in variables:
             gradient = functools.partial(self._on_gradient, unit, variable)
             tape.record_gradient("Unshard", [unit.outputs[id(variable)]], [shards[id(variable)]], gradient)
@@ -202,8 +203,11 @@ class UnshardSchedule:
         for members in _messages(variables, variables, lambda v: _travelling_dtype(v, unit.compute_dtype)):
             layouts = [v.layout for v in members]
             dtype = _travelling_dtype(members[0], unit.compute_dtype)
-            with tf.control_dependencies(gate), tf.name_scope(_scope_name(label)):
-                fulls = gather_shards(self._program, [tf.cast(unit.shards[id(v)], dtype) for v in members], layouts, label)
+            with tf.name_scope(_scope_name(label)):
+                shards = [tf.cast(unit.shards[id(v)], dtype) for v in members]
+                with tf.control_dependencies(gate):
+                    shards = [tf.identity(shard) for shard in shards] if gate else shards
+                fulls = gather_shards(self._program, shards, layouts, label)
                 outputs.update({id(variable): full for variable, full in zip(members, fulls, strict=True)})
         return outputs
 
@@ -214,15 +218,17 @@ class UnshardSchedule:
         self._differentiated.add(id(variable))
         full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
         full.set_shape(variable.layout.local_shape)
-        if full.graph is not self._program.graph:
+        if full.graph is not self._program.graph or tape.in_vectorized_map():
             raise errors.not_implemented(
-                f"The gradient of sharded parameter {variable.name!r} is taken inside a loop, a branch or a nested "
-                "`tf.function` of the function given to `strategy.run`; with `zero_stage=3` it must be taken outside.",
+                f"The gradient of sharded parameter {variable.name!r} is taken inside a loop, a branch, a `tf.vectorized_map`, a "
+                "`tape.jacobian` or a nested `tf.function` of the function given to `strategy.run`; with `zero_stage=3` it must "
+                "be taken outside.",
                 fix="Put the loop around `strategy.run` (one `strategy.run` per step), and `@tf.function` on the outermost "
-                "function only; or use `zero_stage=2`.",
+                "function only. For gradients of single examples read the weights before, `w = tf.convert_to_tensor(variable)`, "
+                "compute with `w`, and take gradients of `w`. Or use `zero_stage=2`.",
             )
         with tape.stop_recording():
-            stub = tf.identity(tf.raw_ops.Placeholder(dtype=variable.dtype, shape=[variable.layout.shard_elements]))
+            stub = tape.stand_in(variable.dtype, [variable.layout.shard_elements])
         pending = PendingGradient(unit, variable, full, stub)
         tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(_second_order, variable, full.dtype))
         self._pending.append(pending)

@@ -1,0 +1,152 @@
+"""Gradients of gradients, weights that are read for each example, and TensorFlow's check of numbers, in steps of one's own."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from comparing import STAGES, assert_as_on_one_device
+from grids import exhaustive
+from training import strategy_for
+
+X = np.random.default_rng(5).normal(size=(16, 6)).astype("float32")
+
+
+def made(strategy):
+    """Returns a model of three layers and an optimizer."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), *(keras.layers.Dense(units, "tanh") for units in (5, 4, 3))])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+
+def run_steps(strategy, model, rank_step):
+    step = tf.function(lambda x: strategy.reduce("SUM", strategy.run(rank_step, args=(x,)), axis=None))
+    losses = [float(step(x)) for x in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X).batch(8))]
+    return losses, model.get_weights()
+
+
+def share(y):
+    return tf.reduce_sum(y**2) / 8
+
+
+def net(weights, x):
+    for kernel, bias in zip(weights[::2], weights[1::2], strict=True):
+        x = tf.tanh(x @ kernel + bias)
+    return x
+
+
+def product_of_the_hessian(strategy):
+    """The second gradient of what the first one is, in whatever shape it comes."""
+    model, optimizer = made(strategy)
+
+    def rank_step(x):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = share(model(x, training=True))
+            gradients = inner.gradient(loss, model.trainable_variables)
+        products = outer.gradient(gradients, model.trainable_variables, [0.5 * tf.ones_like(g) for g in gradients])
+        optimizer.apply(products, model.trainable_variables)
+        return loss
+
+    return run_steps(strategy, model, rank_step)
+
+
+def product_of_the_hessian_and_a_vector(strategy):
+    """A vector of the weights' shapes: of weights that were read before the tapes' gradients."""
+    model, optimizer = made(strategy)
+
+    def rank_step(x):
+        with tf.GradientTape() as outer:
+            weights = [tf.convert_to_tensor(variable) for variable in model.trainable_variables]
+            vector = [tf.stop_gradient(tf.sin(weight)) for weight in weights]
+            with tf.GradientTape() as inner:
+                inner.watch(weights)
+                loss = share(net(weights, x))
+            gradients = inner.gradient(loss, weights)
+        optimizer.apply(outer.gradient(gradients, model.trainable_variables, vector), model.trainable_variables)
+        return loss
+
+    return run_steps(strategy, model, rank_step)
+
+
+def weights_read_for_each_example(strategy):
+    model, optimizer = made(strategy)
+
+    def rank_step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.vectorized_map(lambda row: share(model(row[tf.newaxis], training=True)), x))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    return run_steps(strategy, model, rank_step)
+
+
+def adaptation_to_each_task(strategy):
+    """MAML: a step of each task's own, and the gradient of what comes after it."""
+    model, optimizer = made(strategy)
+
+    def rank_step(x):
+        with tf.GradientTape() as tape:
+
+            def of_task(row):
+                weights = [tf.convert_to_tensor(variable) for variable in model.trainable_variables]
+                with tf.GradientTape() as inner:
+                    inner.watch(weights)
+                    loss = share(net(weights, row[tf.newaxis]))
+                adapted = [w - 0.3 * g for w, g in zip(weights, inner.gradient(loss, weights), strict=True)]
+                return share(net(adapted, row[tf.newaxis, ::-1]))
+
+            loss = tf.reduce_sum(tf.vectorized_map(of_task, x))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    return run_steps(strategy, model, rank_step)
+
+
+def numbers_are_checked(strategy):
+    tf.debugging.enable_check_numerics()
+    try:
+        model, optimizer = made(strategy)
+        with strategy.scope():
+            model.compile(optimizer, "mse")
+        return model.fit(X, X[:, :3], batch_size=8, shuffle=False, verbose=0).history["loss"], model.get_weights()
+    finally:
+        tf.debugging.disable_check_numerics()
+
+
+@pytest.mark.parametrize("group_bytes", [0, exhaustive(2**20)])
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize(
+    "program",
+    [
+        product_of_the_hessian,
+        product_of_the_hessian_and_a_vector,
+        weights_read_for_each_example,
+        adaptation_to_each_task,
+        numbers_are_checked,
+    ],
+)
+def test_as_on_one_device(program, zero_stage, group_bytes):
+    assert_as_on_one_device(program, zero_stage, group_bytes=group_bytes)
+
+
+@pytest.mark.parametrize("kind", ["vectorized_map", exhaustive("jacobian")])
+def test_gradients_of_sharded_parameters_for_each_example_are_refused(kind):
+    strategy = strategy_for(2, 3)
+    model, _ = made(strategy)
+
+    def of_example(row):
+        with tf.GradientTape() as tape:
+            loss = share(model(row[tf.newaxis], training=True))
+        return tape.gradient(loss, model.trainable_variables)[0]
+
+    def rank_step(x):
+        if kind == "vectorized_map":
+            return tf.vectorized_map(of_example, x)
+        with tf.GradientTape() as tape:
+            y = tf.reduce_sum(model(x, training=True), 0)
+        return tape.jacobian(y, model.trainable_variables)[0]
+
+    with pytest.raises(NotImplementedError, match="`tf.vectorized_map`, a `tape.jacobian`.*read the weights before"):
+        tf.function(lambda: strategy.run(rank_step, args=(tf.constant(X[:8]),)))()
