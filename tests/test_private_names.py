@@ -32,7 +32,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.ops import control_flow_v2_func_graphs, resource_variable_ops, script_ops, while_v2
+from tensorflow.python.ops import control_flow_v2_func_graphs, default_gradient, resource_variable_ops, script_ops, while_v2
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
@@ -756,3 +756,48 @@ def test_operations_can_be_made_to_wait():
         first, second = tf.constant(1).op, tf.constant(2).op
         first._add_control_inputs([second])
     assert [op.name for op in first.control_inputs] == [second.name]
+
+
+def test_a_function_asks_for_values_when_it_is_called():
+    """collectives/where.py: also of a function that another one calls, and not of loops and branches."""
+    calls = []
+
+    @tf.function
+    def inner():
+        graph = tf.compat.v1.get_default_graph()
+        spec = tf.TensorSpec([], tf.int32)
+        graph.capture_call_time_value(lambda: calls.append(1) or tf.constant(0), spec, key="key", default_value=tf.constant(0))
+        return tf.constant(1)
+
+    outer = tf.function(lambda: inner() + 1)
+    inner(), inner(), outer(), outer()
+    assert len(calls) == 4
+    kinds = control_flow_v2_func_graphs
+    assert issubclass(kinds.WhileBodyFuncGraph, kinds.ControlFlowFuncGraph)
+    assert issubclass(kinds.CondBranchFuncGraph, kinds.ControlFlowFuncGraph)
+
+
+def test_a_variable_without_a_value_stands_for_another(cpus):
+    """sharding/tape.py: tapes know it by its handle, which has a shape."""
+    stands = resource_variable_ops.UninitializedVariable(trainable=True, shape=(2, 3), dtype=tf.float32, name="whole")
+    assert default_gradient.supports_default_grad(stands.handle)
+    shape, dtype = default_gradient.shape_and_dtype(stands.handle)
+    assert (tuple(shape), dtype) == ((2, 3), tf.float32)
+    with tf.GradientTape() as tape:
+        assert record.could_possibly_record()
+        resource_variable_ops.variable_accessed(stands)
+        read = tf.ones((2, 3))
+        record.record_operation("Read", [read], [stands.handle], lambda upstream: [upstream], lambda tangent: [tangent])
+        loss = tf.reduce_sum(read * 2.0)
+    assert tape.watched_variables() == (stands,)
+    assert tape.gradient(loss, stands).numpy().tolist() == [[2.0] * 3] * 2
+
+
+def test_shards_are_known_by_their_handles(cpus):
+    """sharding/kept_weights.py: a component knows its container, and its class can be one that tells of assignments."""
+    with tf.distribute.MirroredStrategy(cpus[:2]).scope():
+        variable = tf.Variable(1.0)
+    component = variable.values[1]
+    assert component.handle._distributed_container() is variable
+    for name in ("assign", "assign_add", "assign_sub", "scatter_update", "batch_scatter_update", "_strided_slice_assign"):
+        assert callable(getattr(component, name)), name

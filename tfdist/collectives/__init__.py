@@ -16,7 +16,7 @@ from tfdist.collectives.point_to_point import receive, send
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports import NCCL, RING, are_cpus, choose_transport, find_member_orders
 from tfdist.collectives.transports.shared_memory import abort_shared_memory, connect_shared_memory
-from tfdist.collectives.where import Where, current_program, rank_program, where
+from tfdist.collectives.where import Where, at_every_call, current_program, rank_program, where
 
 __all__ = [
     "NCCL",
@@ -30,6 +30,7 @@ __all__ = [
     "PlanAgreement",
     "RankProgram",
     "Where",
+    "at_every_call",
     "abort_shared_memory",
     "activations",
     "all_gather",

@@ -7,10 +7,12 @@ when they change.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Hashable
 
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from tfdist import errors
@@ -85,6 +87,25 @@ def is_traced_rank_thread() -> bool:
     """Whether this thread traces a rank, also where it has left the rank for eager code (`tf.init_scope`)."""
     program: RankProgram | None = getattr(tf.distribute.get_replica_context(), PROGRAM_ATTRIBUTE, None)
     return program is not None and not program.is_eager
+
+
+def at_every_call(function: Callable[[], None], key: Hashable) -> None:
+    """Has `function` called each time that the `tf.function` which is traced here is called, before it runs.
+
+    With one `key` the first function counts. Where no function is traced nothing is done.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph  # loops and branches ask for no values when they run
+
+    def called() -> tf.Tensor:
+        function()
+        return tf.constant(0)
+
+    if isinstance(graph, func_graph.FuncGraph):
+        with tf.init_scope():
+            saved = tf.constant(0)  # what a SavedModel has in its place
+        graph.capture_call_time_value(called, tf.TensorSpec([], tf.int32), key=key, default_value=saved)
 
 
 def _program_here() -> RankProgram | None:

@@ -13,7 +13,7 @@ from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import BACKEND_NN, replaces
 from tfdist.layers import empty_batches, layer_strategy, normalization, randomness, recurrent_states, sharded_tensors
 from tfdist.losses.warning import calling
-from tfdist.sharding import config_of, recompute
+from tfdist.sharding import config_of, read_if_sharded, recompute
 
 
 @replaces("keras.layers.Layer", "_maybe_build")
@@ -86,7 +86,9 @@ _POOL = "(inputs, pool_size, strides=None, padding='valid', data_format=None)"
 @replaces(BACKEND_NN, "max_pool", signature=_POOL)
 @replaces(BACKEND_NN, "average_pool", signature=_POOL)
 def _fed_with_rows(original: Callable[..., tf.Tensor], inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
-    """A rank's piece of the batch may be empty, and TensorFlow's kernel on CPUs fails on no rows."""
+    """A rank's piece of the batch may be empty, and TensorFlow's kernel on CPUs fails on no rows. Keras compiles some
+    convolutions by XLA, which cannot put a sharded kernel together: it is read before."""
+    args, kwargs = tuple(map(read_if_sharded, args)), {name: read_if_sharded(value) for name, value in kwargs.items()}
     if inputs.shape[0] or rank_program(peers_on="data") is None:
         return original(inputs, *args, **kwargs)
     return empty_batches.fed_with_rows(original, inputs, *args, **kwargs)

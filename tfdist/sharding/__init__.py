@@ -1,6 +1,7 @@
 """Level 4: what part of a variable each rank stores, and how a parameter is gathered, dropped and gathered again."""
 
 from tfdist.sharding.config import MeshConfig, ShardingConfig, config_of, settings_of, with_settings_listed
+from tfdist.sharding.kept_weights import KeptWeights, sharded_parameters
 from tfdist.sharding.keras_scope import layers_within
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.parameter_group import ParameterGroups
@@ -9,11 +10,12 @@ from tfdist.sharding.placements import Own, Partial, Replicate, Shard
 from tfdist.sharding.recomputation import recompute
 from tfdist.sharding.replicated_variables import PartialSyncOnReadVariable, with_layout
 from tfdist.sharding.unshard import UnshardSchedule
-from tfdist.sharding.variable import ShardedVariable
+from tfdist.sharding.variable import ShardedVariable, read_if_sharded
 from tfdist.sharding.zero import ZERO_STAGES, ZeroPlacements, placements_of
 
 __all__ = [
     "ZERO_STAGES",
+    "KeptWeights",
     "Layout",
     "MeshConfig",
     "Own",
@@ -34,8 +36,10 @@ __all__ = [
     "placement",
     "placements_of",
     "recompute",
+    "read_if_sharded",
     "request_placement",
     "with_layout",
     "settings_of",
+    "sharded_parameters",
     "with_settings_listed",
 ]

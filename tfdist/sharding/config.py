@@ -131,6 +131,13 @@ class ShardingConfig:
         'dtype in which gradients travel, such as "bfloat16"; None: their own, and half-precision gradients are summed in '
         "float32. Over NCCL a bfloat16 reduction is widened to float32 for the trip, which TensorFlow's kernels need.",
     )
+    kept_bytes: int = _setting(
+        2**30,
+        _at_least(0),
+        "stage 3: a model that is called eagerly, outside replicas, puts its weights together on the first device; up to this "
+        "many bytes of them stay there until they change, or a step begins that may change them. In one process only: see "
+        "`gathered`.",
+    )
     use_kernels: bool | None = _setting(
         None,
         _one_of(True, False, None),

@@ -31,6 +31,7 @@ from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
+from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.shard_messages import gather_shards, scatter_sums
@@ -159,6 +160,7 @@ class UnshardSchedule:
     def invalidate(self) -> None:
         """Forgets what is gathered, because parameters are about to change: the next read gathers again."""
         self._live.clear()
+        kept_weights_of(tf.distribute.get_strategy()).drop_at_write()
 
     def has_gradient(self, variable: Any) -> bool:
         """Whether a tape of this trace was asked for the gradient of `variable`."""

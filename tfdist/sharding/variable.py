@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values, values_util
 from tensorflow.python.trackable import base as trackable
@@ -19,6 +20,7 @@ from tfdist.sharding.as_number import AsNumber
 from tfdist.sharding.assembly import assemble, is_elsewhere
 from tfdist.sharding.config import config_of
 from tfdist.sharding.held_parameters import HeldParameters
+from tfdist.sharding.kept_weights import kept_weights_of, tells_of_writes
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.unshard import UnshardSchedule
 
@@ -73,6 +75,8 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         self._ranks = tuple(ranks)
         self._full_shape = tf.TensorShape(layout.shape)
         super().__init__(strategy, components, aggregation)
+        for component in components if is_parameter else ():
+            tells_of_writes(component)
         layer = keras_scope.current_layer()
         self.maker: Callable[[], Any] = (lambda: None) if layer is None else weakref.ref(layer)
 
@@ -154,7 +158,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
 
     def _assemble(self) -> tf.Tensor:
         """Returns the full value, to gradient tapes a read of this variable. See `assemble`."""
-        full = assemble(self)
+        full = kept_weights_of(self._distribute_strategy).read(self, assemble)
         return full if where() is Where.SYMBOLIC_BUILD else tape.read_of(self, full)
 
     def __getattr__(self, name: str) -> Any:
@@ -276,6 +280,12 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise NotImplementedError("A ShardedVariable cannot be copied; build the model again in the strategy's scope.")
+
+
+def read_if_sharded(value: Any) -> Any:
+    """Returns what a sharded variable, of Keras or TensorFlow, reads as here; anything else as it is."""
+    stored = value._value if isinstance(value, keras.Variable) else value
+    return tf.convert_to_tensor(value) if isinstance(stored, ShardedVariable) else value
 
 
 class _ShardedSaveable(saveable_object.SaveableObject):

@@ -36,7 +36,7 @@ from tfdist.collectives import (
 from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, split_batches
 from tfdist.layers import randomness, sharded_tensors
 from tfdist.runtime import give_back_free_memory
-from tfdist.sharding import MeshConfig
+from tfdist.sharding import KeptWeights, MeshConfig
 from tfdist.strategy.variable_creation import VariableCreation
 
 
@@ -50,6 +50,7 @@ class ShardedExtendedMixin(VariableCreation):
         transport = choose_transport(sharding.mesh.devices, implementation, len(ranks) < sharding.mesh.world_size)
         self.communicator = Communicator(sharding.mesh, transport, ranks)
         self.cross_replica = CrossReplica(self.communicator)
+        self.kept_weights = KeptWeights(sharding.kept_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
 
@@ -64,6 +65,7 @@ class ShardedExtendedMixin(VariableCreation):
             return self._as_graph_function(fn)(*(args or ()), **(kwargs or {}))
         communicator = self.communicator
         if tf.executing_eagerly():
+            self.kept_weights.expect_writes()
             plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks)
             meeting = Meeting(communicator, self.cross_replica)
             eager_program = functools.partial(EagerProgram, communicator, plan=plan, meeting=meeting)

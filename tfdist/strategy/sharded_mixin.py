@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from typing import Any
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.collectives import CollectivePlan
 from tfdist.mesh import DeviceMesh
-from tfdist.sharding import MeshConfig, ShardingConfig, with_settings_listed
+from tfdist.sharding import MeshConfig, ShardingConfig, sharded_parameters, with_settings_listed
 
 
 def takes_settings(strategy: Any) -> Any:
@@ -53,3 +54,25 @@ class ShardedStrategyMixin:
     def last_plan(self) -> CollectivePlan | None:
         """The collectives of the step that was traced last, per rank; None before the first."""
         return self.extended.last_plan
+
+    def gathered(self, *what: Any) -> contextlib.AbstractContextManager[None]:
+        """Keeps weights whole on the first device of each worker while a block runs, for many eager calls in a row.
+
+            with strategy.gathered(model):
+                for _ in range(100):
+                    tokens = next_tokens(model(tokens))  # weights are put together once, not at every call
+
+        Outside replicas a model at stage 3 (or one that is sharded over the tensor axis) puts each weight together when it is
+        read. In one process up to `kept_bytes` of them stay, without this block; over several workers, where to put a weight
+        together is a message of all of them, none do. In the block all of `what` do. It costs the memory of these weights on
+        each worker's first device, and gives it back at the end. A weight that changes in the block is put together again when
+        it is read next.
+
+        The mistake to avoid: entering it on one worker. All workers enter it, and call the model, as they do without it.
+
+        Args:
+            what: models, layers or variables.
+
+        Source: FSDP's `summon_full_params`, without writing back: weights are assigned as always.
+        """
+        return self.extended.kept_weights.gathered(sharded_parameters(what))

@@ -1,0 +1,172 @@
+"""Weights that were put together for an eager call outside replicas, kept until they change.
+
+    model(x)            each sharded weight that a layer reads is assembled on the first device, and kept
+    model(x)            nothing is assembled
+    model.fit(...)      dropped when the step is called: training has the memory that it has without this
+    model(x)            assembled again: the weights have changed
+
+Note: how a write is noticed. Shards are variables of a class of their own, which tells of every assignment, and an optimizer's
+step tells of itself (it may write by handles, in functions that ranks share). What runs eagerly drops the value at once. What is
+traced has a function drop it each time it is called, before it runs, by a value that TensorFlow asks for when it calls a function
+(`FuncGraph.capture_call_time_value`); functions that call it ask for it, too.
+
+Note: threads. While one thread runs a step another could read weights of which some have been updated, and keep the mixture for
+ever. So a thread keeps nothing when another one has written last.
+
+Note: several workers. To assemble is a collective there, which all must join, so whether a value is kept must not depend on
+anything in which workers may differ, such as when Python frees a model. There weights are kept in `strategy.gathered` only.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import at_every_call, rank_program
+from tfdist.sharding import keras_scope
+from tfdist.sharding.assembly import is_elsewhere
+
+
+class KeptWeights:
+    """The assembled weights of one strategy. It keeps no variable alive.
+
+    Args:
+        limit_bytes: how much may be kept in all, of what is not in `gathered`.
+    """
+
+    def __init__(self, limit_bytes: int):
+        self._limit_bytes = limit_bytes
+        self._values: dict[int, tf.Tensor] = {}  # by the variable's number
+        self._gathered: collections.Counter[int] = collections.Counter()  # how many blocks of `gathered` a variable is in
+        self._watched: set[int] = set()  # variables whose end is waited for
+        self._writer: int | None = None  # the thread that has written last
+        self.kept_bytes = 0
+
+    def read(self, variable: Any, assemble: Callable[[Any], tf.Tensor]) -> tf.Tensor:
+        """Returns the full value of `variable`, a `ShardedVariable`: the kept one, or what `assemble(variable)` returns."""
+        if not (variable.is_parameter and tf.executing_eagerly()):
+            return assemble(variable)
+        value = self._values.get(variable.number)
+        if value is None:
+            value = assemble(variable)
+            if self._may_keep(variable, value):
+                self._keep(variable, value)
+        return value
+
+    def _may_keep(self, variable: Any, value: tf.Tensor) -> bool:
+        if self._writer not in (None, threading.get_ident()):
+            return False
+        if self._gathered[variable.number]:
+            return True
+        is_called = keras_scope.current_layer() is not None  # else it is saved, or looked at, once
+        return is_called and not is_elsewhere(variable) and self.kept_bytes + _bytes_of(value) <= self._limit_bytes
+
+    def _keep(self, variable: Any, value: tf.Tensor) -> None:
+        self._values[variable.number] = value
+        self.kept_bytes += _bytes_of(value)
+        if variable.number not in self._watched:
+            self._watched.add(variable.number)
+            weakref.finalize(variable, self._end_of, variable.number).atexit = False
+
+    def _forget(self, number: int) -> None:
+        value = self._values.pop(number, None)
+        self.kept_bytes -= 0 if value is None else _bytes_of(value)
+
+    def _end_of(self, number: int) -> None:
+        self._watched.discard(number)
+        self._forget(number)
+
+    @contextlib.contextmanager
+    def gathered(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Keeps `variables` whatever their size, from now until the block ends, and drops those that were not kept before."""
+        numbers = [variable.number for variable in variables]
+        new = [number for number in numbers if number not in self._values]
+        self._gathered.update(numbers)
+        try:
+            for variable in variables:
+                variable.read_value()
+            yield
+        finally:
+            self._gathered.subtract(numbers)
+            for number in new:
+                if not self._gathered[number]:
+                    self._forget(number)
+
+    def expect_writes(self) -> None:
+        """From now on this thread may keep values, no other: it runs what may write."""
+        self._writer = threading.get_ident()
+
+    def drop(self, number: int | None = None) -> None:
+        """Drops the value of the variable of this number; None: all."""
+        if rank_program() is None:  # else it is a thread of a rank; that of the run has been noted
+            self.expect_writes()
+        for dropped in [number] if number is not None else list(self._values):
+            self._forget(dropped)
+
+    def drop_at_write(self, number: int | None = None) -> None:
+        """Notes that what is traced or runs here writes the variable of this number; None: some or all."""
+        if tf.executing_eagerly():
+            self.drop(number)
+        else:
+            at_every_call(functools.partial(self.drop, number), key=(KeptWeights, id(self), number))
+
+
+def _bytes_of(value: tf.Tensor) -> int:
+    return value.shape.num_elements() * value.dtype.size
+
+
+def sharded_parameters(what: Iterable[Any]) -> list[Any]:
+    """Returns the sharded variables of models, layers and the like, and among variables, that read whole inside replicas."""
+    found = {}
+    for one in what:
+        if not hasattr(one, "variables") and not isinstance(one, keras.Variable | tf.Variable):
+            raise errors.value_error("`what` must be models, layers or variables.", what=one)
+        for variable in getattr(one, "variables", [one]):
+            stored = variable._value if isinstance(variable, keras.Variable) else variable
+            if getattr(stored, "is_parameter", False):
+                found[stored.number] = stored
+    return list(found.values())
+
+
+def tells_of_writes(shard: tf.Variable) -> None:
+    """Makes `shard`, a component of a `ShardedVariable`, tell its strategy's `KeptWeights` of every assignment to it."""
+    kind: Any = type(shard)
+    shard.__class__ = _telling(kind)
+
+
+@functools.cache
+def _telling(kind: Any) -> Any:
+    def telling(name: str) -> Callable[..., Any]:
+        original = getattr(kind, name)
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            whole = self.handle._distributed_container()
+            if whole is not None:
+                kept_weights_of(whole.distribute_strategy).drop_at_write(whole.number)
+            return original(self, *args, **kwargs)
+
+        return method
+
+    return type(kind.__name__, (kind,), {name: telling(name) for name in dir(kind) if name.startswith(_WRITES)})
+
+
+_WRITES = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
+
+
+def kept_weights_of(strategy: tf.distribute.Strategy) -> KeptWeights:
+    """Returns what is kept of the weights of a tfdist strategy.
+
+    The protocol by which variables find it: a tfdist strategy's `extended` has an attribute `kept_weights`.
+    """
+    kept: KeptWeights = strategy.extended.kept_weights
+    return kept
