@@ -54,6 +54,12 @@ PAIRS = {
     ),
 }
 
+PAIRS["one head of keys"] = (
+    lambda: layers.ParallelGroupedQueryAttention(3, 8, 1, use_gate=True),
+    lambda: keras.layers.GroupQueryAttention(3, 8, 1, use_gate=True),
+    lambda f: f(vectors, vectors, use_causal_mask=True),
+)
+
 
 def built(make, call):
     keras.utils.set_random_seed(2)
@@ -77,7 +83,7 @@ def test_outside_replicas_it_is_the_keras_layer(name):
 
 
 # Parity of whole models covers, on 4 ranks, the layers whose case is exhaustive there.
-ON_FOUR_RANKS = ["column", "column einsum", "reversible embedding", "grouped attention"]
+ON_FOUR_RANKS = ["column", "column einsum", "reversible embedding", "grouped attention", "one head of keys"]
 
 
 @pytest.mark.parametrize(

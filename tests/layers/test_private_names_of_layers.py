@@ -29,6 +29,9 @@ def test_a_variable_is_made_from_its_initializer_at_once_or_later():
     variable = keras.Variable(initializer, shape=(2, 3))
     variable._initialize_with_initializer(lambda shape, dtype=None: keras.ops.zeros(shape, dtype))
     assert float(keras.ops.sum(variable._value)) == 0
+    assert variable._trainable is True
+    variable.trainable = False
+    assert variable._trainable is False and variable._value.trainable
     with keras.StatelessScope():
         later = keras.Variable(initializer, shape=(4,))
         assert later._value is None

@@ -115,9 +115,10 @@ def test_both_head_counts_must_be_divisible():
         x = keras.Input((5, 8))
         return keras.Model(x, layers.GroupQueryAttention(4, query_heads, key_value_heads, name="attention")(x, x))
 
-    assert len(resolve(model(8, 4), {"attention": "column"}, 4)) == 1
-    with pytest.raises(ValueError, match="num_key_value_heads=2. Nearest sizes: 4"):
-        resolve(model(8, 2), {"attention": "column"}, 4)
+    for key_value_heads in (1, 2, 4, 8):  # ranks may share a head of keys and values
+        assert len(resolve(model(8, key_value_heads), {"attention": "column"}, 4)) == 1
+    with pytest.raises(ValueError, match="num_key_value_heads=3. Nearest sizes: 4"):
+        resolve(model(12, 3), {"attention": "column"}, 4)
     with pytest.raises(ValueError, match="num_query_heads=6. Nearest sizes: 4 and 8"):
         resolve(model(6, 2), {"attention": "column"}, 4)
 

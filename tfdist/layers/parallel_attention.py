@@ -19,6 +19,7 @@ from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowPa
 from tfdist.layers.randomness import sharded_region
 from tfdist.layers.sharded_tensors import copy_mask
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
+from tfdist.layers.shared_heads import SharedHeadsEinsumDense, are_shared, check_heads
 from tfdist.sharding import Shard
 
 
@@ -44,7 +45,8 @@ class _ParallelAttention(ShardedWeights):
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
         for argument, heads in self._heads().items():
-            check_divisible(argument, heads, parts, self.name)
+            check = check_heads if argument == "num_key_value_heads" else check_divisible
+            check(argument, heads, parts, self.name)
         regularizer = getattr(self, "_activity_regularizer", None) or getattr(self, "activity_regularizer", None)
         if parts > 1 and regularizer is not None:
             raise errors.not_implemented(
@@ -59,9 +61,13 @@ class _ParallelAttention(ShardedWeights):
         self._output_dense.input_is_parallel = True
         self._output_dense.sequence_parallel = self.sequence_parallel
         self._output_dense.shard_weights()  # (heads, head_dim, out)
+        ranks = regions.scope_tensor_size()
+        is_shared = are_shared(self._heads().get("num_key_value_heads", ranks), ranks)
         for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
             dense = getattr(self, name, None)
-            if dense is not None:
+            if dense is not None and is_shared and name in ("_key_dense", "_value_dense"):
+                dense.__class__ = SharedHeadsEinsumDense
+            elif dense is not None:
                 dense.__class__ = ColumnParallelEinsumDense
                 dense.gather_output = False
                 dense.input_has_entered = True
@@ -152,12 +158,14 @@ class ParallelGroupedQueryAttention(_ParallelAttention, keras.layers.GroupQueryA
     Args:
         head_dim: size of each head.
         num_query_heads: query heads; a multiple of the tensor size.
-        num_key_value_heads: heads of keys and values; a multiple of the tensor size too.
+        num_key_value_heads: heads of keys and values; a multiple of the tensor size too, or a divisor of it: then several ranks
+            share a head, and each keeps the projections of keys and values whole.
         sequence_parallel: as of `ParallelMultiHeadAttention`.
         **kwargs: as of `keras.layers.GroupQueryAttention`.
 
     Raises:
-        ValueError: when built: the tensor size does not divide one of the numbers of heads.
+        ValueError: when built: the tensor size does not divide `num_query_heads`, or neither divides `num_key_value_heads` nor is
+            a multiple of it.
         NotImplementedError: an `activity_regularizer`.
 
     Source: Ainslie et al. 2023; sharded as by Megatron-LM.
@@ -176,3 +184,14 @@ class ParallelGroupedQueryAttention(_ParallelAttention, keras.layers.GroupQueryA
 
     def _heads(self) -> dict[str, int]:
         return {"num_query_heads": self.num_query_heads, "num_key_value_heads": self.num_key_value_heads}
+
+    @property
+    def num_repeats(self) -> int:
+        """How many query heads ask each head of keys and values; inside a replica, of this rank's."""
+        program = regions.tensor_program()
+        ranks = 1 if program is None else program.mesh.tensor_parallel_size
+        return (self.num_query_heads // ranks) // max(1, self.num_key_value_heads // ranks)
+
+    @num_repeats.setter
+    def num_repeats(self, value: int) -> None:
+        """Takes the number that Keras sets, which follows from those of the heads."""

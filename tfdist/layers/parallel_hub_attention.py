@@ -24,12 +24,12 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions, sharded_tensors
-from tfdist.layers.einsum_axes import COLUMN, sharded_axes
 from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
 from tfdist.layers.randomness import sharded_region
 from tfdist.layers.sharded_tensors import copy_mask
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
+from tfdist.layers.shared_heads import SharedHeadsEinsumDense, are_shared, check_heads
 from tfdist.sharding import Shard
 from tfdist.sharding.sharded_activations import shard_of
 
@@ -135,25 +135,6 @@ def number_of_heads(layer: keras.Layer, made: HeadedLayer) -> tuple[int, int]:
     return queries, vars(layer)[made.key_value_heads] if made.key_value_heads else queries
 
 
-class SharedHeadsEinsumDense(keras.layers.EinsumDense):
-    """A projection to K heads that every rank keeps whole, of which it computes the one head that its queries ask."""
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if regions.tensor_program() is None:
-            return super().call(inputs, training=training)
-        axes = sharded_axes(self, COLUMN)
-        x = keras.ops.einsum(self.equation, inputs, self._of_own_head(self.kernel, axes.kernel, "kernel"))
-        if self.bias is not None:
-            x = keras.ops.add(x, self.bias if axes.bias is None else self._of_own_head(self.bias, axes.bias, "bias"))
-        return x if self.activation is None else self.activation(x)
-
-    def _of_own_head(self, weight: Any, axis: int, name: str) -> tf.Tensor:
-        weight = regions.copy_to(tf.convert_to_tensor(weight), f"{self.name}/{name}")
-        ranks = regions.tensor_program().mesh.tensor_parallel_size
-        own = regions.tensor_rank() * weight.shape[axis] // ranks
-        return weight[tuple([slice(None)] * axis + [slice(own, own + 1)])]
-
-
 class _ParallelHubAttention(ShardedWeights):
     """A KerasHub attention of which each tensor rank computes some heads; mixed in before its class by `parallel_class`."""
 
@@ -170,9 +151,8 @@ class _ParallelHubAttention(ShardedWeights):
         made, parts = self._made, regions.scope_tensor_size()
         queries, keys_values = number_of_heads(self, made)
         check_divisible(made.query_heads, queries, parts, self.name)
-        is_shared = bool(keys_values % parts)
-        if is_shared and parts % keys_values:
-            check_divisible(made.key_value_heads, keys_values, parts, self.name)
+        check_heads(made.key_value_heads or made.query_heads, keys_values, parts, self.name)
+        is_shared = are_shared(keys_values, parts)
         super().shard_weights()
         for name in (made.queries, *made.keys_values):
             dense = getattr(self, name)

@@ -25,6 +25,7 @@ from tfdist.layers.einsum_axes import COLUMN, ROW, einsum_label, sharded_axes
 from tfdist.layers.lora_factors import KERNEL, TABLE, FactoredWeight
 from tfdist.layers.parallel_hub_attention import HeadedLayer, headed_layer, number_of_heads
 from tfdist.layers.sharded_weights import ShardedWeights
+from tfdist.layers.shared_heads import are_shared
 from tfdist.sharding import Shard
 
 VOCAB, REPLICATE = "vocab", "replicate"
@@ -135,13 +136,13 @@ def roles_of(layer: keras.Layer) -> tuple[str, ...]:
 def sharded_sizes(layer: keras.Layer, role: str, ranks: int = 1) -> dict[str, int]:
     """Returns the sizes, by name, that the number of ranks must divide. Embedding: none, its rows are padded.
 
-    Heads of keys and values of a KerasHub attention may be fewer than `ranks`, if they divide them.
+    Heads of keys and values may be fewer than `ranks`, if they divide them.
     """
     kind = kind_of(layer)
     if kind.heads is not None:
         queries, keys_values = number_of_heads(layer, kind.heads)
         sizes = {kind.heads.query_heads.lstrip("_"): queries}
-        if kind.heads.key_value_heads and ranks % keys_values:
+        if kind.heads.key_value_heads and not are_shared(keys_values, ranks):
             sizes[kind.heads.key_value_heads.lstrip("_")] = keys_values
         return sizes
     if role == VOCAB:
@@ -149,7 +150,10 @@ def sharded_sizes(layer: keras.Layer, role: str, ranks: int = 1) -> dict[str, in
     if kind.layer_class is keras.layers.MultiHeadAttention:
         return {"num_heads": layer.num_heads}
     if kind.layer_class is keras.layers.GroupQueryAttention:
-        return {"num_query_heads": layer.num_query_heads, "num_key_value_heads": layer.num_key_value_heads}
+        sizes = {"num_query_heads": layer.num_query_heads, "num_key_value_heads": layer.num_key_value_heads}
+        if are_shared(layer.num_key_value_heads, ranks):
+            del sizes["num_key_value_heads"]
+        return sizes
     if kind.is_normalization:
         return {"channels": layer.moving_mean.shape[0]}
     size = layer._kernel.shape[sharded_axes(layer, role).kernel]
@@ -168,7 +172,8 @@ def sharded_weights(layer: keras.Layer, role: str, ranks: int = 1) -> list[tuple
     if kind.heads is not None:
         return _of_heads(layer, kind.heads, ranks)
     if kind.is_attention:
-        return [(weight, _attention_axis(weight)) for weight in layer.weights]
+        is_shared = are_shared(getattr(layer, "num_key_value_heads", ranks), ranks)
+        return [(weight, _attention_axis(weight, is_shared)) for weight in layer.weights]
     if kind.is_normalization:
         return [(weight, 0) for weight in layer.weights]
     axes = sharded_axes(layer, role)
@@ -190,9 +195,11 @@ def dtype_bytes(dtype: str) -> int:
     return tf.as_dtype(dtype).size
 
 
-def _attention_axis(weight: keras.Variable) -> int | None:
+def _attention_axis(weight: keras.Variable, shares_keys: bool) -> int | None:
     """Heads are axis 1 of a projection's kernel (features, heads, size), 0 of its bias and of the output projection's kernel."""
     projection, name = weight.path.split("/")[-2:]
+    if shares_keys and projection in ("key", "value"):
+        return None
     if name == "lora_kernel_b":  # the heads are not the last axis: LoRA's first factor has them
         return None
     name = name.replace("lora_kernel_a", "kernel")
@@ -203,7 +210,7 @@ def _attention_axis(weight: keras.Variable) -> int | None:
 
 def _of_heads(layer: keras.Layer, made: HeadedLayer, ranks: int) -> list[tuple[keras.Variable, int | None]]:
     """Returns the weights of a KerasHub attention, each with the axis of its heads."""
-    is_shared = bool(number_of_heads(layer, made)[1] % ranks)
+    is_shared = are_shared(number_of_heads(layer, made)[1], ranks)
     axes: dict[int, int | None] = {id(getattr(layer, name)): axis for name, axis in made.per_head.items() if hasattr(layer, name)}
     for name in (made.queries, *made.keys_values, made.outputs):
         dense = getattr(layer, name)
