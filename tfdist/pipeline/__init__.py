@@ -7,8 +7,9 @@ stages/     stage ──> masks ──> staged_model, stage_functions┴──> 
             block_calls ──> block_graph ────────────────────────────────────────────────┘
 """
 
+from tfdist.pipeline.listed_layers import Stage
 from tfdist.pipeline.measured_schedule import measure
-from tfdist.pipeline.model import PipelineModel, Stage
+from tfdist.pipeline.model import PipelineModel
 from tfdist.pipeline.schedules.actions import Action, Phase
 from tfdist.pipeline.schedules.drawing import draw
 from tfdist.pipeline.schedules.make_schedule import make_schedule

@@ -29,7 +29,11 @@ def make_on(pipe_ranks: Sequence[int], variable: keras.Variable, strategy: tf.di
         if layout is None or layout.pipe_owners != owners:
             request_placement(variable, pipe_owners=owners)
         if variable._value is None:
+            # What has been frozen since its layer made it is a parameter all the same, which stage 3 shards.
+            is_frozen = is_deferred(variable) and variable._initializer.is_trainable and not variable.trainable
+            variable.trainable = variable.trainable or is_frozen
             variable._deferred_initialize()
+            variable.trainable = variable.trainable and not is_frozen
 
 
 def defer(variable: keras.Variable, initializer: Callable[..., Any]) -> bool:
@@ -40,7 +44,7 @@ def defer(variable: keras.Variable, initializer: Callable[..., Any]) -> bool:
     if not isinstance(keras_scope.current_layer(), keras.layers.Layer | keras.random.SeedGenerator):
         return False
     variable._value = None
-    variable._initializer = _DeferredInitializer(initializer, variable.path)
+    variable._initializer = _DeferredInitializer(initializer, variable)
     return True
 
 
@@ -73,10 +77,11 @@ def _has_place(variable: keras.Variable) -> bool:
 class _DeferredInitializer:
     """The initializer of a deferred weight. It refuses to run on a rank that computes: by then the weight should exist."""
 
-    def __init__(self, initializer: Callable[..., Any], path: str):
+    def __init__(self, initializer: Callable[..., Any], variable: keras.Variable):
         self.strategy = tf.distribute.get_strategy()
+        self.is_trainable = variable.trainable
         self._initializer = initializer
-        self._path = path
+        self._path = variable.path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if rank_program() is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.global_losses import unscale_loss
 from tfdist.mesh import DeviceMesh, current_mesh
 from tfdist.pipeline.checks import check_module, check_steps, check_strategy
+from tfdist.pipeline.listed_layers import Stage, module_of
 from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.published import Schedule1F1B
 from tfdist.pipeline.schedules.schedule import Schedule
@@ -26,17 +26,6 @@ from tfdist.pipeline.stages.split_points import resolve_split_points
 from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.pipeline.step import Step
 from tfdist.runtime import begin_use
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """Layers that make up one stage, for `PipelineModel([Stage([...]), Stage([...]), ...])`.
-
-    Attributes:
-        layers: the layers, each of which computes on what the one before it returns.
-    """
-
-    layers: Sequence[keras.layers.Layer]
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -113,7 +102,7 @@ class PipelineModel(keras.Model):
         check_strategy(tf.distribute.get_strategy())
         mesh = current_mesh()
         ranks = 1 if mesh is None else mesh.pipeline_parallel_size
-        module, split_points = _module_of(layers_or_model, stages)
+        module, split_points = module_of(layers_or_model, stages)
         self._blocks = None if blocks is None else (blocks,) if isinstance(blocks, str) else tuple(blocks)
         check_module(module, self._blocks)
         check_steps(module)
@@ -145,6 +134,9 @@ class PipelineModel(keras.Model):
 
     def build(self, input_shape: Any) -> None:
         """Builds the model inside, splits it in stages, and makes each weight on the ranks whose stages use it."""
+        if self._staged is not None:
+            self._build_for(None)
+            return
         if self._blocks is not None:
             self._build_for(tree.map_shape_structure(keras.KerasTensor, input_shape))
             return
@@ -154,18 +146,25 @@ class PipelineModel(keras.Model):
 
     def staged_for(self, x: Any) -> StagedModel:
         """Returns the model in stages; built, where that is possible, for inputs like `x`."""
-        if self._staged is None:
+        if self._staged is None or self._has_new_variables():
             if rank_program() is not None:
                 raise errors.runtime_error(
-                    "A `PipelineModel` must be built before ranks compute with it: each makes its own stages' weights.",
-                    fix="Call `model.build(input_shape)`, or the model on some examples, in `strategy.scope()`.",
+                    "A `PipelineModel` must be built before ranks compute with it, and again when a layer has made more "
+                    "variables: each makes its own stages' weights.",
+                    fix="Call `model.build(input_shape)` in `strategy.scope()`.",
                 )
             with tf.init_scope():
                 self._build_for(x)
         return self._staged
 
     def _build_for(self, inputs: Any) -> None:
-        """Builds for tensors like `inputs`: shapes do not say that an input of a subclassed model is of integers."""
+        """Builds for tensors like `inputs`: shapes do not say that an input of a subclassed model is of integers.
+
+        A model that is in stages already stays split where it is.
+        """
+        if self._staged is not None:
+            self._split(self._staged.module, self._staged.split_points)
+            return
         if self._blocks is None:
             self.build(tree.map_structure(lambda x: (None, *x.shape[1:]), inputs))
             return
@@ -182,7 +181,7 @@ class PipelineModel(keras.Model):
         return super().__call__(*args, **kwargs)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        if self._blocks is not None and not self.built:
+        if not self.built or self._has_new_variables():
             if data_batch is None:
                 data_batch = next(next(iter(iterator))[2])
             # Before Keras calls it in a scope in which no variable can be made.
@@ -201,8 +200,14 @@ class PipelineModel(keras.Model):
         else:
             super().build_from_config(config)
 
-    def _split(self, functional: keras.Model) -> None:
-        split_points = resolve_split_points(functional, self._split_points, self._schedule.num_stages)
+    def _has_new_variables(self) -> bool:
+        """Whether a layer has made variables since the model was split, as `enable_lora` does."""
+        staged = self._staged
+        return staged is not None and not all(map(staged.knows, self.module.variables))
+
+    def _split(self, functional: keras.Model, split_points: Sequence[int] | None = None) -> None:
+        if split_points is None:
+            split_points = resolve_split_points(functional, self._split_points, self._schedule.num_stages)
         self._staged = StagedModel(functional, split_points, self._schedule, self.module.variables)
         if self._schedule.num_ranks > 1:
             self._staged.make_weights(self.distribute_strategy)
@@ -217,6 +222,11 @@ class PipelineModel(keras.Model):
         if self._staged is None:
             raise errors.value_error("The model is not cut yet.", fix="Build it first: `model.build(input_shape)`.")
         return report(self._staged, node_costs(self._staged.module))
+
+    @property
+    def output_names(self) -> Any:
+        """The names by which `compile` knows the outputs of the model inside; None: it names none."""
+        return getattr(self.module, "output_names", None)
 
     @property
     def layers(self) -> list[keras.layers.Layer]:
@@ -365,23 +375,3 @@ def _check_schedule(schedule: Any, num_microbatches: int, stages_per_rank: int) 
         make_schedule(schedule)
     else:
         make_schedule(schedule, 2 * stages_per_rank, max(num_microbatches, 2), stages_per_rank)
-
-
-def _module_of(given: Any, stages: Sequence[str | int] | None) -> tuple[keras.Model, Sequence[str | int] | None]:
-    """Returns one model, and the `stages` at which it is to be split."""
-    if isinstance(given, keras.Model):
-        return given, stages
-    given = list(given)
-    if not any(isinstance(one, Stage) for one in given):
-        return keras.Sequential(given), stages
-    if stages is not None or not all(isinstance(one, Stage) and one.layers for one in given):
-        raise errors.value_error(
-            "With `Stage`s every entry of the list must be one, with at least one layer, and `stages` be left out.",
-            layers_or_model=given,
-            stages=stages,
-        )
-    sizes = [sum(not isinstance(layer, keras.layers.InputLayer) for layer in stage.layers) for stage in given]
-    return (
-        keras.Sequential([layer for stage in given for layer in stage.layers]),
-        [sum(sizes[:index]) for index in range(1, len(sizes))],
-    )

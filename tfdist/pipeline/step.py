@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce, point_to_point
@@ -106,7 +107,9 @@ class Step:
             if len(owners) > 1:
                 gradient = self._sum_over(owners, variable, gradient)
             found.append((gradient if self._program is not None else self._after_reads(gradient), variable))
-        return found
+        # A loss that depends on no weight of this rank is none of the other ranks' mistakes.
+        has_any = any(gradient is not None for gradient, _ in found)
+        return found if has_any or self._staged.schedule.num_ranks == 1 else []
 
     def _after_reads(self, gradient: Any) -> Any:
         """Returns a gradient that exists when all actions have ended, and so have read the weights; for Keras's own optimizer.
@@ -179,6 +182,9 @@ class Step:
 
     def _loss(self, microbatch: int, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns a microbatch's share of the model's loss, without the losses of layers."""
+        model = self._model
+        if model._compile_loss is None and type(model).compute_loss is keras.Model.compute_loss:
+            return tf.zeros([])  # that of layers is all there is, which Keras, not seeing it, would miss
         x, y, sample_weight = self._data[microbatch]
         predictions = self._staged.outputs_like_model(outputs)
         with self._model.without_layer_losses():

@@ -105,7 +105,7 @@ class HeldParameters:
     def _gather(self, group: ParameterGroup, compute_dtype: tf.DType | None) -> None:
         program = self._program
         here = program.mesh.coordinate(program.rank).pipe
-        members = [v for v in group.variables if v.layout.pipe_owners is None or here in v.layout.pipe_owners]
+        members = [v for v in group.variables if v.layout.is_data_sharded and here in (v.layout.pipe_owners or [here])]
         label = f"unshard/{group.name}"
         with contextlib.ExitStack() as stack:
             stack.enter_context(program.outermost())

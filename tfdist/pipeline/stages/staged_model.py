@@ -37,6 +37,7 @@ class StagedModel:
         self.schedule = schedule
         self.stages = split_in_stages(module, split_points)
         self.module = module
+        self.split_points = list(split_points)
         self._ranks: dict[int, set[int]] = {}
         self._first_stage: dict[int, int] = {}
         for stage in self.stages:
@@ -50,6 +51,10 @@ class StagedModel:
                 weights=unused,
                 fix="Make it in a layer that the model calls.",
             )
+
+    def knows(self, variable: keras.Variable) -> bool:
+        """Whether a stage has `variable`."""
+        return id(variable) in self._ranks
 
     @property
     def last_stage(self) -> int:
