@@ -1,6 +1,23 @@
-"""Level 6: saving a model that several workers hold."""
+"""Level 6: saving a model that several workers hold, and exporting one that is sharded."""
 
-from tfdist.checkpoint import backups, saving
-from tfdist.checkpoint.writing_role import WritingRole, chief_decides, cluster_strategy, writing_role
+from tfdist.checkpoint import backups, plain_variables, saving
+from tfdist.checkpoint.writing_role import (
+    WritingRole,
+    all_workers_inside,
+    chief_decides,
+    cluster_strategy,
+    cluster_strategy_of,
+    writing_role,
+)
 
-__all__ = ["WritingRole", "backups", "chief_decides", "cluster_strategy", "saving", "writing_role"]
+__all__ = [
+    "WritingRole",
+    "all_workers_inside",
+    "backups",
+    "chief_decides",
+    "cluster_strategy",
+    "cluster_strategy_of",
+    "plain_variables",
+    "saving",
+    "writing_role",
+]

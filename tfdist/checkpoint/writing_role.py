@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -31,7 +31,16 @@ def cluster_strategy(model: Any) -> Any | None:
     called it, and `share(name, value)`, which returns the chief's value on all of them. Both may be called with one name again
     and again.
     """
-    for strategy in _strategies(model):
+    return _over_workers(_strategies(model))
+
+
+def cluster_strategy_of(variables: Iterable[Any]) -> Any | None:
+    """Returns the tfdist strategy over several workers that made one of the Keras `variables`, None where there is none."""
+    return _over_workers(getattr(variable._value, "distribute_strategy", None) for variable in variables)
+
+
+def _over_workers(strategies: Iterable[Any]) -> Any | None:
+    for strategy in strategies:
         cluster = getattr(strategy, "cluster", None)
         if cluster is not None and cluster.num_workers > 1:
             return strategy

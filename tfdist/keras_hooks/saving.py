@@ -1,4 +1,4 @@
-"""Saving: under several workers all read the model's variables, and the chief alone writes the file."""
+"""Saving: under several workers all read the model's variables, and the chief alone writes the file; exports are plain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tfdist.checkpoint import WritingRole, saving, writing_role
+from tfdist.checkpoint import WritingRole, all_workers_inside, cluster_strategy_of, plain_variables, saving, writing_role
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import checkpoint_names
 
@@ -89,3 +89,51 @@ def _get_unique_name(original: Callable[[str, dict[str, int]], str], name: str, 
     """Keras names a layer's weights in a file after its class: a tensor-parallel layer's must be found under the name of the
     layer that it is outside replicas."""
     return original(checkpoint_names.saved_name(name), used_names)
+
+
+_PLAIN = """What is exported would read the variables of several devices, or shards, which a SavedModel cannot hold: while it is
+traced and written, the model's variables are plain ones on the host."""
+
+
+@replaces("keras.Model", "export", why=_PLAIN)
+def _export(
+    original: Callable[..., None],
+    self: Any,
+    filepath: Any,
+    format: str = "tf_saved_model",  # noqa: A002  Keras's name
+    verbose: Any = None,
+    input_signature: Any = None,
+    **kwargs: Any,
+) -> None:
+    _export_plain([self], lambda: original(self, filepath, format, verbose, input_signature, **kwargs))
+
+
+@replaces("keras.src.export.saved_model_export_archive.SavedModelExportArchive", "write_out", why=_PLAIN)
+def _write_out(original: Callable[..., None], self: Any, filepath: Any, options: Any = None, verbose: bool = True) -> None:
+    resources = list(getattr(self, "_tracked", ()))
+    for name in self._endpoint_names:
+        resources += plain_variables.called_by(getattr(self._tf_trackable, name))
+    _export_plain(resources, lambda: original(self, filepath, options, verbose))
+
+
+@replaces("tensorflow.python.saved_model.save", "save", why=_PLAIN)
+@replaces("tensorflow.saved_model", "save", why=_PLAIN)
+def _save_saved_model(
+    original: Callable[..., None], obj: Any, export_dir: str, signatures: Any = None, options: Any = None
+) -> None:
+    _export_plain([obj], lambda: original(obj, export_dir, signatures, options))
+
+
+def _export_plain(resources: list[Any], write: Callable[[], None]) -> None:
+    variables = plain_variables.variables_of(resources)
+    if not variables:  # of no strategy, or within another export
+        write()
+        return
+    strategy = cluster_strategy_of(variables)
+    if strategy is None:
+        with plain_variables.plain(variables):
+            write()
+        return
+    with all_workers_inside(strategy, "export"), plain_variables.plain(variables, only_read=not strategy.cluster.is_chief):
+        if strategy.cluster.is_chief:
+            write()

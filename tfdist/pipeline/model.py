@@ -335,6 +335,9 @@ class PipelineModel(keras.Model):
     def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         self.module.load_weights(filepath, *args, **kwargs)
 
+    def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        self.module.export(filepath, *args, **kwargs)
+
     def get_config(self) -> dict[str, Any]:
         schedule = self._given_schedule
         module = keras.saving.serialize_keras_object(self.module)
