@@ -377,13 +377,16 @@ def test_csv_logger(tmp_path, monkeypatch):
         assert [line.split(",")[0] for line in lines] == ["epoch", *epochs]
 
 
-def test_orbax_is_refused(cpus):
+@pytest.mark.parametrize("workers", [1, 2])
+def test_orbax_is_refused(workers, cpus):
     callback = object.__new__(keras.callbacks.OrbaxCheckpoint)  # Orbax need not be installed
     callback.directory = "backups"
-    strategy = two_workers.attach_cluster(ShardedStrategy(cpus[:1]), two_workers.READER)
+    strategy = ShardedStrategy(cpus[:1])
+    if workers > 1:
+        strategy = two_workers.attach_cluster(strategy, two_workers.READER)
     with strategy.scope():
         model = sequential()
-    with pytest.raises(NotImplementedError, match="Received: directory='backups'. Use `ModelCheckpoint`"):
+    with pytest.raises(NotImplementedError, match="Received: directory='backups'. Use `keras.callbacks.ModelCheckpoint`"):
         callback.set_model(model)
 
 

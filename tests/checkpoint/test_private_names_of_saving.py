@@ -11,10 +11,15 @@ import keras
 import numpy as np
 import pytest
 import saved_models
+import tensorflow as tf
 from keras.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, OrbaxCheckpoint
+from keras.src.export import saved_model_export_archive
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_api, saving_lib
 from keras.src.utils import file_utils, io_utils
+from tensorflow.python.ops import resource_variable_ops
+
+from tfdist.checkpoint import plain_variables
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -172,3 +177,21 @@ def test_a_checkpoint_is_saved_where_its_path_says_if_it_should(tmp_path):
     callback._save_model(1, None, {})
     assert (tmp_path / "new" / "a.keras").exists()
     assert asked == ["path", "should"] * 2
+
+
+def test_an_export_archive_knows_what_it_tracks_and_its_endpoints():
+    """tfdist/keras_hooks/saving.py."""
+    model = saved_models.sequential()
+    archive = keras.export.ExportArchive()
+    assert isinstance(archive, saved_model_export_archive.SavedModelExportArchive)
+    archive.track_and_add_endpoint("go", model, input_signature=[keras.InputSpec(shape=(None, 5), dtype="float32")])
+    assert archive._tracked == [model] and archive._endpoint_names == ["go"]
+    assert plain_variables.called_by(archive._tf_trackable.go) == [model]
+
+
+def test_a_resource_variable_is_made_without_creators():
+    """tfdist/checkpoint/plain_variables.py."""
+    with tf.variable_creator_scope(lambda *args, **kwargs: pytest.fail("asked for")):
+        made = resource_variable_ops.ResourceVariable(initial_value=[1.0], trainable=False, name="plain")
+        resource_variable_ops.UninitializedVariable(dtype=tf.float32, shape=(2,))
+    assert isinstance(made, tf.Variable) and not made.trainable

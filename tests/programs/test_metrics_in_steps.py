@@ -155,3 +155,45 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", ["results", "renamed", "added", exhaustive("eager"), exhaustive("several_steps")])
 def test_logs_of_a_step(name, zero_stage):
     assert_as_on_one_device(PROGRAMS[name], zero_stage)
+
+
+def by_hand(strategy):
+    """Updated outside `run`, inside of it, and outside again."""
+    with strategy.scope():
+        metrics = [keras.metrics.MeanIoU(3), keras.metrics.Mean(), Largest(), keras.metrics.AUC(num_thresholds=20)]
+    true, predicted = (Y % 3)[:, None], ((Y + X[:, 0] > 3) % 3)[:, None]
+    arguments = [(true, predicted), (X[:, 1],), (X[:, 1],), (LABELS, 1 / (1 + np.exp(-X[:, :1])))]
+    found = []
+
+    def update(rows):
+        for metric, given in zip(metrics, arguments, strict=True):
+            metric.update_state(*(value[rows] for value in given))
+        found.append([float(metric.result()) for metric in metrics])
+
+    update(slice(0, 5))
+    update(slice(5, 9))
+    dataset = tf.data.Dataset.from_tensor_slices(tuple(arguments)).batch(7)
+
+    @tf.function
+    def step(batch):
+        def of_rank(batch):
+            for metric, given in zip(metrics, batch, strict=True):
+                metric.update_state(*given)
+            return [tf.cast(metric.result(), tf.float32) for metric in metrics]
+
+        results = strategy.run(of_rank, args=(batch,))
+        return [strategy.reduce("MEAN", result, axis=None) for result in results]
+
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        found.append([float(result) for result in step(batch)])
+    found.append([float(metric.result()) for metric in metrics])
+    update(slice(3, 20))
+    for metric in metrics:
+        metric.reset_state()
+    update(slice(1, 8))
+    return found
+
+
+@pytest.mark.parametrize("devices", [2, exhaustive(3)])
+def test_updated_by_hand(devices):
+    assert_as_on_one_device(by_hand, 3, devices)

@@ -15,6 +15,7 @@ from keras.src.utils import file_utils
 from tfdist import errors
 from tfdist.checkpoint import WritingRole, backups, chief_decides, cluster_strategy, writing_role
 from tfdist.keras_hooks.table import replaces
+from tfdist.sharding import config_of
 
 _CHECKPOINT, _BACKUP, _CSV = (f"keras.callbacks.{name}" for name in ("ModelCheckpoint", "BackupAndRestore", "CSVLogger"))
 
@@ -88,12 +89,12 @@ def _log(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) ->
 
 @replaces("keras.callbacks.OrbaxCheckpoint", "set_model")
 def _refuse_orbax(original: Callable[..., None], self: Any, model: Any) -> None:
-    """Every worker would write the same files; it is refused."""
-    if writing_role(model) is not WritingRole.ALONE:
+    """Orbax does not know variables of a strategy: with TensorFlow's it saves what it cannot load, without a word."""
+    if config_of(getattr(model, "_distribute_strategy", None)) is not None:
         raise errors.not_implemented(
-            "`OrbaxCheckpoint` is not supported under a tfdist strategy over several workers: each worker would write the "
-            "same files.",
+            "`OrbaxCheckpoint` is not supported under a tfdist strategy: what it saves is not loaded into TensorFlow's "
+            "variables, which keep their initial values.",
             directory=str(self.directory),
-            fix="Use `ModelCheckpoint` or `BackupAndRestore`.",
+            fix="Use `keras.callbacks.ModelCheckpoint`, or `keras.callbacks.BackupAndRestore` for a run that goes on.",
         )
     original(self, model)

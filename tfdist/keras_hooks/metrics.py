@@ -19,7 +19,7 @@ from tfdist.losses.global_losses import whole_batch
 from tfdist.losses.rank_batch import RankBatch
 from tfdist.losses.trainer_step import weight_of_logs
 from tfdist.metrics import global_results, updates
-from tfdist.sharding import config_of
+from tfdist.sharding import config_of, placement, request_placement
 
 
 @replaces("keras.metrics.Metric", "__init__")
@@ -32,6 +32,25 @@ def _init(original: Callable[..., None], self: Any, dtype: Any = None, name: str
             if issubclass(kind, keras.metrics.Metric) and kind is not keras.metrics.Metric:
                 _span_ranks(kind)
     original(self, dtype=dtype, name=name)
+
+
+@replaces("keras.metrics.Metric", "add_variable")
+def _add_variable(
+    original: Callable[..., Any],
+    self: Any,
+    shape: Any,
+    initializer: Any,
+    dtype: Any = None,
+    aggregation: str = "sum",
+    name: str | None = None,
+) -> Any:
+    """Each rank would begin with the initial value of a state that ranks sum, and Keras may put off making it: it must be known
+    as a metric's."""
+    with placement(is_of_metric=True):
+        variable = original(self, shape, initializer, dtype=dtype, aggregation=aggregation, name=name)
+    if variable._value is None:
+        request_placement(variable, is_of_metric=True)
+    return variable
 
 
 def _span_ranks(kind: type) -> None:

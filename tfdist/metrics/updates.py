@@ -89,6 +89,7 @@ def update(
         if metric not in _ways:
             _ways[metric] = _way(metric, own, arguments, args, kwargs, program)
         if _ways[metric] is _Way.ALL_ROWS:
+            _hold_whole(metric)
             args, kwargs = program.attachment(GatheredBatch).of(arguments, part)
             with whole_batch():
                 return own(*args, **kwargs)
@@ -132,6 +133,12 @@ def _hold_summands(metric: keras.metrics.Metric) -> None:
     for variable in metric.variables:
         if is_of_ranks(variable):
             variable._value.hold_summands()
+
+
+def _hold_whole(metric: keras.metrics.Metric) -> None:
+    for variable in metric.variables:
+        if is_of_ranks(variable):
+            variable._value.hold_whole()
 
 
 def _way(

@@ -4,6 +4,7 @@
     with placement(pipe_owners=(0, 3)):         a weight that pipe ranks 0 and 3 store
     with placement(data_owner=2):               an optimizer's slot that data rank 2 alone keeps, whole
     with placement(is_partial=True):            a sum to which every rank holds a summand
+    with placement(is_of_metric=True):          a metric's state, of which every rank holds all until it updates it by itself
     with placement(is_replicated=True):         an optimizer's scalar, which is no parameter though Keras calls it trainable
 
 Scopes nest: an inner one changes what it names. A variable made within `tf.distribute`'s own `colocate_vars_with(parameter)`, as
@@ -44,6 +45,7 @@ class PlacementRequest:
         data_owner: the data rank that alone keeps the slot, whole; None: it is sharded as the ZeRO stage says.
         is_partial: whether each rank keeps a summand of it.
         is_replicated: whether it is no parameter, though it is trainable.
+        is_of_metric: whether it is a metric's state (see `PartialSyncOnReadVariable`).
     """
 
     tensor: Replicate | Shard = Replicate()
@@ -52,6 +54,7 @@ class PlacementRequest:
     data_owner: int | None = None
     is_partial: bool = False
     is_replicated: bool = False
+    is_of_metric: bool = False
 
     def may_shard(self, is_trainable: bool, config: MeshConfig) -> bool:
         """Whether a variable of some shape and dtype is sharded that is made on this request."""

@@ -11,14 +11,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, values, values_util
 from tensorflow.python.trackable import base as trackable
 
 from tfdist.collectives import Where, cross_replica_of, where
 from tfdist.mesh import DeviceMesh
-from tfdist.sharding import keras_scope
 from tfdist.sharding.as_number import AsNumber
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Partial, Placement, Replicate
@@ -47,6 +45,11 @@ class ReplicatedMirroredVariable(_WithLayout, values.MirroredVariable):
     @property
     def handle(self) -> tf.Tensor:
         return self._primary.handle if where() is Where.CROSS_REPLICA else super().handle
+
+    def numpy(self) -> Any:
+        """Also in the scope of another strategy, where a model is cloned or its weights are copied to."""
+        is_elsewhere = tf.distribute.has_strategy() and tf.distribute.get_strategy() is not self._distribute_strategy
+        return self._primary.numpy() if is_elsewhere else super().numpy()
 
     def _get_cross_replica(self) -> tf.Tensor:
         return tf.identity(self._primary)
@@ -87,6 +90,16 @@ class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
                         # One that is made while a step is traced gets its initial value when the step first runs: zeros.
                         if not self._is_first(index) and component.is_initialized():
                             component.assign(tf.zeros(component.shape, component.dtype))
+
+    def hold_whole(self) -> None:
+        """From now on every rank holds all of it."""
+        if not self.is_whole:
+            self.layout = dataclasses.replace(self.layout, data=Replicate())
+            with tf.init_scope():
+                if self._aggregation == tf.VariableAggregation.SUM and all(one.is_initialized() for one in self._values):
+                    total = tf.add_n([tf.identity(one) for one in self._values])
+                    for component in self._values:
+                        component.assign(total)
 
     def _is_first(self, index: int) -> bool:
         """Whether the component at `index` is that of a rank of data index 0."""
@@ -151,11 +164,10 @@ class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
         return self._store(restored_tensors[trackable.VARIABLE_VALUE_KEY])
 
 
-def with_layout(variable: tf.Variable, mesh: DeviceMesh) -> tf.Variable:
+def with_layout(variable: tf.Variable, mesh: DeviceMesh, is_of_metric: bool = False) -> tf.Variable:
     """Returns a variable that TensorFlow has made as one that has a layout; one whose shape is not known is left alone."""
     if not variable.shape.is_fully_defined():
         return variable
-    is_of_metric = isinstance(keras_scope.current_layer(), keras.metrics.Metric)
     kinds: dict[type, tuple[type, Placement]] = {
         values.MirroredVariable: (ReplicatedMirroredVariable, Replicate()),
         values.SyncOnReadVariable: (PartialSyncOnReadVariable, Replicate() if is_of_metric else Partial()),

@@ -42,7 +42,8 @@ class VariableCreation(_Extended):
         if layout is None or not is_slot:
             self._share_initial_value(kwargs, layout)
         if layout is None:
-            return with_layout(super()._create_variable(next_creator, **kwargs), self._sharding.mesh)
+            made = super()._create_variable(next_creator, **kwargs)
+            return with_layout(made, self._sharding.mesh, request.is_of_metric)
         return self._create_sharded(next_creator, layout, is_slot, kwargs)
 
     def _request(self, kwargs: dict[str, Any]) -> PlacementRequest:
