@@ -17,7 +17,13 @@ from tests.programs.comparing import assert_as_on_one_device
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
 BATCH = 16
-GRID = pytest.mark.parametrize(("devices", "zero_stage"), [(2, 0), (2, 3), exhaustive(4, 1), exhaustive(2, 2), exhaustive(4, 3)])
+CASES = [(2, 0), (4, 1), (2, 2), (2, 3), (4, 3)]
+
+
+def grid(*chosen):
+    """All cases of devices and stages, of which those `chosen` run by default."""
+    cases = [case if case in chosen else exhaustive(*case) for case in CASES]
+    return pytest.mark.parametrize(("devices", "zero_stage"), cases)
 
 
 class Model(keras.Model):
@@ -78,7 +84,7 @@ class Tracked(Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-@GRID
+@grid((4, 1))
 def test_a_step_that_tracks_its_loss(devices, zero_stage):
     def program(strategy):
         return fit(strategy, Tracked, metrics=["accuracy"])
@@ -119,7 +125,7 @@ class OwnTrackers(Model):
         return self.logs(self.loss_fn(y, y_pred, sample_weight), y, y_pred)
 
 
-@GRID
+@grid((2, 3))
 def test_a_loss_object_with_sample_weights(devices, zero_stage):
     def program(strategy):
         return fit(strategy, OwnTrackers, weighted=True, loss=None)
@@ -152,8 +158,8 @@ class Mixed(Model):
         return {"total": loss, "plain": plain}
 
 
-@GRID
-@pytest.mark.parametrize("size", [37, 33])
+@grid((2, 0), (2, 3))
+@pytest.mark.parametrize("size", [exhaustive(37), 33])
 def test_sums_of_losses_and_means(devices, zero_stage, size):
     def program(strategy):
         return fit(strategy, Mixed, size=size)
@@ -196,8 +202,8 @@ class Adding(Model):
         return logits
 
 
-@GRID
-@pytest.mark.parametrize("build", [OverriddenLoss, Penalized, Adding])
+@grid((2, 2))
+@pytest.mark.parametrize("build", [OverriddenLoss, exhaustive(Penalized), exhaustive(Adding)])
 def test_losses_of_ones_own(devices, zero_stage, build):
     def program(strategy):
         return fit(strategy, build, size=33)
@@ -243,8 +249,8 @@ def averaged_adam():
     return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.5, use_ema=True)
 
 
-@GRID
-@pytest.mark.parametrize("build", [Inherited, Accumulating])
+@grid((2, 0))
+@pytest.mark.parametrize("build", [exhaustive(Inherited), Accumulating])
 def test_several_losses_and_optimizers(devices, zero_stage, build):
     def program(strategy):
         return fit(strategy, build, size=33)
@@ -252,7 +258,7 @@ def test_several_losses_and_optimizers(devices, zero_stage, build):
     assert_as_on_one_device(program, zero_stage, devices)
 
 
-@GRID
+@grid((4, 1))
 def test_accumulation_and_clipping(devices, zero_stage):
     def program(strategy):
         return fit(strategy, Mixed, size=37, optimizer=averaged_adam)
@@ -260,7 +266,7 @@ def test_accumulation_and_clipping(devices, zero_stage):
     assert_as_on_one_device(program, zero_stage, devices)
 
 
-@GRID
+@grid((2, 0))
 def test_scaled_losses(devices, zero_stage):
     def program(strategy):
         return fit(strategy, Mixed, optimizer=lambda: keras.optimizers.LossScaleOptimizer(averaged_adam(), initial_scale=8.0))
@@ -268,23 +274,25 @@ def test_scaled_losses(devices, zero_stage):
     assert_as_on_one_device(program, zero_stage, devices)
 
 
-@GRID
-def test_eagerly(devices, zero_stage):
+@grid((2, 3))
+@pytest.mark.parametrize("build", [Mixed, Adding, exhaustive(OverriddenLoss), exhaustive(Inherited)])
+def test_eagerly(devices, zero_stage, build):
     def program(strategy):
-        return [fit(strategy, build, size=33, epochs=1, run_eagerly=True) for build in (Mixed, OverriddenLoss, Inherited)]
+        return fit(strategy, build, size=33, epochs=1, run_eagerly=True)
 
     assert_as_on_one_device(program, zero_stage, devices)
 
 
-@GRID
-def test_several_steps_at_once(devices, zero_stage):
+@grid((2, 3))
+@pytest.mark.parametrize("build", [exhaustive(Mixed), OwnTrackers])
+def test_several_steps_at_once(devices, zero_stage, build):
     def program(strategy):
-        return [fit(strategy, build, size=37, epochs=2, steps_per_execution=2) for build in (Mixed, OwnTrackers)]
+        return fit(strategy, build, steps_per_execution=2)
 
     assert_as_on_one_device(program, zero_stage, devices)
 
 
-@GRID
+@grid((2, 2))
 def test_single_batches(devices, zero_stage):
     """`train_on_batch` gives the whole batch to every rank."""
 
@@ -312,7 +320,7 @@ class SynchronizedStatistics(Mixed):
         return self.norm(super().call(x), training=training)
 
 
-@GRID
+@grid((2, 2))
 @pytest.mark.parametrize("size", [37, exhaustive(33)])
 def test_statistics_of_the_global_batch(devices, zero_stage, size):
     def program(strategy):

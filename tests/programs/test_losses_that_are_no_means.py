@@ -84,7 +84,7 @@ NO_MEANS = {
 
 
 @pytest.mark.parametrize("zero_stage", STAGES)
-@pytest.mark.parametrize("name", [name if number < 4 else exhaustive(name) for number, name in enumerate(EXACT)])
+@pytest.mark.parametrize("name", [name if name.startswith("average of the") else exhaustive(name) for name in EXACT])
 def test_sums_that_are_exact(name, zero_stage):
     def program(strategy):
         with warnings.catch_warnings(record=True) as told:
@@ -105,7 +105,7 @@ def told(strategy, build, **arguments):
     return [str(one.message) for one in found if "rows" in str(one.message)]
 
 
-@pytest.mark.parametrize("name", NO_MEANS)
+@pytest.mark.parametrize("name", [name if name in ("sum", "masked mean") else exhaustive(name) for name in NO_MEANS])
 def test_what_is_no_mean_is_told_once(name):
     loss_of, words = NO_MEANS[name]
     build = stepping(loss_of)
@@ -134,12 +134,12 @@ def root_of_the_mean(y_true, y_pred):
     [
         (root_of_the_mean, "root_of_the_mean"),
         (keras.losses.Dice(), "dice"),
-        (keras.losses.Tversky(), "tversky"),
+        exhaustive(keras.losses.Tversky(), "tversky"),
         (lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred)), None),
-        (lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred), axis=-1), None),
-        (keras.losses.Dice(axis=-1), None),
-        (keras.losses.MeanSquaredError(reduction="sum"), None),
-        ("huber", None),
+        exhaustive(lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred), axis=-1), None),
+        exhaustive(keras.losses.Dice(axis=-1), None),
+        exhaustive(keras.losses.MeanSquaredError(reduction="sum"), None),
+        exhaustive("huber", None),
     ],
 )
 def test_functions_of_a_batch_are_told(loss, name):

@@ -200,7 +200,7 @@ def adversaries():
 
 
 @EACH
-@pytest.mark.parametrize("build", [GAN, WassersteinGAN, exhaustive(OneTapeGAN)])
+@pytest.mark.parametrize("build", [exhaustive(GAN), WassersteinGAN, exhaustive(OneTapeGAN)])
 def test_adversaries(devices, zero_stage, build):
     def program(strategy):
         data = vectors(37)[0].astype("float64")
@@ -279,6 +279,7 @@ class Diffusion(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+@pytest.mark.exhaustive
 @EACH
 def test_diffusion(devices, zero_stage):
     def program(strategy):
@@ -328,7 +329,7 @@ class AverageOfMasked(MaskedLanguageModel):
 
 
 @EACH
-@pytest.mark.parametrize("build", [MaskedLanguageModel, AverageOfMasked])
+@pytest.mark.parametrize("build", [MaskedLanguageModel, exhaustive(AverageOfMasked)])
 def test_masked_language_models(devices, zero_stage, build):
     def program(strategy):
         rng = np.random.default_rng(4)
@@ -365,6 +366,7 @@ class Siamese(keras.Model):
         return -tf.reduce_mean(tf.reduce_sum(tf.math.l2_normalize(p, 1) * tf.math.l2_normalize(tf.stop_gradient(z), 1), axis=1))
 
 
+@pytest.mark.exhaustive
 @EACH
 def test_two_views(devices, zero_stage):
     def program(strategy):

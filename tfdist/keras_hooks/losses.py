@@ -19,6 +19,7 @@ from tfdist.losses.global_losses import (
     scale_loss,
     unscale_loss,
 )
+from tfdist.losses.layer_losses import eager_losses
 from tfdist.losses.step_gradients import gradient_of_means, weighted_in_gradient
 from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
 from tfdist.pipeline.model import PipelineModel
@@ -92,6 +93,33 @@ def _compute_average_loss(
 def _scale_regularization_loss(original: Callable[..., Any], regularization_loss: Any) -> Any:
     """In a step of Keras's trainer a penalty of weights counts as it is; TensorFlow divides it by the number of ranks."""
     return tf.reduce_sum(regularization_loss) if is_own_mean() else original(regularization_loss)
+
+
+@replaces("keras.layers.Layer", "add_loss")
+def _add_loss(original: Callable[..., None], self: Any, loss: Any) -> None:
+    """Eager ranks take turns, and would find each other's losses in a layer's list."""
+    before = len(self._losses)
+    original(self, loss)
+    own = eager_losses()
+    if own is not None:
+        own.of(self).extend(self._losses[before:])
+        del self._losses[before:]
+
+
+@replaces("keras.layers.Layer", "_get_own_losses")
+def _get_own_losses(original: Callable[..., list[Any]], self: Any) -> list[Any]:
+    """Eager ranks take turns, and would find each other's losses in a layer's list."""
+    own = eager_losses()
+    return original(self) if own is None else [*original(self), *own.of(self)]
+
+
+@replaces("keras.layers.Layer", "_clear_losses")
+def _clear_losses(original: Callable[..., None], self: Any) -> None:
+    """Eager ranks take turns, and would drop each other's losses from a layer's list."""
+    own = eager_losses()
+    if own is not None:
+        own.of(self).clear()
+    original(self)
 
 
 @replaces(TENSORFLOW_TRAINER, "train_step")

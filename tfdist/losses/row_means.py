@@ -46,7 +46,8 @@ class RowMeans:
         self._means: set[str] = set()
         self._sums: set[str] = set()
         self._arguments: set[str] = set()
-        self._same_on_all: set[str] = set()  # operations that are known not to depend on the batch
+        self._varying: set[str] = set()  # tensors that are known to depend on the batch
+        self._same_on_all: set[str] = set()  # operations that are known not to
 
     def add_mean(self, loss: Any) -> Any:
         """Notes that `loss` needs no look, and returns it."""
@@ -142,27 +143,35 @@ class RowMeans:
 
     def _is_count(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` depends on the shapes of the batch alone."""
-        return not any(x.name in self._arguments for x in _before(tensor, lambda op: op.type in _COUNTING))
+        return not any(x.name in self._arguments for x, _ in _before(tensor, lambda op: op.type in _COUNTING))
 
     def _varies(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` depends on the batch, and so may differ between ranks."""
-        seen = []
-        for x in _before(tensor, lambda op: op.name in self._same_on_all or op.type.startswith("Collective")):
-            if x.name in self._arguments:
+        of: dict[str, str | None] = {}
+        for x, reader in _before(tensor, lambda op: op.name in self._same_on_all or op.type.startswith("Collective")):
+            of[x.name] = reader
+            if x.name in self._arguments or x.name in self._varying or x.name in self._means or x.name in self._sums:
+                name: str | None = x.name
+                while name is not None:
+                    self._varying.add(name)
+                    name = of[name]
                 return True
-            seen.append(x.op.name)
-        self._same_on_all.update(seen)
+        self._same_on_all.update(name.rpartition(":")[0] for name in of)
         return False
 
 
-def _before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool]) -> Iterator[tf.Tensor]:
-    """Yields `tensor` and what it is computed of, the nearest first, but not beyond operations where `is_end`."""
-    waiting, seen = [tensor], {tensor.name}
-    for x in waiting:
-        yield x
+def _before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool]) -> Iterator[tuple[tf.Tensor, str | None]]:
+    """Yields `tensor` and what it is computed of, the nearest first, but not beyond operations where `is_end`.
+
+    With each comes the name of a tensor that is computed of it, None with `tensor` itself.
+    """
+    waiting: list[tuple[tf.Tensor, str | None]] = [(tensor, None)]
+    seen = {tensor.name}
+    for x, reader in waiting:
+        yield x, reader
         if is_end(x.op):
             continue
         for source in x.op.inputs:
             if source.name not in seen:
                 seen.add(source.name)
-                waiting.append(source)
+                waiting.append((source, x.name))
