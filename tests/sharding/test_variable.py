@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from training import strategy_for
 
-from tfdist.sharding import ShardedVariable
+from tfdist.sharding import Shard, ShardedVariable, placement
 
 VALUE = np.arange(35, dtype="float32").reshape(5, 7)
 
@@ -103,3 +103,50 @@ def test_integers_and_untrained_variables_stay_replicated(strategy):
     with strategy.scope():
         assert not isinstance(tf.Variable(3), ShardedVariable)
         assert not isinstance(tf.Variable(3.0, trainable=False), ShardedVariable)
+
+
+def test_values_of_each_replica_are_assigned_part_by_part(strategy, variable):
+    """What `strategy.run` returns may be the shards, or the whole, of each rank: its own counts for each."""
+    values = strategy.experimental_distribute_values_from_function
+    variable.assign(values(lambda context: tf.constant(VALUE) + 3.0))
+    np.testing.assert_array_equal(variable.numpy(), VALUE + 3)
+    variable.assign_add(values(lambda context: tf.fill([12], float(context.replica_id_in_sync_group))))
+    ranks = np.repeat([0, 1, 2], 12)[:35].reshape(5, 7)
+    np.testing.assert_array_equal(variable.numpy(), VALUE + 3 + ranks)
+    with pytest.raises(ValueError, match=r"has shape \(5, 7\); the value assigned must have it too"):
+        variable.assign(values(lambda context: tf.zeros([7, 5])))
+
+
+def test_updates_take_the_shards_of_their_arguments(strategy, variable):
+    """`extended.update` hands a function the component; sharded arguments read as the shard of the same rank."""
+    with strategy.scope():
+        other = tf.Variable(10 * VALUE)
+        each = strategy.experimental_distribute_values_from_function(lambda c: tf.constant(float(c.replica_id_in_sync_group)))
+
+        def add(component, shard, rank, factor):
+            assert component.shape == tf.convert_to_tensor(shard).shape == (12,)
+            return component.assign(component + factor * shard + rank)
+
+        strategy.extended.update(variable, add, args=(other, each), kwargs={"factor": 2.0})
+    ranks = np.repeat([0, 1, 2], 12)[:35].reshape(5, 7)
+    np.testing.assert_array_equal(variable.numpy(), 21 * VALUE + ranks)
+    np.testing.assert_array_equal(other.numpy(), 10 * VALUE)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_shape_of_a_tensor_shard_inside_a_replica(zero_stage):
+    strategy = strategy_for(4, zero_stage, tensor_parallel_size=2)
+    with strategy.scope(), placement(tensor=Shard(1)):
+        variable = tf.Variable(np.ones((3, 8), "float32"))
+    shapes = []
+
+    def on_rank():
+        read = tf.convert_to_tensor(variable)
+        shapes.append((tuple(variable.shape), tuple(variable.get_shape()), tuple(read.shape)))
+        return tf.reduce_sum(read)
+
+    assert variable.shape == (3, 8)
+    sums = tf.function(lambda: strategy.run(on_rank))()
+    assert shapes == [((3, 4),) * 3] * 4
+    assert [float(x) for x in strategy.experimental_local_results(sums)] == [12] * 4
+    assert variable.shape == tf.convert_to_tensor(variable).shape == (3, 8)
