@@ -103,7 +103,7 @@ def test_whatever_an_optimizer_is_asked_for(tmp_path, names):
 @pytest.mark.parametrize(
     ("number", "devices", "methods"),
     [
-        (2, 1, {2: ["fit"], 3: ["normalise", "steps"]}),
+        (2, 1, {2: ["fit"], 3: ["normalise", "steps", "between"]}),
         (2, 2, {0: ["batches"]}),
         exhaustive(2, 1, dict.fromkeys((0, 3), list(worker_cases.METHODS))),
         exhaustive(2, 2, {2: list(worker_cases.METHODS)}),

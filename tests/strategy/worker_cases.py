@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -165,7 +166,49 @@ def make_in_steps(strategy: Any) -> dict[str, Any]:
     return found
 
 
-METHODS = {"fit": fit_in_all_ways, "batches": ask_batches, "normalise": normalise, "steps": make_in_steps}
+def call_between_steps(strategy: Any) -> dict[str, Any]:
+    """Eager calls, gradients and numbers between steps, outside `strategy.run`: all workers read, and see what changes."""
+    x, y = training.vectors(8)
+    model = asked(strategy)
+    weights = model.trainable_variables
+    gathered = getattr(strategy, "gathered", lambda *what: contextlib.nullcontext())
+
+    def look() -> dict[str, Any]:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_mean(model(x) ** 2)
+            gradients = inner.gradient(loss, weights)
+            norm = tf.linalg.global_norm(gradients)
+        products = [tf.convert_to_tensor(product).numpy() for product in outer.gradient(norm, weights)]
+        numbers = [int(model.optimizer.iterations), float(model.optimizer.learning_rate), np.array(weights[0].value)]
+        return {"gradients": [g.numpy() for g in gradients], "products": products, "numbers": numbers, "loss": float(loss)}
+
+    found: dict[str, Any] = {"before": look()}
+    with gathered(model):
+        found["gathered"] = look()
+        model.train_on_batch(x, y)
+        found["after a step"] = look()
+        weights[0].assign(0.5 * weights[0])
+        found["after an assignment"] = look()
+    found["after it"] = look()
+    with strategy.scope():
+        found["in scope"] = look()
+    return {**found, "traced": [g.numpy() for g in tf.function(lambda: _gradients(model, x))()]}
+
+
+def _gradients(model: keras.Model, x: np.ndarray) -> list[tf.Tensor]:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x) ** 2)
+    return tape.gradient(loss, model.trainable_variables)
+
+
+METHODS = {
+    "fit": fit_in_all_ways,
+    "batches": ask_batches,
+    "normalise": normalise,
+    "steps": make_in_steps,
+    "between": call_between_steps,
+}
 
 
 def ask_models(methods: dict[int, list[str]]) -> dict[tuple[int, str], dict[str, Any]]:
