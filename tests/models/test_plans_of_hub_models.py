@@ -6,7 +6,7 @@ from grids import exhaustive
 from training import one_device, strategy_for
 
 from tests.models import families, more_families
-from tests.models.ways import everything_sharded, suggested_where_links_are_fast, train
+from tests.models.ways import everything_sharded, suggested_where_links_are_fast, train, with_lora
 from tests.parity.comparison import assert_same_tree
 from tfdist.tensor_plans import resolve, suggest_plan
 
@@ -148,6 +148,25 @@ def test_variants_are_one_device(variant, ranks, monkeypatch):
     strategy = strategy_for(ranks, 0, tensor_parallel_size=ranks)
     found = train(strategy, "Llama", lambda _: both(builds))
     assert_same_tree(found, expected, variant)
+
+
+def test_factors_of_a_sharded_model_are_saved_and_loaded(tmp_path):
+    """As KerasHub saves them, alone, between a sharded model and one of one device."""
+    path, inputs = str(tmp_path / "it.lora.h5"), families.data("GPT-2")[0]
+    keras.utils.set_random_seed(3)
+    with strategy_for(2, 0, tensor_parallel_size=2).scope():
+        sharded = with_lora("GPT-2", everything_sharded)
+    expected = sharded.predict(inputs, batch_size=8, verbose=0)
+    sharded.backbone.save_lora_weights(path)
+    keras.utils.set_random_seed(3)
+    plain = families.FAMILIES["GPT-2"]()
+    plain.backbone.load_lora_weights(path)
+    assert_same_tree(plain.predict(inputs, batch_size=8, verbose=0), expected)
+    for layer in sharded._flatten_layers():
+        if getattr(layer, "lora_enabled", False):
+            layer.lora_kernel_b.assign(keras.ops.zeros(layer.lora_kernel_b.shape))
+    sharded.backbone.load_lora_weights(path)
+    assert_same_tree(sharded.predict(inputs, batch_size=8, verbose=0), expected)
 
 
 def test_a_cache_within_a_rank_is_refused():

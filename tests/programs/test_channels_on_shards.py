@@ -126,6 +126,28 @@ def test_layers_alone_are_one_device(zero_stage):
     assert_as_on_one_device(layers_alone, zero_stage, 2, tensor_parallel_size=2)
 
 
+def adapted(strategy):
+    """LoRA on both of a pair of convolutions."""
+    x, y = data()
+    rng = np.random.default_rng(8)
+    with strategy.scope():
+        model = network()
+        if getattr(strategy, "mesh", None) is not None:
+            tfdist.parallelize(model, PLAN, print_fn=None)
+        for name in ("one_a", "two_a", "two_b"):
+            layer = model.get_layer(name)
+            layer.enable_lora(2)
+            layer.lora_kernel_b.assign(rng.normal(scale=0.3, size=layer.lora_kernel_b.shape))
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    return {"history": history.history, **state(model)}
+
+
+@pytest.mark.parametrize(("data_ranks", "zero_stage"), [(1, 0), exhaustive(2, 3)])
+def test_lora_is_one_device(data_ranks, zero_stage):
+    assert_as_on_one_device(adapted, zero_stage, 2 * data_ranks, tensor_parallel_size=2)
+
+
 def test_what_is_suggested(monkeypatch):
     monkeypatch.setattr(suggest, "BREAK_EVEN_VECTORS", 1)
     plan = suggest_plan(network(), 2)
