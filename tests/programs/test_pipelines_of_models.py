@@ -146,9 +146,9 @@ PLAIN = {name: program(name) for name in MODELS}
 # (model, pipe size, data size, microbatches, schedule)
 GRID = [
     ("rotary", 2, 1, 2, "1f1b"),
-    ("blocks", 2, 2, 2, "1f1b"),
+    exhaustive("blocks", 2, 2, 2, "1f1b"),
     ("keywords", 2, 1, 2, "zero_bubble"),
-    ("encoder-decoder", 4, 1, 2, "1f1b"),
+    exhaustive("encoder-decoder", 4, 1, 2, "1f1b"),
     ("frozen", 2, 1, 2, "1f1b"),
     *(exhaustive(name, 2, 2, 2, "gpipe") for name in MODELS),
     *(exhaustive(name, 4, 1, 4, "zero_bubble") for name in MODELS),
@@ -201,6 +201,19 @@ class OwnStep(keras.Model):
 
     def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs)
+
+
+class Preprocesses(keras.Model):
+    preprocessor = staticmethod(str.lower)
+
+    def preprocess_samples(self, x):
+        return self.preprocessor(x)
+
+
+def test_a_task_that_preprocesses_is_refused():
+    tokens = keras.Input((LENGTH,))
+    with strategy_on(2, pipeline_parallel_size=2).scope(), pytest.raises(NotImplementedError, match="`preprocessor=None`"):
+        tfdist.PipelineModel(Preprocesses(tokens, layers.Dense(2)(layers.Dense(2)(tokens))), num_microbatches=2)
 
 
 def test_steps_of_the_models_own_are_refused():
@@ -271,7 +284,7 @@ def own_loss_alone(strategy):
     return own_loss(strategy, wraps=False)
 
 
-@pytest.mark.parametrize("data", [exhaustive(1), 2])
+@pytest.mark.parametrize("data", [1, exhaustive(2)])
 def test_a_loss_of_ones_own(data):
     strategy = strategy_on(2 * data, pipeline_parallel_size=2, zero_stage=0)
     assert_same_tree(run(own_loss, strategy), on_one_device(own_loss_alone))

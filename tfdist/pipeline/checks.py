@@ -48,6 +48,17 @@ def check_steps(module: keras.Model) -> None:
         )
 
 
+def check_preprocessing(module: keras.Model) -> None:
+    """Raises NotImplementedError for a task of KerasHub that preprocesses the data that it is given, as no pipeline does."""
+    if hasattr(module, "preprocess_samples") and getattr(module, "preprocessor", None) is not None:
+        raise errors.not_implemented(
+            f"{type(module).__name__} preprocesses the data that its `fit` is given; a `PipelineModel` takes what the model "
+            "computes on.",
+            layers_or_model=type(module).__name__,
+            fix="Make the model with `preprocessor=None`, and preprocess the data: `dataset.map(preprocessor)`.",
+        )
+
+
 def check_strategy(strategy: tf.distribute.Strategy) -> None:
     """Raises NotImplementedError for a strategy of several devices that is not tfdist's."""
     if config_of(strategy) is None and strategy.num_replicas_in_sync > 1:

@@ -14,7 +14,7 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.global_losses import unscale_loss
 from tfdist.mesh import DeviceMesh, current_mesh
-from tfdist.pipeline.checks import check_module, check_steps, check_strategy
+from tfdist.pipeline.checks import check_module, check_preprocessing, check_steps, check_strategy
 from tfdist.pipeline.listed_layers import Stage, module_of
 from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.published import Schedule1F1B
@@ -106,6 +106,7 @@ class PipelineModel(keras.Model):
         self._blocks = None if blocks is None else (blocks,) if isinstance(blocks, str) else tuple(blocks)
         check_module(module, self._blocks)
         check_steps(module)
+        check_preprocessing(module)
         self.num_microbatches = num_microbatches
         self.stages_per_rank = stages_per_rank
         self.recompute = bool(recompute)
