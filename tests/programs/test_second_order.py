@@ -70,6 +70,27 @@ def product_of_the_hessian_and_a_vector(strategy):
     return run_steps(strategy, model, rank_step)
 
 
+class StepsAlongTheHessian(keras.Sequential):
+    """A `train_step` of one's own, whose loss is the rank's mean."""
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_mean(self(x, training=True) ** 2)
+            gradients = inner.gradient(loss, self.trainable_variables)
+        products = outer.gradient(gradients, self.trainable_variables, [tf.ones_like(g) for g in gradients])
+        self.optimizer.apply(products, self.trainable_variables)
+        return {"loss": loss}
+
+
+def product_of_the_hessian_in_fit(strategy):
+    with strategy.scope():
+        model = StepsAlongTheHessian([keras.Input((6,)), *(keras.layers.Dense(units, "tanh") for units in (5, 3))])
+        model.compile(keras.optimizers.SGD(0.1))
+    return model.fit(X, X, batch_size=6, shuffle=False, verbose=0).history["loss"], model.get_weights()
+
+
 def weights_read_for_each_example(strategy):
     model, optimizer = made(strategy)
 
@@ -122,6 +143,7 @@ def numbers_are_checked(strategy):
     [
         product_of_the_hessian,
         product_of_the_hessian_and_a_vector,
+        product_of_the_hessian_in_fit,
         weights_read_for_each_example,
         adaptation_to_each_task,
         numbers_are_checked,

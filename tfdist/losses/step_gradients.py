@@ -47,7 +47,8 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
     for loss in targets:
         warn_of_step(step.model, program, loss)
     seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
-    found = gradient([_seed(x, seed, weight, begins_with_weight) for x, seed in zip(targets, seeds, strict=True)])
+    with program.attachment(GradientWeight).beginning_with(weight if begins_with_weight else None):
+        found = gradient([_seed(x, seed, weight, begins_with_weight) for x, seed in zip(targets, seeds, strict=True)])
     if not begins_with_weight:
         return found
     flat = [

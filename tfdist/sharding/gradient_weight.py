@@ -28,6 +28,7 @@ class GradientWeight:
         del program
         self._weight: Callable[[], tf.Tensor] | None = None
         self.is_in_loss = False
+        self.began_with: tf.Tensor | None = None  # what the gradient that is being taken began with at the losses
 
     def use(self, weight: Callable[[], tf.Tensor]) -> None:
         """Lets gradients count what `weight` returns, a scalar; it may send a message, and is called where all ranks run."""
@@ -41,6 +42,22 @@ class GradientWeight:
             yield
         finally:
             self.is_in_loss = before
+
+    @contextlib.contextmanager
+    def beginning_with(self, weight: tf.Tensor | None) -> Iterator[None]:
+        """A block in which a tape's gradient begins with `weight` at the losses; None: with nothing."""
+        before, self.began_with = self.began_with, weight
+        try:
+            yield
+        finally:
+            self.began_with = before
+
+    def without_weight(self, upstream: tf.Tensor) -> tf.Tensor:
+        """Returns `upstream`, that of a gradient which has been reduced, without the weight that the tape began with.
+
+        A reduced gradient is that of the global batch, and what is computed of it no mean of the rank's own.
+        """
+        return upstream if self.began_with is None else tf.math.divide_no_nan(upstream, tf.cast(self.began_with, upstream.dtype))
 
     def of_wholes(self) -> tf.Tensor | None:
         """Returns what whole gradients are multiplied by, a scalar; None: nothing."""

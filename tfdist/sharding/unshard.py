@@ -151,7 +151,7 @@ class UnshardSchedule:
             with tape.stop_recording():
                 weight = program.attachment(GradientWeight).of_tape()
                 shards = scatter_sums(program, [grad], layouts, f"reduce_scatter/{variable.name}", config, variable.dtype, weight)
-            tape.record_gradient("ReduceScatter", shards, [grad], functools.partial(_second_order, variable, grad.dtype))
+            tape.record_gradient("ReduceScatter", shards, [grad], functools.partial(_second_order, program, variable, grad.dtype))
             return shards
 
         tape.record_gradient("Unshard", [full], [shard], reduced)
@@ -232,7 +232,8 @@ class UnshardSchedule:
         with tape.stop_recording():
             stub = tape.stand_in(variable.dtype, [variable.layout.shard_elements])
         pending = PendingGradient(unit, variable, full, stub)
-        tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(_second_order, variable, full.dtype))
+        second_order = functools.partial(_second_order, self._program, variable, full.dtype)
+        tape.record_gradient("ReduceScatter", [stub], [full], second_order)
         self._pending.append(pending)
         return [stub]
 
@@ -354,9 +355,10 @@ class UnshardSchedule:
             self._emitting = False
 
 
-def _second_order(variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
+def _second_order(program: RankProgram, variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
     """The way back through the reduction, eager or traced: all ranks' parts of what is sent back to the reduced gradient."""
-    gathered = ops.all_gather(tf.cast(upstream, dtype), "data", label=f"unshard/{variable.name}/second_order")
+    upstream = program.attachment(GradientWeight).without_weight(tf.cast(upstream, dtype))
+    gathered = ops.all_gather(upstream, "data", label=f"unshard/{variable.name}/second_order")
     return packing.fulls_of([gathered], [variable.layout])
 
 
