@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from grids import exhaustive
 from keras import layers
+from ranks import rank_id
+from training import strategy_for
 
 from tests.parity.comparison import BatchLogs, state
 from tests.programs.comparing import assert_as_on_one_device
@@ -289,3 +291,21 @@ def test_as_on_one_device(program, zero_stage):
 @pytest.mark.parametrize("program", [exhaustive(program) for program in PROGRAMS])
 def test_three_devices(program):
     assert_as_on_one_device(program, 3, devices=3)
+
+
+def test_what_a_step_makes_does_not_trace_it_twice():
+    """TensorFlow traces a function again that has made variables; here they are made apart from it."""
+    traced = []
+
+    class Counted(FromDictionaries):
+        def train_step(self, batch):
+            traced.append(rank_id())
+            return super().train_step(batch)
+
+    with strategy_for(2, 3).scope():
+        model = Counted()
+        model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    batch = {"features": {"a": REAL, "b": NOISE}, "target": TARGET}
+    model.fit(tf.data.Dataset.from_tensor_slices(batch).batch(10, drop_remainder=True), verbose=0)
+    assert traced == [0, 1]
+    assert len(model.optimizer.variables) == 2 + 2 * len(model.trainable_variables)
