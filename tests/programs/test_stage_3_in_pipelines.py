@@ -142,3 +142,17 @@ def test_saving_and_loading(tmp_path):
     model.load_weights(tmp_path / "it.weights.h5")
     assert_same_tree(model.get_weights(), before)
     assert data("plain")[0].shape[1] == 7
+
+
+@pytest.mark.exhaustive
+def test_eager_steps_of_data_ranks(exact):
+    """Without a pipeline eager ranks feed microbatches, too; in one they would wait for each other."""
+
+    def losses(strategy, **settings):
+        model = compiled(strategy, "plain", num_microbatches=2)
+        model.run_eagerly = settings.get("run_eagerly", False)
+        x, y, _ = data("plain")
+        return model.fit(x[:44], y[:44], batch_size=12, shuffle=False, verbose=0).history["loss"], model.get_weights()
+
+    expected = losses(one_device())
+    assert_same_tree(losses(strategy_on(2, zero_stage=3), run_eagerly=True), expected)

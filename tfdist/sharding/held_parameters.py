@@ -84,7 +84,8 @@ class HeldParameters:
                 with tape.stop_recording():
                     self._seen[key] = tf.identity(whole)
                 tape.record_gradient("Held", [self._seen[key]], [shard], functools.partial(_summand, variable.dtype))
-        self._names[self._seen[key].name] = key
+        if not self._program.is_eager:
+            self._names[self._seen[key].name] = key
         return self._seen[key]
 
     def whole(self, key: Key) -> tf.Tensor:
@@ -95,7 +96,7 @@ class HeldParameters:
 
     def move_backward(self, wholes: Mapping[Key, tf.Tensor]) -> None:
         """Lets what the gradients' operations read of `wholes`, held earlier, be read from what is held now."""
-        for key, before in wholes.items():
+        for key, before in () if self._program.is_eager else wholes.items():
             readers = [reader for reader in _readers(before, key[0]) if tape.is_backward(reader.operation)]
             if readers and self._wholes.get(key) is not before:
                 copies = {before.name: self.whole(key)}
