@@ -52,6 +52,25 @@ def product_of_the_hessian(strategy):
     return run_steps(strategy, model, rank_step)
 
 
+def product_of_the_hessian_and_the_gradient(strategy):
+    """Not linear in the gradient, which at stages 0 to 2 is the rank's own."""
+    model, optimizer = made(strategy)
+
+    def rank_step(x):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = share(model(x, training=True))
+            gradients = inner.gradient(loss, model.trainable_variables)
+        optimizer.apply(outer.gradient(gradients, model.trainable_variables, gradients), model.trainable_variables)
+        return loss
+
+    return run_steps(strategy, model, rank_step)
+
+
+def test_the_gradient_of_the_global_batch_may_be_the_vector():
+    assert_as_on_one_device(product_of_the_hessian_and_the_gradient, 3)
+
+
 def product_of_the_hessian_and_a_vector(strategy):
     """A vector of the weights' shapes: of weights that were read before the tapes' gradients."""
     model, optimizer = made(strategy)

@@ -357,7 +357,8 @@ class UnshardSchedule:
 
 def _second_order(program: RankProgram, variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
     """The way back through the reduction, eager or traced: all ranks' parts of what is sent back to the reduced gradient."""
-    upstream = program.attachment(GradientWeight).without_weight(tf.cast(upstream, dtype))
+    # An operation of its own: `upstream` may be a gradient that waits to be reduced, and is only when an operation reads it.
+    upstream = tf.identity(program.attachment(GradientWeight).without_weight(tf.cast(upstream, dtype)))
     gathered = ops.all_gather(upstream, "data", label=f"unshard/{variable.name}/second_order")
     return packing.fulls_of([gathered], [variable.layout])
 
