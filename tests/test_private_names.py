@@ -32,7 +32,14 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.ops import control_flow_v2_func_graphs, default_gradient, resource_variable_ops, script_ops, while_v2
+from tensorflow.python.ops import (
+    control_flow_util_v2,
+    control_flow_v2_func_graphs,
+    default_gradient,
+    resource_variable_ops,
+    script_ops,
+    while_v2,
+)
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
@@ -169,6 +176,7 @@ def test_loops_have_graphs_of_their_own():
     assert isinstance(seen["body"], loops[0])
     assert isinstance(seen["map"], loops[0])
     assert not isinstance(seen["branch"], loops)
+    assert isinstance(seen["branch"], control_flow_v2_func_graphs.CondBranchFuncGraph)
     assert all(seen[place].outer_graph is seen["outer"] for place in ("condition", "body", "branch", "map"))
 
 
@@ -350,6 +358,31 @@ def test_layers_are_computed_by_their_mode(monkeypatch):
     assert called == [layer.call]
     with keras.RematScope():
         assert type(keras.layers.Dense(3)._remat_mode) is RematMode
+
+
+def test_the_branches_of_a_cond_operation():
+    """Inputs of the operation, behind the predicate, and of its branches stand in the same order; branches keep their names."""
+
+    def step(x, weight):
+        traced = []
+
+        def branch():
+            traced.append(tf.compat.v1.get_default_graph())
+            return x * weight
+
+        tf.cond(x > 0, branch, lambda: x - weight)
+        (cond,) = [op for op in x.graph.get_operations() if op.type in ("If", "StatelessIf")]
+        assert cond.inputs[0].op.type == "Greater"
+        assert cond.get_attr("then_branch").name == traced[0].name
+        place = [tensor.name for tensor in cond.inputs[1:]].index(weight.name)
+        for name, kind in (("then_branch", "Mul"), ("else_branch", "Sub")):
+            graph = control_flow_util_v2.get_func_graph(
+                cond, [tensor.shape for tensor in cond.inputs[1:]], cond.get_attr(name).name
+            )
+            assert kind in [reader.type for reader in graph.inputs[place].consumers()]
+        return x
+
+    in_graph(step, tf.TensorSpec([]), tf.TensorSpec([]))
 
 
 # tfdist/sharding/keras_scope.py

@@ -12,7 +12,7 @@ from grids import exhaustive
 from training import strategy_for
 
 from tfdist.collectives.transports import Transport
-from tfdist.sharding import gradients_in_flight, unshard
+from tfdist.sharding import gradients_in_flight, shard_messages
 
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
 LAYERS = len(WIDTHS) - 1
@@ -320,7 +320,7 @@ def test_small_layers_are_gathered_together(group_bytes, groups):
 
 def test_large_variables_travel_alone(monkeypatch):
     """Here each kernel but the last; biases, and a kernel that is small, are packed."""
-    monkeypatch.setattr(unshard, "LARGE_BYTES", 4 * GROUPS[1][0])
+    monkeypatch.setattr(shard_messages, "LARGE_BYTES", 4 * GROUPS[1][0])
     found = collectives_of(traced_step(strategy_for(2, 3, group_bytes=4 * sum(GROUPS[1] + GROUPS[2])))[0])
     (kernel_0, bias_0), (kernel_1, bias_1), (kernel_2, bias_2) = GROUPS
     first, second = [[kernel_0], [bias_0]], [[kernel_1], [bias_1, kernel_2, bias_2]]

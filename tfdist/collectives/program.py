@@ -186,6 +186,10 @@ class RankProgram:
             return tf.executing_eagerly()
         return tf.compat.v1.get_default_graph() in (self.graph, *self._branches[-1:])
 
+    def is_own_branch(self, graph: tf.Graph) -> bool:
+        """Whether `graph` is a branch of `cond`, which is being traced."""
+        return graph in self._branches
+
     def close(self, outputs: Any) -> list[tf.Operation]:
         """Runs the `at_close` callbacks; `outputs` is what the rank's function returned.
 

@@ -22,6 +22,7 @@ from tfdist.losses.global_losses import (
 from tfdist.losses.layer_losses import eager_losses
 from tfdist.losses.step_gradients import gradient_of_means, weighted_in_gradient
 from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
+from tfdist.optimizers.application import noted
 from tfdist.pipeline.model import PipelineModel
 from tfdist.sharding import config_of
 
@@ -154,7 +155,9 @@ def _gradient(
     output_gradients: Any = None,
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
-    """In a `train_step` of one's own the gradient is that of a rank's own mean, and must count what the rank has of the batch."""
-    return gradient_of_means(
+    """In a `train_step` of one's own the gradient is that of a rank's own mean, and must count what the rank has of the batch.
+    What reads it before an optimizer does must read the sum over the ranks."""
+    found = gradient_of_means(
         lambda seeds: original(self, target, sources, seeds, unconnected_gradients), target, sources, output_gradients
     )
+    return noted(found, sources)

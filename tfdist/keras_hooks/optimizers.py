@@ -12,6 +12,7 @@ from tfdist.optimizers.after_update import overwrite_with_averages
 from tfdist.optimizers.application import apply, assign_owners_if_needed, decay_weights
 from tfdist.optimizers.late_scope import move_to_variables
 from tfdist.optimizers.loss_scaling import apply_unscaled
+from tfdist.optimizers.outside_ranks import in_scope_of, stands_outside_ranks, step_of_all_ranks
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.step import accumulates_partial_sums
 from tfdist.optimizers.support import check_no_overwriting, check_variables
@@ -58,18 +59,37 @@ def _add_variable_from_reference(
         return original(self, reference_variable, name=name, initializer=initializer)
     is_partial = name == "gradient_accumulator" and accumulates_partial_sums(self, config)
     parameter = getattr(variable_of(reference_variable), "layout", None)
-    with placement(slot_of=parameter, is_partial=is_partial, data_owner=owner_of(self, reference_variable)):
+    owner = owner_of(self, reference_variable)
+    with in_scope_of(self), placement(slot_of=parameter, is_partial=is_partial, data_owner=owner):
         return original(self, reference_variable, name=name, initializer=initializer)
+
+
+@replaces("keras.src.optimizers.base_optimizer.BaseOptimizer", "add_variable")
+def _add_variable(
+    original: Callable[..., Any],
+    self: Any,
+    shape: Any,
+    initializer: Any = "zeros",
+    dtype: Any = None,
+    aggregation: str = "none",
+    layout: Any = None,
+    name: str | None = None,
+) -> Any:
+    """Keras makes the state of an optimizer that is built outside `scope()` under no strategy."""
+    with in_scope_of(self):
+        return original(self, shape, initializer, dtype, aggregation, layout, name)
 
 
 @replaces("keras.src.optimizers.base_optimizer.BaseOptimizer", "apply")
 def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None) -> None:
-    """Keras clips, accumulates and averages each rank's own gradients, before they are reduced."""
+    """Keras clips, accumulates and averages each rank's own gradients, before they are reduced; outside replicas it fails."""
     move_to_variables(self, trainable_variables or ())
     config = _config(self)
     # A rank may store no weight at all, and still takes part in a norm and counts the step.
     if config is None or not len(grads) and not config.mesh.splits_layers:
         original(self, grads, trainable_variables)
+    elif stands_outside_ranks():
+        step_of_all_ranks(self, grads, trainable_variables, config, apply)
     else:
         apply(self, grads, trainable_variables, config)
 
@@ -132,6 +152,9 @@ def _loss_scaled_apply(original: Callable[..., None], self: Any, grads: Any, tra
     config = _config(self)
     if config is None:
         original(self, grads, trainable_variables)
+        return
+    if stands_outside_ranks():
+        step_of_all_ranks(self, grads, trainable_variables, config, apply_unscaled)
         return
     # The scope says that an optimizer assigns the scale: it is no statistic of a layer.
     with keras.name_scope(self.name, caller=self):

@@ -9,12 +9,14 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.collectives import rank_program
 from tfdist.optimizers.ownership import assign_owners
-from tfdist.optimizers.step import apply_gradients
+from tfdist.optimizers.step import apply_gradients, whole_sums
 from tfdist.optimizers.support import is_elementwise
+from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import variable_of
 from tfdist.optimizers.update import decays
-from tfdist.sharding import MeshConfig, Shard, placement
+from tfdist.sharding import MeshConfig, Shard, config_of, placement
 
 
 def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: MeshConfig) -> None:
@@ -26,6 +28,42 @@ def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: Me
         # Ranks that hold a variable whole may step on it; what is sharded over the tensor axis needs an owner to be whole.
         variables = [v for v in variables if variable_of(v).layout.is_tensor_sharded]
     assign_owners(optimizer, variables, config.mesh.data_parallel_size)
+
+
+def noted(found: Any, sources: Any) -> Any:
+    """Returns `found`, the gradients of `sources` that a tape has returned, and notes those of parameters that ranks hold whole.
+
+    Where the user's code reads them, it reads the sums over the ranks (`tape_gradients`). Gradients of embeddings are made dense.
+    """
+    program = rank_program(peers_on="data")
+    if program is None or program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
+        return found
+    flat, variables = tf.nest.flatten(found), tf.nest.flatten(sources)
+    if len(flat) != len(variables):
+        return found
+    strategy = tf.distribute.get_strategy()
+    places = [
+        place
+        for place, (grad, variable) in enumerate(zip(flat, variables, strict=True))
+        if grad is not None and _is_whole_parameter(variable, strategy)
+    ]
+    for place in places:
+        flat[place] = tf.convert_to_tensor(flat[place])
+    places = [place for place in places if flat[place].graph is program.graph]
+    config = config_of(strategy)
+    program.attachment(TapeGradients).note(
+        [flat[place] for place in places],
+        [variables[place] for place in places],
+        lambda grads, theirs: whole_sums(grads, theirs, config, program),
+    )
+    return tf.nest.pack_sequence_as(found, flat)
+
+
+def _is_whole_parameter(variable: Any, strategy: tf.distribute.Strategy) -> bool:
+    value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
+    if not isinstance(value, tf.Variable) or getattr(value, "distribute_strategy", None) is not strategy:
+        return False
+    return hasattr(value, "layout") and not value.layout.is_data_sharded
 
 
 def apply(optimizer: Any, grads: Any, trainable_variables: Any, config: MeshConfig) -> None:

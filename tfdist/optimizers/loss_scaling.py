@@ -10,7 +10,9 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, current_program, group_ops
 from tfdist.mesh import MESH_AXES
 from tfdist.optimizers.reduction import KnownReductions
-from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients
+from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients, wholes_of
+from tfdist.optimizers.support import changes_gradients
+from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.sharding import MeshConfig, Shard
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 
@@ -23,6 +25,13 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     the ranks agree on their own gradients.
     """
     program = current_program("`optimizer.apply`")
+    with program.attachment(TapeGradients).own_use():
+        _apply_unscaled(optimizer, grads, variables, config, program)
+
+
+def _apply_unscaled(
+    optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None, config: MeshConfig, program: RankProgram
+) -> None:
     inner = optimizer.inner_optimizer
     variables = list(optimizer._trainable_variables if variables is None else variables)
     pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
@@ -39,6 +48,8 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     unscaled = [grad / tf.cast(scale, grad.dtype) for grad in found]
     for grad in () if is_partial else unscaled:
         program.attachment(KnownReductions).add(grad, grad)
+    if not is_partial and changes_gradients(inner):
+        unscaled = wholes_of(unscaled, [variable for _, variable in pairs], config, program)
     by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}
 
     def step() -> None:

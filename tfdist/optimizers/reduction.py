@@ -9,6 +9,7 @@ What happens to a gradient follows from the placements of its variable:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops
+from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target
-from tfdist.sharding import MeshConfig, UnshardSchedule, packing
+from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
 from tfdist.sharding.gradient_weight import weighted
-from tfdist.sharding.shard_messages import scatter_sums
+from tfdist.sharding.shard_messages import gather_shards_in_buckets, scatter_sums
 
 
 class KnownReductions:
@@ -33,24 +35,84 @@ class KnownReductions:
         self._reduced: dict[int, tuple[Any, tf.Tensor]] = {}
 
     def find(self, grad: Any) -> tf.Tensor | None:
-        """Returns the reduced counterpart of `grad`, None where it has not been reduced."""
-        return self._reduced.get(id(grad), (None, None))[1]
+        """Returns the reduced counterpart of `grad`, None where it has not been reduced, or in another branch only."""
+        reduced = self._reduced.get(id(grad), (None, None))[1]
+        return reduced if reduced is None or _is_here(reduced) else None
 
     def add(self, grad: Any, reduced: tf.Tensor) -> None:
         # The gradients are kept, so that their ids stay their own.
         self._reduced.update({id(grad): (grad, reduced), id(reduced): (reduced, reduced)})
 
 
+def _is_here(tensor: tf.Tensor) -> bool:
+    """Whether what is traced here may use `tensor`: it may not where that stands in a branch that is another or has ended."""
+    graph = tf.compat.v1.get_default_graph()
+    while tf.is_symbolic_tensor(tensor) and graph is not tensor.graph:
+        graph = getattr(graph, "outer_graph", None)
+        if graph is None:
+            return False
+    return True
+
+
+def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
+    """Returns `grad`, as the optimizer was given it, as far as it has come: a summand, or what this rank keeps of a sum.
+
+    Returns:
+        The tensor; and whether it is reduced already.
+    """
+    program = target.program
+    schedule = program.attachment(UnshardSchedule) if target.layout.is_data_sharded else None
+    shard = schedule.shard_of(grad) if schedule is not None and tf.is_tensor(grad) else None
+    if shard is not None:
+        return shard, True
+    grad = dense(grad, target)
+    if schedule is not None and comes_reduced(grad, target):
+        return grad, True
+    whole = program.attachment(TapeGradients).whole_of(grad)
+    if schedule is not None and whole is None:
+        is_sum = schedule.has_gradient(target.variable) if program.is_eager else schedule.is_of_sums(grad)
+        whole = grad if is_sum else None
+    elif grad.shape == target.state_layout.component_shape != target.layout.local_shape:
+        return grad, True  # of a slot, in which the program has kept sums
+    if whole is None:
+        return grad, False
+    if target.state_layout.is_data_sharded:
+        data_rank = program.mesh.coordinate(program.rank).data
+        return packing.data_shard(whole, target.state_layout, data_rank, program.constant), True
+    return whole, True
+
+
+def summand(grad: Any, target: Target, weight: tf.Tensor | None) -> tf.Tensor:
+    """Returns what this rank adds to the sum of a whole parameter's gradients, counted with `weight` (None: 1)."""
+    grad = dense(grad, target)
+    program = target.program
+    whole = program.attachment(TapeGradients).whole_of(grad)
+    if whole is None:
+        return grad
+    # All ranks have the sum. Their weights add up to 1; without weights it is the first rank's summand.
+    is_first = weight is not None or program.mesh.coordinate(program.rank).data == 0
+    return whole if is_first else tf.zeros_like(whole)
+
+
+def agreed(grads: Sequence[tf.Tensor], targets: Sequence[Target], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:
+    """Returns whole `grads`, each shard as the data rank of that number has it: they may have come from random numbers."""
+    layouts = [dataclasses.replace(target.layout, data=Shard()) for target in targets]
+    data_rank = program.mesh.coordinate(program.rank).data
+    shards = [packing.data_shard(grad, layout, data_rank) for grad, layout in zip(grads, layouts, strict=True)]
+    gathered = dict(gather_shards_in_buckets(program, shards, layouts, config.bucket_bytes, "all_gather/changed_gradient"))
+    return [gathered[place] for place in range(len(grads))]
+
+
 def dense(grad: Any, target: Target) -> tf.Tensor:
     """Returns a gradient as a tensor of static shape: that of rows of a batch of unknown size is forgotten on the way."""
     grad = tf.convert_to_tensor(grad)
-    if not target.layout.is_data_sharded and not grad.shape.is_fully_defined():
+    if not grad.shape.is_fully_defined() and (not target.layout.is_data_sharded or grad.shape.rank != 1):
         grad = tf.ensure_shape(grad, target.layout.local_shape)
     return grad
 
 
 def comes_reduced(grad: tf.Tensor, target: Target) -> bool:
-    """Whether `grad`, of a sharded parameter, is what the tape has reduced: this rank's shard of the sum.
+    """Whether `grad`, of a sharded parameter, is this rank's shard of a sum: a slot may have kept it.
 
     A gradient that the program has made itself, of the parameter's own shape, is this rank's summand instead, as at every other
     stage. Of a parameter of shape (1,) both look alike; it is a shard if the tape was asked for it.
@@ -64,8 +126,8 @@ def comes_reduced(grad: tf.Tensor, target: Target) -> bool:
         return grad.shape == shard and schedule.has_gradient(target.variable)
     if not grad.shape.is_compatible_with(shard):
         raise errors.value_error(
-            f"The gradient of sharded parameter {target.variable.name!r} must have its shape, {whole}, or be what the tape "
-            f"returned, {shard}.",
+            f"The gradient of sharded parameter {target.variable.name!r} must have its shape, {whole}, or be a "
+            f"shard of a sum, {shard}.",
             shape=tuple(grad.shape) if grad.shape.rank is not None else None,
         )
     return True

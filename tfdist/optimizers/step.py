@@ -16,33 +16,40 @@ from tfdist.optimizers.after_update import constrain, update_averages
 from tfdist.optimizers.clipping import clip, kind_of_clipping
 from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.ownership import owner_of
-from tfdist.optimizers.reduction import KnownReductions, comes_reduced, dense, reduce_bucket
+from tfdist.optimizers.reduction import KnownReductions, agreed, own_part, reduce_bucket, summand
 from tfdist.optimizers.slots import publish_slots
 from tfdist.optimizers.support import may_share
-from tfdist.optimizers.target import Target, local_part
+from tfdist.optimizers.tape_gradients import TapeGradients
+from tfdist.optimizers.target import Target, local_part, variable_of
 from tfdist.optimizers.update import Updates, decays
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
-from tfdist.sharding.shard_messages import gather_shards
+from tfdist.sharding.shard_messages import gather_shards, gather_shards_in_buckets
 
 
 def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig) -> None:
     """Lets `optimizer` update `variables` with the sum of this rank's `grads` over the data axis; all but counting the step.
 
     The order is Keras's: unscale, accumulate, clip, decay, update, average, constrain. Raises RuntimeError outside
-    `strategy.run`, and inside a loop or branch of the function given to it.
+    `strategy.run`, and inside a loop of the function given to it.
     """
     program = current_program("`optimizer.apply`")
-    if not program.may_emit_here():
+    if not may_step_here(program):
         raise errors.runtime_error(
             "`optimizer.apply` was called inside a loop, a branch or a nested `tf.function` of the function given to "
             "`strategy.run`; its collectives must stand outside.",
             fix="Put the loop around `strategy.run`, and `@tf.function` on the outermost function.",
         )
+    _sum_outside_branches(optimizer, grads, variables, config, program)
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
-    with tf.device(program.device):
+    with tf.device(program.device), program.attachment(TapeGradients).own_use():
         _Step(grads, variables, config, program, optimizer).apply()
+
+
+def may_step_here(program: RankProgram) -> bool:
+    """Whether an optimizer's step may stand here: where all ranks run, or in a branch that they all take."""
+    return program.may_emit_here()
 
 
 def reduce_gradients(grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:
@@ -50,8 +57,50 @@ def reduce_gradients(grads: Sequence[Any], variables: Sequence[Any], config: Mes
 
     IndexedSlices are summed and made dense. What has been reduced in this trace already is not reduced again.
     """
-    with tf.device(program.device):
+    with tf.device(program.device), program.attachment(TapeGradients).own_use():
         return _Step(grads, variables, config, program).reduced()
+
+
+def _sum_outside_branches(
+    optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram
+) -> None:
+    """In a branch: sums gradients that were taken where all ranks run, there, so that the branch reads no summand."""
+    graph = tf.compat.v1.get_default_graph()
+    if program.is_eager or graph is program.graph:
+        return
+    known = program.attachment(KnownReductions)
+    outside = [
+        (grad, variable)
+        for grad, variable in zip(grads, variables, strict=True)
+        if tf.is_symbolic_tensor(grad) and grad.graph is program.graph and known.find(grad) is None
+    ]
+    if accumulates_partial_sums(optimizer, config):
+        if not program.is_own_branch(graph):
+            program.attachment(TapeGradients).sum_now([grad for grad, _ in outside])
+    elif outside:
+        with program.outermost():
+            reduce_gradients([grad for grad, _ in outside], [variable for _, variable in outside], config, program)
+
+
+def whole_sums(grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:
+    """Sums `grads` over the data axis; each comes back whole on every rank."""
+    return _gathered(reduce_gradients(grads, variables, config, program), variables, config, program)
+
+
+def wholes_of(parts: Sequence[tf.Tensor], variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:
+    """Returns whole sums, of which each rank has its part; an optimizer that is given them finds the parts again."""
+    wholes = _gathered(parts, variables, config, program)
+    for whole, part in zip(wholes, parts, strict=True):
+        program.attachment(KnownReductions).add(whole, part)
+        if not program.is_eager:
+            program.attachment(TapeGradients).note_whole(whole)
+    return wholes
+
+
+def _gathered(parts: Sequence[tf.Tensor], variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:
+    layouts = [config.slot_layout(variable_of(variable).layout) for variable in variables]
+    gathered = dict(gather_shards_in_buckets(program, parts, layouts, config.bucket_bytes, "all_gather/gradient"))
+    return [gathered[place] for place in range(len(parts))]
 
 
 def accumulates_partial_sums(optimizer: Any, config: MeshConfig) -> bool:
@@ -77,6 +126,7 @@ class _Step:
         self._targets = [Target.of(variable, config, program) for variable in variables]
         self._given = list(grads)  # as they left the tape
         self._grads: list[tf.Tensor] = []  # as far as they have come
+        self._whole: list[int] = []  # places of those that the user's code has made of sums and every rank has whole
         self._updated: dict[int, tf.Tensor] = {}  # what is gathered or broadcast next
         self._flight: GradientsInFlight | None = None
         self._latest: Any = None  # while gradients are in flight: the operation that ends the last message
@@ -211,6 +261,9 @@ class _Step:
             program.attachment(UnshardSchedule).flush(self._given)
             self._weight = program.attachment(GradientWeight).of_wholes()
         gradients = [self._facts_of(given, target) for given, target in zip(self._given, self._targets, strict=True)]
+        if self._whole:
+            grads, targets = [self._grads[place] for place in self._whole], [self._targets[place] for place in self._whole]
+            self._replace(self._whole, agreed(grads, targets, config, program))
         self._flight = self._gradients_in_flight(gradients)
         settings = plan.Settings(config.placements, config.bucket_bytes, None if self._flight is None else self._flight.most)
         if optimizer is None:
@@ -233,11 +286,17 @@ class _Step:
         )
 
     def _facts_of(self, given: Any, target: Target) -> plan.Gradient:
-        grad = self._program.attachment(KnownReductions).find(given)
-        is_reduced = grad is not None
+        known = self._program.attachment(KnownReductions)
+        if self._optimizer is not None and accumulates_partial_sums(self._optimizer, self._config):
+            grad, is_reduced = summand(given, target, self._weight), False
+        else:
+            grad = known.find(given)
+            is_reduced = grad is not None
         if grad is None:
-            grad = dense(given, target)
-            is_reduced = target.layout.is_data_sharded and comes_reduced(grad, target)
+            grad, is_reduced = own_part(given, target)
+            if is_reduced:
+                self._whole += [] if target.state_layout.is_data_sharded else [len(self._grads)]
+                known.add(given, grad)
         self._grads.append(grad)
         return plan.Gradient(
             elements=target.layout.local_elements,

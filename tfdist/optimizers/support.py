@@ -60,6 +60,16 @@ def is_elementwise(optimizer: Any) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
+def changes_gradients(optimizer: Any) -> bool:
+    """Whether the class of `optimizer` has a method of its own that is given all gradients: it may look at them whole."""
+    methods = ("apply", "apply_gradients", "_clip_gradients")
+    return any(not _is_kerass(getattr(type(optimizer), method)) for method in methods)
+
+
+def _is_kerass(method: Any) -> bool:
+    return method.__module__.partition(".")[0] == "keras"
+
+
 def check_no_overwriting(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raises NotImplementedError for variables that Keras overwrites with their gradient (the scales of float8 training)."""
     for variable in variables:

@@ -24,8 +24,8 @@ from tfdist.collectives import RankProgram
 from tfdist.sharding import keras_scope, tape
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
-from tfdist.sharding.shard_messages import gather_shards
-from tfdist.sharding.unshard import _messages, _readers, _travelling_dtype, copy_of
+from tfdist.sharding.shard_messages import gather_shards, messages_of
+from tfdist.sharding.unshard import _readers, _travelling_dtype, copy_of
 
 Key = tuple[int, tf.DType]  # the id of a variable, and the dtype in which it is gathered
 
@@ -115,7 +115,7 @@ class HeldParameters:
             stack.enter_context(tf.control_dependencies(None))
             stack.enter_context(tf.control_dependencies(self._after))
             stack.enter_context(tf.device(program.device))
-            for message in _messages(members, members, lambda v: _travelling_dtype(v, compute_dtype)):
+            for message in messages_of(members, members, lambda v: _travelling_dtype(v, compute_dtype)):
                 dtype = _travelling_dtype(message[0], compute_dtype)
                 shards = [tf.cast(v.component(program.rank).value(), dtype) for v in message]
                 wholes = gather_shards(program, shards, [v.layout for v in message], label)

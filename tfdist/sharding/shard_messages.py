@@ -5,7 +5,8 @@ shard of each rank (L,)   -- gather_shards -->   local tensor of every rank   --
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,6 +15,9 @@ from tfdist.sharding import packing
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.gradient_weight import weighted
 from tfdist.sharding.layout import Layout
+
+# A variable from this size on, full and in bytes, travels alone: packed with its bias it would be copied three times.
+LARGE_BYTES = 4 * 2**20
 
 
 def gather_shards(program: RankProgram, shards: Sequence[tf.Tensor], layouts: Sequence[Layout], label: str) -> list[tf.Tensor]:
@@ -62,3 +66,12 @@ def scatter_sums(
     rows = [weighted(row, weight) for row in packing.rows_of(summands, layouts, program.constant)]
     rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in rows]
     return group_ops.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)
+
+
+def messages_of(items: Sequence[Any], variables: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Returns `items`, one for each of `variables`, by message: those that agree in `key` together, but large variables alone."""
+    messages: dict[Any, list[Any]] = {}
+    for item, variable in zip(items, variables, strict=True):
+        is_large = variable.layout.local_elements * variable.dtype.size >= LARGE_BYTES
+        messages.setdefault((key(item), id(variable) if is_large else None), []).append(item)
+    return list(messages.values())

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps
-from tensorflow.python.ops import default_gradient, resource_variable_ops, while_v2
+from tensorflow.python.ops import control_flow_util_v2, default_gradient, resource_variable_ops, while_v2
 from tensorflow.python.ops.parallel_for import pfor
 
 from tfdist.custom_gradients import as_read
@@ -134,9 +134,21 @@ def made_for_loops(operations: Sequence[tf.Operation], since: int) -> set[tf.Ope
     return ancestors([tensor for loop in loops for tensor in loop.inputs], operations[since:] if loops else [])
 
 
+def branches(operation: tf.Operation) -> list[tf.Graph]:
+    """Returns the graphs of both branches of a traced `tf.cond`, to be looked at; their inputs are its own behind the first."""
+    shapes = [tensor.shape for tensor in operation.inputs[1:]]
+    names = [operation.get_attr(f"{branch}_branch").name for branch in ("then", "else")]
+    return [control_flow_util_v2.get_func_graph(operation, shapes, name) for name in names]
+
+
 def clone(operation: tf.Operation, data: tf.Tensor) -> tf.Operation:
     """Makes `operation` a second time, with `data` as its first input and the other inputs as they are."""
     return _again(operation, [data, *operation.inputs[1:]], operation.graph)
+
+
+def with_inputs(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
+    """Makes `operation` a second time, in its graph, with other `inputs`."""
+    return _again(operation, inputs, operation.graph)
 
 
 def copy_all(operations: Sequence[tf.Operation], known: dict[str, tf.Tensor]) -> None:

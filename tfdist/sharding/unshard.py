@@ -19,31 +19,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, ops
-from tfdist.sharding import keras_scope, packing, tape
+from tfdist.collectives import RankProgram
+from tfdist.sharding import keras_scope, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
+from tfdist.sharding.gradient_stubs import GradientStubs, second_order
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.recomputation import Recomputation
-from tfdist.sharding.shard_messages import gather_shards, scatter_sums
+from tfdist.sharding.shard_messages import gather_shards, messages_of, scatter_sums
 
 # Operations whose first input is only moved or cast.
 VIEWS = frozenset(
     "BroadcastTo Cast ExpandDims Identity Pad Reshape Slice Split SplitV Squeeze StopGradient StridedSlice Transpose "
     "Unpack".split()
 )
-
-# A variable from this size on, full and in bytes, travels alone: packed with its bias it would be copied three times.
-LARGE_BYTES = 4 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +117,8 @@ class UnshardSchedule:
         self._has_regathered = False
         self._differentiated: set[int] = set()
         program.before_collective.append(self.flush)
-        program.at_close.append(lambda outputs: self.flush([x for x in tf.nest.flatten(outputs) if tf.is_tensor(x)]))
+        self._stubs: GradientStubs = program.attachment(GradientStubs)
+        program.at_close.append(self._close)
 
     # Forward
 
@@ -151,8 +150,10 @@ class UnshardSchedule:
             with tape.stop_recording():
                 weight = program.attachment(GradientWeight).of_tape()
                 shards = scatter_sums(program, [grad], layouts, f"reduce_scatter/{variable.name}", config, variable.dtype, weight)
-            tape.record_gradient("ReduceScatter", shards, [grad], functools.partial(_second_order, program, variable, grad.dtype))
-            return shards
+                wholes = gather_shards(program, shards, layouts, f"all_gather/{variable.name}/gradient")
+            self._stubs.note_whole(wholes[0], shards[0])
+            tape.record_gradient("ReduceScatter", wholes, [grad], functools.partial(second_order, program, grad.dtype))
+            return wholes
 
         tape.record_gradient("Unshard", [full], [shard], reduced)
         return full
@@ -200,9 +201,9 @@ class UnshardSchedule:
         return unit
 
     def _all_gather(self, unit: Unit, variables: Sequence[Any], gate: Sequence[tf.Operation], label: str) -> dict[int, tf.Tensor]:
-        """Gathers `variables` of `unit`, in as few messages as `_messages` says, not before `gate` has run."""
+        """Gathers `variables` of `unit`, in as few messages as `messages_of` says, not before `gate` has run."""
         outputs = {}
-        for members in _messages(variables, variables, lambda v: _travelling_dtype(v, unit.compute_dtype)):
+        for members in messages_of(variables, variables, lambda v: _travelling_dtype(v, unit.compute_dtype)):
             layouts = [v.layout for v in members]
             dtype = _travelling_dtype(members[0], unit.compute_dtype)
             with tf.name_scope(_scope_name(label)):
@@ -213,10 +214,24 @@ class UnshardSchedule:
                 outputs.update({id(variable): full for variable, full in zip(members, fulls, strict=True)})
         return outputs
 
+    def shard_of(self, gradient: tf.Tensor) -> tf.Tensor | None:
+        """Returns this rank's shard of `gradient`: of what a tape has returned, or of an elementwise function of that."""
+        return self._stubs.shard_of(gradient)
+
+    def is_of_sums(self, gradient: tf.Tensor) -> bool:
+        """Whether `gradient` is computed from what a tape has returned: it is then whole, and the same on all ranks."""
+        self.flush(below := self._stubs.below(gradient))
+        with self._own_emission():
+            return self._stubs.fill(below)
+
+    def _close(self, outputs: Any) -> None:
+        self._stubs.fill_what_is_returned([x for x in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(x)])
+        self.flush()
+
     # Backward
 
     def _on_gradient(self, unit: Unit, variable: Any, upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
-        """The tape's way back through a gather: notes the full gradient and returns a stand-in for the reduced shard."""
+        """The tape's way back through a gather: notes the full gradient, returns a stub for the sum."""
         self._differentiated.add(id(variable))
         full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
         full.set_shape(variable.layout.local_shape)
@@ -230,12 +245,15 @@ class UnshardSchedule:
                 "compute with `w`, and take gradients of `w`. Or use `zero_stage=2`.",
             )
         with tape.stop_recording():
-            stub = tape.stand_in(variable.dtype, [variable.layout.shard_elements])
+            stub = self._stubs.make(variable, full)
         pending = PendingGradient(unit, variable, full, stub)
-        second_order = functools.partial(_second_order, self._program, variable, full.dtype)
-        tape.record_gradient("ReduceScatter", [stub], [full], second_order)
+        tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(self._second_order, full.dtype))
         self._pending.append(pending)
         return [stub]
+
+    def _second_order(self, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
+        self.is_of_sums(upstream)  # it may be a gradient itself, which must be there before what follows from it
+        return second_order(self._program, dtype, upstream)
 
     def flush(self, gradients: Sequence[Any] = ()) -> None:
         """Emits what backward has asked for so far.
@@ -249,6 +267,11 @@ class UnshardSchedule:
         if self._emitting or not self._units:
             return
         self._recomputation.settle()
+        self._reduce_and_regather(gradients)
+        with self._own_emission():
+            self._stubs.fill_what_is_read()
+
+    def _reduce_and_regather(self, gradients: Sequence[Any]) -> None:
         wanted = {id(tensor) for tensor in gradients}
         if tape.in_backward():
             wanted.update(id(p.stub) for p in self._pending if not p.variable.is_frozen)
@@ -328,20 +351,20 @@ class UnshardSchedule:
             tape.reconnect(reader.operation, reader.tensor, copy_of(reader.tensor, copies))
 
     def _reduce_scatter(self, pending: Sequence[PendingGradient], previous: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Reduces a unit's gradients, in as few messages as `_messages` says; packed only when the `previous` ones have left.
+        """Reduces a unit's gradients, in as few messages as `messages_of` says; packed only when the `previous` ones have left.
 
         Packing earlier would hold a second copy of the gradients while they wait for their turn.
         """
         label = f"reduce_scatter/{pending[0].unit.group.name}"
         weight = self._program.attachment(GradientWeight).of_tape()
         sent = []
-        for members in _messages(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
+        for members in messages_of(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
             layouts = [p.variable.layout for p in members]
             with tf.name_scope(_scope_name(label)), tf.control_dependencies(previous):
                 fulls = [p.full for p in members]
                 shards = scatter_sums(self._program, fulls, layouts, label, self._config, members[0].stub.dtype, weight)
             for p, shard in zip(members, shards, strict=True):
-                tape.reconnect(p.stub.op, p.stub.op.inputs[0], shard)
+                self._stubs.note_reduced(p.stub, shard)
             sent.append(shards[0])
         return sent
 
@@ -353,14 +376,6 @@ class UnshardSchedule:
             yield
         finally:
             self._emitting = False
-
-
-def _second_order(program: RankProgram, variable: Any, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
-    """The way back through the reduction, eager or traced: all ranks' parts of what is sent back to the reduced gradient."""
-    # An operation of its own: `upstream` may be a gradient that waits to be reduced, and is only when an operation reads it.
-    upstream = tf.identity(program.attachment(GradientWeight).without_weight(tf.cast(upstream, dtype)))
-    gathered = ops.all_gather(upstream, "data", label=f"unshard/{variable.name}/second_order")
-    return packing.fulls_of([gathered], [variable.layout])
 
 
 def copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
@@ -377,15 +392,6 @@ def copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
 def _travelling_dtype(variable: Any, compute_dtype: tf.DType | None) -> tf.DType:
     """Returns the dtype in which `variable` is gathered for a layer that computes in `compute_dtype`."""
     return compute_dtype if compute_dtype is not None and variable.is_autocast else variable.dtype
-
-
-def _messages(items: Sequence[Any], variables: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    """Returns `items`, one for each of `variables`, by message: those that agree in `key` together, but large variables alone."""
-    messages: dict[Any, list[Any]] = {}
-    for item, variable in zip(items, variables, strict=True):
-        is_large = variable.layout.local_elements * variable.dtype.size >= LARGE_BYTES
-        messages.setdefault((key(item), id(variable) if is_large else None), []).append(item)
-    return list(messages.values())
 
 
 def _scope_name(label: str) -> str:

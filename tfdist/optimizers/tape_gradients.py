@@ -1,0 +1,180 @@
+"""What tapes return for whole parameters while a step is traced (stages 0 to 2), and what the user's code reads of it.
+
+A tape returns a rank's own summand. An optimizer sums it over the ranks, and as long as the code between does something linear
+(a scale, a mask, a centred gradient), it may do so with summands. What is not linear (clipping, norms, noise, a penalty of the
+weight that is added) is one device's only of the sum: the operations that read a gradient so are made to read the sum, whole and
+the same on all ranks, which is reduced for them. What follows from that is whole, too, and is not summed again.
+
+    grads = tape.gradient(loss, weights)                    summands
+    grads = [g / 4 for g in grads]                          summands still
+    grads, norm = tf.clip_by_global_norm(grads, 1.0)        reads the sums: reduced here, once
+    optimizer.apply(grads, weights)                         is given what is whole
+
+What is only returned from the function of the rank is its summand: the caller sums. So is what is added to a variable, in a loop
+of one's own; in a step of Keras's trainer a variable gets the sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+from tfdist.sharding import gradient_graph, tape
+from tfdist.sharding.gradient_weight import GradientWeight
+
+
+@dataclasses.dataclass(eq=False)
+class _Summand:
+    tensor: tf.Tensor
+    variable: Any
+    is_weighted: bool  # that the loss which was differentiated counted the rank's weight
+    whole: tf.Tensor | None = None  # the sum, once it is read
+
+
+class TapeGradients:
+    """The gradients of whole parameters of one rank's program in one trace; an attachment of the program."""
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._summands: dict[str, _Summand] = {}
+        self._linear: dict[str, set[_Summand] | None] = {}  # what `_linear_in` has found, by name
+        self._images: dict[str, tf.Tensor] = {}  # by the name of what is linear in summands: the same of the sums
+        self._wholes: set[str] = set()
+        self._own: set[str] = set()  # operations that are not the user's, by name
+        self._is_own = False
+        self._whole_sums: Callable[..., Sequence[tf.Tensor]] | None = None
+        self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._wholes)
+
+    def note(self, grads: Sequence[tf.Tensor], variables: Sequence[Any], whole_sums: Callable[..., Sequence[tf.Tensor]]) -> None:
+        """Notes what a tape has returned for `variables`; `whole_sums(grads, variables)` sums them over the ranks."""
+        if self._whole_sums is None:
+            self._program.before_collective.append(self.settle)
+            self._program.at_close.append(lambda _: self.settle())
+        self._whole_sums = whole_sums
+        is_weighted = self._program.attachment(GradientWeight).is_in_loss
+        for grad, variable in zip(grads, variables, strict=True):
+            self._summands[grad.name] = _Summand(grad, variable, is_weighted)
+            self._own.update(operation.name for operation in grad.consumers())  # the backward pass itself goes on from it
+
+    def note_whole(self, grad: tf.Tensor) -> None:
+        """Notes that `grad` is a sum, whole and the same on all ranks."""
+        self._wholes.add(grad.name)
+
+    def whole_of(self, grad: tf.Tensor) -> tf.Tensor | None:
+        """Returns the sum, whole, where `grad` is computed from sums, or linear in gradients with known sums; else None."""
+        if not tf.is_symbolic_tensor(grad) or not (self._summands or self._wholes):
+            return None
+        if grad.graph is not self._program.graph:
+            return grad if self._let_branch_read(grad) else None
+        below = self._linear_in(grad)
+        if below:
+            return self._image(grad) if all(summand.whole is not None for summand in below) else None
+        return grad if self._sources.of(grad) else None
+
+    def sum_now(self, grads: Sequence[tf.Tensor]) -> None:
+        """Sums what `grads` are linear in, so that `whole_of` finds the sums."""
+        with self._marked(), self._program.outermost(), tape.stop_recording():
+            self._sum_missing(dict.fromkeys(summand for grad in grads for summand in self._linear_in(grad) or ()))
+
+    def _let_branch_read(self, grad: tf.Tensor) -> bool:
+        """Whether `grad`, in a branch, is computed from gradients; they are summed, and the branch will read the sums."""
+        found = gradient_graph.Sources(lambda x: x.graph is self._program.graph and x.name in self._summands).of(grad)
+        with self._marked(), self._program.outermost(), tape.stop_recording():
+            self._sum_missing(self._summands[tensor.name] for tensor in found)
+        return bool(found or self._sources.of(grad))
+
+    @contextlib.contextmanager
+    def own_use(self) -> Iterator[None]:
+        """A block that reads gradients as summands, whatever it does with them: an optimizer's."""
+        self.settle()
+        with self._marked():
+            yield
+
+    @contextlib.contextmanager
+    def _marked(self) -> Iterator[None]:
+        if self._is_own or not self._summands:
+            yield
+            return
+        start, self._is_own = len(self._program.graph.get_operations()), True
+        try:
+            yield
+        finally:
+            self._is_own = False
+            self._own.update(operation.name for operation in self._program.graph.get_operations()[start:])
+
+    def settle(self) -> None:
+        """Sums the gradients that the user's code has read so far by something that is not linear, and lets it read the sums."""
+        reads = [] if self._is_own else self._reads()
+        if not reads:
+            return
+        below = dict.fromkeys(summand for _, tensor in reads for summand in self._linear_in(tensor) or ())
+        with self._marked(), self._program.outermost(), tape.stop_recording():
+            self._sum_missing(below)
+            for operation, tensor in reads:
+                tape.reconnect(operation, tensor, self._image(tensor))
+
+    def _sum_missing(self, summands: Iterable[_Summand]) -> None:
+        missing = [summand for summand in summands if summand.whole is None]
+        self._sum([summand for summand in missing if not summand.is_weighted])
+        with self._program.attachment(GradientWeight).entered_with_the_loss():
+            self._sum([summand for summand in missing if summand.is_weighted])
+
+    def _sum(self, summands: Sequence[_Summand]) -> None:
+        if summands:
+            grads, variables = [summand.tensor for summand in summands], [summand.variable for summand in summands]
+            for summand, whole in zip(summands, self._whole_sums(grads, variables), strict=True):
+                summand.whole = self._images[summand.tensor.name] = tf.identity(whole)
+                self._wholes.add(summand.whole.name)
+
+    def _reads(self) -> list[tuple[tf.Operation, tf.Tensor]]:
+        """Returns the operations that read, as one device would read a sum, what is linear in summands; and that."""
+        reads = []
+        waiting = [summand.tensor for summand in self._summands.values()]
+        seen = set(self._summands)
+        while waiting:
+            tensor = waiting.pop()
+            for operation in tensor.consumers():
+                if operation.name in self._own:
+                    continue
+                if tape.is_backward(operation):
+                    is_read = True  # by the gradient of something that reads it
+                elif gradient_graph.only_writes(operation, tensor):
+                    is_read = self._program.attachment(GradientWeight).of_wholes() is not None
+                else:
+                    is_read = not gradient_graph.is_linear(operation, lambda x: self._linear_in(x) is not None)
+                if is_read:
+                    reads.append((operation, tensor))
+                waiting += [] if is_read else [output for output in operation.outputs if output.name not in seen]
+                seen.update(output.name for output in operation.outputs)
+        return reads
+
+    def _linear_in(self, tensor: tf.Tensor) -> set[_Summand] | None:
+        """Returns the summands that `tensor` is linear in, with nothing added; None: it is not."""
+        if tensor.name in self._summands:
+            return {self._summands[tensor.name]}
+        if tensor.name not in self._linear:
+            found = None
+            if gradient_graph.may_be_linear(tensor.op) and not tape.is_backward(tensor.op):
+                below = [self._linear_in(source) for source in tensor.op.inputs]
+                by_name = {source.name: summands for source, summands in zip(tensor.op.inputs, below, strict=True)}
+                if gradient_graph.is_linear(tensor.op, lambda x: by_name[x.name] is not None):
+                    found = set().union(*(summands or () for summands in below))
+            self._linear[tensor.name] = found
+        return self._linear[tensor.name]
+
+    def _image(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns what `tensor`, which is linear in summands, is of their sums."""
+        if tensor.name not in self._images:
+            with self._program.outermost(), tape.stop_recording():
+                inputs = [self._image(source) if self._linear_in(source) else source for source in tensor.op.inputs]
+                made = tape.with_inputs(tensor.op, inputs)
+            self._own.add(made.name)
+            for output, image in zip(tensor.op.outputs, made.outputs, strict=True):
+                image.set_shape(output.shape)
+                self._images[output.name] = image
+        return self._images[tensor.name]

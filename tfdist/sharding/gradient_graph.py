@@ -1,0 +1,140 @@
+"""What a program does with a gradient between the tape and the optimizer, read from the graph of the traced step.
+
+Two kinds of operations are told from all others:
+
+    elementwise   g / 4, tf.clip_by_value(g, ...), g1 + g2 of one parameter     as good on a flat shard of the sum as on the whole
+    linear        the same without clip_by_value, and g - tf.reduce_mean(g),    as good on a rank's summand as on the sum
+                  masks, reshaped gradients
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.sharding import tape
+
+# One element of the result depends on the same element of each input, or on a scalar.
+_ELEMENTWISE = frozenset(
+    "Abs Add AddN AddV2 Cast CheckNumerics ClipByValue Div DivNoNan Equal Exp Greater GreaterEqual Identity IsFinite IsInf IsNan "
+    "Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul MulNoNan Neg NotEqual OnesLike Pow RealDiv "
+    "Reciprocal Rsqrt Select SelectV2 Sign Sqrt Square SquaredDifference StopGradient Sub Tanh ZerosLike".split()
+)
+
+# Linear in all inputs together, in one of two, or in the first.
+_SUMS = frozenset("Add AddN AddV2 Sub".split())
+_PRODUCTS = frozenset("BatchMatMulV2 Einsum MatMul Mul".split())
+_LINEAR_IN_FIRST = frozenset(
+    "BroadcastTo Cast Div DivNoNan ExpandDims Gather GatherV2 Identity Mean MulNoNan Neg Pad RealDiv Reshape Reverse ReverseV2 "
+    "Slice Squeeze StopGradient StridedSlice Sum Tile Transpose UnsortedSegmentSum".split()
+)
+
+_WRITES = frozenset("AssignAddVariableOp AssignSubVariableOp AssignVariableOp".split())
+
+
+def is_elementwise(operation: tf.Operation) -> bool:
+    """Whether each element of what `operation` returns depends on the same element of its inputs, and on scalars."""
+    return operation.type in _ELEMENTWISE
+
+
+def may_be_linear(operation: tf.Operation) -> bool:
+    """Whether `operation` is of a kind that may be linear in gradients."""
+    return operation.type in _SUMS or operation.type in _PRODUCTS or operation.type in _LINEAR_IN_FIRST
+
+
+def is_linear(operation: tf.Operation, is_gradient: Callable[[tf.Tensor], bool]) -> bool:
+    """Whether what `operation` returns is a linear function of the gradients among its inputs, with nothing added."""
+    found = [is_gradient(tensor) for tensor in operation.inputs]
+    if operation.type in _SUMS:
+        return all(found)
+    if operation.type in _PRODUCTS:
+        return sum(found) == 1
+    return operation.type in _LINEAR_IN_FIRST and found[0] and not any(found[1:])
+
+
+def only_writes(operation: tf.Operation, gradient: tf.Tensor) -> bool:
+    """Whether `operation` writes `gradient`, or something linear in it, to variables, also in branches, and no more."""
+    if operation.type in _WRITES:
+        return True
+    if operation.type not in ("If", "StatelessIf"):
+        return False
+    places = [place for place, source in enumerate(operation.inputs[1:]) if source.name == gradient.name]
+    for branch in tape.branches(operation):
+        waiting = [branch.inputs[place] for place in places]
+        names = {tensor.name for tensor in waiting}
+        is_gradient = functools.partial(_is_named, names)
+        while waiting:
+            for reader in waiting.pop().consumers():
+                if reader.type in _WRITES:
+                    continue
+                if not is_linear(reader, is_gradient):
+                    return False
+                waiting.extend(reader.outputs)
+                names.update(output.name for output in reader.outputs)
+        if any(output.name in names for output in branch.outputs):
+            return False
+    return True
+
+
+def _is_named(names: set[str], tensor: tf.Tensor) -> bool:
+    return tensor.name in names
+
+
+def scalar_of(tensor: tf.Tensor) -> Any:
+    """Returns what `tensor` is of every element: itself where it is a scalar, or a constant's one value; None: nothing such."""
+    if tensor.shape.rank == 0:
+        return tensor
+    if tensor.op.type == "Fill":
+        return tensor.op.inputs[1]
+    if tensor.op.type == "Const":
+        value = tf.get_static_value(tensor)
+        if value.size and np.all(value == value.flat[0]):
+            return tf.constant(value.flat[0], tensor.dtype)
+    return None
+
+
+class Sources:
+    """Of which tensors of a given kind others are computed, also across the graphs of branches and functions.
+
+    Args:
+        is_source: whether a tensor is of that kind. What it is computed from itself is not looked for.
+    """
+
+    def __init__(self, is_source: Callable[[tf.Tensor], bool]):
+        self._is_source = is_source
+        self._found: dict[tuple[int, str], frozenset[Any]] = {}
+        self._captured: dict[int, dict[str, tf.Tensor]] = {}
+
+    def of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the sources that `tensor` is computed from; itself, if it is one."""
+        waiting = [tensor]
+        while waiting:
+            current = waiting[-1]
+            missing = [] if self._is_source(current) else [x for x in self._inputs(current) if self._key(x) not in self._found]
+            if missing and self._key(current) not in self._found:
+                self._found[self._key(current)] = frozenset()  # of a tensor that waits for its inputs: no circle without end
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            if self._is_source(current):
+                self._found[self._key(current)] = frozenset([current.ref()])
+            else:
+                self._found[self._key(current)] = frozenset().union(*(self._found[self._key(x)] for x in self._inputs(current)))
+        return [reference.deref() for reference in self._found[self._key(tensor)]]
+
+    @staticmethod
+    def _key(tensor: tf.Tensor) -> tuple[int, str]:
+        return id(tensor.graph), tensor.name
+
+    def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        graph = tensor.graph
+        if tensor.op.type == "Placeholder" and hasattr(graph, "captures"):
+            if tensor.name not in self._captured.setdefault(id(graph), {}):
+                self._captured[id(graph)] = {inner.name: outer for outer, inner in graph.captures}
+            outer = self._captured[id(graph)].get(tensor.name)
+            return [outer] if outer is not None and tf.is_symbolic_tensor(outer) and outer.dtype != tf.resource else []
+        return [source for source in tensor.op.inputs if source.dtype != tf.resource]

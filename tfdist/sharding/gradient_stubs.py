@@ -1,0 +1,155 @@
+"""What a tape returns for sharded parameters while a step is traced: stubs of the parameter's shape, filled when they are read.
+
+The gradient of a sharded parameter is summed over the data ranks, of which each keeps its shard. What the user's code has in its
+hands looks like one device's gradient; what becomes of it shows from what the code does with it:
+
+    it is given to an optimizer                            the shard is used; the stub is never computed
+    the same after elementwise operations (g / 4)          these are made again on the shard
+    it is read by something else (a norm, a mask, a       the shards are gathered: the sum, whole, as one device has it, and the
+    centred gradient, a histogram)                         same on all ranks
+    it is only returned from the function of the rank      the rank's own summand, as at other stages: the caller sums
+
+Gathering makes all gradients exist whole, as at stage 1, and adds a third to what a step sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+from tfdist.sharding import gradient_graph, tape
+from tfdist.sharding.gradient_weight import GradientWeight
+from tfdist.sharding.layout import Layout
+from tfdist.sharding.shard_messages import gather_shards_in_buckets
+
+
+@dataclasses.dataclass(eq=False)
+class _Stub:
+    tensor: tf.Tensor
+    layout: Layout
+    full: tf.Tensor  # this rank's summand
+    shard: tf.Tensor | None = None  # of the sum; None until it is reduced
+    is_connected: bool = False  # to what its readers get
+
+
+class GradientStubs:
+    """The stubs of one rank's program in one trace; an attachment of the program."""
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._stubs: dict[str, _Stub] = {}
+        self._images: dict[str, tf.Tensor] = {}  # shards by the name of the whole tensor that they are of
+        self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._stubs)
+        self._wholes: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}  # of an eager rank: whole gradients and their shards
+
+    def make(self, variable: Any, full: tf.Tensor) -> tf.Tensor:
+        """Returns a stub for the gradient of `variable`, of which `full` is this rank's summand."""
+        layout = variable.layout
+        tensor = tape.stand_in(variable.dtype, layout.local_shape)
+        self._stubs[tensor.name] = _Stub(tensor, layout, full)
+        return tensor
+
+    def note_reduced(self, tensor: tf.Tensor, shard: tf.Tensor) -> None:
+        """Notes that `shard` is this rank's of the sum that the stub `tensor` stands for."""
+        self._stubs[tensor.name].shard = shard
+        self._images[tensor.name] = shard
+
+    def note_whole(self, whole: tf.Tensor, shard: tf.Tensor) -> None:
+        """Notes that an eager rank has the sum `whole`, and that `shard` is its own of it."""
+        self._wholes[id(whole)] = (whole, shard)
+
+    def is_read(self, tensor: tf.Tensor) -> bool:
+        """Whether an operation reads the stub `tensor`."""
+        return bool(tensor.consumers())
+
+    def shard_of(self, gradient: tf.Tensor) -> tf.Tensor | None:
+        """Returns this rank's shard of `gradient`: of a sum, or of what elementwise operations make of sums; None: of neither."""
+        if not tf.is_symbolic_tensor(gradient):
+            return self._wholes.get(id(gradient), (None, None))[1]
+        return self._image(gradient) if gradient.graph is self._program.graph and self._layout_of(gradient) else None
+
+    def below(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the stubs that `tensor` is computed from."""
+        return self._sources.of(tensor) if self._stubs and tf.is_symbolic_tensor(tensor) else []
+
+    def fill(self, tensors: Sequence[tf.Tensor]) -> bool:
+        """Fills the stubs `tensors`, which have been reduced: what is computed from them is then the same on all ranks.
+
+        Returns:
+            Whether there are any.
+        """
+        self._gather([stub for tensor in tensors if not (stub := self._stubs[tensor.name]).is_connected])
+        return bool(tensors)
+
+    def fill_what_is_read(self) -> None:
+        """Fills the stubs that have been reduced and are read by more than what an optimizer does on shards."""
+        self._gather([stub for stub in self._stubs.values() if self._is_missing(stub) and self._is_read_whole(stub.tensor)])
+
+    def fill_what_is_returned(self, outputs: Sequence[tf.Tensor]) -> None:
+        """Lets stubs that are returned, and read by nothing that wants the sum, be this rank's summands."""
+        for output in outputs:
+            for tensor in self.below(output):
+                stub = self._stubs[tensor.name]
+                if not stub.is_connected and not self._is_read_whole(tensor):
+                    self._connect(stub, tf.cast(stub.full, tensor.dtype))
+
+    def _is_missing(self, stub: _Stub) -> bool:
+        return stub.shard is not None and not stub.is_connected
+
+    def _layout_of(self, tensor: tf.Tensor) -> Layout | None:
+        """Returns the layout of the sum that `tensor` is, or is an elementwise function of; None: it is neither."""
+        if tensor.name in self._stubs:
+            return self._stubs[tensor.name].layout
+        if not gradient_graph.is_elementwise(tensor.op):
+            return None
+        layouts = set()
+        for source in tensor.op.inputs:
+            layout = self._layout_of(source)
+            if layout is None and gradient_graph.scalar_of(source) is None:
+                return None
+            layouts.update([layout] if layout is not None else [])
+        return layouts.pop() if len(layouts) == 1 else None
+
+    def _image(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns the shard of `tensor`, which has a layout."""
+        if tensor.name not in self._images:
+            with self._program.outermost(), tape.stop_recording():
+                inputs = [
+                    self._image(source) if self._layout_of(source) else gradient_graph.scalar_of(source)
+                    for source in tensor.op.inputs
+                ]
+                made = tape.with_inputs(tensor.op, inputs)
+            for output, image in zip(tensor.op.outputs, made.outputs, strict=True):
+                self._images[output.name] = image
+        return self._images[tensor.name]
+
+    def _is_read_whole(self, tensor: tf.Tensor) -> bool:
+        return any(
+            any(self._layout_of(output) is None or self._is_read_whole(output) for output in operation.outputs)
+            or not operation.outputs
+            for operation in tensor.consumers()
+        )
+
+    def _gather(self, stubs: Sequence[_Stub]) -> None:
+        if not stubs:
+            return
+        shards, layouts = [stub.shard for stub in stubs], [stub.layout for stub in stubs]
+        with self._program.outermost(), tape.stop_recording():
+            for place, whole in gather_shards_in_buckets(self._program, shards, layouts, 8 * 2**20, "all_gather/gradient"):
+                self._connect(stubs[place], whole)
+
+    def _connect(self, stub: _Stub, value: tf.Tensor) -> None:
+        stub.is_connected = True
+        tape.reconnect(stub.tensor.op, stub.tensor.op.inputs[0], value)
+
+
+def second_order(program: RankProgram, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
+    """The way back through the reduction, eager or traced: what a rank sends back to the sum is of its own summand, too.
+
+    A function of the sum is computed on every rank, and its gradient counts once: in the sum of the ranks' gradients.
+    """
+    return [program.attachment(GradientWeight).without_weight(tf.cast(upstream, dtype))]
