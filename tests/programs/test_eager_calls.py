@@ -273,3 +273,12 @@ def test_another_thread_keeps_nothing_while_a_step_runs():
     model.train_on_batch(X, Y)
     model(X)
     assert kept.kept_bytes == BYTES
+
+
+def test_steps_in_a_loop_of_a_function_drop_what_is_kept():
+    strategy = strategy_for(2, 3)
+    model = _mlp(strategy, steps_per_execution=3)
+    for _ in range(2):
+        model(X)
+        model.fit(X, Y, batch_size=4, verbose=0)
+        np.testing.assert_allclose(np.array(model(X)), model.predict(X, verbose=0), rtol=1e-5)

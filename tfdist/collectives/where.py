@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
@@ -97,15 +98,23 @@ def at_every_call(function: Callable[[], None], key: Hashable) -> None:
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph  # loops and branches ask for no values when they run
+    if not isinstance(graph, func_graph.FuncGraph) or key in graph._function_captures.by_ref_internal:
+        return
 
-    def called() -> tf.Tensor:
-        function()
-        return tf.constant(0)
+    def called() -> list[tf.Tensor]:
+        if tf.executing_eagerly():
+            function()
+        else:
+            at_every_call(function, key)  # by a function that is traced, perhaps in a loop of it
+        return [tf.constant(0)]
 
-    if isinstance(graph, func_graph.FuncGraph):
-        with tf.init_scope():
-            saved = tf.constant(0)  # what a SavedModel has in its place
-        graph.capture_call_time_value(called, tf.TensorSpec([], tf.int32), key=key, default_value=saved)
+    with tf.init_scope():
+        saved = tf.constant(0)  # what a SavedModel has in its place
+    internal = graph.capture_call_time_value(lambda: saved, tf.TensorSpec([], tf.int32), key=key, default_value=saved)
+    captures = graph._function_captures
+    asked: Any = called
+    asked.output_spec = captures.by_ref_tracetype[key]
+    captures.add_or_replace(key=key, external=asked, internal=internal, tracetype=asked.output_spec, is_by_ref=True)
 
 
 def _program_here() -> RankProgram | None:
