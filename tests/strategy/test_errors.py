@@ -70,6 +70,25 @@ def test_variables_that_are_overwritten_with_their_gradient():
             keras.optimizers.SGD(0.1).build([variable])
 
 
+@pytest.mark.parametrize("method", ["_clip_gradients", "_backend_apply_gradients"])
+def test_optimizers_that_override_what_is_not_called(method):
+    kind = type("Mine", (keras.optimizers.SGD,), {method: lambda self, *gradients: gradients[0]})
+    with strategy_for(2, 1).scope(), pytest.raises(NotImplementedError, match=f"Mine overrides `{method}`.*Override `apply"):
+        kind(0.1).build([keras.Variable(np.ones((3,), "float32"))])
+
+
+def test_an_optimizer_that_goes_over_gradients_in_its_update_step():
+    class Mine(keras.optimizers.SGD):
+        def _backend_update_step(self, grads, trainable_variables, learning_rate):
+            super()._backend_update_step([grad * 2 for grad in grads], trainable_variables, learning_rate)
+
+    with strategy_for(2, 1).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(Mine(0.1), "mse")
+    with pytest.raises(NotImplementedError, match="Mine goes over the gradients.*Override `apply"):
+        model.train_on_batch(np.ones((4, 3)), np.ones((4, 2)))
+
+
 def test_model_built_outside_scope():
     model = mlp()
     with strategy_for(2, 3).scope(), pytest.raises(ValueError, match="built under no strategy.*same `strategy.scope"):

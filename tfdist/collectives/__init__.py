@@ -5,7 +5,6 @@ Used inside the function that `strategy.run` runs, for example `tfdist.collectiv
 
 from tfdist.collectives import activations
 from tfdist.collectives.agreement import PlanAgreement
-from tfdist.collectives.branches import Branches
 from tfdist.collectives.buckets import assign_buckets
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
@@ -22,7 +21,6 @@ from tfdist.collectives.where import Where, at_every_call, current_program, rank
 __all__ = [
     "NCCL",
     "RING",
-    "Branches",
     "CollectivePlan",
     "CollectiveRecord",
     "Communicator",

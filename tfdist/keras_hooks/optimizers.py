@@ -15,7 +15,7 @@ from tfdist.optimizers.loss_scaling import apply_unscaled
 from tfdist.optimizers.outside_ranks import in_scope_of, stands_outside_ranks, step_of_all_ranks
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.step import accumulates_partial_sums
-from tfdist.optimizers.support import check_no_overwriting, check_variables
+from tfdist.optimizers.support import check_no_overwriting, check_overrides, check_variables
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import MeshConfig, config_of, placement
 
@@ -35,6 +35,7 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     if config is not None or any(config_of(getattr(variable_of(v), "distribute_strategy", None)) for v in variables):
         check_variables(self, variables, self._distribution_strategy)
     if config is not None:
+        check_overrides(self)
         check_no_overwriting(self, variables)
     original(self, variables)  # averages and accumulators: elementwise, whatever the optimizer
     if config is not None:

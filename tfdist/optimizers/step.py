@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -154,6 +154,15 @@ class _Step:
         self._learning_rate = tf.convert_to_tensor(learning_rate)
         self._updates = Updates(self._optimizer, self._learning_rate, self._program)
         self._emit(self._plan.step)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuses to be the list of gradients that an optimizer's own `_backend_update_step` expects."""
+        raise errors.not_implemented(
+            f"{type(self._optimizer).__name__} goes over the gradients in `_backend_update_step`. Under a tfdist strategy "
+            "they are no list there: each is reduced when its turn comes.",
+            optimizer=type(self._optimizer).__name__,
+            fix="Override `apply(grads, trainable_variables)`, or `update_step` for one variable, and call `super()`.",
+        )
 
     def _emit(self, actions: Iterable[plan.Action]) -> None:
         optimizer, config, program = self._optimizer, self._config, self._program

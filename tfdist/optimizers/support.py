@@ -62,12 +62,23 @@ def is_elementwise(optimizer: Any) -> bool:
 
 def changes_gradients(optimizer: Any) -> bool:
     """Whether the class of `optimizer` has a method of its own that is given all gradients: it may look at them whole."""
-    methods = ("apply", "apply_gradients", "_clip_gradients")
-    return any(not _is_kerass(getattr(type(optimizer), method)) for method in methods)
+    return any(not _is_of_keras(optimizer, method) for method in ("apply", "apply_gradients"))
 
 
-def _is_kerass(method: Any) -> bool:
-    return method.__module__.partition(".")[0] == "keras"
+def _is_of_keras(optimizer: Any, method: str) -> bool:
+    return getattr(type(optimizer), method).__module__.partition(".")[0] == "keras"
+
+
+def check_overrides(optimizer: Any) -> None:
+    """Raises NotImplementedError for an optimizer that overrides a private method of Keras's that is not called here."""
+    for method in ("_clip_gradients", "_backend_apply_gradients"):
+        if not _is_of_keras(optimizer, method):
+            raise errors.not_implemented(
+                f"{type(optimizer).__name__} overrides `{method}`, which is not called under a tfdist strategy: gradients are "
+                "clipped, accumulated and applied when they have been reduced, shard by shard.",
+                optimizer=type(optimizer).__name__,
+                fix="Override `apply(grads, trainable_variables)`, change the gradients there and call `super().apply`.",
+            )
 
 
 def check_no_overwriting(optimizer: Any, variables: Sequence[Any]) -> None:
