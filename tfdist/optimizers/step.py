@@ -39,7 +39,8 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
         raise errors.runtime_error(
             "`optimizer.apply` was called inside a loop, a branch or a nested `tf.function` of the function given to "
             "`strategy.run`; its collectives must stand outside.",
-            fix="Put the loop around `strategy.run`, and `@tf.function` on the outermost function.",
+            fix="Put the loop around `strategy.run`, and `@tf.function` on the outermost function. To apply in every n-th step "
+            "only, give the optimizer `gradient_accumulation_steps=n` and apply in every step.",
         )
     _sum_outside_branches(optimizer, grads, variables, config, program)
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")

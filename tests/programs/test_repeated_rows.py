@@ -1,0 +1,62 @@
+"""Optimizers on an embedding whose rows are read several times in a batch: which agree with one device, and which cannot.
+
+Keras's optimizers square the gradient of an embedding as it is on one device: a list of rows in which a row stands as often as it
+was read. Its parts are squared one by one, where the square of their sum is meant. Under a tfdist strategy the sum is squared, as
+in the gradient of a Dense layer. Optimizers that square nothing agree.
+"""
+
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+from grids import exhaustive
+from training import one_device, strategy_for
+
+from tests.parity.comparison import assert_same_tree, state
+from tests.programs.comparing import run
+
+OPTIMIZERS = {
+    name: getattr(keras.optimizers, name)
+    for name in (
+        "Adadelta Adafactor Adagrad Adam AdamW Adamax Ftrl Lamb Lion LossScaleOptimizer Muon Nadam RMSprop SGD ScheduleFreeAdamW"
+    ).split()
+}
+DIFFER = OPTIMIZERS.keys() - {"SGD", "Lion", "LossScaleOptimizer"}
+LIMITS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "limits.md"
+
+
+def training(name):
+    def program(strategy):
+        ids = np.array([[1, 1, 2, 3], [2, 2, 2, 0], [3, 1, 0, 0], [1, 2, 3, 3]] * 2)
+        with strategy.scope():
+            layers = [keras.layers.Embedding(5, 3), keras.layers.Flatten(), keras.layers.Dense(2)]
+            model = keras.Sequential([keras.Input((4,), dtype="int32"), *layers])
+            inner = (keras.optimizers.SGD(0.01),) if name == "LossScaleOptimizer" else (0.01,)
+            model.compile(OPTIMIZERS[name](*inner), "mse")
+        model.fit(ids, np.ones((8, 2), "float32"), batch_size=4, epochs=2, verbose=0, shuffle=False)
+        return state(model)
+
+    return program
+
+
+@pytest.mark.parametrize("name", [name if name in ("Adam", "Lion") else exhaustive(name) for name in OPTIMIZERS])
+def test_which_agree(name):
+    program = training(name)
+    expected, found = run(program, one_device()), run(program, strategy_for(2, 0))
+    if name not in DIFFER:
+        assert_same_tree(found, expected, name, rtol=1e-4)
+    else:
+        with pytest.raises(AssertionError):
+            assert_same_tree(found, expected, name, rtol=1e-4)
+
+
+def test_the_page_names_them():
+    (sentence,) = [text for text in LIMITS.read_text("utf-8").split("\n* ") if text.startswith("The gradient of an embedding")]
+    assert {name for name in OPTIMIZERS if f"`{name}`" in sentence} == DIFFER
+
+
+def test_the_list_has_every_optimizer():
+    kinds = {kind for kind in vars(keras.optimizers).values() if isinstance(kind, type)}
+    own = {kind.__name__ for kind in kinds if issubclass(kind, keras.optimizers.Optimizer)}
+    assert own - {"Optimizer", "MultiOptimizer", "LossScaleOptimizer"} == OPTIMIZERS.keys() - {"LossScaleOptimizer"}
