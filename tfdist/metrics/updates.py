@@ -155,6 +155,8 @@ def _way(
         if all(variable.aggregation == "sum" for variable in metric.variables) and adds_up(own, arguments):
             return _Way.OWN_ROWS
     obstacle = why_not(arguments)
+    if program.mesh.splits_layers:
+        obstacle = "in a pipeline it is updated with the rows of one microbatch"
     if not program.may_emit_here():
         obstacle = "it is updated in a branch, a loop or a nested `tf.function`"
     if not obstacle:

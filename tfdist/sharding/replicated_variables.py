@@ -168,9 +168,11 @@ def with_layout(variable: tf.Variable, mesh: DeviceMesh, is_of_metric: bool = Fa
     """Returns a variable that TensorFlow has made as one that has a layout; one whose shape is not known is left alone."""
     if not variable.shape.is_fully_defined():
         return variable
+    # Where ranks store different layers, those with the last ones alone update metrics: how they hold them, others do not learn.
+    is_whole = is_of_metric and not mesh.splits_layers
     kinds: dict[type, tuple[type, Placement]] = {
         values.MirroredVariable: (ReplicatedMirroredVariable, Replicate()),
-        values.SyncOnReadVariable: (PartialSyncOnReadVariable, Replicate() if is_of_metric else Partial()),
+        values.SyncOnReadVariable: (PartialSyncOnReadVariable, Replicate() if is_whole else Partial()),
     }
     if type(variable) in kinds:
         variable.__class__, data = kinds[type(variable)]
