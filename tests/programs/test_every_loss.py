@@ -1,4 +1,4 @@
-"""Each loss of Keras, on an uneven last batch, with weights of the rows and without: trained and logged as on one device."""
+"""Losses of Keras with a value for each row, on an uneven last batch, weighted and not: trained and logged as on one device."""
 
 import keras
 import numpy as np
@@ -90,3 +90,12 @@ CASES += [
 @pytest.mark.parametrize("devices", [2, 4])
 def test_it_trains_as_on_one_device(program, devices):
     assert_as_on_one_device(program, 3 if devices == 2 else 0, devices, rtol=1e-4)
+
+
+# Losses of a whole batch, which are warned of (test_losses_that_are_no_means.py); rows compared with each other; and sequences.
+ELSEWHERE = {"Dice", "Tversky", "Circle", "CTC"}
+
+
+def test_the_table_has_every_loss():
+    kinds = {name for name, kind in vars(losses).items() if isinstance(kind, type) and issubclass(kind, losses.Loss)}
+    assert kinds - {"Loss"} - ELSEWHERE == {kind for kind, *_ in KINDS}

@@ -123,11 +123,6 @@ def _program_here() -> RankProgram | None:
     return program if program is None or program.is_eager or not tf.executing_eagerly() else None
 
 
-def is_branch(graph: tf.Graph) -> bool:
-    """Whether `graph` is traced as a branch of `tf.cond` or `tf.switch_case`."""
-    return isinstance(graph, control_flow_v2_func_graphs.CondBranchFuncGraph)
-
-
 def _in_loop(outermost: tf.Graph) -> bool:
     """Whether the code being traced stands in a loop within `outermost`."""
     graph = tf.compat.v1.get_default_graph()

@@ -45,7 +45,8 @@ def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
 def clip_by_global_norm(grads: Sequence[Any], variables: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
     """Clips the gradient of the global batch by its norm, for a `train_step` or a training loop of your own.
 
-    It stands in the place of `tf.clip_by_global_norm`, which would clip each rank's own gradient:
+    It stands in the place of `tf.clip_by_global_norm`, which wants whole gradients on every rank, and in eager steps at stages 0
+    to 2 would clip each rank's own:
 
         grads, norm = tfdist.clip_by_global_norm(grads, variables, 1.0)
         optimizer.apply(grads, variables)
