@@ -2,6 +2,7 @@
 # make test    lint, the tests and what they cover;  make test-exhaustive: with every case of their grids
 # make lint    ruff and mypy;  make format: what ruff mends
 # make test-nightly   what tfdist stands on in Keras, with tomorrow's Keras (keras-nightly), in a .venv-nightly of its own
+# make soak    disturbs jobs of several workers and compares them with undisturbed ones:  make soak ARGS="--only 'kill/*' --rounds 20"
 # make bench   the benchmarks beside TensorFlow, PyTorch and DeepSpeed:  make bench ARGS="--suite full --torch-python PYTHON"
 #
 # Needs Python 3.11 or later and make; another interpreter: make test PYTHON=python3.12
@@ -12,7 +13,7 @@ NIGHTLY := .venv-nightly
 BIN    := $(VENV)/bin
 PIP     = $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: train test test-exhaustive test-nightly bench lint format clean
+.PHONY: train test test-exhaustive test-nightly soak bench lint format clean
 .DEFAULT_GOAL := test
 
 train: $(VENV)/.installed-examples
@@ -33,6 +34,9 @@ test-nightly:
 	$(NIGHTLY)/bin/python -m pip --disable-pip-version-check --quiet install --pre --no-deps keras-nightly
 	$(NIGHTLY)/bin/python -m pytest -n 2 tests/keras_hooks tests/test_private_names*.py tests/*/test_private_names_*.py \
 		tests/layers/test_normalization.py tests/losses/test_uneven_batches.py tests/strategy/test_optimizer_parity.py $(ARGS)
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.soak $(ARGS)
 
 bench: $(VENV)/.installed-examples
 	$(BIN)/python -m benchmarks.run $(ARGS)

@@ -16,6 +16,7 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 
 EXAMPLES = ["matplotlib", "tqdm"]
 TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "ruff", "slipcover>=1.1,<2", "tensorboard"]
+TEST += ["psutil", "tabulate"]  # tests/soak
 TEST += ["keras-hub>=0.32,<0.33"]  # its models are trained in tests/models; it wants the Keras that tfdist wants
 
 setup(
