@@ -51,6 +51,7 @@ PRIVATE = {
     "sharding/variable.py",
     "checkpoint/backups.py",
     "checkpoint/discarding.py",
+    "checkpoint/extra_state.py",
     "checkpoint/plain_variables.py",
     "checkpoint/saving.py",
     "data/device_iterators.py",

@@ -15,6 +15,7 @@ from tfdist.collectives import activations, group_ops, ops
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_messages import WIDENED
+from tfdist.mesh import MESH_AXES
 
 Emit = Callable[[RankProgram, tf.Tensor], tf.Tensor]
 
@@ -63,6 +64,17 @@ class CrossReplica:
             return tf.transpose(gathered, axes) if axis else gathered
 
         return self.call(("all_gather", axis, label), lambda p, v: _carried(emit, p, v), values)
+
+    def of_all_ranks(self, values: Sequence[tf.Tensor], label: str = "ranks") -> list[tf.Tensor]:
+        """Stacks the values of all ranks, along every axis of the mesh, in rank order: (world_size, ...)."""
+
+        def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
+            stacked = value[tf.newaxis]
+            for mesh_axis in reversed(MESH_AXES):  # the innermost first: ranks are numbered so
+                stacked = group_ops.all_gather(program, stacked, program.group_ranks(mesh_axis), label)
+            return stacked
+
+        return self.call(("of_all_ranks", label), lambda p, v: _carried(emit, p, v), values)
 
     def sum_over_workers(self, value: tf.Tensor, label: str = "reduce/workers") -> tf.Tensor:
         """Sums one `value` per worker over the workers; returns it on this one."""

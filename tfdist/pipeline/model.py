@@ -328,13 +328,24 @@ class PipelineModel(keras.Model):
     def losses(self) -> list[Any]:
         return [] if self._hides_layer_losses else super().losses
 
-    # Saving: the files are those of the model inside
+    # Saving: the files are those of the model inside, compiled as this one is
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        self.module.save_weights(filepath, *args, **kwargs)
+        with self._optimizer_inside():
+            self.module.save_weights(filepath, *args, **kwargs)
 
     def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        self.module.load_weights(filepath, *args, **kwargs)
+        with self._optimizer_inside():
+            self.module.load_weights(filepath, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _optimizer_inside(self) -> Iterator[None]:
+        """A block in which the optimizer is that of the model inside, which Keras saves and loads with the model's weights."""
+        self.module.optimizer = getattr(self, "optimizer", None)  # None, too, before it is compiled
+        try:
+            yield
+        finally:
+            self.module.optimizer = None
 
     def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         self.module.export(filepath, *args, **kwargs)

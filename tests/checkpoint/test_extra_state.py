@@ -1,0 +1,107 @@
+"""What a run needs beyond Keras's weights file: read from one model and put back into another, rank by rank."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from grids import exhaustive
+from keras import layers, ops
+
+import tfdist
+from tfdist.checkpoint.extra_state import extra_state, metrics_state, restore_extra_state, restore_metrics_state
+
+pytestmark = pytest.mark.timeout(300)
+
+X = np.random.default_rng(0).normal(size=(36, 6)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, size=36)
+
+
+class Noise(layers.Layer):
+    """Draws from Keras's global generator, from one in a list, and counts in a variable of TensorFlow."""
+
+    def __init__(self):
+        super().__init__()
+        self.generators = [keras.random.SeedGenerator(4)]
+        self.count = tf.Variable(0.0, trainable=False)
+
+    def call(self, x, training=None):
+        if training:
+            self.count.assign_add(1.0)
+            x = x + 0.1 * keras.random.normal(ops.shape(x)) + 0.1 * keras.random.normal(ops.shape(x), seed=self.generators[0])
+        return x
+
+
+def build():
+    keras.utils.set_random_seed(3)
+    dense = layers.Dense(9, activation="relu")
+    model = keras.Sequential([keras.Input((6,)), dense, layers.Dropout(0.3), Noise(), layers.Dense(3)])
+    dense.enable_lora(2)
+    return model
+
+
+def compiled(strategy, optimizer, wrap):
+    with strategy.scope():
+        model = wrap(build())
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)])
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def every_rank(model):
+    """Returns what each rank stores of every variable, those of the metrics too."""
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    return [(v.path, [one.numpy() for one in v._value.values]) for v in variables]
+
+
+def assert_same(ours, theirs):
+    for (name, mine), (_, other) in zip(ours, theirs, strict=True):
+        for rank, (part, expected) in enumerate(zip(mine, other, strict=True)):
+            np.testing.assert_array_equal(part, expected, err_msg=f"{name} on rank {rank}")
+
+
+SETTINGS = [
+    {"zero_stage": 3},
+    exhaustive({"zero_stage": 0}),
+    exhaustive({"zero_stage": 1}),
+    exhaustive({"zero_stage": 2}),
+    {"zero_stage": 1, "tensor_parallel_size": 2},
+    {"zero_stage": 3, "pipeline_parallel_size": 2},
+    exhaustive({"zero_stage": 0, "pipeline_parallel_size": 2}),
+]
+
+
+@pytest.mark.as_traced
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_model_goes_on_in_another(settings, tmp_path, cpus):
+    """In the middle of an accumulation and of an epoch: what both models do then is the same, bit by bit."""
+    is_pipeline = "pipeline_parallel_size" in settings
+    ranks = 2 * math.prod(size for name, size in settings.items() if name.endswith("size"))
+
+    def made():
+        return compiled(
+            tfdist.ShardedStrategy(cpus[:ranks], **settings),
+            keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, use_ema=True),
+            lambda model: tfdist.PipelineModel(model, num_microbatches=2) if is_pipeline else model,
+        )
+
+    def steps(model, number):
+        return [model.train_on_batch(X[step * 6 : step * 6 + 12], Y[step * 6 : step * 6 + 12]) for step in range(number)]
+
+    keras.utils.clear_session()  # the global generator, too
+    path = str(tmp_path / "model.weights.h5")
+    first = made()
+    steps(first, 2)
+    first.save_weights(path)
+    extra, metrics, saved = extra_state(first), metrics_state(first), every_rank(first)
+    logs = steps(first, 3)
+    second = made()
+    steps(second, 1)
+    second.load_weights(path)
+    restore_extra_state(second, extra)
+    restore_metrics_state(second, metrics)
+    assert_same(every_rank(second), saved)
+    assert steps(second, 3) == logs
+    assert_same(every_rank(second), every_rank(first))

@@ -1,0 +1,177 @@
+"""What a run needs beyond Keras's weights file, to go on as if it had never stopped.
+
+Keras saves what its walk over a model finds: the variables that layers store, and the optimizer's. It leaves out
+
+    the states of seed generators       those of layers, and the one that `keras.random` draws from without a seed
+    what a layer stores otherwise       kernels that are saved with their LoRA factors added to them, what is an asset
+    variables that are TensorFlow's     `tf.Variable`, `tf.random.Generator`
+    summands                            of a gradient that is accumulated over steps the file has the sum over ranks
+    the states of metrics               of the epoch that is running
+
+`extra_state` reads these, and `restore_extra_state` puts them back when the weights are loaded. Metrics are read and put back by
+themselves (`metrics_state`), since `fit` empties them when an epoch begins. What is a rank's own comes back to that rank.
+
+A state is a dictionary of arrays; its names are the same in every run of one program. All workers call these functions at once.
+
+Keras's walk and `_iterations`, `_value` are private to Keras: tests/checkpoint/test_private_names_of_saving.py fails when they
+change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.saving import saving_lib
+
+from tfdist import errors
+from tfdist.checkpoint.discarding import DiscardingStore
+from tfdist.sharding import PartialSyncOnReadVariable
+from tfdist.sharding.apart import apart
+from tfdist.sharding.keras_scope import global_generator, set_global_generator
+from tfdist.sharding.rank_values import assign_rank_values, holds_summands, rank_values, whole_of
+
+State = dict[str, np.ndarray]
+
+# What stands behind the name of a variable of which each rank's value is stored.
+_COPIES, _SUMMANDS = "/copies", "/summands"
+_SMALL = 1024  # elements: what is smaller is read together, in one message a dtype
+
+
+def extra_state(model: Any) -> State:
+    """Returns what Keras's weights file lacks of `model`, without the states of metrics."""
+    saved = _saved_by_keras(model)
+    return _read({name: variable for name, variable in _variables(model).items() if id(variable) not in saved})
+
+
+def restore_extra_state(model: Any, state: State) -> None:
+    """Puts back what `extra_state` has returned, in this process or another; the weights have been loaded.
+
+    Raises:
+        ValueError: `model` has no such variables.
+    """
+    if global_generator() is None and any(name.startswith("keras.random/") for name in state):
+        set_global_generator(apart(lambda: keras.random.SeedGenerator(0)))
+    _assign(_variables(model), state)
+
+
+def metrics_state(model: Any) -> State:
+    """Returns the states of the metrics of `model`, the loss among them."""
+    return _read(_numbered("metrics", model.metrics_variables))
+
+
+def restore_metrics_state(model: Any, state: State) -> None:
+    """Puts back what `metrics_state` has returned.
+
+    Raises:
+        ValueError: `model` has no such metrics, or they are not built yet.
+    """
+    _assign(_numbered("metrics", model.metrics_variables), state)
+
+
+# Which
+
+
+def _variables(model: Any) -> dict[str, Any]:
+    """Returns the variables, of Keras or TensorFlow, of a model, of its optimizers, and of what it draws from; no metrics'."""
+    found = _numbered("model", model.variables)
+    parts = list(tf.train.TrackableView(model).descendants())
+    for number, optimizer in enumerate(part for part in parts if isinstance(part, keras.optimizers.Optimizer)):
+        found |= _numbered(f"optimizer_{number}", optimizer.variables)
+    of_keras = {id(variable._value) for variable in [*found.values(), *model.metrics_variables]}
+    found |= _numbered("tensorflow", [part for part in parts if _is_of_tensorflow(part) and id(part) not in of_keras])
+    generator = global_generator()
+    return found if generator is None else found | _numbered("keras.random", [generator.state])
+
+
+def _numbered(group: str, variables: Iterable[Any]) -> dict[str, Any]:
+    return {f"{group}/{number}": variable for number, variable in enumerate(variables)}
+
+
+def _is_of_tensorflow(part: Any) -> bool:
+    return isinstance(part, tf.Variable | tf.distribute.DistributedValues)
+
+
+class _Recorder(DiscardingStore):
+    """Takes what Keras would save, and keeps which variables are stored as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: set[int] = set()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if isinstance(value, keras.Variable):
+            self.saved.add(id(value))
+            value = np.zeros([0])  # not read
+        super().__setitem__(key, value)
+
+
+def _saved_by_keras(model: Any) -> set[int]:
+    """Returns the ids of the variables that come back from Keras's weights file as they are on every rank."""
+    optimizers = [part for part in tf.train.TrackableView(model).descendants() if isinstance(part, keras.optimizers.Optimizer)]
+    store = _Recorder()
+    # Optimizers read their variables to save them, and save them all.
+    visited = {id(optimizer) for optimizer in optimizers}
+    saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=visited)
+    for optimizer in optimizers:
+        # Between two updates each rank holds a sum of its own; after an update it is empty.
+        steps = optimizer.gradient_accumulation_steps
+        is_between = bool(steps) and int(optimizer._iterations) % steps != 0
+        store.saved |= {id(one) for one in optimizer.variables if not (is_between and holds_summands(one._value))}
+    return store.saved
+
+
+# Reading and assigning
+
+
+def _read(variables: dict[str, Any]) -> State:
+    state: State = {}
+    small: dict[tuple[Any, str], dict[str, Any]] = {}  # by dtype and kind
+    for name, variable in variables.items():
+        value = getattr(variable, "_value", variable)
+        kind = _kind(value)
+        if value is None:  # of a layer that is in no stage of a pipeline
+            continue
+        if not kind:
+            state[name] = keras.ops.convert_to_numpy(variable)
+        elif value.layout.num_elements <= _SMALL:
+            small.setdefault((value.dtype, kind), {})[name] = value
+        else:
+            (state[name + kind],) = rank_values([value])
+    for (_, kind), found in small.items():
+        for name, values in zip(found, rank_values(list(found.values())), strict=True):
+            state[name + kind] = values
+    return state
+
+
+def _kind(value: Any) -> str:
+    """Returns how a variable of TensorFlow is stored: what ranks count is their own."""
+    layout = getattr(value, "layout", None)
+    if layout is None or layout.is_data_sharded or layout.is_tensor_sharded or layout.data_owner is not None:
+        return ""
+    if holds_summands(value):
+        return _SUMMANDS
+    return _COPIES if isinstance(value, PartialSyncOnReadVariable) or not value.dtype.is_floating else ""
+
+
+def _assign(variables: dict[str, Any], state: State) -> None:
+    for key, values in state.items():
+        kind = next((kind for kind in (_COPIES, _SUMMANDS) if key.endswith(kind)), "")
+        variable = variables.get(key.removesuffix(kind))
+        shape = values.shape[1:] if kind else values.shape
+        if variable is None or tuple(variable.shape) != shape:
+            raise errors.value_error(
+                "The state to restore is that of another model, or of other settings: "
+                f"{key!r} is of shape {shape}, and the model has {'none' if variable is None else tuple(variable.shape)} there.",
+                fix="Restore it into the model, compiled as it was, that it was taken of.",
+            )
+        value = getattr(variable, "_value", variable)
+        if kind and hasattr(value, "layout"):
+            if isinstance(value, PartialSyncOnReadVariable) and kind == _SUMMANDS:
+                value.hold_summands()
+            assign_rank_values(value, values)
+        else:
+            variable.assign(whole_of(values, kind == _SUMMANDS) if kind else values)
