@@ -139,7 +139,11 @@ def one_device_on(x, y, batches):
     model = training.mlp()
     model.compile(worker_cases.adam(), training.loss_function())
     losses = [float(model.train_on_batch(x[rows], y[rows])) for rows in batches]
-    return {"losses": losses, "weights": model.get_weights()}
+    found = {"losses": losses, "weights": model.get_weights()}
+    model.compile(worker_cases.adam(), training.loss_function(), metrics=["accuracy"])
+    found["logs"] = model.train_on_batch(x[:8], y[:8], return_dict=True)
+    found["counted"] = [variable.numpy() for variable in model.metrics_variables]
+    return {**found, "trained on batches of their own": model.get_weights()}
 
 
 @pytest.mark.as_traced

@@ -116,6 +116,7 @@ def ask_batches(strategy: Any) -> dict[str, Any]:
     found["predict"] = model.predict(x, batch_size=9, verbose=0)
     found["train_on_batch"] = model.train_on_batch(x[:8], y[:8], return_dict=True)
     found["test_on_batch"] = model.test_on_batch(x[:8], y[:8], return_dict=True)
+    found["counted"] = [variable.numpy() for variable in model.metrics_variables]
     found["predict_on_batch"] = model.predict_on_batch(x[:8])
     found["weights"] = model.get_weights()
     model.set_weights([weight * 0.5 for weight in found["weights"]])
@@ -249,7 +250,13 @@ def read_own_parts(zero_stage: int) -> dict[str, Any]:
         return strategy.reduce("SUM", strategy.run(on_rank, args=(features, labels)), axis=None)
 
     losses = [float(step(*batch)) for batch in strategy.distribute_datasets_from_function(own_part)]
-    return {"losses": losses, "weights": model.get_weights()}
+    found = {"losses": losses, "weights": model.get_weights()}
+    with strategy.scope():
+        model.compile(adam(), training.loss_function(), metrics=["accuracy"])
+    rows = slice(0, 4) if strategy.cluster.task.index == 0 else slice(4, 8)
+    found["logs"] = model.train_on_batch(x[rows], y[rows], return_dict=True)
+    found["counted"] = [variable.numpy() for variable in model.metrics_variables]
+    return {**found, "trained on batches of their own": model.get_weights()}
 
 
 def rank_order() -> dict[str, Any]:

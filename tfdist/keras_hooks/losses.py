@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
+from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import (
     MEANS,
     average_loss,
@@ -32,13 +33,17 @@ _MODULE = "keras.src.losses.loss"
 def steps_of(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `step`, the `train_step` or `test_step` of `model`, as one whose losses are a rank's own means.
 
-    With `step_losses="sum"` a step of the user's computes shares. So does a pipeline's, microbatch by microbatch.
+    With `step_losses="sum"` a step of the user's computes shares, where ranks have rows of their own. So does a pipeline's,
+    microbatch by microbatch.
     """
     kerass = (keras.Model.train_step, keras.Model.test_step)
     is_keras_own = getattr(step, "__func__", step) in kerass and _computes_as_keras(model)
-    if isinstance(model, PipelineModel) or not is_keras_own and config_of(model._distribute_strategy).step_losses == "sum":
+    if isinstance(model, PipelineModel):
         return step
-    return of_trainer(model, step, is_keras_own)
+    with_means = of_trainer(model, step, is_keras_own)
+    if is_keras_own or config_of(model._distribute_strategy).step_losses != "sum":
+        return with_means
+    return lambda data: (with_means if is_given_everywhere() else step)(data)
 
 
 def _computes_as_keras(model: Any) -> bool:

@@ -15,6 +15,7 @@ from tensorflow.python.autograph.impl import api as autograph
 from tfdist.collectives import RankProgram
 from tfdist.keras_hooks.losses import steps_of
 from tfdist.keras_hooks.table import ORIGINAL, TENSORFLOW_TRAINER, replaces
+from tfdist.losses.given_batch import GivenBatch, of_given_batches
 from tfdist.losses.global_losses import whole_batch
 from tfdist.losses.rank_batch import RankBatch
 from tfdist.losses.trainer_step import weight_of_logs
@@ -77,14 +78,19 @@ def _replacing(method: Callable[..., Any], binding: Callable[..., Any]) -> Calla
 
 
 def _update_state(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    return updates.update(self, own, args, kwargs, _part_of_rows, whole_batch)
+    return updates.update(self, own, args, kwargs, _part_of_rows, _counted_once, whole_batch)
 
 
 def _part_of_rows(program: RankProgram) -> tf.Tensor:
     """Returns the rank's part of the rows; in a branch, before they were counted, that of equal parts."""
-    batch = program.attachment(RankBatch)
+    batch, given = program.attachment(RankBatch), program.attachment(GivenBatch)
     is_known = batch.is_counted or program.may_emit_here()
-    return batch.fraction() if is_known else tf.constant(1 / program.mesh.size("data"), tf.float64)
+    part = batch.fraction() if is_known else tf.constant(1 / program.mesh.size("data"), tf.float64)
+    return given.once(part * tf.cast(given.copies, part.dtype)) if given.is_everywhere else part
+
+
+def _counted_once(program: RankProgram, x: Any) -> Any:
+    return program.attachment(GivenBatch).once(x)
 
 
 def _result(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +112,10 @@ def _make_function(original: Callable[..., Any], self: Any, step_function: Calla
     def is_logged_after() -> bool:
         return all(map(_is_own_code, (step_function, self.compute_metrics, self.get_metrics_result)))
 
-    return global_results.naming_the_model(self, step, lambda step: original(self, step), weight_of_logs, is_logged_after)
+    def make(step: Callable[..., Any]) -> Callable[..., Any]:
+        return of_given_batches(step, lambda step: original(self, step))
+
+    return global_results.naming_the_model(self, step, make, weight_of_logs, is_logged_after)
 
 
 @replaces("keras.src.backend.tensorflow.trainer", "reduce_per_replica")

@@ -51,6 +51,7 @@ from keras.src.losses import loss as keras_loss
 
 from tfdist.collectives import rank_program
 from tfdist.losses.batch_part import BatchPart, widened
+from tfdist.losses.given_batch import GivenBatch
 from tfdist.losses.rank_batch import RankBatch
 from tfdist.losses.row_means import RowMeans
 from tfdist.losses.shares import Shares
@@ -135,10 +136,10 @@ def reduce_sum(values: Any) -> Any:
     """Returns what a Keras loss whose reduction is a sum makes of a part's `values`, which it has weighted."""
     total = tf.reduce_sum(values)
     if values.shape.rank != 0 and current_sliced_batch() is not None:
-        return _part().mean_of_share(total)
+        return _mean_of_sum(total)
     if _trainer_step() is None or values.shape.rank == 0:
         return total
-    return _row_means().add_sum(_part().mean_of_share(total))
+    return _row_means().add_sum(_mean_of_sum(total))
 
 
 def average_loss(average: Callable[[Any], Any], per_example_loss: Any, global_batch_size: Any) -> Any:
@@ -148,7 +149,14 @@ def average_loss(average: Callable[[Any], Any], per_example_loss: Any, global_ba
     """
     if global_batch_size is None:
         return _row_means().add_mean(average(tf.shape(per_example_loss)[0]))
-    return _row_means().add_mean(_part().mean_of_share(average(global_batch_size)))
+    return _row_means().add_mean(_mean_of_sum(average(global_batch_size)))
+
+
+def _mean_of_sum(total: Any) -> Any:
+    """Returns of which own mean `total`, a sum over the part's rows, is the share; rows that several ranks have count once."""
+    program = rank_program(peers_on="data")
+    copies = 1 if program is None else program.attachment(GivenBatch).copies
+    return _part().mean_of_share(total) / tf.cast(copies, total.dtype)
 
 
 def _row_means() -> RowMeans:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram
+from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.row_means import FUNCTION, SUM, SUM_OVER_ROWS, RowMeans
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -40,7 +41,7 @@ _FIXES = {
 
 def warn_of_step(model: Any, program: RankProgram, loss: tf.Tensor) -> None:
     """Warns, once for `model`, if the `loss` that a step of it differentiates is no mean over rows."""
-    if model in _told:
+    if model in _told or is_given_everywhere():
         return
     fault = program.attachment(RowMeans).fault_of(loss)
     if fault is not None:
@@ -62,7 +63,7 @@ def calling(loss: Any) -> Iterator[None]:
 def warn_of_one_number(program: RankProgram, value: tf.Tensor) -> None:
     """Warns, once for the Keras loss that is called, if the one number that it makes of a batch, `value`, is no mean of rows."""
     loss = getattr(_local, "loss", None)
-    if loss is None:
+    if loss is None or is_given_everywhere():
         return
     function = getattr(loss, "fn", None) or loss
     if function in _told or program.attachment(RowMeans).fault_of(value) is None:

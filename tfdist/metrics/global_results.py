@@ -27,9 +27,6 @@ from tfdist.collectives import RankProgram, all_reduce, cross_replica_of, rank_p
 from tfdist.metrics import updates
 from tfdist.sharding import keras_scope
 
-# Stands beside the batch of `train_on_batch` and `test_on_batch`. A string, by which a `tf.function` tells its traces apart.
-_ON_EVERY_RANK = "tfdist: every rank gets this batch"
-
 
 class _Results:
     """What results mean in one rank's program; an attachment of it."""
@@ -116,22 +113,12 @@ def naming_the_model(
 
     def step_with_owner(data: Any) -> Any:
         program = rank_program(peers_on="data")
-        is_everywhere = isinstance(data, tuple) and isinstance(data[-1], str) and data[-1] == _ON_EVERY_RANK
         has_owner = is_logged_after()
         if program is not None:
-            program.attachment(_Results).are_own = is_everywhere or has_owner
-        if is_everywhere:
-            return step(data[0])
+            program.attachment(_Results).are_own = has_owner
         return step(data), owner if has_owner else no_owner, weight()
 
-    function = make(step_with_owner)
-
-    def call(iterator: Any) -> Any:
-        if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
-            return function(iterator)
-        return function((data, _ON_EVERY_RANK) for data in iterator)
-
-    return call
+    return make(step_with_owner)
 
 
 def reduce_logs(values: Any, strategy: Any, reduce: Callable[[Any], Any]) -> Any:

@@ -62,6 +62,7 @@ def update(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     fraction: Callable[[RankProgram], tf.Tensor],
+    once: Callable[[RankProgram, Any], Any],
     whole_batch: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Any:
     """Updates `metric` by `own(*args, **kwargs)`, its `update_state`, with the rows that it needs.
@@ -72,6 +73,7 @@ def update(
         args: the arguments, those of a rank in `strategy.run`; elsewhere `own` is called with them as they are.
         kwargs: the arguments by name.
         fraction: returns a rank's part of the global batch's rows, a float64 scalar.
+        once: returns rows, or a weight, without those that other ranks have, too, and that count there.
         whole_batch: returns a block in which losses are those of a whole batch, not of a rank's part.
     """
     program = rank_program(peers_on="data")
@@ -84,6 +86,11 @@ def update(
     def part() -> tf.Tensor:
         return fraction(program)
 
+    def counted(x: Any) -> Any:
+        return once(program, x)
+
+    arguments = Arguments(args, kwargs)
+    args, kwargs = arguments.replaced([x if x.shape.rank == 0 else counted(x) for x in arguments.tensors])
     arguments = Arguments(args, kwargs)
     with updates.inside():
         if metric not in _ways:
@@ -95,7 +102,7 @@ def update(
                 return own(*args, **kwargs)
         _hold_summands(metric)
         if _is_keras(own, "Mean.update_state", "Sum.update_state"):
-            args, kwargs = _weighted(metric, own, args, kwargs, part)
+            args, kwargs = _weighted(metric, own, args, kwargs, part, counted)
         updated = own(*args, **kwargs)
         _hold_summands(metric)  # also what it has made now
         return updated
@@ -188,9 +195,17 @@ def _is_keras(function: Any, *names: str) -> bool:
 
 
 def _weighted(
-    metric: keras.metrics.Metric, own: Update, args: tuple[Any, ...], kwargs: dict[str, Any], part: Callable[[], tf.Tensor]
+    metric: keras.metrics.Metric,
+    own: Update,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    part: Callable[[], tf.Tensor],
+    counted: Callable[[tf.Tensor], tf.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of `Mean` or `Sum` with a number that has no weight weighted by the rank's `part` of the rows."""
+    """Returns the arguments of `Mean` or `Sum` with a number weighted by the rank's `part` of the rows.
+
+    A weight that is a tensor is taken for a count of the rank's rows, as Keras gives it.
+    """
     given = inspect.signature(own).bind(*args, **kwargs).arguments
     values, given_weight = given["values"], given.get("sample_weight")
     if isinstance(values, tf.RaggedTensor | tf.SparseTensor):
@@ -198,9 +213,13 @@ def _weighted(
     value = keras.ops.convert_to_tensor(values)
     if value.shape.rank != 0:
         return args, kwargs
-    weight = tf.cast(part() if given_weight is None else given_weight, metric.dtype)
-    if weight.shape.rank != 0:
-        return args, kwargs
+    if given_weight is None or isinstance(given_weight, int | float):
+        weight = tf.cast(part(), metric.dtype) * (1 if given_weight is None else given_weight)
+    else:
+        weight = counted(tf.convert_to_tensor(given_weight))
+        if weight.shape.rank != 0:
+            return args, kwargs
+        weight = tf.cast(weight, metric.dtype)
     value = tf.cast(value, metric.dtype)
     value = tf.where(weight > 0, value, tf.zeros_like(value))  # of no rows it may be no number
     if given_weight is None and not _is_keras(own, "Mean.update_state"):
