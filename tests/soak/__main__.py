@@ -24,9 +24,10 @@ import tabulate
 import tqdm
 
 from tests.soak import hosts, judging
-from tests.soak.faults import FAULTS, Fault, Phases
+from tests.soak.faults import Fault, Phases
 from tests.soak.jobs import Job
 from tests.soak.running import Run
+from tests.soak.table import FAULTS
 
 
 def main() -> int:
@@ -65,7 +66,7 @@ def run(rows: list[tuple[Fault, Job, int]], out: pathlib.Path, *, keep: bool = F
     folder = pathlib.Path(tempfile.mkdtemp(prefix=time.strftime("%H%M%S_"), dir=out))
     references = References(folder)
     done: list[judging.Row] = []
-    with open(out / "rows.jsonl", "a", encoding="utf-8") as file, tqdm.tqdm(rows, unit="row", file=sys.stdout) as progress:
+    with open(out / "rows.jsonl", "a", encoding="utf-8") as file, tqdm.tqdm(rows, unit="row", disable=None) as progress:
         for number, (fault, job, seed) in enumerate(progress):
             progress.set_description(f"{fault.name}/{job.name}#{seed}")
             reason = _why_not(fault, job)
@@ -91,11 +92,19 @@ def run(rows: list[tuple[Fault, Job, int]], out: pathlib.Path, *, keep: bool = F
 
 
 def one(fault: Fault, job: Job, seed: int, folder: pathlib.Path, references: References) -> judging.Row:
-    reference, phases = references.of(job)
-    planned = fault.plan(random.Random(f"{fault.name}/{job.name}/{seed}"), job, phases)
-    disturbed = Run(job, folder, planned)
+    """Runs one row, and the undisturbed run if it has not been made."""
+    needs_reference = fault.needs_strike or fault.ends == "same"
+    try:
+        reference, phases = references.of(job) if needs_reference else (folder, {})
+    except Undisturbed as error:
+        return judging.Row(fault.name, job.name, seed, problems=[str(error)])
+    disturbed = Run(job, folder, fault.plan(random.Random(f"{fault.name}/{job.name}/{seed}"), job, phases))
     disturbed.run()
     return judging.judge(fault, seed, disturbed, reference)
+
+
+class Undisturbed(Exception):
+    """The undisturbed run did not end well."""
 
 
 class References:
@@ -103,7 +112,7 @@ class References:
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
-        self._made: dict[Job, tuple[pathlib.Path, Phases]] = {}
+        self._made: dict[Job, tuple[pathlib.Path, Phases] | Undisturbed] = {}
 
     def of(self, job: Job) -> tuple[pathlib.Path, Phases]:
         """Returns the folder of the undisturbed run, and its phases."""
@@ -112,15 +121,18 @@ class References:
             run = Run(job, self._folder / job.name, [])
             outcome = run.run()
             if outcome.exit_code != 0 or outcome.left or outcome.attempts > 1:
-                raise RuntimeError(f"the undisturbed run of {job.name} ended with {outcome.exit_code}: see {run.folder}")
-            self._made[job] = run.folder, run.phases()
+                self._made[job] = Undisturbed(f"the undisturbed run ended with {outcome.exit_code}, {outcome.left}: {run.folder}")
+            else:
+                self._made[job] = run.folder, run.phases()
+        if isinstance(self._made[job], Undisturbed):
+            raise self._made[job]
         return self._made[job]
 
 
 def _why_not(fault: Fault, job: Job) -> str:
     if job.launch == "hosts":
         return hosts.why_not()
-    if fault.needs == "root" and os.geteuid() != 0:
+    if fault.needs_root and os.geteuid() != 0:
         return "needs root"
     return ""
 

@@ -1,4 +1,4 @@
-"""The faults, with what has to come of each: a row of the table is a fault of a job, at a moment that a seed chooses."""
+"""Plans of faults: what is done to a job, by whom, at a moment that a seed chooses. The table of them is in `table.py`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.soak.jobs import Job, grid
+from tests.soak.jobs import Job
 
 # Of each worker of the undisturbed run: its marks, and the seconds from each to the next or to the end.
 Phases = dict[int, list[tuple[str, float]]]
 Planned = list[dict[str, Any]]
+Plan = Callable[[random.Random, Job, Phases], Planned]
+Moment = Callable[[random.Random, Phases, int], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,24 +22,34 @@ class Fault:
 
     Attributes:
         name: what `--only` takes.
+        what: the fault in the words of the documentation.
         plan: returns what is done, by whom and when; see `inside.py` and `outside.py`.
         jobs: what it is done to.
         ends: "same": the job ends with the numbers of the undisturbed run; "fails": with an exit code that is not 0.
         code: what the exit code must be; None: anything that fits `ends`.
-        says: a pattern that the output of each worker must have that was not killed; "": none.
-        needs: "root" or "hosts", where the fault needs them.
+        says: a pattern that the output of every worker must have that the fault did not hit, "{victim}" being the one that it
+            hit ("worker 1"); "": none.
+        says_itself: the same, for the one that it hit.
+        launcher_says: the same, for the launcher.
+        needs_root: whether it does.
         seconds: from the fault to the end of all workers of the attempt, at most.
+        needs_strike: whether it is committed at a moment, and is not the way in which the job is started.
+        repeats: how many steps may be done again, at most; None: any.
     """
 
     name: str
+    what: str
     plan: Callable[[random.Random, Job, Phases], Planned]
     jobs: Sequence[Job]
     ends: str = "same"
     code: int | None = None
     says: str = ""
-    needs: str = ""
+    says_itself: str = ""
+    launcher_says: str = ""
+    needs_root: bool = False
     seconds: float = 60.0
-    needs_strike: bool = True  # whether it is committed at a moment, and not the way in which the job is started
+    needs_strike: bool = True
+    repeats: int | None = None
 
 
 def at_random(rng: random.Random, phases: Phases, worker: int) -> dict[str, Any]:
@@ -51,35 +63,61 @@ def in_training(rng: random.Random, phases: Phases, worker: int) -> dict[str, An
     return at_random(rng, {worker: epochs}, worker)
 
 
-def _victim(rng: random.Random, job: Job) -> int:
-    return rng.randrange(job.workers)
+def outside(act: str, moment: Moment = at_random, **more: Any) -> Plan:
+    """Returns the plan of an act from outside on a worker of the first attempt, at a moment."""
+
+    def plan(rng: random.Random, job: Job, phases: Phases) -> Planned:
+        return [{"act": act, "attempt": 0, "with": more, **moment(rng, phases, rng.randrange(job.workers))}]
+
+    return plan
 
 
-def _kill(rng: random.Random, job: Job, phases: Phases) -> Planned:
-    return [{"act": "kill", "attempt": 0, **at_random(rng, phases, _victim(rng, job))}]
+def inside(act: str, at: str, *, worker: int | None = -1, steps: tuple[int, int] = (1, 20), **more: Any) -> Plan:
+    """Returns the plan of an act that a worker commits itself, in every attempt if it is one of the rows of data.
+
+    Args:
+        worker: who; -1: any.
+        steps: the first and the last of the steps of which one is chosen, where `at` is of steps or data.
+    """
+
+    def plan(rng: random.Random, job: Job, phases: Phases) -> Planned:
+        who = rng.randrange(job.workers) if worker == -1 else worker
+        number = rng.randint(*steps) if at in ("step", "data", "data ends") else 0
+        return [{"act": act, "at": at, "number": number, "attempt": 0, "worker": who, "with": more}]
+
+    return plan
 
 
-def _kill_twice(rng: random.Random, job: Job, phases: Phases) -> Planned:
-    return [
-        {"act": "kill", "attempt": attempt, **in_training(rng, phases, _victim(rng, job)), **more}
-        for attempt, more in enumerate(({}, {"mark": "built", "delay": rng.random()}))
-    ]
+def both(*plans: Plan) -> Plan:
+    return lambda rng, job, phases: [planned for plan in plans for planned in plan(rng, job, phases)]
 
 
-def _kill_all(rng: random.Random, job: Job, phases: Phases) -> Planned:
-    return [{"act": "kill_all", "attempt": 0, **at_random(rng, phases, _victim(rng, job))}]
+def in_second_attempt(plan: Plan, mark: str = "") -> Plan:
+    """The same, when the job has been started again; at a random moment behind `mark`, if it is given."""
+
+    def again(rng: random.Random, job: Job, phases: Phases) -> Planned:
+        late = {"mark": mark, "delay": rng.random()} if mark else {}
+        return [{**planned, "attempt": 1, **late} for planned in plan(rng, job, phases)]
+
+    return again
 
 
-def _stop(rng: random.Random, job: Job, phases: Phases) -> Planned:
-    return [{"act": "stop", "attempt": 0, "with": {"seconds": 5}, **at_random(rng, phases, _victim(rng, job))}]
+def cut(do: str, moment: Moment = in_training, **more: Any) -> Plan:
+    """Something is done to the cable between two hosts: see `hosts.Cable`."""
+
+    def plan(rng: random.Random, job: Job, phases: Phases) -> Planned:
+        return [{"act": "cable", "attempt": 0, "with": {"do": do, "host": rng.randrange(2), **more}, **moment(rng, phases, 0)}]
+
+    return plan
 
 
-_FIT = Job()
-_RUN_NO_RESTART = Job(max_restarts=0)
+def wrong_config(worker: int | None = 1, **how: Any) -> Plan:
+    """A worker's TF_CONFIG is changed; None: that of all."""
+    return lambda rng, job, phases: [{"act": "wrong_config", "attempt": 0, "worker": worker, "with": how}]
 
-FAULTS = [
-    Fault("kill", _kill, [*grid(launch="fork"), *grid(), Job(loop="own"), Job("tensor", loop="own"), Job(save_freq=4)]),
-    Fault("kill_twice", _kill_twice, [Job(launch="fork"), Job("pipeline", launch="fork"), Job(launch="fork", save_freq=4)]),
-    Fault("kill_all", _kill_all, [Job(launch="fork"), Job(launch="plain")]),
-    Fault("stop_for_5_s", _stop, [Job(launch="fork"), Job("tensor", launch="fork"), Job("pipeline", launch="fork")]),
-]
+
+def at_mark(mark: str, seconds: float = 0.0) -> Moment:
+    return lambda rng, phases, worker: {"worker": worker, "mark": mark, "delay": seconds * rng.random()}
+
+
+NOTHING: Plan = lambda rng, job, phases: []  # noqa: E731

@@ -11,6 +11,7 @@ import numpy as np
 
 from tests.soak import marks
 from tests.soak.faults import Fault
+from tests.soak.outside import OF_ALL
 from tests.soak.running import Run
 
 _SAID = re.compile(r"^(tfdist: .*|\w+(?:\.\w+)*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
@@ -23,14 +24,14 @@ class Row:
     fault: str
     job: str
     seed: int
-    done: list[str]  # the faults, with their moments
-    exit_code: int | None
-    codes: list[list[int | None]]
-    attempts: int
-    seconds: float | None  # from the first fault to the end of all workers of its attempt
-    repeated: int  # steps that an attempt did again
-    problems: list[str]  # what does not hold; none: the row holds
-    said: str  # the last of the first words of a worker that was not the victim
+    done: list[str] = dataclasses.field(default_factory=list)  # the faults, with their moments
+    exit_code: int | None = None
+    codes: list[list[int | None]] = dataclasses.field(default_factory=list)  # by attempt and worker, without a launcher
+    attempts: int = 1
+    seconds: float | None = None  # from the first fault to the end of all workers of its attempt
+    repeated: int = 0  # steps that an attempt did again
+    problems: list[str] = dataclasses.field(default_factory=list)  # what does not hold; none: the row holds
+    said: str = ""  # the last of the first words of a worker that was not the victim
 
     @property
     def holds(self) -> bool:
@@ -49,17 +50,25 @@ def judge(fault: Fault, seed: int, run: Run, reference: pathlib.Path) -> Row:
         problems.append("the fault's moment did not come")
     if fault.ends == "same":
         problems += [f"exit code {outcome.exit_code}"] if outcome.exit_code != 0 else differences(run.folder, reference)
-    elif outcome.exit_code == 0:
+    elif outcome.exit_code == 0 and fault.ends == "fails":
         problems.append("exit code 0")
     if fault.code is not None and outcome.exit_code != fault.code:
         problems.append(f"exit code {outcome.exit_code}, not {fault.code}")
-    victims = {(strike.attempt, strike.worker) for strike in outcome.strikes}
-    others = {key: text for key, text in outcome.outputs.items() if key not in victims and key[0] >= 0}
-    for (attempt, worker), text in others.items():
-        if fault.says and attempt == 0 and not re.search(fault.says, text):
-            problems.append(f"worker {worker} does not say {fault.says!r}")
-    said = [found[-1] for (attempt, _), text in others.items() if attempt == 0 and (found := _SAID.findall(text))]
+    victims = {(strike.attempt, strike.worker) for strike in outcome.strikes if strike.act not in OF_ALL}
+    first = {worker: text for (attempt, worker), text in outcome.outputs.items() if attempt == 0}
+    victim = f"worker {min(victims)[1]}" if victims else ""
+    others = {worker: text for worker, text in first.items() if (0, worker) not in victims}
+    heard = [(f"worker {worker}", text, fault.says) for worker, text in others.items()]
+    heard += [(f"worker {worker}", text, fault.says_itself) for worker, text in first.items() if worker not in others]
+    heard += [("the launcher", outcome.outputs.get((-1, -1), ""), fault.launcher_says)]
+    for who, text, pattern in heard:
+        if pattern and not re.search(pattern.replace("{victim}", victim), text):
+            problems.append(f"{who} does not say {pattern!r}")
+    said = [found[-1] for text in others.values() if (found := _SAID.findall(text))]
     steps = [{name for name, _ in found if name.startswith("step ")} for found in _logged(run.folder).values()]
+    repeated = sum(map(len, steps)) - len(set().union(*steps))
+    if fault.repeats is not None and repeated > fault.repeats:
+        problems.append(f"{repeated} steps were done again")
     return Row(
         fault=fault.name,
         job=run.job.name,
@@ -69,7 +78,7 @@ def judge(fault: Fault, seed: int, run: Run, reference: pathlib.Path) -> Row:
         codes=outcome.codes,
         attempts=outcome.attempts,
         seconds=round(seconds[0], 1) if seconds else None,
-        repeated=sum(map(len, steps)) - len(set().union(*steps)),
+        repeated=repeated,
         problems=problems,
         said=said[0] if said else "",
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tests.soak.running import Run
 
+OF_ALL = ("cable", "launcher", "kill_all", "full_disk", "room_on_disk", "read_only_disk")  # acts that hit no single worker
 Later = list[tuple[float, Callable[[], None]]]
 
 
@@ -62,8 +63,17 @@ def _room_on_disk(run: Run, attempt: int, worker: int) -> None:
     run.disk.empty()
 
 
-def _read_only_disk(run: Run, attempt: int, worker: int) -> None:
-    run.disk.remount("ro")
+def _read_only_disk(run: Run, attempt: int, worker: int) -> Later:
+    try:
+        run.disk.remount("ro")
+    except subprocess.CalledProcessError:  # a file is being written at this moment
+        return [(time.time() + 0.02, functools.partial(_again, run, attempt, worker))]
+    return []
+
+
+def _again(run: Run, attempt: int, worker: int) -> None:
+    for at, act in _read_only_disk(run, attempt, worker):
+        run.later.append((at, act))
 
 
 def _writable_disk(run: Run, attempt: int, worker: int) -> None:

@@ -21,6 +21,7 @@ from tests.soak.jobs import Job
 
 POLL_SECONDS = 0.02
 LIMIT_SECONDS = 240.0  # of an attempt
+PATIENCE_SECONDS = 100.0  # from a fault that ends the job to the end of the attempt, before the driver ends it
 
 
 @dataclasses.dataclass
@@ -33,6 +34,7 @@ class Strike:
     at: float
     mark: str = "started"
     since: float = 0.0
+    ends: bool = True  # whether no worker can go on
     is_for_ever: bool = False  # it stopped the victim, who does not end by itself
     seconds: float | None = None
 
@@ -107,7 +109,8 @@ class Run:
         self.processes: dict[tuple[int, int], _Process] = {}
         self._all_faults = faults
         self._faults = [fault for fault in faults if "mark" in fault]
-        self._later: list[tuple[float, Any]] = []
+        self.later: list[tuple[float, Any]] = []
+        self._stopped: set[int] = set()  # the workers that do not end by themselves
         self._ports: set[int] = set()
         self.disk = outside.Disk(folder / "disk", wanted=any("disk" in fault["act"] for fault in faults))
         (folder / "tmp").mkdir(parents=True)
@@ -172,8 +175,8 @@ class Run:
         """Starts the workers, and all again when one has failed, as a scheduler does."""
         for attempt in range(1 + self.job.max_restarts):
             self._start(attempt)
-            own = {key: process for key, process in self.processes.items() if key[0] == attempt}
-            self._watch(lambda own=own: all(process.ended for process in own.values()), LIMIT_SECONDS)
+            own = {key[1]: process for key, process in self.processes.items() if key[0] == attempt}
+            self._watch(lambda own=own: all(own[index].ended for index in own.keys() - self._stopped), LIMIT_SECONDS)
             for process in own.values():
                 if process.ended is None:
                     process.process.kill()
@@ -216,12 +219,18 @@ class Run:
             for process in self.processes.values():
                 process.look()
             self._strike()
-            if time.time() > end:
+            if time.time() > end or self._is_stuck():
                 self.outcome.timed_out = True
                 break
             time.sleep(POLL_SECONDS)
         for process in self.processes.values():
             process.look()
+
+    def _is_stuck(self) -> bool:
+        """Whether a worker was ended or stopped long ago, and others of its attempt go on."""
+        started = {attempt for attempt, _ in self.processes}
+        strikes = [strike.at for strike in self.outcome.strikes if strike.ends and strike.attempt == max(started)]
+        return bool(strikes) and time.time() > min(strikes) + PATIENCE_SECONDS
 
     def _find_children(self) -> None:
         if self.launcher is None or self.launcher.poll() is not None:
@@ -244,13 +253,15 @@ class Run:
             at = self._moment(fault)
             if at is not None and now >= at + fault["delay"]:
                 self._faults.remove(fault)
-                for_ever = fault["act"] == "stop" and "seconds" not in fault["with"]
-                strike = Strike(fault["act"], fault["attempt"], fault["worker"], now, is_for_ever=for_ever)
+                for_ever = fault["act"] == "stop" and "seconds" not in fault.get("with", {})
+                passes = "seconds" in fault.get("with", {})
+                strike = Strike(fault["act"], fault["attempt"], fault["worker"], now, ends=not passes, is_for_ever=for_ever)
                 self.outcome.strikes.append(strike)
-                self._later += outside.commit(self, fault)
-        for at, act in list(self._later):
+                self._stopped |= {fault["worker"]} if for_ever else set()
+                self.later += outside.commit(self, fault)
+        for at, act in list(self.later):
             if now >= at:
-                self._later.remove((at, act))
+                self.later.remove((at, act))
                 act()
 
     def _moment(self, fault: dict[str, Any]) -> float | None:

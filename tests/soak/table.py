@@ -1,0 +1,198 @@
+"""The table: every fault, the jobs to which it is done, and what must come of it."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.soak.faults import (
+    NOTHING,
+    Fault,
+    at_mark,
+    both,
+    cut,
+    in_second_attempt,
+    in_training,
+    inside,
+    outside,
+    wrong_config,
+)
+from tests.soak.jobs import Job, grid
+
+_FORKS = [Job(launch="fork"), Job("tensor", launch="fork"), Job("pipeline", launch="fork"), Job(workers=3, launch="fork")]
+_OWN = [Job(loop="own", launch="fork"), Job("tensor", loop="own", launch="fork")]
+_ONCE = [Job(max_restarts=0), Job(workers=3, launch="plain", max_restarts=0)]  # what is said, and when all have ended
+_HOSTS = [Job(launch="hosts", max_restarts=0)]
+_OF_GENERATOR = [Job(launch="fork", data=data, max_restarts=0) for data in ("from_generator", "generator")]
+_LONELY = [Job(launch="plain", max_restarts=0, rendezvous_timeout_seconds=10)]
+_NAMED = r"tfdist: Worker \d, {victim} "  # who it was
+_SPOILT = "raised ValueError: the data of this worker are spoilt"
+
+FAULTS = [
+    # What costs nothing but time.
+    Fault("nothing", "nothing", NOTHING, [*grid(launch="fork"), Job(data="parts", launch="fork")], needs_strike=False),
+    Fault("kill", "SIGKILL", outside("kill"), [*grid(launch="fork"), *grid(), *_OWN, Job(save_freq=4)]),
+    Fault(
+        "kill_twice",
+        "SIGKILL, and again",
+        both(outside("kill", in_training), in_second_attempt(outside("kill", in_training), "epoch 2")),
+        [*_FORKS, *_OWN, Job(launch="fork", save_freq=4)],
+    ),
+    Fault("kill_all", "SIGKILL of all", outside("kill_all"), [Job(launch="fork"), Job(launch="plain")]),
+    Fault("kill_in_step", "SIGKILL between two steps", inside("kill", "step", steps=(0, 23)), [*_FORKS, *_OWN, Job(save_freq=4)]),
+    Fault("kill_after_fit", "SIGKILL behind `fit`", inside("kill", "trained"), [Job(), Job(launch="fork")], repeats=0),
+    Fault("crash", "SIGSEGV", inside("kill", "step", number=int(signal.SIGSEGV)), [Job()]),
+    Fault("exit_3", "exit code 3", inside("exit", "step", code=3), [Job()]),
+    Fault("terminate", "SIGTERM to one worker", outside("terminate", in_training), [Job(), Job(launch="plain")]),
+    Fault("interrupt", "SIGINT to one worker", outside("interrupt", in_training), [Job(), Job(launch="plain")]),
+    Fault("stop_for_5_s", "SIGSTOP for 5 s", outside("stop", seconds=5), [*_FORKS, *_OWN]),
+    Fault("stop_for_15_s", "SIGSTOP for 15 s", outside("stop", in_training, seconds=15), [Job(launch="fork")]),
+    Fault("slow_start", "a worker that starts 15 s late", inside("sleep", "start", seconds=15), [Job()]),
+    Fault("slow_data", "a worker that waits 15 s for data", inside("sleep", "step", seconds=15), [Job()]),
+    Fault(
+        "empty_backup",
+        "SIGKILL; the backup is empty",
+        both(inside("kill", "step", steps=(13, 23)), in_second_attempt(inside("spoil_backup", "start", worker=0, keep=0.0))),
+        [Job(), Job(launch="fork", save_freq=4)],
+    ),
+    Fault(
+        "torn_backup",
+        "SIGKILL; the backup is torn",
+        both(inside("kill", "step", steps=(13, 23)), in_second_attempt(inside("spoil_backup", "start", worker=0, keep=0.6))),
+        [Job(), Job(launch="fork", save_freq=4)],
+    ),
+    Fault(
+        "full_disk_then_room",
+        "a full disk, with room in the next attempt",
+        both(outside("full_disk", in_training), in_second_attempt(outside("room_on_disk", at_mark("start")), "start")),
+        [Job()],
+        needs_root=True,
+    ),
+    Fault("short_cut", "a cable pulled for 5 s", cut("pull", seconds=5), [Job(launch="hosts")]),
+    # What ends the job: it is not started again.
+    Fault("killed", "SIGKILL", outside("kill", in_training), _ONCE, "fails", says=_NAMED + ".*died"),
+    Fault("stop", "SIGSTOP for ever", outside("stop"), [*_ONCE, Job(launch="plain", max_restarts=0)], "fails", says=_NAMED),
+    Fault(
+        "hang",
+        "a worker hangs in Python",
+        inside("hang", "step"),
+        [Job(max_restarts=0, step_timeout_seconds=12), Job(launch="plain", max_restarts=0, step_timeout_seconds=12)],
+        "fails",
+        says=_NAMED,
+    ),
+    Fault("raise_in_callback", "an exception in a callback", inside("raise", "step"), _ONCE, "fails", 1, _NAMED + f".*{_SPOILT}"),
+    Fault(
+        "raise_in_data",
+        "an exception in a generator",
+        inside("raise", "data"),
+        _OF_GENERATOR,
+        "fails",
+        says=f"{_NAMED}.*{_SPOILT}",
+    ),
+    Fault(
+        "raise_before_it_connects",
+        "an exception before the strategy",
+        inside("raise", "start", worker=1),
+        [Job(max_restarts=0), Job(workers=3, launch="plain", max_restarts=0)],
+        "fails",
+        says="{victim} ",
+    ),
+    Fault(
+        "raise_when_connected",
+        "an exception in building",
+        inside("raise", "connected"),
+        _ONCE,
+        "fails",
+        says=f"{_NAMED}.*{_SPOILT}",
+    ),
+    Fault(
+        "raise_in_step",
+        "a label that is out of range",
+        inside("label", "rows", worker=None),
+        _ONCE,
+        "fails",
+        says="label value of 99|label",
+        needs_strike=False,
+    ),
+    Fault("leave", "a program that ends early", inside("exit", "step"), _ONCE, "fails", says=_NAMED + ".*ended its program"),
+    Fault(
+        "data_ends",
+        "a generator that ends early",
+        inside("ends", "data ends", steps=(3, 5)),
+        _OF_GENERATOR,
+        "fails",
+        says="{victim}",
+    ),
+    Fault(
+        "nan",
+        "NaN with `TerminateOnNaN`",
+        inside("nan", "rows", worker=None),
+        [Job(stops_on_nan=1)],
+        "stops",
+        0,
+        launcher_says="NaN",
+        needs_strike=False,
+    ),
+    Fault(
+        "full_disk",
+        "a full disk",
+        outside("full_disk", in_training),
+        [Job(max_restarts=0)],
+        "fails",
+        says="No space left on",
+        needs_root=True,
+    ),
+    Fault(
+        "read_only_disk",
+        "a disk that becomes read-only",
+        outside("read_only_disk", in_training),
+        [Job(max_restarts=0)],
+        "fails",
+        says="[Rr]ead-only file system",
+        needs_root=True,
+    ),
+    # Signals to the launcher.
+    Fault("launcher_interrupt", "Ctrl-C", outside("launcher", number=int(signal.SIGINT)), [Job()], "fails", 130),
+    Fault(
+        "launcher_terminate", "SIGTERM to the launcher", outside("launcher", number=int(signal.SIGTERM)), [Job()], "fails", 143
+    ),
+    Fault("launcher_kill", "SIGKILL of the launcher", outside("launcher", number=int(signal.SIGKILL)), [Job()], "fails", -9),
+    # The network.
+    *[
+        Fault(f"cut_{do}", words, cut(do), _HOSTS, "fails", says="tfdist: ")
+        for do, words in (("pull", "a cable pulled"), ("lose", "one direction lost"), ("take_down", "an interface down"))
+    ],
+    *[
+        Fault(f"cut_at_{mark}", f"a cable pulled at {mark}", cut("pull", at_mark(mark, 0.5)), _HOSTS, "fails", says="tfdist: ")
+        for mark in ("imported", "connected", "built")
+    ],
+    # Wrong settings.
+    Fault(
+        "no_json", "TF_CONFIG is no JSON", wrong_config(text="{"), _LONELY, "fails", says_itself="TF_CONFIG", needs_strike=False
+    ),
+    Fault(
+        "no_task",
+        "TF_CONFIG without a task",
+        wrong_config(drop=["task"]),
+        _LONELY,
+        "fails",
+        says_itself="task",
+        needs_strike=False,
+    ),
+    Fault(
+        "no_such_task",
+        "a task that the cluster has not",
+        wrong_config(set={"task/index": 7}),
+        _LONELY,
+        "fails",
+        needs_strike=False,
+    ),
+    Fault(
+        "unknown_host",
+        "a host that nobody knows",
+        wrong_config(None, set={"cluster/worker/1": "no-such-host.invalid:2222"}),
+        [*_LONELY],
+        "fails",
+        says="no-such-host.invalid",
+        needs_strike=False,
+    ),
+]
