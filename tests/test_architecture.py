@@ -54,6 +54,7 @@ PRIVATE = {
     "checkpoint/extra_state.py",
     "checkpoint/plain_variables.py",
     "checkpoint/saving.py",
+    "checkpoint/unfailing_file.py",
     "data/device_iterators.py",
     "keras_hooks/callbacks.py",
     "keras_hooks/metrics.py",

@@ -1,7 +1,9 @@
 """Saving by two workers: both read the same, one writes, and the file is an ordinary one."""
 
+import contextlib
 import io
 import os
+import resource
 import tempfile
 import threading
 import zipfile
@@ -171,6 +173,44 @@ def test_an_error_while_the_chief_writes_keeps_the_previous_file(file, tmp_path,
     assert not [entry for entry in tmp_path.iterdir() if "tfdist" in entry.name]
 
 
+@contextlib.contextmanager
+def no_files_beyond(number):
+    """A block in which the operating system refuses to make a file of this process longer than so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (number, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("file", ["model.keras", "model.weights.h5", "model.h5", "nowhere/model.weights.h5"])
+def test_what_the_disk_refuses_is_raised_on_all_workers(file, tmp_path, temporary, monkeypatch):
+    """The previous file is kept, and the workers are still in step: the next save succeeds."""
+    save, path = FORMATS[file.removeprefix("nowhere/")], tmp_path / file
+
+    def program(worker):
+        model = small(worker, lambda: compiled(saved_models.nested))
+        if path.parent.exists():
+            save(model, str(path))
+        worker.before = path.read_bytes() if path.exists() else None
+        model.layers[1].kernel.assign(np.full((5, 4), 9.0))
+        worker.meeting.attend(worker.role, "changed")
+        with no_files_beyond(2000) if worker.is_chief else contextlib.nullcontext(), pytest.raises(OSError) as raised:
+            save(model, str(path))
+        worker.after = path.read_bytes() if path.exists() else None
+        path.parent.mkdir(exist_ok=True)
+        save(model, str(path))
+        return str(raised.value)
+
+    chief, reader, _ = two_workers.succeed(monkeypatch, program)
+    assert chief.result == reader.result
+    assert f"{path} cannot be written." in chief.result
+    assert ("It needs" in chief.result and "is kept as it was" in chief.result) == (path.parent == tmp_path)
+    assert chief.after == chief.before != path.read_bytes()
+    assert not [name for name in os.listdir(path.parent) if "tfdist" in name]
+
+
 @pytest.mark.parametrize("save", ["model.save", "save_model", "save_weights"])
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_the_chief_asks_before_overwriting(save, answer, tmp_path, monkeypatch):
@@ -296,13 +336,24 @@ def test_a_model_put_together_outside_the_scope(tmp_path, monkeypatch):
 def test_other_strategies_are_left_alone(cpus, tmp_path, monkeypatch):
     """No staging, no cluster: `staged` is not even called."""
     monkeypatch.setattr("tfdist.checkpoint.saving.staged", None)
-    one_worker = two_workers.attach_cluster(tf.distribute.OneDeviceStrategy("CPU:0"), two_workers.CHIEF, num_workers=1)
-    for index, strategy in enumerate([tf.distribute.get_strategy(), ShardedStrategy(cpus[:2]), one_worker]):
+    for index, strategy in enumerate([tf.distribute.get_strategy(), tf.distribute.MirroredStrategy(cpus[:2])]):
         with strategy.scope():
             model = saved_models.sequential()
         for file, save in FORMATS.items():
             save(model, str(tmp_path / f"{index}{file}"))
             assert (tmp_path / f"{index}{file}").exists()
+
+
+def test_one_worker_replaces_files_at_once(cpus, tmp_path, monkeypatch):
+    replaced = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: (replaced.append(os.path.basename(paths[1])), replace(*paths)))
+    with ShardedStrategy(cpus[:2], zero_stage=3).scope():
+        model = saved_models.sequential()
+    for file, save in FORMATS.items():
+        save(model, str(tmp_path / file))
+        assert file in replaced
+    assert not [path for path in tmp_path.iterdir() if "tfdist" in path.name]
 
 
 def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):

@@ -18,14 +18,18 @@ def made_under(strategy):
         return saved_models.sequential()
 
 
-def test_alone_without_a_strategy_over_several_workers(cpus):
+def test_alone_without_a_strategy_of_tfdist(cpus):
     assert writing_role(saved_models.sequential()) is WritingRole.ALONE
     assert writing_role(made_under(tf.distribute.MirroredStrategy(cpus[:2]))) is WritingRole.ALONE
-    assert writing_role(made_under(ShardedStrategy(cpus[:2]))) is WritingRole.ALONE
-    assert writing_role(made_under(attach_cluster(ShardedStrategy(cpus[:1]), CHIEF, num_workers=1))) is WritingRole.ALONE
+
+
+def test_the_only_worker_writes(cpus):
+    assert writing_role(made_under(ShardedStrategy(cpus[:2]))) is WritingRole.CHIEF
+    assert writing_role(made_under(attach_cluster(ShardedStrategy(cpus[:1]), CHIEF, num_workers=1))) is WritingRole.CHIEF
     strategy = ShardedStrategy(cpus[:1])
     strategy.cluster = None
-    assert writing_role(made_under(strategy)) is WritingRole.ALONE
+    assert writing_role(made_under(strategy)) is WritingRole.CHIEF
+    assert cluster_strategy(made_under(strategy)) is None
 
 
 @pytest.mark.parametrize(("role", "expected"), [(CHIEF, WritingRole.CHIEF), (READER, WritingRole.READER)])

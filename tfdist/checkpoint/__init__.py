@@ -7,6 +7,7 @@ from tfdist.checkpoint.writing_role import (
     chief_decides,
     cluster_strategy,
     cluster_strategy_of,
+    tfdist_strategy,
     writing_role,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "cluster_strategy_of",
     "plain_variables",
     "saving",
+    "tfdist_strategy",
     "writing_role",
 ]

@@ -1,11 +1,11 @@
-"""`BackupAndRestore` over several workers: the chief writes a backup, and all train on from the same one.
+"""`BackupAndRestore` under a tfdist strategy: the chief writes a backup, and all workers train on from the same one.
 
 Note: one file. Keras writes the weights, then the epoch into another file; killed in between, a run starts again with weights
 that are an epoch ahead. Here the epoch stands also in the weights file, as the attribute `tfdist_training_state`, and what
 stands there is what counts; Keras without tfdist reads its own file and ignores the attribute, so it still has that window.
 A remote `backup_dir` (gs://) has it too: there the files are written as Keras writes them.
 
-Functions here take the callback, and the strategy over several workers under which its model was made.
+Functions here take the callback, and the strategy under which its model was made; one worker is its own chief.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import h5py
 from keras.src.utils import file_utils
 
 from tfdist import errors
+from tfdist.checkpoint.saving import save_backup
 from tfdist.checkpoint.staging import staged
-from tfdist.checkpoint.writing_role import all_workers_inside, chief_decides
+from tfdist.checkpoint.writing_role import all_workers_inside, chief_decides, is_chief
 
 _STATE = "tfdist_training_state"
 
@@ -38,7 +39,7 @@ def restore(callback: Any, strategy: Any) -> None:
             raise error
         return
     with all_workers_inside(strategy, "BackupAndRestore/previous"):
-        brought_back = strategy.cluster.is_chief and _bring_back_previous(callback)
+        brought_back = is_chief(strategy) and _bring_back_previous(callback)
     if not chief_decides(strategy, "BackupAndRestore/brought_back", brought_back):
         raise error or OSError(f"The chief cannot read the backup {callback._weights_path}, and there is no previous one.")
     callback._load_model()
@@ -59,10 +60,10 @@ def _bring_back_previous(callback: Any) -> bool:
 def load(callback: Any, strategy: Any, load_weights: Callable[[], None]) -> None:
     """Loads the backup, by `load_weights()`, when all workers see the one that the chief sees."""
     # The readers look when the chief has looked: it is not changing anything then.
-    seen = json.dumps(_backup(callback)) if strategy.cluster.is_chief else ""
+    seen = json.dumps(_backup(callback)) if is_chief(strategy) else ""
     seen_by_chief = strategy.share("BackupAndRestore/found", seen)
     backup = json.loads(seen_by_chief)
-    if not strategy.cluster.is_chief and (mine := _backup(callback)) != backup:
+    if not is_chief(strategy) and (mine := _backup(callback)) != backup:
         raise errors.runtime_error(
             "`backup_dir` must be on a file system that all workers share: the chief found another backup there, "
             f"{backup} instead of {mine}.",
@@ -91,7 +92,6 @@ def _backup(callback: Any) -> dict[str, Any]:
 
 def write(callback: Any) -> None:
     """Writes weights and state of training, in one file that is replaced atomically."""
-    os.makedirs(callback.backup_dir, exist_ok=True)
     if callback.double_checkpoint:
         for latest, previous in (
             (callback._weights_path, callback._prev_weights_path),
@@ -100,10 +100,7 @@ def write(callback: Any) -> None:
             if os.path.exists(latest):
                 shutil.copy(latest, previous)
     state = json.dumps({"epoch": callback._current_epoch, "batch": callback._last_batch_seen})
-    with staged(callback._weights_path) as path:
-        callback.model.save_weights(path, overwrite=True)
-        with h5py.File(path, "r+") as file:
-            file.attrs[_STATE] = state
+    save_backup(callback.model, callback._weights_path, lambda file: file.attrs.create(_STATE, state))
     with staged(callback._training_metadata_path) as path, open(path, "w", encoding="utf-8") as file:
         file.write(state)
 
@@ -111,5 +108,5 @@ def write(callback: Any) -> None:
 def remove(strategy: Any, remove_files: Callable[[], None]) -> None:
     """Removes the backup, by `remove_files()` on the chief. A run with no epochs left comes here while others still load."""
     with all_workers_inside(strategy, "BackupAndRestore/remove"):
-        if strategy.cluster.is_chief:
+        if is_chief(strategy):
             remove_files()

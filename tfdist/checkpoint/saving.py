@@ -1,15 +1,16 @@
-"""Saving a model that several workers hold: all read it, and one writes.
+"""Saving a model under a tfdist strategy: all workers read it, and one writes.
 
-Under a strategy over several workers all of them call `model.save(path)`, all read the same variables in the same order, and
-the chief alone writes:
+All workers call `model.save(path)`, all read the same variables in the same order, and the chief alone writes:
 
-    chief     barrier   read 0, read 1, ..., read n    move the file into place    barrier
-    reader    barrier   read 0, read 1, ..., read n                                barrier
+    chief     barrier   read 0, read 1, ..., read n    move the file into place    share the outcome
+    reader    barrier   read 0, read 1, ..., read n                                share the outcome
 
-The file changes only between the barriers, so any worker may load it before and after; loading needs nothing of this. Local
-files are replaced atomically (`staging`); remote ones (gs://, hf://) are written as Keras writes them. An error of the chief is
-raised on the chief only, and ends the job. The mistake to avoid: saving on the chief alone, which waits for the others for
-ever.
+The file changes only between the two, so any worker may load it before and after; loading needs nothing of this. With one worker
+they cost nothing. Local files are replaced atomically (`staging`); remote ones (gs://, hf://) are written as Keras writes them.
+
+What the disk refuses is raised on all workers alike, with the previous file still in its place: the chief learns of it when all
+is read (`UnfailingFile`), or else reads on as the others do. Any other error of the chief is raised on the chief only, and ends
+the job. The mistake to avoid: saving on the chief alone, which waits for the others for ever.
 
 A function here is for a model whose `writing_role` is not `ALONE`; `write(path)` is how Keras writes the file. The walk over a
 model and its stores are private to Keras: tests/checkpoint/test_private_names_of_saving.py fails when they change.
@@ -17,18 +18,27 @@ model and its stores are private to Keras: tests/checkpoint/test_private_names_o
 
 from __future__ import annotations
 
+import contextvars
 import io
+import json
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import h5py
 from keras.src.saving import saving_lib
 from keras.src.utils import file_utils, io_utils
 
 from tfdist import errors
 from tfdist.checkpoint.discarding import DiscardingAssets, DiscardingFile, DiscardingShardedStore, DiscardingStore
 from tfdist.checkpoint.staging import staged
-from tfdist.checkpoint.writing_role import WritingRole, all_workers_inside, chief_decides, cluster_strategy, writing_role
+from tfdist.checkpoint.unfailing_file import UnfailingFile, UnfailingStore
+from tfdist.checkpoint.writing_role import chief_decides, is_chief, tfdist_strategy
+
+# Writes to a path, and returns the files that are to be asked whether all of it was kept.
+_Write = Callable[[str], "list[UnfailingFile]"]
+# What is added to a file of weights before it is closed.
+_addition: contextvars.ContextVar[Callable[[h5py.File], None] | None] = contextvars.ContextVar("addition", default=None)
 
 
 def save_model(model: Any, filepath: Any, weights_format: str, write: Callable[[Any], None]) -> None:
@@ -40,7 +50,15 @@ def save_model(model: Any, filepath: Any, weights_format: str, write: Callable[[
         saving_lib._serialize_model_as_json(model)  # a `get_config` may read variables
         _read_state(model, DiscardingStore(), DiscardingAssets())
 
-    _save(model, filepath, write, read)
+    def write_to(path: str) -> list[UnfailingFile]:
+        if not path.endswith(".keras"):
+            write(path)  # a directory
+            return []
+        with UnfailingFile(path) as file:
+            write(file)
+        return [file]
+
+    _save(model, filepath, write_to, read, write)
 
 
 def save_weights(
@@ -52,20 +70,51 @@ def save_weights(
         store = DiscardingStore() if max_shard_size is None else DiscardingShardedStore(filepath, max_shard_size)
         _read_state(model, store, None, skipped=objects_to_skip or ())
 
-    _save(model, filepath, write, read)
+    def write_to(path: str) -> list[UnfailingFile]:
+        if max_shard_size is not None:
+            write(path)
+            return []
+        with UnfailingStore(path) as store:
+            _read_state(model, store, None, skipped=objects_to_skip or ())
+            add = _addition.get()
+            if add is not None:
+                add(store.h5_file)
+        return [store.io_file]
+
+    _save(model, filepath, write_to, read, write)
 
 
 def save_model_to_hdf5(model: Any, filepath: Any, write: Callable[[Any], None]) -> None:
     """Saves a model as `.h5`. A reader holds the optimizer's state for a moment, as the chief does."""
-    if writing_role(model) is WritingRole.CHIEF:
-        os.makedirs(os.path.dirname(os.path.abspath(filepath)), exist_ok=True)  # as Keras does for this format
-    _save(model, filepath, write, lambda: write(DiscardingFile(filepath)))
+
+    def write_to(path: str) -> list[UnfailingFile]:
+        with UnfailingFile(path) as file, h5py.File(file, "w") as opened:
+            write(opened)
+        return [file]
+
+    # Keras makes the directory for this format.
+    _save(model, filepath, write_to, lambda: write(DiscardingFile(filepath)), write, makes_directory=True)
+
+
+def save_backup(model: Any, filepath: str, add: Callable[[h5py.File], None]) -> None:
+    """Saves a model's weights as `model.save_weights` does, in a directory that is made if need be.
+
+    All workers call it.
+
+    Args:
+        add: what else stands in the file; called with it on the chief, when the weights are written.
+    """
+    token = _addition.set(add)
+    try:
+        model.save_weights(filepath, overwrite=True)
+    finally:
+        _addition.reset(token)
 
 
 def may_write(model: Any, filepath: Any) -> bool:
     """Returns, on all workers, whether a file may be overwritten: the chief asks, for all."""
-    strategy = cluster_strategy(model)
-    return chief_decides(strategy, "overwrite", strategy.cluster.is_chief and _may_write(filepath))
+    strategy = tfdist_strategy(model)
+    return chief_decides(strategy, "overwrite", is_chief(strategy) and _may_write(filepath))
 
 
 def _may_write(filepath: Any) -> bool:
@@ -74,17 +123,49 @@ def _may_write(filepath: Any) -> bool:
     return not os.path.exists(filepath) or io_utils.ask_to_proceed_with_overwrite(str(filepath))
 
 
-def _save(model: Any, filepath: Any, write: Callable[[Any], None], read: Callable[[], None]) -> None:
+def _save(
+    model: Any,
+    filepath: Any,
+    write: _Write,
+    read: Callable[[], None],
+    write_as_keras: Callable[[Any], None],
+    makes_directory: bool = False,
+) -> None:
     """Writes the file on the chief, by `write(path)`, and only reads on the others; while all are here."""
-    strategy = cluster_strategy(model)
-    with all_workers_inside(strategy, "save"):
-        if not strategy.cluster.is_chief:
+    strategy = tfdist_strategy(model)
+    strategy.barrier("save/begin")
+    failure = None
+    if not is_chief(strategy):
+        read()
+    elif file_utils.is_remote_path(filepath):
+        write_as_keras(filepath)
+    else:
+        failure = _written(filepath, write, read, makes_directory or _addition.get() is not None)
+    outcome = strategy.share("save/end", "" if failure is None else json.dumps([failure.errno, failure.strerror]))
+    if outcome:
+        raise failure or OSError(*json.loads(outcome))
+
+
+def _written(filepath: Any, write: _Write, read: Callable[[], None], makes_directory: bool) -> OSError | None:
+    """Writes the file, and returns what the disk refused, None where all is well. All variables have been read in any case.
+
+    An error that ends the reading of variables is raised.
+    """
+    begun = is_read = False
+    try:
+        with staged(filepath, makes_directory) as path:
+            begun = True
+            files = write(path)
+            is_read = True
+            for file in files:
+                file.check(filepath)
+    except OSError as error:
+        if begun and not is_read:
+            raise
+        if not begun:
             read()
-        elif file_utils.is_remote_path(filepath):
-            write(filepath)
-        else:
-            with staged(filepath) as path:
-                write(path)
+        return error
+    return None
 
 
 def _read_state(model: Any, store: saving_lib.H5IOStore, assets: DiscardingAssets | None, skipped: Iterable[Any] = ()) -> None:

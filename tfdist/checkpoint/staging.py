@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def staged(path: str | os.PathLike[str]) -> Iterator[str]:
+def staged(path: str | os.PathLike[str], makes_directory: bool = False) -> Iterator[str]:
     """Gives a path to write to; what the block writes there takes the place of `path` when the block ends without an error.
 
     A process that is killed inside the block leaves the old file as it was. The process also leaves the staging directory, which
@@ -23,25 +23,45 @@ def staged(path: str | os.PathLike[str]) -> Iterator[str]:
     whole, but a kill between two moves leaves new files beside old ones. The disk holds old and new files at the same time.
 
     Args:
-        path: a file or directory on a local file system (also a mounted one), in a directory that exists.
+        path: a file or directory on a local file system (also a mounted one).
+        makes_directory: whether the directory that it is in is made, if there is none.
 
     Raises:
-        OSError: the directory of `path` does not exist or cannot be written.
+        OSError: the directory of `path` does not exist, cannot be written, or has no room.
     """
     target = os.path.abspath(os.fspath(path))
     directory, name = os.path.split(target)
     # The staging directory is beside the file that a link points to: only on the same file system is a move atomic.
     staging = os.path.join(os.path.dirname(os.path.realpath(target)), f".tfdist-saving-{name}")
     shutil.rmtree(staging, ignore_errors=True)
-    os.mkdir(staging)
+    try:
+        if makes_directory:
+            os.makedirs(directory, exist_ok=True)
+        os.mkdir(staging)
+    except OSError as error:
+        raise not_written(target, error) from error
     try:
         yield os.path.join(staging, name)
-        for written in sorted(os.listdir(staging), key=lambda written: (written == name, written)):
-            source = os.path.join(staging, written)
-            _flush(source)
-            _move(source, os.path.realpath(os.path.join(directory, written)))
+        try:
+            for written in sorted(os.listdir(staging), key=lambda written: (written == name, written)):
+                source = os.path.join(staging, written)
+                _flush(source)
+                _move(source, os.path.realpath(os.path.join(directory, written)))
+        except OSError as error:
+            raise not_written(target, error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def not_written(path: str | os.PathLike[str], cause: OSError, needed: int | None = None) -> OSError:
+    """Returns the error that tells of a file that was to be written to `path`, and needs so many bytes if that is known."""
+    path = os.path.abspath(os.fspath(path))
+    said = f"{cause.strerror or cause}: {path} cannot be written."
+    if needed is not None and os.path.isdir(os.path.dirname(path)):
+        said += f" It needs {needed:,} bytes, and {shutil.disk_usage(os.path.dirname(path)).free:,} are free there."
+    if os.path.exists(path):
+        said += " The file that was there before is kept as it was."
+    return OSError(cause.errno, said)
 
 
 def _flush(path: str) -> None:

@@ -15,21 +15,34 @@ class WritingRole(enum.Enum):
     """
 
     ALONE = "alone"
-    """The worker saves as Keras does: no tfdist strategy over several workers made the model."""
+    """The worker saves as Keras does: no tfdist strategy made the model."""
     CHIEF = "chief"
-    """The worker reads the variables and writes the file. The disk holds the new file beside the old one until the new one is
-    whole."""
+    """The worker, which may be the only one, reads the variables and writes the file. The disk holds the new file beside the old
+    one until the new one is whole."""
     READER = "reader"
     """The worker reads what the chief reads and drops it. It holds one variable at a time in memory, and on disk nothing but what
     a layer's `save_assets` writes in a temporary directory, layer by layer."""
 
 
+def tfdist_strategy(model: Any) -> Any | None:
+    """Returns the tfdist strategy that made `model`, None where there is none.
+
+    Such a strategy has `barrier(name)`, which returns when all workers have called it, and `share(name, value)`, which returns
+    the chief's value on all of them; with one worker both return at once. Both may be called with one name again and again.
+    """
+    return next((strategy for strategy in _strategies(model) if hasattr(strategy, "share")), None)
+
+
+def is_chief(strategy: Any) -> bool:
+    """Whether this worker is the one that writes: the first, or the only one."""
+    cluster = getattr(strategy, "cluster", None)
+    return cluster is None or cluster.is_chief
+
+
 def cluster_strategy(model: Any) -> Any | None:
     """Returns the tfdist strategy over several workers that made `model`, None where there is none.
 
-    Such a strategy has `cluster` (with `is_chief` and `num_workers`), `barrier(name)`, which returns when all workers have
-    called it, and `share(name, value)`, which returns the chief's value on all of them. Both may be called with one name again
-    and again.
+    Such a strategy has `cluster`, too, with `is_chief` and `num_workers`.
     """
     return _over_workers(_strategies(model))
 
@@ -56,10 +69,10 @@ def _strategies(model: Any) -> Iterator[Any]:
 
 def writing_role(model: Any) -> WritingRole:
     """Returns what this worker does when `model`, or anything else that Keras saves, is saved."""
-    strategy = cluster_strategy(model)
+    strategy = tfdist_strategy(model)
     if strategy is None:
         return WritingRole.ALONE
-    return WritingRole.CHIEF if strategy.cluster.is_chief else WritingRole.READER
+    return WritingRole.CHIEF if is_chief(strategy) else WritingRole.READER
 
 
 def chief_decides(strategy: Any, name: str, decision: bool) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from keras.src.utils import file_utils
 
 from tfdist import errors
-from tfdist.checkpoint import WritingRole, backups, chief_decides, cluster_strategy, writing_role
+from tfdist.checkpoint import WritingRole, backups, chief_decides, cluster_strategy, tfdist_strategy, writing_role
 from tfdist.keras_hooks.table import replaces
 from tfdist.sharding import config_of
 
@@ -38,7 +38,7 @@ def _checkpoint_path(original: Callable[..., str], self: Any, epoch: int, batch:
 @replaces(_BACKUP, "on_train_begin")
 def _restore(original: Callable[..., None], self: Any, logs: Any = None) -> None:
     """Each worker would decide for itself which backup is whole, and copy it."""
-    strategy = cluster_strategy(self.model)
+    strategy = tfdist_strategy(self.model)
     if strategy is None:
         original(self, logs)
     else:
@@ -48,7 +48,7 @@ def _restore(original: Callable[..., None], self: Any, logs: Any = None) -> None
 @replaces(_BACKUP, "_load_model")
 def _load_backup(original: Callable[..., None], self: Any) -> None:
     """Workers that see different backups would train on from different epochs."""
-    strategy = cluster_strategy(self.model)
+    strategy = tfdist_strategy(self.model)
     if strategy is None:
         original(self)
     else:
@@ -71,7 +71,7 @@ def _save_backup(original: Callable[..., None], self: Any) -> None:
 @replaces(_BACKUP, "on_train_end")
 def _remove_backup(original: Callable[..., None], self: Any, logs: Any = None) -> None:
     """Every worker would remove the directory, while others may still read it."""
-    strategy = cluster_strategy(self.model)
+    strategy = tfdist_strategy(self.model)
     if strategy is None:
         original(self, logs)
     else:

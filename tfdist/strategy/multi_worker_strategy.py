@@ -171,20 +171,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
 
         return tf.nest.map_structure(reduce_one, value)
 
-    def barrier(self, name: str) -> None:
-        """Waits until every worker has called it with `name`; returns at once in a job of one worker.
-
-        Raises:
-            RuntimeError: a worker has failed, or has not come within the step timeout or an hour, whichever is longer.
-        """
-        self.share(name, "")
-
     def share(self, name: str, value: str) -> str:
-        """Returns the chief's `value` on every worker; all workers call it with the same `name`.
-
-        Raises:
-            RuntimeError: as `barrier`.
-        """
         if self._cluster is None:
             return value
         timeout_seconds = max(self._step_timeout_seconds, _SLOWEST_SECONDS)

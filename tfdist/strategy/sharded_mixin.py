@@ -50,6 +50,22 @@ class ShardedStrategyMixin:
     def zero_stage(self) -> int:
         return self._sharding_config.zero_stage
 
+    def barrier(self, name: str) -> None:
+        """Waits until every worker has called it with `name`; returns at once in a job of one worker.
+
+        Raises:
+            RuntimeError: a worker has failed, or has not come within the step timeout or an hour, whichever is longer.
+        """
+        self.share(name, "")
+
+    def share(self, name: str, value: str) -> str:
+        """Returns the chief's `value` on every worker; all workers call it with the same `name`.
+
+        Raises:
+            RuntimeError: as `barrier`.
+        """
+        return value
+
     @property
     def last_plan(self) -> CollectivePlan | None:
         """The collectives of the step that was traced last, per rank; None before the first."""
