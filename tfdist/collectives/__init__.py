@@ -5,6 +5,7 @@ Used inside the function that `strategy.run` runs, for example `tfdist.collectiv
 
 from tfdist.collectives import activations
 from tfdist.collectives.agreement import PlanAgreement
+from tfdist.collectives.branches import trace_branches
 from tfdist.collectives.buckets import assign_buckets
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
@@ -51,5 +52,6 @@ __all__ = [
     "reduce_scatter",
     "ring_bytes",
     "send",
+    "trace_branches",
     "where",
 ]

@@ -14,6 +14,7 @@ from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks
 
 if TYPE_CHECKING:
+    from tfdist.collectives.branches import Selection
     from tfdist.collectives.transports.transport import Transport
 
 PROGRAM_ATTRIBUTE = "_tfdist_program"  # of a replica context
@@ -30,8 +31,15 @@ class RankProgram:
     attach state that lives as long as the trace (`attachment`), act before a collective is emitted (`before_collective`) and
     when the rank's function has returned (`at_close`).
 
+    A branch (`tf.cond`) that holds collectives has a program of its own, within that of the rank: see `branches`. It has its own
+    attachments of the classes that say so (`IS_OF_BRANCH`), and shares all others.
+
     Attributes:
-        graph: the graph in which `strategy.run` was called; collectives are emitted in it, never inside control flow.
+        graph: the graph in which `strategy.run` was called, or that of the branch; collectives are emitted in it, never inside
+            other control flow.
+        outer: the program around that of a branch; None: it is the rank's.
+        selections: by the graph of each branch that has been traced, what it is a branch of.
+        before_branch: called with what branches read from this program's graph, before TensorFlow makes a `tf.cond` of them.
         is_on_cpu: whether its device is one.
         is_eager: whether it runs outside any `tf.function` (see `EagerProgram`): collectives then run when they are called.
         arguments: what the rank's function is called with, any structure.
@@ -57,18 +65,24 @@ class RankProgram:
         self.graph = graph
         self.plan = plan
         self.arguments = arguments
+        self.outer: RankProgram | None = None
+        self.selections: dict[tf.Graph, Selection] = {}
         self.before_collective: list[Callable[[], None]] = []
+        self.before_branch: list[Callable[[list[tf.Tensor]], object]] = []
         self.at_close: list[Callable[[Any], None]] = []
         self._is_marked = False
         self._is_on_trial = False
         self._is_draft = False
         self._branches: list[tf.Graph] = []
+        self._trusted: list[tf.Tensor] = []
         self._attachments: dict[Callable[[RankProgram], Any], Any] = {}
         self._shared = {} if shared is None else shared
         self._constants: dict[Any, tf.Tensor] = {}
 
     def attachment(self, kind: Callable[[RankProgram], Any]) -> Any:
         """Returns this trace's one `kind(program)`, made on first use."""
+        if self.outer is not None and not getattr(kind, "IS_OF_BRANCH", False):
+            return self.outer.attachment(kind)
         if kind not in self._attachments:
             self._attachments[kind] = kind(self)
         return self._attachments[kind]
@@ -93,15 +107,16 @@ class RankProgram:
 
     def begin(self, op: str, x: tf.Tensor | tf.TensorSpec, ranks: Ranks, label: str, source: int | None = None) -> Any:
         """Registers one collective and returns its instance key: a tensor where `x` has a size known when it runs only."""
-        if self._is_on_trial:
+        if self.root._is_on_trial:
             raise CollectiveOnTrialError(f"{op} {label!r} on trial")
         if self._is_draft:
             return 0
+        self.compare_branches(ranks)
         for callback in self.before_collective:
             callback()
         record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source)
         self.plan.add(self.rank, record)
-        self._mark_start()
+        self.root._mark_start()
         key = self.communicator.instance_keys.key(record)
         # A key is bound to one shape for the life of the process: every power of two has its own.
         return key + log2_ceiling(tf.shape(x)[record.shape.index(None)]) if None in record.shape else key
@@ -116,7 +131,7 @@ class RankProgram:
             return 0
         record = CollectiveRecord("message", (source, destination), tuple(spec.shape.as_list()), spec.dtype.name, label, source)
         self.plan.add_message(self.rank, record)
-        self._mark_start()
+        self.root._mark_start()
         return self.communicator.instance_keys.key(record)
 
     def constant(self, value: int | Sequence[int] | Sequence[Sequence[int]]) -> Any:
@@ -148,7 +163,64 @@ class RankProgram:
                 self._branches.pop()
             return tf.constant(True)
 
+        self.root._trusted.append(predicate)
         tf.cond(predicate, lambda: traced(true_fn), lambda: traced(false_fn))
+
+    @property
+    def root(self) -> RankProgram:
+        """The rank's program, of which this is, or is that of a branch."""
+        return self if self.outer is None else self.outer.root
+
+    def innermost(self) -> RankProgram:
+        """Returns the program of what is traced here: of the innermost branch that has one, or the rank's."""
+        root = self.root
+        for graph in self._branches_here():
+            if graph in root.selections[graph].programs:
+                return root.selections[graph].programs[graph]
+        return root
+
+    def _branches_here(self) -> Iterator[tf.Graph]:
+        """Yields the branches that may hold collectives, from the innermost on, that what is traced here stands in."""
+        graph, root = tf.compat.v1.get_default_graph(), self.root
+        while root.selections and graph is not None and graph is not root.graph:
+            if graph in root.selections:
+                yield graph
+            graph = getattr(graph, "outer_graph", None)
+
+    def here(self) -> RankProgram | None:
+        """Returns the program that may emit collectives right here, that of a branch made if it must be.
+
+        None: in a loop, or a nested `tf.function`, of one rank's function.
+        """
+        program = self.innermost()
+        if program.may_emit_here():
+            return program
+        graph = tf.compat.v1.get_default_graph()
+        selection = None if self.is_eager else self.root.selections.get(graph)
+        return None if selection is None else selection.program_of(graph)
+
+    def compare_branches(self, ranks: Ranks) -> None:
+        """Lets the branches that this stands in be entered only where all `ranks` enter them; sends nothing a second time."""
+        for branch in self._branches_here():
+            self.root.selections[branch].compare(ranks)
+
+    def of_branch(self, branch: tf.Graph) -> RankProgram:
+        """Returns a program for a branch of this one."""
+        inner = copy.copy(self)
+        inner.outer, inner.graph = self, branch
+        inner.before_collective, inner.before_branch, inner.at_close = [], [], []
+        inner._branches, inner._attachments, inner._constants = [], {}, {}
+        inner._is_marked = False
+        return inner
+
+    def may_branch_here(self, selector: tf.Tensor) -> bool:
+        """Whether a branch by `selector` may hold collectives that are compared: not one of `cond`."""
+        graph, root = tf.compat.v1.get_default_graph(), self.root
+        return (graph is root.graph or graph in root.selections) and not any(selector is trusted for trusted in root._trusted)
+
+    def that_made(self, x: tf.Tensor) -> RankProgram | None:
+        """Returns the program in whose graph `x` was made, this one or one around it; None: neither."""
+        return self if x.graph is self.graph else None if self.outer is None else self.outer.that_made(x)
 
     def exists_here(self, x: tf.Tensor) -> bool:
         """Whether `x` was made where all ranks run, not in a branch, a loop or a nested function of one rank's function."""
@@ -166,11 +238,12 @@ class RankProgram:
 
         With `is_on=False` what is made `outermost` within such a block, and stays, may hold collectives.
         """
-        before, self._is_on_trial = self._is_on_trial, is_on
+        root = self.root
+        before, root._is_on_trial = root._is_on_trial, is_on
         try:
             yield
         finally:
-            self._is_on_trial = before
+            root._is_on_trial = before
 
     def draft(self) -> RankProgram:
         """Returns the program of what is traced to be thrown away: of its collectives the plan knows nothing."""
@@ -178,6 +251,7 @@ class RankProgram:
         draft._is_draft = True
         draft._attachments, draft._constants = {}, {}
         draft.before_collective, draft.at_close = [], []
+        draft.outer = None
         return draft
 
     def may_emit_here(self) -> bool:
@@ -185,10 +259,6 @@ class RankProgram:
         if self.is_eager:
             return tf.executing_eagerly()
         return tf.compat.v1.get_default_graph() in (self.graph, *self._branches[-1:])
-
-    def is_own_branch(self, graph: tf.Graph) -> bool:
-        """Whether `graph` is a branch of `cond`, which is being traced."""
-        return graph in self._branches
 
     def close(self, outputs: Any) -> list[tf.Operation]:
         """Runs the `at_close` callbacks; `outputs` is what the rank's function returned.

@@ -119,8 +119,10 @@ def at_every_call(function: Callable[[], None], key: Hashable) -> None:
 
 def _program_here() -> RankProgram | None:
     program: RankProgram | None = getattr(tf.distribute.get_replica_context(), PROGRAM_ATTRIBUTE, None)
+    if program is None or program.is_eager:
+        return program
     # Eager code in a traced rank stands in `tf.init_scope` and belongs to no rank.
-    return program if program is None or program.is_eager or not tf.executing_eagerly() else None
+    return None if tf.executing_eagerly() else program.innermost()
 
 
 def _in_loop(outermost: tf.Graph) -> bool:

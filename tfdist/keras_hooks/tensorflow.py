@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorflow.python.autograph.core import config
 
-from tfdist.collectives import Where, where
+from tfdist.collectives import Where, trace_branches, where
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
 from tfdist.sharding import ShardedVariable, tape
@@ -33,6 +33,27 @@ def _watched_variables(original: Callable[..., Any], variable: Any) -> Any:
     if isinstance(variable, ShardedVariable) and where() is Where.CROSS_REPLICA:
         return [variable]
     return original(variable)
+
+
+@replaces("tensorflow.python.ops.cond_v2", "cond_v2")
+def _cond(original: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, name: Any = "cond") -> Any:
+    """In the function of a rank a branch may hold collectives: an optimizer's step, a gradient. All ranks must then take the same
+    one, which TensorFlow does not look at, and what the branch sends has its place among what is sent around it."""
+    return trace_branches(pred, [true_fn, false_fn], lambda selector, functions: original(selector, *functions, name=name))
+
+
+@replaces("tensorflow.python.ops.cond_v2", "indexed_case")
+def _indexed_case(
+    original: Callable[..., Any],
+    branch_index: Any,
+    branch_fns: Any,
+    name: Any = "indexed_case",
+    lower_using_switch_merge: Any = None,
+) -> Any:
+    """As of `cond`, for `tf.switch_case`."""
+    return trace_branches(
+        branch_index, branch_fns, lambda selector, functions: original(selector, functions, name, lower_using_switch_merge)
+    )
 
 
 _ZEROS = """The gradient of a loop starts from zeros of the shape that a variable is found to have when the loop runs. Nothing is

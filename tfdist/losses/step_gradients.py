@@ -39,7 +39,7 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
         return gradient(output_gradients)
     variables = [_strategys_variable(source) for source in tf.nest.flatten(sources)]
     targets = tf.nest.flatten(target)
-    if not any(v is not None for v in variables) or not program.may_emit_here() or not all(map(tf.is_tensor, targets)):
+    if not any(v is not None for v in variables) or program.here() is None or not all(map(tf.is_tensor, targets)):
         return gradient(output_gradients)
     is_sharded = [v is not None and v.layout.is_data_sharded for v in variables]
     begins_with_weight = any(is_sharded) or _sends_gradients(program)

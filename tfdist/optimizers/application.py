@@ -36,7 +36,7 @@ def noted(found: Any, sources: Any) -> Any:
     Where the user's code reads them, it reads the sums over the ranks (`tape_gradients`). Gradients of embeddings are made dense.
     """
     program = rank_program(peers_on="data")
-    if program is None or program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
+    if program is None or program.is_eager:
         return found
     flat, variables = tf.nest.flatten(found), tf.nest.flatten(sources)
     if len(flat) != len(variables):
@@ -47,6 +47,9 @@ def noted(found: Any, sources: Any) -> Any:
         for place, (grad, variable) in enumerate(zip(flat, variables, strict=True))
         if grad is not None and _is_whole_parameter(variable, strategy)
     ]
+    program = program.here() if places else None
+    if program is None or tf.compat.v1.get_default_graph() is not program.graph:
+        return found
     for place in places:
         flat[place] = tf.convert_to_tensor(flat[place])
     places = [place for place in places if flat[place].graph is program.graph]

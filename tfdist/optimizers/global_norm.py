@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, current_program
+from tfdist.collectives import RankProgram
 from tfdist.optimizers.clipping import global_factor, norm_of
 from tfdist.optimizers.reduction import KnownReductions
-from tfdist.optimizers.step import reduce_gradients
+from tfdist.optimizers.step import reduce_gradients, stepping_program
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import MeshConfig, config_of
 
@@ -39,7 +39,7 @@ def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
     config = config_of(tf.distribute.get_strategy())
     if config is None:
         return tf.linalg.global_norm([grad for grad, _ in pairs])
-    return _reduced_and_norm(pairs, config, current_program("`global_norm`"))[1]
+    return _reduced_and_norm(pairs, config, stepping_program("`global_norm`"))[1]
 
 
 def clip_by_global_norm(grads: Sequence[Any], variables: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
@@ -74,7 +74,7 @@ def clip_by_global_norm(grads: Sequence[Any], variables: Sequence[Any], clip_nor
     config = config_of(tf.distribute.get_strategy())
     if config is None:
         return tf.clip_by_global_norm(list(grads), clip_norm)
-    program = current_program("`clip_by_global_norm`")
+    program = stepping_program("`clip_by_global_norm`")
     reduced, norm = _reduced_and_norm(pairs, config, program)
     known, clipped = program.attachment(KnownReductions), []
     with tf.device(program.device):

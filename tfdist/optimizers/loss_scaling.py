@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, current_program, group_ops
+from tfdist.collectives import RankProgram, group_ops
 from tfdist.mesh import MESH_AXES
 from tfdist.optimizers.reduction import KnownReductions
-from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients, wholes_of
+from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients, stepping_program, wholes_of
 from tfdist.optimizers.support import changes_gradients
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.sharding import MeshConfig, Shard
@@ -24,7 +24,7 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     the ranks agree with one message of one number. Where gradients are accumulated before they are reduced (stages 0 and 1),
     the ranks agree on their own gradients.
     """
-    program = current_program("`optimizer.apply`")
+    program = stepping_program()
     with program.attachment(TapeGradients).own_use():
         _apply_unscaled(optimizer, grads, variables, config, program)
 

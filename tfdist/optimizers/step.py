@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, current_program
+from tfdist.mesh import MESH_AXES
 from tfdist.optimizers import owned_step, plan
 from tfdist.optimizers.after_update import constrain, update_averages
 from tfdist.optimizers.clipping import clip, kind_of_clipping
@@ -31,26 +32,31 @@ from tfdist.sharding.shard_messages import gather_shards, gather_shards_in_bucke
 def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig) -> None:
     """Lets `optimizer` update `variables` with the sum of this rank's `grads` over the data axis; all but counting the step.
 
-    The order is Keras's: unscale, accumulate, clip, decay, update, average, constrain. Raises RuntimeError outside
-    `strategy.run`, and inside a loop of the function given to it.
+    The order is Keras's: unscale, accumulate, clip, decay, update, average, constrain. Raises RuntimeError where no optimizer
+    may step (`stepping_program`).
     """
-    program = current_program("`optimizer.apply`")
-    if not may_step_here(program):
-        raise errors.runtime_error(
-            "`optimizer.apply` was called inside a loop, a branch or a nested `tf.function` of the function given to "
-            "`strategy.run`; its collectives must stand outside.",
-            fix="Put the loop around `strategy.run`, and `@tf.function` on the outermost function. To apply in every n-th step "
-            "only, give the optimizer `gradient_accumulation_steps=n` and apply in every step.",
-        )
+    program = stepping_program()
     _sum_outside_branches(optimizer, grads, variables, config, program)
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
     with tf.device(program.device), program.attachment(TapeGradients).own_use():
         _Step(grads, variables, config, program, optimizer).apply()
 
 
-def may_step_here(program: RankProgram) -> bool:
-    """Whether an optimizer's step may stand here: where all ranks run, or in a branch that they all take."""
-    return program.may_emit_here()
+def stepping_program(what: str = "`optimizer.apply`") -> RankProgram:
+    """Returns the program in which `what` is done here: that of the rank, or of a branch, which all ranks must then take.
+
+    Raises RuntimeError in a loop, or a nested `tf.function`, of the function given to `strategy.run`, and outside of that.
+    """
+    program = current_program(what).here()
+    if program is None:
+        raise errors.runtime_error(
+            f"{what} was called inside a loop or a nested `tf.function` of the function given to `strategy.run`; its "
+            "collectives must stand outside.",
+            fix="Put the loop around `strategy.run`, and `@tf.function` on the outermost function.",
+        )
+    for mesh_axis in MESH_AXES:  # ranks that step alone would part, also where they have nothing to send
+        program.compare_branches(program.group_ranks(mesh_axis))
+    return program
 
 
 def reduce_gradients(grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:
@@ -58,6 +64,7 @@ def reduce_gradients(grads: Sequence[Any], variables: Sequence[Any], config: Mes
 
     IndexedSlices are summed and made dense. What has been reduced in this trace already is not reduced again.
     """
+    _sum_outside_branches(None, grads, variables, config, program)
     with tf.device(program.device), program.attachment(TapeGradients).own_use():
         return _Step(grads, variables, config, program).reduced()
 
@@ -65,22 +72,24 @@ def reduce_gradients(grads: Sequence[Any], variables: Sequence[Any], config: Mes
 def _sum_outside_branches(
     optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram
 ) -> None:
-    """In a branch: sums gradients that were taken where all ranks run, there, so that the branch reads no summand."""
+    """In a branch: sums gradients that were taken outside of it, there, so that the branch reads no summand."""
     graph = tf.compat.v1.get_default_graph()
-    if program.is_eager or graph is program.graph:
+    if program.is_eager:
         return
     known = program.attachment(KnownReductions)
-    outside = [
-        (grad, variable)
-        for grad, variable in zip(grads, variables, strict=True)
-        if tf.is_symbolic_tensor(grad) and grad.graph is program.graph and known.find(grad) is None
-    ]
-    if accumulates_partial_sums(optimizer, config):
-        if not program.is_own_branch(graph):
-            program.attachment(TapeGradients).sum_now([grad for grad, _ in outside])
-    elif outside:
-        with program.outermost():
-            reduce_gradients([grad for grad, _ in outside], [variable for _, variable in outside], config, program)
+    by_program: dict[RankProgram, list[tuple[Any, Any]]] = {}
+    for grad, variable in zip(grads, variables, strict=True):
+        if tf.is_symbolic_tensor(grad) and grad.graph is not graph and known.find(grad) is None:
+            outer = program.that_made(grad)
+            if outer is not None:
+                by_program.setdefault(outer, []).append((grad, variable))
+    for outer, pairs in by_program.items():
+        outside, theirs = [grad for grad, _ in pairs], [variable for _, variable in pairs]
+        if optimizer is None or not accumulates_partial_sums(optimizer, config):
+            with outer.outermost():
+                reduce_gradients(outside, theirs, config, outer)
+        elif outer is not program:
+            outer.attachment(TapeGradients).sum_now(outside)
 
 
 def whole_sums(grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:

@@ -10,8 +10,8 @@ the same on all ranks, which is reduced for them. What follows from that is whol
     grads, norm = tf.clip_by_global_norm(grads, 1.0)        reads the sums: reduced here, once
     optimizer.apply(grads, weights)                         is given what is whole
 
-What is only returned from the function of the rank is its summand: the caller sums. So is what is added to a variable, in a loop
-of one's own; in a step of Keras's trainer a variable gets the sum.
+What is only returned from the function of the rank is its summand: the caller sums. So is what is added to a variable that is no
+parameter, in a loop of one's own; a parameter, and in a step of Keras's trainer every variable, gets the sum.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.optimizers.target import local_part
 from tfdist.sharding import gradient_graph, tape
 from tfdist.sharding.gradient_weight import GradientWeight
 
@@ -37,7 +38,9 @@ class _Summand:
 
 
 class TapeGradients:
-    """The gradients of whole parameters of one rank's program in one trace; an attachment of the program."""
+    """The gradients of whole parameters of one rank's program in one trace; an attachment of the program, and of a branch's."""
+
+    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program
@@ -45,6 +48,7 @@ class TapeGradients:
         self._linear: dict[str, set[_Summand] | None] = {}  # what `_linear_in` has found, by name
         self._images: dict[str, tf.Tensor] = {}  # by the name of what is linear in summands: the same of the sums
         self._wholes: set[str] = set()
+        self._parameters: set[str] = set()  # the names of their handles
         self._own: set[str] = set()  # operations that are not the user's, by name
         self._is_own = False
         self._whole_sums: Callable[..., Sequence[tf.Tensor]] | None = None
@@ -55,10 +59,12 @@ class TapeGradients:
         if self._whole_sums is None:
             self._program.before_collective.append(self.settle)
             self._program.at_close.append(lambda _: self.settle())
+            self._program.before_branch.append(self._let_branch_read)
         self._whole_sums = whole_sums
         is_weighted = self._program.attachment(GradientWeight).is_in_loss
         for grad, variable in zip(grads, variables, strict=True):
             self._summands[grad.name] = _Summand(grad, variable, is_weighted)
+            self._parameters.add(self._program.graph.capture(local_part(variable, self._program).handle).name)
             self._own.update(operation.name for operation in grad.consumers())  # the backward pass itself goes on from it
 
     def note_whole(self, grad: tf.Tensor) -> None:
@@ -67,26 +73,33 @@ class TapeGradients:
 
     def whole_of(self, grad: tf.Tensor) -> tf.Tensor | None:
         """Returns the sum, whole, where `grad` is computed from sums, or linear in gradients with known sums; else None."""
-        if not tf.is_symbolic_tensor(grad) or not (self._summands or self._wholes):
+        if not tf.is_symbolic_tensor(grad):
             return None
-        if grad.graph is not self._program.graph:
-            return grad if self._let_branch_read(grad) else None
-        below = self._linear_in(grad)
+        made_by = self._program.that_made(grad)
+        if made_by not in (None, self._program):
+            return made_by.attachment(TapeGradients).whole_of(grad)
+        below = self._linear_in(grad) if made_by is not None and (self._summands or self._wholes) else None
         if below:
             return self._image(grad) if all(summand.whole is not None for summand in below) else None
-        return grad if self._sources.of(grad) else None
+        outer = self._program.outer
+        is_whole = self._let_branch_read([grad]) if made_by is None else bool(self._sources.of(grad))
+        is_whole = is_whole or outer is not None and outer.attachment(TapeGradients)._let_branch_read([grad])
+        return grad if is_whole else None
 
     def sum_now(self, grads: Sequence[tf.Tensor]) -> None:
         """Sums what `grads` are linear in, so that `whole_of` finds the sums."""
         with self._marked(), self._program.outermost(), tape.stop_recording():
             self._sum_missing(dict.fromkeys(summand for grad in grads for summand in self._linear_in(grad) or ()))
 
-    def _let_branch_read(self, grad: tf.Tensor) -> bool:
-        """Whether `grad`, in a branch, is computed from gradients; they are summed, and the branch will read the sums."""
-        found = gradient_graph.Sources(lambda x: x.graph is self._program.graph and x.name in self._summands).of(grad)
+    def _let_branch_read(self, tensors: Sequence[tf.Tensor]) -> bool:
+        """Whether some of `tensors`, read in a branch, are computed from gradients: of which it will read the sums."""
+        if not (self._summands or self._wholes):
+            return False
+        sources = gradient_graph.Sources(lambda x: x.graph is self._program.graph and x.name in self._summands)
+        found = {tensor.name: self._summands[tensor.name] for read in tensors for tensor in sources.of(read)}
         with self._marked(), self._program.outermost(), tape.stop_recording():
-            self._sum_missing(self._summands[tensor.name] for tensor in found)
-        return bool(found or self._sources.of(grad))
+            self._sum_missing(found.values())
+        return bool(found) or any(self._sources.of(read) for read in tensors)
 
     @contextlib.contextmanager
     def own_use(self) -> Iterator[None]:
@@ -119,7 +132,8 @@ class TapeGradients:
                 tape.reconnect(operation, tensor, self._image(tensor))
 
     def _sum_missing(self, summands: Iterable[_Summand]) -> None:
-        missing = [summand for summand in summands if summand.whole is None]
+        wanted = set(summands)
+        missing = [s for s in self._summands.values() if s in wanted and s.whole is None]  # in one order on all ranks
         self._sum([summand for summand in missing if not summand.is_weighted])
         with self._program.attachment(GradientWeight).entered_with_the_loss():
             self._sum([summand for summand in missing if summand.is_weighted])
@@ -144,7 +158,8 @@ class TapeGradients:
                 if tape.is_backward(operation):
                     is_read = True  # by the gradient of something that reads it
                 elif gradient_graph.only_writes(operation, tensor):
-                    is_read = self._program.attachment(GradientWeight).of_wholes() is not None
+                    is_of_trainer = self._program.attachment(GradientWeight).of_wholes() is not None
+                    is_read = is_of_trainer or any(written.name in self._parameters for written in operation.inputs)
                 else:
                     is_read = not gradient_graph.is_linear(operation, lambda x: self._linear_in(x) is not None)
                 if is_read:

@@ -110,7 +110,7 @@ class Sources:
         self._captured: dict[int, dict[str, tf.Tensor]] = {}
 
     def of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the sources that `tensor` is computed from; itself, if it is one."""
+        """Returns the sources that `tensor` is computed from, in any order; itself, if it is one."""
         waiting = [tensor]
         while waiting:
             current = waiting[-1]

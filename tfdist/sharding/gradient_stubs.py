@@ -7,7 +7,8 @@ hands looks like one device's gradient; what becomes of it shows from what the c
     the same after elementwise operations (g / 4)          these are made again on the shard
     it is read by something else (a norm, a mask, a       the shards are gathered: the sum, whole, as one device has it, and the
     centred gradient, a histogram)                         same on all ranks
-    it is only returned from the function of the rank      the rank's own summand, as at other stages: the caller sums
+    it is only returned from the function of the rank,     the rank's own summand, as at other stages: the caller sums
+    or added to a variable in a loop of one's own
 
 Gathering makes all gradients exist whole, as at stage 1, and adds a third to what a step sends.
 """
@@ -38,6 +39,8 @@ class _Stub:
 
 class GradientStubs:
     """The stubs of one rank's program in one trace; an attachment of the program."""
+
+    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program
@@ -82,7 +85,9 @@ class GradientStubs:
         Returns:
             Whether there are any.
         """
-        self._gather([stub for tensor in tensors if not (stub := self._stubs[tensor.name]).is_connected])
+        names = {tensor.name for tensor in tensors}
+        # In one order on all ranks.
+        self._gather([stub for name, stub in self._stubs.items() if name in names and not stub.is_connected])
         return bool(tensors)
 
     def fill_what_is_read(self) -> None:
@@ -90,7 +95,9 @@ class GradientStubs:
         self._gather([stub for stub in self._stubs.values() if self._is_missing(stub) and self._is_read_whole(stub.tensor)])
 
     def fill_what_is_returned(self, outputs: Sequence[tf.Tensor]) -> None:
-        """Lets stubs that are returned, and read by nothing that wants the sum, be this rank's summands."""
+        """Lets stubs that are returned, and read by nothing that wants the sum, be this rank's summands; what is written too."""
+        for stub in self._stubs.values():
+            self._write_summands(stub.tensor)
         for output in outputs:
             for tensor in self.below(output):
                 stub = self._stubs[tensor.name]
@@ -132,7 +139,36 @@ class GradientStubs:
             any(self._layout_of(output) is None or self._is_read_whole(output) for output in operation.outputs)
             or not operation.outputs
             for operation in tensor.consumers()
+            if not self._gets_summand(operation, tensor)
         )
+
+    def _gets_summand(self, operation: tf.Operation, tensor: tf.Tensor) -> bool:
+        """Whether `operation` adds `tensor` to a variable in a loop of one's own: as at other stages, this rank's summand.
+
+        A parameter is not written so: the shard that it stores is cut out of what it gets.
+        """
+        if self._program.attachment(GradientWeight).of_wholes() is not None:
+            return False
+        return gradient_graph.only_writes(operation, tensor) and self._is_linear(tensor)
+
+    def _is_linear(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is a stub, or a linear function of stubs."""
+        return tensor.name in self._stubs or gradient_graph.is_linear(tensor.op, self._is_linear)
+
+    def _write_summands(self, tensor: tf.Tensor) -> None:
+        for operation in tensor.consumers():
+            if self._gets_summand(operation, tensor):
+                tape.reconnect(operation, tensor, self._summand(tensor))
+            for output in operation.outputs:
+                if self._layout_of(output) is not None:
+                    self._write_summands(output)
+
+    def _summand(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns what `tensor`, which is linear in stubs, is of this rank's summands."""
+        if tensor.name in self._stubs:
+            return tf.cast(self._stubs[tensor.name].full, tensor.dtype)
+        inputs = [self._summand(source) if self._is_linear(source) else source for source in tensor.op.inputs]
+        return tape.with_inputs(tensor.op, inputs).outputs[tensor.value_index]
 
     def _gather(self, stubs: Sequence[_Stub]) -> None:
         if not stubs:

@@ -25,7 +25,7 @@ from tfdist.sharding import keras_scope, tape
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.shard_messages import gather_shards, messages_of
-from tfdist.sharding.unshard import _readers, _travelling_dtype, copy_of
+from tfdist.sharding.units import copy_of, readers_of, travelling_dtype
 
 Key = tuple[int, tf.DType]  # the id of a variable, and the dtype in which it is gathered
 
@@ -74,7 +74,7 @@ class HeldParameters:
         if key not in self._known:
             compute_dtype = keras_scope.autocast_dtype()
             group = self._program.shared(ParameterGroups, config.group_bytes).group_of(variable)
-            if _travelling_dtype(variable, compute_dtype) != dtype:
+            if travelling_dtype(variable, compute_dtype) != dtype:
                 compute_dtype = None  # a read of the stored value in a layer that computes in another dtype
             self._known[key] = (variable, group, compute_dtype)
         whole = self.whole(key)
@@ -97,7 +97,7 @@ class HeldParameters:
     def move_backward(self, wholes: Mapping[Key, tf.Tensor]) -> None:
         """Lets what the gradients' operations read of `wholes`, held earlier, be read from what is held now."""
         for key, before in () if self._program.is_eager else wholes.items():
-            readers = [reader for reader in _readers(before, key[0]) if tape.is_backward(reader.operation)]
+            readers = [reader for reader in readers_of(before, key[0]) if tape.is_backward(reader.operation)]
             if readers and self._wholes.get(key) is not before:
                 copies = {before.name: self.whole(key)}
                 for reader in readers:
@@ -115,8 +115,8 @@ class HeldParameters:
             stack.enter_context(tf.control_dependencies(None))
             stack.enter_context(tf.control_dependencies(self._after))
             stack.enter_context(tf.device(program.device))
-            for message in messages_of(members, members, lambda v: _travelling_dtype(v, compute_dtype)):
-                dtype = _travelling_dtype(message[0], compute_dtype)
+            for message in messages_of(members, members, lambda v: travelling_dtype(v, compute_dtype)):
+                dtype = travelling_dtype(message[0], compute_dtype)
                 shards = [tf.cast(v.component(program.rank).value(), dtype) for v in message]
                 wholes = gather_shards(program, shards, [v.layout for v in message], label)
                 for member, whole in zip(message, wholes, strict=True):

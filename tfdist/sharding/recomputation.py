@@ -61,6 +61,8 @@ class Recomputation:
         idle: the names of operations made again that nothing needs; they do not run.
     """
 
+    IS_OF_BRANCH = True
+
     def __init__(self, program: RankProgram):
         self._program = program
         self._regions: list[Region] = []  # of a region within a region, the inner one first

@@ -5,10 +5,6 @@ whole model gathered from forward to backward. When the gradients have been trac
 are known: the weight is gathered a second time and those operations are made to read the second copy. Nothing is computed twice,
 and the first copy is freed when the forward pass has used it.
 
-Note: views. A layer often reshapes, transposes or casts a weight before it multiplies with it; what backward holds is then the
-view, which shares the weight's buffer or is as large. Operations that only move or cast a weight are made again on the second
-copy. A loop hands a weight that it captured on to its gradient as one of its outputs: that is a view too.
-
 Note: one order. All collectives of a rank form a chain in the order in which they are emitted. The tape calls gradient functions
 in an order of its own, so what backward needs is collected and emitted together, ordered by `order_backward`: before the
 optimizer steps, before any other collective, and at the end at the latest.
@@ -19,13 +15,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram
+from tfdist.collectives import RankProgram, rank_program
 from tfdist.sharding import keras_scope, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
@@ -36,64 +32,7 @@ from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.shard_messages import gather_shards, messages_of, scatter_sums
-
-# Operations whose first input is only moved or cast.
-VIEWS = frozenset(
-    "BroadcastTo Cast ExpandDims Identity Pad Reshape Slice Split SplitV Squeeze StopGradient StridedSlice Transpose "
-    "Unpack".split()
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Reader:
-    """An operation that reads `tensor`: the gathered variable of id `variable`, or a view of it."""
-
-    operation: tf.Operation
-    tensor: tf.Tensor
-    variable: int
-
-
-def _readers(tensor: tf.Tensor, variable: int) -> Iterator[Reader]:
-    for operation in tensor.consumers():
-        if tape.is_backward(operation):
-            yield Reader(operation, tensor, variable)
-        elif operation.type in VIEWS and tape.same(operation.inputs[0], tensor):
-            for view in operation.outputs:
-                yield from _readers(view, variable)
-        else:
-            yield Reader(operation, tensor, variable)
-            for passed in tape.loop_invariants(operation, tensor):
-                yield from _readers(passed, variable)
-
-
-@dataclasses.dataclass(eq=False)
-class Unit:
-    """One gather of a parameter group. A group that is used again later in the step is gathered again: another unit."""
-
-    index: int
-    group: ParameterGroup
-    compute_dtype: tf.DType | None  # of the variables that are cast before they travel; None: all as they are stored
-    shards: dict[int, tf.Tensor]  # this rank's shard by variable id
-    outputs: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)  # the gathered tensor by variable id
-    is_kept: bool = False  # the forward copy serves backward too
-
-    def readers(self) -> list[Reader]:
-        """Returns who reads the gathered tensors or views of them."""
-        return [reader for variable, full in self.outputs.items() for reader in _readers(full, variable)]
-
-    def backward_readers(self, idle: Set[str] = frozenset()) -> list[Reader]:
-        """Returns who reads them in backward, but for operations of the names `idle`, which do not run."""
-        return [reader for reader in self.readers() if tape.is_backward(reader.operation) and reader.operation.name not in idle]
-
-
-@dataclasses.dataclass(eq=False)
-class PendingGradient:
-    """A full local gradient that waits to be reduce-scattered; `stub` stands for the result until then."""
-
-    unit: Unit
-    variable: Any
-    full: tf.Tensor
-    stub: tf.Tensor
+from tfdist.sharding.units import PendingGradient, Reader, Unit, copy_of, travelling_dtype
 
 
 class UnshardSchedule:
@@ -105,6 +44,8 @@ class UnshardSchedule:
 
     Reads inside `while`, `cond`, `map` or a nested function are gathered once, in the graph of `strategy.run`, and captured.
     """
+
+    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program
@@ -119,6 +60,7 @@ class UnshardSchedule:
         program.before_collective.append(self.flush)
         self._stubs: GradientStubs = program.attachment(GradientStubs)
         program.at_close.append(self._close)
+        program.before_branch.append(self._let_branch_read)
 
     # Forward
 
@@ -129,7 +71,7 @@ class UnshardSchedule:
         self._config = config
         group = self._program.shared(ParameterGroups, config.group_bytes).group_of(variable)
         compute_dtype = keras_scope.autocast_dtype()
-        if _travelling_dtype(variable, compute_dtype) != dtype:
+        if travelling_dtype(variable, compute_dtype) != dtype:
             compute_dtype = None  # a read of the stored value in a layer that computes in another dtype
         with self._program.outermost():
             for unit in reversed(self._live):
@@ -161,6 +103,8 @@ class UnshardSchedule:
     def invalidate(self) -> None:
         """Forgets what is gathered, because parameters are about to change: the next read gathers again."""
         self._live.clear()
+        if self._program.outer is not None:
+            self._program.outer.attachment(UnshardSchedule).invalidate()
         kept_weights_of(tf.distribute.get_strategy()).drop_at_write()
 
     def has_gradient(self, variable: Any) -> bool:
@@ -203,9 +147,9 @@ class UnshardSchedule:
     def _all_gather(self, unit: Unit, variables: Sequence[Any], gate: Sequence[tf.Operation], label: str) -> dict[int, tf.Tensor]:
         """Gathers `variables` of `unit`, in as few messages as `messages_of` says, not before `gate` has run."""
         outputs = {}
-        for members in messages_of(variables, variables, lambda v: _travelling_dtype(v, unit.compute_dtype)):
+        for members in messages_of(variables, variables, lambda v: travelling_dtype(v, unit.compute_dtype)):
             layouts = [v.layout for v in members]
-            dtype = _travelling_dtype(members[0], unit.compute_dtype)
+            dtype = travelling_dtype(members[0], unit.compute_dtype)
             with tf.name_scope(_scope_name(label)):
                 shards = [tf.cast(unit.shards[id(v)], dtype) for v in members]
                 with tf.control_dependencies(gate):
@@ -222,7 +166,16 @@ class UnshardSchedule:
         """Whether `gradient` is computed from what a tape has returned: it is then whole, and the same on all ranks."""
         self.flush(below := self._stubs.below(gradient))
         with self._own_emission():
-            return self._stubs.fill(below)
+            is_of_sums = self._stubs.fill(below)
+        return (
+            is_of_sums or self._program.outer is not None and self._program.outer.attachment(UnshardSchedule).is_of_sums(gradient)
+        )
+
+    def _let_branch_read(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Reduces and gathers what `tensors`, which a branch reads, are computed from."""
+        for tensor in tensors:
+            if self._stubs.below(tensor):
+                self.is_of_sums(tensor)
 
     def _close(self, outputs: Any) -> None:
         self._stubs.fill_what_is_returned([x for x in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(x)])
@@ -231,13 +184,22 @@ class UnshardSchedule:
     # Backward
 
     def _on_gradient(self, unit: Unit, variable: Any, upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
-        """The tape's way back through a gather: notes the full gradient, returns a stub for the sum."""
+        """The tape's way back through a gather: notes the full gradient, returns a stub for the sum.
+
+        In a branch that reads what was gathered outside it is the branch that reduces its gradient.
+        """
+        program = rank_program()
+        here = program.here() if program is not None else None
+        if here is not None and here is not self._program:
+            schedule = here.attachment(UnshardSchedule)
+            schedule._config = self._config
+            return schedule._on_gradient(unit, variable, upstream)
         self._differentiated.add(id(variable))
         full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
         full.set_shape(variable.layout.local_shape)
         if full.graph is not self._program.graph or tape.in_vectorized_map():
             raise errors.not_implemented(
-                f"The gradient of sharded parameter {variable.name!r} is taken inside a loop, a branch, a `tf.vectorized_map`, a "
+                f"The gradient of sharded parameter {variable.name!r} is taken inside a loop, a `tf.vectorized_map`, a "
                 "`tape.jacobian` or a nested `tf.function` of the function given to `strategy.run`; with `zero_stage=3` it must "
                 "be taken outside.",
                 fix="Put the loop around `strategy.run` (one `strategy.run` per step), and `@tf.function` on the outermost "
@@ -264,7 +226,7 @@ class UnshardSchedule:
                 has its place, those of layers that are not frozen are taken to be wanted: kept until the end, all full
                 gradients would exist at once.
         """
-        if self._emitting or not self._units:
+        if self._emitting or not (self._units or self._pending):
             return
         self._recomputation.settle()
         self._reduce_and_regather(gradients)
@@ -376,22 +338,6 @@ class UnshardSchedule:
             yield
         finally:
             self._emitting = False
-
-
-def copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
-    """Returns the counterpart of `tensor`, a view, on the second copy; `copies` maps the names that have one, and grows."""
-    if tensor.name not in copies:
-        if tensor.op.type in tape.LOOPS:
-            copies[tensor.name] = copy_of(tensor.op.inputs[tensor.value_index], copies)
-        else:
-            view = tape.clone(tensor.op, copy_of(tensor.op.inputs[0], copies))
-            copies.update({old.name: new for old, new in zip(tensor.op.outputs, view.outputs, strict=True)})
-    return copies[tensor.name]
-
-
-def _travelling_dtype(variable: Any, compute_dtype: tf.DType | None) -> tf.DType:
-    """Returns the dtype in which `variable` is gathered for a layer that computes in `compute_dtype`."""
-    return compute_dtype if compute_dtype is not None and variable.is_autocast else variable.dtype
 
 
 def _scope_name(label: str) -> str:

@@ -243,7 +243,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         program = rank_program()
         if program is not None and self.is_parameter:
             self._check_is_here(program)
-            program.attachment(UnshardSchedule).invalidate()
+            (program.here() or program).attachment(UnshardSchedule).invalidate()
         if self._aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN) and self.is_parameter:
             reduce_op = tf.distribute.ReduceOp[self._aggregation.name]
             value = tf.distribute.get_replica_context().all_reduce(reduce_op, value)

@@ -38,7 +38,7 @@ from tfdist.pipeline.stages.masks import get_keras_mask, set_keras_mask
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.sharding import tape
 from tfdist.sharding.held_parameters import HeldParameters, Key
-from tfdist.sharding.unshard import VIEWS
+from tfdist.sharding.units import VIEWS
 
 # How many functions compute the gradients of a stage's weights. With 1 the first rank's peak of memory under 1F1B is 10 % higher.
 _FUNCTIONS_FOR_WEIGHTS = 4

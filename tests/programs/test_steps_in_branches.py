@@ -1,0 +1,303 @@
+"""Optimizers that are applied in a branch which all ranks take: every few steps, when all is finite, one of two networks."""
+
+import functools
+
+import keras
+import pytest
+import tensorflow as tf
+from grids import exhaustive
+from training import BATCH, loss_function, small, strategy_for, vectors
+
+import tfdist
+from tests.parity.comparison import state
+from tests.programs.comparing import assert_as_on_one_device
+
+ROWS = 5 * BATCH - 5  # the last batch is smaller
+
+
+class Stepping(keras.Sequential):
+    """Counts its steps in `steps`."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.steps = self.add_weight(name="steps", shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def gradients(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+    def is_turn(self, every=2):
+        self.steps.assign_add(1)
+        return tf.equal(self.steps.value % every, 0)
+
+
+class AppliesInABranch(Stepping):
+    def train_step(self, data):
+        loss, grads = self.gradients(data)
+
+        def apply():
+            self.optimizer.apply(grads, self.trainable_variables)
+
+        tf.cond(self.is_turn(), apply, lambda: None)
+        return {"loss": loss}
+
+
+class AppliesWhatItChanges(Stepping):
+    """Reads gradients from outside in the branch, by something that is not linear."""
+
+    def train_step(self, data):
+        loss, grads = self.gradients(data)
+
+        def apply():
+            scaled = [g * 0.5 for g in grads]
+            norm = tf.linalg.global_norm(grads)
+            self.optimizer.apply([g / (1.0 + norm) for g in scaled], self.trainable_variables)
+            return norm
+
+        norm = tf.cond(self.is_turn(), apply, lambda: 0.0)
+        return {"loss": loss, "norm": norm}
+
+
+class TrainsInABranch(Stepping):
+    """Takes gradients in the branch, twice (SAM), and clips them."""
+
+    def train_step(self, data):
+        def train():
+            loss, grads = self.gradients(data)
+            norm = tf.linalg.global_norm(grads)
+            moves = [0.05 * g / norm for g in grads]
+            for weight, move in zip(self.trainable_variables, moves, strict=True):
+                weight.assign_add(move)
+            _, grads = self.gradients(data)
+            for weight, move in zip(self.trainable_variables, moves, strict=True):
+                weight.assign_sub(move)
+            grads, _ = tf.clip_by_global_norm(grads, 0.05)
+            self.optimizer.apply(grads, self.trainable_variables)
+            return loss
+
+        return {"loss": tf.cond(self.is_turn(), train, lambda: 0.0)}
+
+
+class Accumulates(Stepping):
+    """Adds gradients to variables, and applies them every third step."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.sums = [
+            self.add_weight(name=f"sum_{number}", shape=weight.shape, initializer="zeros", trainable=False)
+            for number, weight in enumerate(self.trainable_weights)
+        ]
+
+    def train_step(self, data):
+        loss, grads = self.gradients(data)
+        for total, grad in zip(self.sums, grads, strict=True):
+            total.assign_add(grad)
+
+        def apply():
+            self.optimizer.apply([total / 3 for total in self.sums], self.trainable_variables)
+            for total in self.sums:
+                total.assign(tf.zeros(total.shape))
+
+        tf.cond(self.is_turn(3), apply, lambda: None)
+        return {"loss": loss}
+
+
+class SkipsWhatIsNotFinite(Stepping):
+    def train_step(self, data):
+        loss, grads = self.gradients(data)
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in grads])
+        tf.cond(finite, lambda: self.optimizer.apply(grads, self.trainable_variables), lambda: None)
+        return {"finite": tf.cast(finite, tf.float32)}
+
+
+class OneOfSeveral(Stepping):
+    """Chooses what to train by `tf.switch_case`, and within it by a `tf.cond`."""
+
+    def train_step(self, data):
+        loss, grads = self.gradients(data)
+        weights = self.trainable_variables
+
+        def both():
+            tf.cond(tf.equal(self.steps.value % 4, 0), lambda: self.optimizer.apply(grads, weights), lambda: None)
+
+        def others():
+            _, again = self.gradients(data)
+            self.optimizer.apply([None, *again[1:]], weights)
+
+        self.is_turn()
+        tf.switch_case(tf.cast(self.steps.value % 3, tf.int32), [lambda: None, both, others])
+        return {"loss": loss}
+
+
+MODELS = (AppliesInABranch, AppliesWhatItChanges, TrainsInABranch, Accumulates, SkipsWhatIsNotFinite, OneOfSeveral)
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05),
+    "lamb": lambda: keras.optimizers.Lamb(0.01),
+    "accumulating": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1.0),
+}
+
+
+@functools.cache
+def fitted(kind, optimizer="adam", **arguments):
+    def program(strategy):
+        x, y = vectors(ROWS)
+        if kind is SkipsWhatIsNotFinite:
+            x[BATCH + 1] = float("nan")
+        with strategy.scope():
+            model = kind(small().layers)
+            model.build((None, 15))
+            model.compile(OPTIMIZERS[optimizer](), loss_function(), **arguments)
+        found = []
+        record = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda _, logs: found.append({k: float(v) for k, v in logs.items()})
+        )
+        model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[record])
+        return found, state(model)
+
+    return program
+
+
+def _grid():
+    """Each model at stages 0 and 3 in turns; the rest in the exhaustive suite."""
+    for place, kind in enumerate(MODELS):
+        for stage in range(4):
+            yield (kind, stage) if stage == 3 * (place % 2) else exhaustive(kind, stage)
+
+
+@pytest.mark.parametrize(("kind", "zero_stage"), list(_grid()))
+def test_in_fit(kind, zero_stage):
+    assert_as_on_one_device(fitted(kind), zero_stage)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("optimizer", ("lamb", "accumulating", "scaled"))
+@pytest.mark.parametrize("zero_stage", range(4))
+def test_optimizers(kind, optimizer, zero_stage):
+    assert_as_on_one_device(fitted(kind, optimizer), zero_stage)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("zero_stage", (0, 3))
+def test_several_steps_at_once(kind, zero_stage):
+    assert_as_on_one_device(fitted(kind, steps_per_execution=3), zero_stage, 3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", (AppliesInABranch, Accumulates, OneOfSeveral))
+@pytest.mark.parametrize("zero_stage", (0, 3))
+def test_eagerly(kind, zero_stage):
+    assert_as_on_one_device(fitted(kind, run_eagerly=True), zero_stage, 3)
+
+
+def adversaries(strategy):
+    """A discriminator that learns in every third step, by AutoGraph's `if`; normalized over the batch."""
+    with strategy.scope():
+        layers = keras.layers
+        generator = keras.Sequential(
+            [keras.Input((5,)), layers.Dense(9), layers.BatchNormalization(synchronized=True), layers.Dense(15)]
+        )
+        judge = keras.Sequential([keras.Input((15,)), layers.Dense(9, activation="tanh"), layers.Dense(1)])
+        optimizers = [keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.SGD(0.3)]
+        for optimizer, model in zip(optimizers, (generator, judge), strict=True):
+            optimizer.build(model.trainable_variables)
+        loss_of = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def on_rank(real, noise, number):
+        judged = 0.0
+        if number % 3 == 0:
+            with tf.GradientTape() as tape:
+                true, false = judge(real), judge(generator(noise, training=True))
+                judged = loss_of(tf.ones_like(true), true) + loss_of(tf.zeros_like(false), false)
+            optimizers[1].apply(tape.gradient(judged, judge.trainable_variables), judge.trainable_variables)
+        with tf.GradientTape() as tape:
+            false = judge(generator(noise, training=True))
+            fooled = loss_of(tf.ones_like(false), false)
+        optimizers[0].apply(tape.gradient(fooled, generator.trainable_variables), generator.trainable_variables)
+        return judged, fooled
+
+    @tf.function
+    def step(real, noise, number):
+        return [strategy.reduce("SUM", x, axis=None) for x in strategy.run(on_rank, args=(real, noise, number))]
+
+    batches = tf.data.Dataset.from_tensor_slices((vectors(ROWS)[0], vectors(ROWS)[0][:, :5])).batch(BATCH)
+    batches = enumerate(strategy.experimental_distribute_dataset(batches))
+    return [[float(x) for x in step(*b, tf.constant(n))] for n, b in batches], generator.get_weights(), judge.get_weights()
+
+
+@pytest.mark.parametrize("zero_stage", (exhaustive(0), exhaustive(1), exhaustive(2), 3))
+def test_a_loop(zero_stage):
+    assert_as_on_one_device(adversaries, zero_stage)
+
+
+def applied(strategy, condition):
+    """Applies an optimizer, once, where `condition` of a rank's batch is true."""
+    with strategy.scope():
+        weight = tf.Variable(tf.ones(5))
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build([weight])
+
+    def on_rank(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * x)
+        tf.cond(condition(x), lambda: optimizer.apply(tape.gradient(loss, [weight]), [weight]), lambda: None)
+
+    batch = next(iter(strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(tf.range(1.0, 3.0)))))
+    tf.function(lambda: strategy.run(on_rank, args=(batch,)))()
+
+
+@pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
+def test_ranks_that_disagree_are_told(zero_stage):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="take different branches of a `tf.cond`.*reduced first"):
+        applied(strategy_for(2, zero_stage), lambda x: tf.reduce_sum(x) > 1.5)
+
+
+def test_a_number_of_all_ranks_is_a_condition():
+    applied(strategy_for(2, 3), lambda x: tfdist.collectives.all_reduce(tf.reduce_sum(x)) > 1.5)
+
+
+def test_what_all_ranks_share_and_write_is_refused():
+    """The branch of one rank would wait for that of the other to end."""
+    count, strategy = tf.Variable(0), strategy_for(2, 1)
+    with strategy.scope():
+        weight = tf.Variable(tf.ones(5))
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build([weight])
+
+    def on_rank():
+        def apply():
+            count.assign_add(1)
+            optimizer.apply([tf.ones(5)], [weight])
+
+        tf.cond(tf.constant(True), apply, lambda: None)
+
+    with pytest.raises(RuntimeError, match="uses a variable that all ranks share.*strategy.scope"):
+        tf.function(lambda: strategy.run(on_rank))()
+
+
+def test_a_step_in_a_loop_is_refused():
+    strategy = strategy_for(2, 1)
+    with strategy.scope():
+        weight = tf.Variable(tf.ones(5))
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build([weight])
+
+    def on_rank():
+        for _ in tf.range(2):
+            optimizer.apply([tf.ones(5)], [weight])
+
+    with pytest.raises(RuntimeError, match="in a loop.*Put the loop around|in a loop.*put the loop around"):
+        tf.function(lambda: strategy.run(on_rank))()
+
+
+def test_messages():
+    """What selects the branch is compared once; the gradients of outside are summed outside, in every step."""
+    strategy = strategy_for(2, 2)
+    fitted(AppliesInABranch)(strategy)
+    labels = [record.label for record in strategy.last_plan.records[0]]
+    assert labels.count("branch") == 1
+    assert labels.index("branch") < labels.index("all_gather/bucket_0")

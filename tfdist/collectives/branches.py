@@ -1,0 +1,164 @@
+"""Branches of a rank's function in which collectives stand: `tf.cond` and `tf.case` around an optimizer's step, say.
+
+    program                                   the rank's: emits in the graph of `strategy.run`
+      └ tf.cond(step % 5 == 0, ...)
+          ├ program of the first branch       emits in the branch's graph, when a gradient, a step or a write is met in it
+          └ program of the second
+
+All ranks must take the same branch, or some would wait for ever. So what selects the branch is compared over the ranks of every
+group that meets in it, before the branch is entered: one message of two numbers, and an error where they differ.
+
+Note: order. Collectives of a branch stand on the rank's chain, which the whole `tf.cond` writes: what is emitted outside stands
+before it or after it. What a branch reads from outside must be there before it, and so whatever the outer program still has to
+send for that is sent when the branches have been traced, before TensorFlow makes the `tf.cond` of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import group_ops
+from tfdist.collectives.plan import Ranks
+from tfdist.collectives.program import RankProgram
+from tfdist.collectives.where import rank_program
+
+Build = Callable[[tf.Tensor, list[Callable[[], Any]]], Any]
+
+_BRANCHING = ("Case", "If", "StatelessCase", "StatelessIf")
+_READ_ONLY = "_read_only_resource_inputs"  # TensorFlow's attribute of operations that call functions
+
+
+def trace_branches(selector: Any, functions: Sequence[Callable[[], Any]], build: Build) -> Any:
+    """Returns `build(selector, functions)`, which traces `functions` as the branches of a `tf.cond` or a `tf.case`.
+
+    In the function of a rank the branches may hold collectives.
+    """
+    program = rank_program()
+    if program is None or program.is_eager or isinstance(selector, bool | int) or not program.may_branch_here(selector):
+        return build(selector, list(functions))
+    selector = tf.convert_to_tensor(selector)
+    return Selection(program.root, selector if selector.shape.rank == 0 else tf.reshape(selector, [])).build(functions, build)
+
+
+class Selection:
+    """One `tf.cond` or `tf.case` of a rank's function, while it is traced.
+
+    Args:
+        root: the rank's program.
+        selector: what selects the branch, a boolean or an index.
+    """
+
+    def __init__(self, root: RankProgram, selector: tf.Tensor):
+        self._root = root
+        self._graph = tf.compat.v1.get_default_graph()
+        self._selector = self._agreed = selector
+        self._compared: set[Ranks] = set()
+        self._branches: list[tf.Graph] = []
+        self.programs: dict[tf.Graph, RankProgram] = {}  # of the branches that have one
+
+    def build(self, functions: Sequence[Callable[[], Any]], build: Build) -> Any:
+        began = len(self._graph.get_operations())
+        result = build(self._selector, [self._traced(function) for function in functions[:-1]] + [self._last(functions[-1])])
+        if self._agreed is not self._selector:
+            operation = next(
+                op
+                for op in reversed(self._graph.get_operations()[began:])
+                if op.type in _BRANCHING and op.inputs[0].name == self._selector.name
+            )
+            operation._update_input(0, self._agreed)
+            self._root.shared(SharedResources).check(operation, self._root)
+        return result
+
+    def _traced(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        def traced() -> Any:
+            graph = tf.compat.v1.get_default_graph()
+            self._branches.append(graph)
+            self._root.selections[graph] = self
+            outputs = function()
+            if graph in self.programs:
+                self.programs[graph].close(outputs)
+            return outputs
+
+        return traced
+
+    def _last(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        def traced() -> Any:
+            outputs = self._traced(function)()
+            if self.programs or self._compared:
+                read = [outside for branch in self._branches for outside, _ in branch.captures if tf.is_symbolic_tensor(outside)]
+                with self._graph.as_default():
+                    for settle in self._root.innermost().before_branch:
+                        settle(read)
+            return outputs
+
+        return traced
+
+    def program_of(self, branch: tf.Graph) -> RankProgram | None:
+        """Returns the program of a branch, made on first use; None in a place where no program may stand."""
+        if branch not in self.programs:
+            with self._graph.as_default():
+                outer = self._root.here()
+            if outer is None:
+                return None
+            self.programs[branch] = outer.of_branch(branch)
+        return self.programs[branch]
+
+    def compare(self, ranks: Ranks) -> None:
+        """Lets the branches be entered only where all `ranks` enter the same one."""
+        if len(ranks) == 1 or ranks in self._compared:
+            return
+        self._compared.add(ranks)
+        with self._graph.as_default(), tf.device(self._root.device):
+            number = tf.cast(self._selector, tf.int32)
+            extremes = group_ops.all_reduce(self._root.innermost(), tf.stack([number, -number]), ranks, "min", "branch")
+            message = errors.message(
+                "The ranks take different branches of a `tf.cond` that holds a collective, such as those of `optimizer.apply`, "
+                "of a gradient or of a Keras loss: some of them would wait for ever.",
+                fix="Branch on what is the same on all ranks: a step counter, or a number that is reduced first, "
+                "`tfdist.collectives.all_reduce(x, reduce_op=...)`.",
+            )
+            with tf.control_dependencies([tf.debugging.Assert(tf.equal(extremes[0], -extremes[1]), [message])]):
+                self._agreed = tf.identity(self._agreed)
+
+
+class SharedResources:
+    """What several ranks of a process use in branches with collectives, and no rank alone; shared by the ranks of a trace.
+
+    TensorFlow orders what uses a variable that is written: branches of two ranks would stand one behind the other, and the ranks
+    meet in both.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}  # by name: the number of the first such branching
+
+    def check(self, operation: tf.Operation, root: RankProgram) -> None:
+        """Raises RuntimeError for a resource of `operation` that is written between the branchings of two ranks."""
+        if operation.graph is not root.graph:
+            return
+        numbers = {op.name: number for number, op in enumerate(root.graph.get_operations())}
+        for tensor in operation.inputs:
+            if tensor.dtype != tf.resource:
+                continue
+            first = self._first.setdefault(tensor.name, numbers[operation.name])
+            for user in tensor.consumers() if first < numbers[operation.name] else ():
+                if first <= numbers[user.name] <= numbers[operation.name] and _writes(user, tensor):
+                    raise errors.runtime_error(
+                        "A branch (`tf.cond`) that holds a collective uses a variable that all ranks share, and some write: "
+                        "TensorFlow lets the ranks' branches run one after the other, and the ranks would wait for ever.",
+                        variable=tensor.name,
+                        fix="Make it in `strategy.scope()`, so that each rank has its own, or write it outside `strategy.run`.",
+                    )
+
+
+def _writes(operation: tf.Operation, resource: tf.Tensor) -> bool:
+    if operation.type == "ReadVariableOp":
+        return False
+    places = [place for place, tensor in enumerate(operation.inputs) if tensor.name == resource.name]
+    try:
+        return not set(places) <= set(operation.get_attr(_READ_ONLY))
+    except ValueError:
+        return not operation.type.startswith("Resource") or "Gather" not in operation.type
