@@ -1,5 +1,6 @@
 """The private names of TensorFlow and Keras that jobs of several workers need: this fails when upstream changes them."""
 
+import ctypes
 import inspect
 
 import numpy as np
@@ -10,6 +11,8 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_utils, input_util, values
 from tensorflow.python.eager import context
 from tensorflow.python.framework import random_seed
+
+from tfdist.runtime import coordination
 
 Extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
 
@@ -94,3 +97,12 @@ def test_the_specs_of_a_distributed_dataset(cpus):
     iterator = TFEpochIterator(x=x, batch_size=4, distribute_strategy=strategy)
     (spec,) = tf.nest.flatten(iterator._distributed_dataset.element_spec)
     assert [part.shape[1] for part in spec._value_specs] == [3, 3]
+
+
+def test_the_library_that_starts_servers():
+    """`coordination.enable_collective_ops` calls it by `ctypes`."""
+    library = ctypes.CDLL(coordination._LIBRARY)
+    for name in ("TFE_EnableCollectiveOps", "TF_NewStatus", "TF_GetCode", "TF_Message", "TF_DeleteStatus"):
+        assert hasattr(library, name)
+    tf.constant(1)
+    assert str(context.context()._context_handle).startswith("<capsule object NULL")

@@ -18,7 +18,7 @@ class Store(Coordination):
 
     def __init__(self, index, shared, written):
         self.errors = []
-        super().__init__(Cluster(TASKS, index), "test", report=self.errors.append)
+        super().__init__(Cluster(TASKS, index), "test", report=lambda message, awaited: self.errors.append(message))
         self._shared, self._written = shared, written
 
     def put(self, key, value):

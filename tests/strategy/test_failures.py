@@ -22,9 +22,9 @@ def last_lines(worker, number=4):
 @pytest.mark.parametrize(
     ("act", "victim", "code", "words"),
     [
-        exhaustive("die", 2, -9, "died, or cannot be reached any more"),
-        ("die", 0, -9, "died, or cannot be reached any more"),
-        ("terminate", 1, -15, "died, or cannot be reached any more"),
+        exhaustive("die", 2, -9, "died: its process is gone"),
+        ("die", 0, -9, "died: its process is gone"),
+        ("terminate", 1, -15, "died: its process is gone"),
         ("raise", 2, 1, "raised ValueError: the data of this worker are spoilt"),
         ("leave", 1, 0, "ended its program while"),
     ],
@@ -48,16 +48,19 @@ def test_one_worker_ends_all_in_time_and_is_named(tmp_path, act, victim, code, w
 
 @pytest.mark.timeout(200)
 def test_a_worker_that_hangs_is_told_by_the_step_timeout(tmp_path):
+    """It is named, with the place where it hangs, and not the one that waits for it."""
     each = [{"act": "hang" if index == 1 else "", "step_timeout_seconds": 6} for index in range(2)]
     with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each, programs=[0]) as job:
         job.workers[1].wait_for("acting", 120)
         acted = time.monotonic()
         codes = job.wait(60)
         assert time.monotonic() - acted < 6 + SECONDS_TO_END
-    assert codes[0] != 0 and codes[1] == PEER_FAILED, (codes, job.workers[1].output[-2000:])
-    for worker in job.workers:
-        assert "has waited for the other workers for" in worker.output
-        assert "step_timeout_seconds" in worker.output
+    assert codes == [PEER_FAILED, 1], (codes, job.workers[1].output[-2000:])
+    for worker, who in zip(job.workers, ["Worker 1", "This worker"], strict=True):
+        assert f"tfdist: {who}, worker 1 (localhost:" in last_lines(worker)
+        assert "failure_cases.py:" in last_lines(worker) and ", in hang; worker 0 (localhost:" in last_lines(worker)
+        assert "(`step_timeout_seconds`)" in last_lines(worker)
+        assert "Traceback" not in worker.output
 
 
 @pytest.mark.timeout(200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from tensorflow.python.autograph.core import config
 from tfdist.collectives import Where, trace_branches, where
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
+from tfdist.runtime import coordination
 from tfdist.sharding import ShardedVariable, tape
 
 
@@ -54,6 +56,12 @@ def _indexed_case(
     return trace_branches(
         branch_index, branch_fns, lambda selector, functions: original(selector, functions, name, lower_using_switch_merge)
     )
+
+
+@replaces("tensorflow.python.pywrap_tfe", "TFE_EnableCollectiveOps")
+def _enable_collective_ops(original: Callable[..., Any]) -> Callable[..., Any]:
+    """While a worker's server waits for the others, no thread of Python runs: none that could say that a worker has died."""
+    return functools.partial(coordination.enable_collective_ops, original)
 
 
 _ZEROS = """The gradient of a loop starts from zeros of the shape that a variable is found to have when the loop runs. Nothing is

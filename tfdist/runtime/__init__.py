@@ -9,7 +9,6 @@ from tfdist.runtime.coordination import Coordination
 from tfdist.runtime.failure_watch import FailureWatch
 from tfdist.runtime.first_use import before_first_use, begin_use
 from tfdist.runtime.free_memory import give_back_free_memory
-from tfdist.runtime.rendezvous import wait_for_workers
 from tfdist.runtime.tf_config import read_cluster
 from tfdist.runtime.threads import operations_at_once, share_cores
 
@@ -25,5 +24,4 @@ __all__ = [
     "operations_at_once",
     "read_cluster",
     "share_cores",
-    "wait_for_workers",
 ]

@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
+import ctypes
 import itertools
 import json
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
-from tensorflow.python.framework import random_seed
+from tensorflow.python.framework import errors_impl, random_seed
 
 from tfdist import errors
 from tfdist.runtime.cluster import Cluster, Task
 
-# A worker whose process is gone is noticed by a broken connection; one whose machine is gone, after this long.
-HEARTBEAT_TIMEOUT_SECONDS = 10
+# TensorFlow's service has heartbeats of its own, at whose end it breaks collectives off, in words that name nobody. The failure
+# watch is to be first.
+_SERVICE_PATIENCE = 3.0
+_LEAST_PATIENCE_SECONDS = 30.0
+_starts_servers: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist starts TensorFlow's servers", default=False)
+_LIBRARY = os.path.join(tf.sysconfig.get_lib(), "libtensorflow_cc.so.2")
 # How long one blocking read of the store lasts, before the waiting worker looks up.
 _POLL_SECONDS = 2.0
 
@@ -39,7 +46,7 @@ def is_started() -> bool:
     return context.context()._collective_ops_server_def is not None
 
 
-def configure(cluster: Cluster, rendezvous_timeout_seconds: float) -> None:
+def configure(cluster: Cluster, rendezvous_timeout_seconds: float, peer_timeout_seconds: float) -> None:
     """Chooses the coordination service's settings; to be called before the server starts.
 
     Raises:
@@ -56,24 +63,66 @@ def configure(cluster: Cluster, rendezvous_timeout_seconds: float) -> None:
         service_type="standalone",
         service_leader=cluster.tasks[0].device,
         cluster_register_timeout_in_ms=int(1000 * rendezvous_timeout_seconds),
-        heartbeat_timeout_in_ms=1000 * HEARTBEAT_TIMEOUT_SECONDS,
+        heartbeat_timeout_in_ms=int(1000 * max(_SERVICE_PATIENCE * peer_timeout_seconds, _LEAST_PATIENCE_SECONDS)),
         coordinated_jobs=[coordination_config_pb2.CoordinatedJob(name=name, num_tasks=number) for name, number in jobs.items()],
     )
 
 
 @contextlib.contextmanager
-def program_gets_sigterm() -> Iterator[None]:
-    """Starts TensorFlow's servers inside, and afterwards SIGTERM ends this process, or does what the program wants, as before.
+def starting_servers() -> Iterator[None]:
+    """TensorFlow's servers start inside, and wait for each other. Meanwhile other threads run; afterwards signals are as before.
 
-    They would keep it to themselves, as a notice of preemption that nobody asks for: `kill` would do nothing.
+    Python's call would hold the interpreter's lock while it waits, see `enable_collective_ops`. And the servers would keep
+    SIGTERM to themselves, as a notice of preemption that nobody asks for: `kill` would do nothing.
     """
     before = signal.getsignal(signal.SIGTERM)
+    token = _starts_servers.set(True)
     try:
         yield
     finally:
+        _starts_servers.reset(token)
         # Python lets only the main thread set it; None: not set by Python, and unknown to it.
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+
+
+def enable_collective_ops(original: Callable[[Any, bytes], None], context_handle: Any, server: bytes) -> None:
+    """`TFE_EnableCollectiveOps`, which starts this worker's server and waits for those of all workers, for `starting_servers`.
+
+    `original` holds the interpreter's lock while it waits: no other thread could say that a worker has died meanwhile, or end
+    this one. `ctypes` lets go of it.
+    """
+    if not _starts_servers.get():
+        original(context_handle, server)
+        return
+    library = ctypes.CDLL(_LIBRARY)
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    library.TF_NewStatus.restype = ctypes.c_void_p
+    library.TF_Message.restype = ctypes.c_char_p
+    status = ctypes.c_void_p(library.TF_NewStatus())
+    try:
+        handle = ctypes.c_void_p(pointer(context_handle, None))
+        library.TFE_EnableCollectiveOps(handle, server, ctypes.c_size_t(len(server)), status)
+        code = library.TF_GetCode(status)
+        if code:
+            message = library.TF_Message(status).decode("utf-8", "replace")
+            raise errors_impl.exception_type_from_error_code(code)(None, None, message)
+    finally:
+        library.TF_DeleteStatus(status)
+
+
+class NoAnswerError(TimeoutError):
+    """Workers have not written what this one has waited for.
+
+    Attributes:
+        missing: their indices.
+    """
+
+    def __init__(self, timeout_seconds: float, missing: Sequence[int], cluster: Cluster):
+        names = ", ".join(str(cluster.tasks[index]) for index in missing)
+        super().__init__(f"no answer within {timeout_seconds:g} s from {names}")
+        self.missing = missing
 
 
 class Coordination:
@@ -82,20 +131,22 @@ class Coordination:
     A key is written once; `prefix`, put before every key, keeps the strategies of a process apart.
 
     Args:
-        check: called now and then while this worker waits; raises when waiting has become pointless. None: nothing to check.
-        report: called with the message of an error that ends the job, before it is raised. None: nobody to tell.
+        check: called now and then while this worker waits, with the index of the worker that it waits for, None for any; raises
+            when waiting has become pointless. None: nothing to check.
+        report: called with the message of an error that ends the job, before it is raised, and the index of the worker that did
+            not come, None for an error of this one. None: nobody to tell.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         prefix: str,
-        check: Callable[[], None] | None = None,
-        report: Callable[[str], None] | None = None,
+        check: Callable[[int | None], None] | None = None,
+        report: Callable[[str, int | None], None] | None = None,
     ):
         self.cluster = cluster
-        self._check = check or (lambda: None)
-        self._report = report or (lambda _: None)
+        self._check = check or (lambda _: None)
+        self._report = report or (lambda *_: None)
         self._prefix = f"tfdist/{prefix}"
         self._meetings = itertools.count()
 
@@ -114,8 +165,8 @@ class Coordination:
         except tf.errors.DeadlineExceededError:
             return None
 
-    def get(self, key: str, timeout_seconds: float) -> str:
-        """Returns the value of `key`, waiting for it.
+    def get(self, key: str, timeout_seconds: float, writer: int | None = None) -> str:
+        """Returns the value of `key`, which worker `writer` writes, waiting for it.
 
         Raises:
             TimeoutError: nobody has written it within `timeout_seconds`.
@@ -125,14 +176,14 @@ class Coordination:
             value = self.poll(key, min(left, _POLL_SECONDS))
             if value is not None:
                 return value
-            self._check()
+            self._check(writer)
         raise TimeoutError(f"{key!r} was not written within {timeout_seconds:g} s")
 
     def all_gather(self, key: str, value: Any, timeout_seconds: float) -> list[Any]:
         """Gives every worker the `value` of every worker, in worker order: what JSON can carry.
 
         Raises:
-            TimeoutError: it names the workers that have not called it with `key` within `timeout_seconds`.
+            NoAnswerError: it names the workers that have not called it with `key` within `timeout_seconds`.
         """
         self.put(f"{key}/{self.cluster.worker_index}", json.dumps(value))
         return self._values(key, range(self.cluster.num_workers), timeout_seconds)
@@ -142,10 +193,10 @@ class Coordination:
         values = {}
         for index in workers:
             with contextlib.suppress(TimeoutError):
-                values[index] = self.get(f"{key}/{index}", max(end - time.monotonic(), 0.01))
-        missing = [str(self.cluster.tasks[index]) for index in workers if index not in values]
+                values[index] = self.get(f"{key}/{index}", max(end - time.monotonic(), 0.01), index)
+        missing = [index for index in workers if index not in values]
         if missing:
-            raise TimeoutError(f"no answer within {timeout_seconds:g} s from {', '.join(missing)}")
+            raise NoAnswerError(timeout_seconds, missing, self.cluster)
         return [json.loads(value) for value in values.values()]
 
     def meet(self, what: str, value: str, timeout_seconds: float, *, with_chief_only: bool = False) -> list[str]:
@@ -166,11 +217,12 @@ class Coordination:
         self.put(f"{key}/{here}", json.dumps([what, value]))
         try:
             answers = self._values(key, [0] if with_chief_only else range(self.cluster.num_workers), timeout_seconds)
-        except TimeoutError as error:
+        except NoAnswerError as error:
             self.fail(
                 f"{self.cluster.task} is at a point where all workers must meet, {_pointed(what, value)}, but there was {error}.",
                 fix="Every worker must call `fit`, `evaluate`, `predict`, `save` and the steps of a custom loop alike: look for "
                 "code that only one worker runs, such as `if is_chief: model.evaluate(...)`.",
+                awaited=error.missing[0],
             )
         values = []
         for index, (theirs, their_value) in enumerate(answers):
@@ -182,10 +234,13 @@ class Coordination:
             values.append(their_value)
         return values
 
-    def fail(self, expected: str, *, fix: str = _SAME_PROGRAM) -> NoReturn:
-        """Raises RuntimeError with this text, as `errors.message`, after telling the other workers: the job cannot go on."""
+    def fail(self, expected: str, *, fix: str = _SAME_PROGRAM, awaited: int | None = None) -> NoReturn:
+        """Raises RuntimeError with this text, as `errors.message`, after telling the other workers: the job cannot go on.
+
+        `awaited` is the worker whose fault it is, because it did not come; None: this one's, or nobody's alone.
+        """
         message = errors.message(expected, fix=fix)
-        self._report(message)
+        self._report(message, awaited)
         raise RuntimeError(message)
 
 

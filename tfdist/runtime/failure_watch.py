@@ -1,22 +1,26 @@
-"""Failures that speak: when a worker dies, raises or waits in vain, every other worker ends, with one message that names it.
+"""Failures that speak: when a worker dies, raises, falls silent or hangs, every other worker ends, with a message that names it.
 
-A thread of every worker waits for the first word of a failure in the coordination service's store. Who learns of one writes it
-there, so that all workers tell the same story:
+Every worker has a connection to every other, from the rendezvous on, and a thread that listens to all of them, whatever the main
+thread does:
 
-    a worker raises                its `sys.excepthook` writes what it raised
-    a worker's process is gone     its peers' collectives fail; they look who does not answer any more
-    a worker's program has ended   its peers notice that they wait in a collective for somebody who is done
-    nobody makes progress          a collective has been running for longer than the step timeout
+    a worker raises                its `sys.excepthook` tells what it raised
+    a worker's process is gone     its connection ends, without a word
+    a worker is silent             no word for the peer timeout: it is stopped, or its machine or the network is gone
+    a worker hangs                 its words say that it waits for nobody, when others have waited for the step timeout
+    a worker's program has ended   it has said so, and its peers wait in a collective for it
 
-Then collectives are aborted, so that the training loop raises, and a process that has not ended some seconds later is ended.
+A word every other second tells what a worker is doing. Who learns of a failure tells all others, so that all tell the same
+story. Then collectives are aborted, so that the training loop raises, and a process that has not ended some seconds later is
+ended.
+
+Note: silence and the interpreter.
+A thread of Python is silent, too, while a call of another holds the interpreter's lock, which may last. So a worker that nothing
+is heard of is asked by TensorFlow's server, whose threads need no interpreter: one that answers lives.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import dataclasses
-import json
 import os
 import sys
 import threading
@@ -29,20 +33,31 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.runtime import coordination
 from tfdist.runtime.cluster import Cluster
-from tfdist.runtime.coordination import Coordination
+from tfdist.runtime.failure import Failure, headline
+from tfdist.runtime.interrupts import Interrupts
+from tfdist.runtime.peers import Peers, Word
+from tfdist.runtime.rendezvous import WorkerFailedError, wait_for_workers
+from tfdist.runtime.standing import is_in_tensorflow, where_it_stands
 
-_POLL_SECONDS = 1.0
-# After its collectives were aborted, a worker has this long to end by itself.
+# How long the thread waits for words before it looks at this worker itself.
+_LOOK_SECONDS = 0.5
+# Words about oneself come so often, or five times within the peer timeout.
+_BEAT_SECONDS = 2.0
+# After its collectives were aborted, a worker has this long to end by itself; before there are any, this long.
 _GRACE_SECONDS = 12.0
-# So long a failed job's chief goes on answering for the others, who read from its store what has happened.
-_LINGER_SECONDS = 6.0
-# So long it waits at the end of its program for workers that have something left to do on their own.
+_GRACE_WHILE_CONNECTING_SECONDS = 3.0
+# So long the chief, who hosts the store, waits at the end of its program for workers that have something left to do on their own.
 _LAST_SECONDS = 3600.0
 # A program that waits for a worker whose own program has ended is given this long: the end may have come just after it, and a
 # busy machine can take seconds for the rest.
 _ENDED_SECONDS = 10.0
-# A key that was written before now is read within this long, on a busy machine too.
-_READ_SECONDS = 1.0
+# The main thread has so long to handle Ctrl-C itself.
+_INTERRUPT_SECONDS = 3.0
+_INTERRUPTED_EXIT_CODE = 130
+# Who waits for another worker outside of steps looks up this often at least.
+_AWAITED_SECONDS = 5.0
+# A collective that fails is followed by a word of the one whose fault it is, within this time.
+_CAUSE_SECONDS = 15.0
 
 _COLLECTIVE_ERRORS = (
     tf.errors.UnavailableError,
@@ -54,22 +69,6 @@ _COLLECTIVE_ERRORS = (
     tf.errors.UnknownError,
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """What ended the job: the worker it started on, and a clause that says what happened ("raised ValueError: ...")."""
-
-    worker_index: int
-    what: str
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Failure:
-        return cls(**json.loads(text))
-
-
 # Per rank of this process that runs a program of collectives at this moment: a count that is another for its next program, and
 # the program, whose `str` describes it.
 Running = Callable[[], Mapping[int, tuple[int, Any]]]
@@ -78,93 +77,188 @@ Running = Callable[[], Mapping[int, tuple[int, Any]]]
 class FailureWatch:
     """Watches the other workers of `cluster`, and tells them of this one. One per process.
 
-    Beside `coordination.abort_collectives`, `abort` makes what waits for another worker in this process fail with a message.
+    Its life: `start`, `connect`, `servers_run`, and `add` for every strategy.
+
+    Args:
+        cluster: the workers.
+        abort: makes what waits for another worker in this process fail with a message, beside TensorFlow's collectives.
+        peer_timeout_seconds: after so long without a word a worker is taken for lost.
     """
 
-    def __init__(self, cluster: Cluster, abort: Callable[[str], None]):
+    def __init__(self, cluster: Cluster, abort: Callable[[str], None], peer_timeout_seconds: float):
         self._cluster = cluster
         self._abort = abort
-        self._store = Coordination(cluster, "job")
+        self._peer_timeout = peer_timeout_seconds
+        self._beat_seconds = min(_BEAT_SECONDS, peer_timeout_seconds / 5)
+        self._peers = Peers()
+        self._beats: dict[int, Word] = {}  # the last word of each other worker about itself
+        self._ended: dict[int, float] = {}  # whose programs have ended, and when
         self._watched: list[tuple[Running, float]] = []
         self._since: dict[tuple[int, int], tuple[int, float]] = {}
+        self._idle_since = time.monotonic()
+        self._awaited: tuple[int | None, float] = (None, 0.0)  # whom the main thread waits for outside of steps, and when it did
+        self._next_look = 0.0
+        self._next_beat = 0.0
         self._failure: Failure | None = None
         self._known = threading.Event()
         self._raised = False
         self._is_ending = False
+        self._servers_run = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="tfdist failure watch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, and takes part in the end of the process."""
+        """Takes part in the end of the process."""
+        self._interrupts = Interrupts()
         previous = sys.excepthook
         sys.excepthook = lambda *error: self._on_exception(previous, *error)
         atexit.register(self._at_exit)
+
+    def connect(self, timeout_seconds: float) -> None:
+        """Finds the other workers, and watches them from now on.
+
+        Raises:
+            RuntimeError: one has ended, or this machine already uses the port of this worker.
+            TimeoutError: workers are missing after `timeout_seconds`; it names them.
+        """
+        try:
+            self._peers = wait_for_workers(self._cluster, timeout_seconds)
+        except WorkerFailedError as error:
+            self._learn(error.failure)
+            raise RuntimeError(error.failure.message(self._cluster)) from None
         self._thread.start()
+
+    def servers_run(self) -> None:
+        """Says that TensorFlow's servers have met: from now on there are collectives, and who is silent can be asked."""
+        self._servers_run = True
+
+    def close(self) -> None:
+        """Lets go of the other workers, with whom there will be no job."""
+        self._is_ending = True
+        self._known.set()
+        self._peers.close()
 
     def add(self, running: Running, step_timeout_seconds: float) -> None:
         """Watches the progress of what is `running`, whose collectives may wait for others so long."""
         self._watched.append((running, step_timeout_seconds))
 
-    def check(self) -> None:
-        """Raises RuntimeError when the job has failed: for code that waits for another worker."""
+    def check(self, awaited: int | None = None) -> None:
+        """Raises RuntimeError when the job has failed, or worker `awaited` has ended: for code that waits for another worker."""
+        now = time.monotonic()
+        self._awaited = (awaited, now)
+        # What it has written before its end has been read meanwhile.
+        if self._failure is None and now - self._ended.get(awaited, now) > _AWAITED_SECONDS:
+            self._learn(Failure(awaited, f"ended its program while {self._cluster.task} was waiting for it"))
         if self._failure is not None:
-            raise RuntimeError(self._message(self._failure))
+            raise RuntimeError(self._failure.message(self._cluster))
 
-    def report(self, message: str) -> None:
-        """Tells the other workers of an error that this worker is about to raise, and that ends the job."""
-        self._raised = True
-        self._learn(self._agree(Failure(self._cluster.worker_index, f"raised RuntimeError: {message}")))
+    def report(self, message: str, awaited: int | None = None) -> None:
+        """Tells the other workers of an error that this worker is about to raise, and that ends the job.
+
+        `awaited` is the worker that did not come to where this one has waited for it, and whose fault it is.
+        """
+        failure = Failure(self._cluster.worker_index, f"raised RuntimeError: {message}")
+        if awaited is not None:
+            failure = Failure(awaited, f"did not come to where others waited for it{self._standing(awaited)}; {message}")
+        self._raised = awaited is None
+        self._learn(failure)
 
     # The thread
 
     def _watch(self) -> None:
-        while not self._known.is_set() and not self._is_ending:
-            try:
-                text = self._store.poll("failure", _POLL_SECONDS)
-                failure = Failure.from_json(text) if text else self._stuck()
-            except tf.errors.OpError:  # the chief does not answer
-                failure = self._unreachable()
-                time.sleep(0 if failure else _POLL_SECONDS)
-            if failure is not None and not self._raised:
-                self._end(self._agree(failure))
-                return
-
-    def _end(self, failure: Failure) -> None:
-        self._learn(failure)
-        if self._is_ending:
-            return
-        self._abort(self._message(failure))
-        coordination.abort_collectives(self._message(failure))
-        time.sleep(_GRACE_SECONDS)
-        if not self._is_ending:
-            self._say(failure)
-            _flush()
-            os._exit(errors.PEER_FAILED_EXIT_CODE)
-
-    def _learn(self, failure: Failure) -> None:
-        self._failure = failure
-        self._known.set()
-
-    def _agree(self, failure: Failure) -> Failure:
-        """Writes `failure`, and returns the one that was written first."""
+        failure = None
         try:
-            if not self._store.put("failure", failure.to_json()):
-                return Failure.from_json(self._store.poll("failure", 2.0) or failure.to_json())
-        except tf.errors.OpError:
-            pass  # the chief is gone, and its store with it
-        return failure
+            while failure is None and not self._known.is_set():
+                failure = self._turn()
+        except BaseException as error:  # unwatched, the job could wait for ever
+            failure = Failure(self._cluster.worker_index, f"cannot watch the others: {headline(type(error), error)}")
+        if failure is not None or not self._raised:
+            self._end(failure or self._failure)
 
-    def _stuck(self) -> Failure | None:
-        """Returns a failure when a rank of this worker waits in a collective for too long."""
-        here = self._cluster.worker_index
-        for seconds, limit, program in self._waiting():
-            if seconds > _ENDED_SECONDS:
-                ended = self._store.poll("ended", 0.001)
-                if ended is not None and int(ended) != here:
-                    return Failure(int(ended), f"ended its program while {self._cluster.task} was waiting for it in {program}")
-            if seconds > limit:
-                what = f"has waited for the other workers for {seconds:.0f} s (`step_timeout_seconds`) in {program}"
-                return Failure(here, what)
+    def _turn(self) -> Failure | None:
+        """Looks at all once; returns what has ended the job, if something has."""
+        found = [self._heard(index, word) for index, word in self._peers.listen(_LOOK_SECONDS)]
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            waiting = self._waiting()
+            if now >= self._next_beat:
+                self._next_beat = now + self._beat_seconds
+                self._beat(waiting)
+            self._end_if_interrupted(waiting)
+            lost = self._silent()
+            if self._is_ending:
+                self._ended |= {lost.worker_index: now} if lost else {}
+            else:
+                found += [lost, self._stuck(waiting)]
+        return next((failure for failure in found if failure is not None), None)
+
+    def _heard(self, index: int, word: Word | None) -> Failure | None:
+        if word is None:
+            is_expected = self._is_ending or index in self._ended
+            return None if is_expected else Failure(index, "died: its process is gone")
+        if "failed" in word:
+            return None if self._is_ending else Failure.from_word(word)
+        if "ended" in word:
+            self._ended[index] = time.monotonic()
+        if "beat" in word:
+            self._beats[index] = word["beat"]
         return None
+
+    def _beat(self, waiting: list[tuple[float, float, Any]]) -> None:
+        """Tells the others that this worker lives, and what it is doing."""
+        now = time.monotonic()
+        awaited, asked = self._awaited
+        is_waiting = bool(waiting) or self._is_ending or (awaited is not None and now - asked < _AWAITED_SECONDS)
+        self._idle_since = now if is_waiting else self._idle_since
+        self._peers.tell({"beat": {"at": where_it_stands(), "idle": now - self._idle_since}}, may_be_lost=True)
+
+    def _silent(self) -> Failure | None:
+        """Returns the failure of a worker that has been silent for too long, and does not answer."""
+        for index, seconds in self._peers.silences().items():
+            if seconds > self._peer_timeout and index not in self._ended:
+                # Note: silence and the interpreter
+                if self._servers_run and coordination.is_reachable(self._cluster.tasks[index]):
+                    self._peers.excuse(index, self._peer_timeout / 10)
+                else:
+                    return Failure(index, self._how_silent(seconds))
+        return None
+
+    def _how_silent(self, seconds: float) -> str:
+        silences = self._peers.silences()
+        nobody = len(silences) > 1 and min(silences.values()) > self._peer_timeout / 2
+        reason = (
+            "the network of this machine is cut" if nobody else "it is stopped, or its machine or the network between is gone"
+        )
+        others = ", nor has any other" if nobody else ""
+        return f"has not been heard of for {seconds:.0f} s (`peer_timeout_seconds`){others}: {reason}"
+
+    def _stuck(self, waiting: list[tuple[float, float, Any]]) -> Failure | None:
+        """Returns a failure when a rank of this worker waits in a collective for too long."""
+        for seconds, limit, program in waiting:
+            if seconds > _ENDED_SECONDS and self._ended:
+                return Failure(min(self._ended), f"ended its program while {self._cluster.task} was waiting for it in {program}")
+            if seconds > limit:
+                return self._behind(seconds, program)
+        return None
+
+    def _behind(self, seconds: float, program: Any) -> Failure:
+        """Returns the failure of the worker that others have waited for: it is silent, or waits for nobody."""
+        waited = f"{self._cluster.task} has waited for {seconds:.0f} s (`step_timeout_seconds`) in {program}"
+        silences = self._peers.silences()
+        silent = max(silences, key=silences.__getitem__, default=None)
+        if silent is not None and silences[silent] > 3 * self._beat_seconds:
+            return Failure(silent, f"has not been heard of for {silences[silent]:.0f} s: {waited}")
+        idle = {index: beat["idle"] for index, beat in self._beats.items() if index in silences}
+        index = max(idle, key=idle.__getitem__, default=None)
+        if index is not None and idle[index] > 0:
+            return Failure(index, f"did not join the others{self._standing(index)}; {waited}")
+        places = [f"worker {index} at {beat['at']}" for index, beat in sorted(self._beats.items())]
+        return Failure(None, f"No worker makes progress: {waited}; the others wait as well: {'; '.join(places)}")
+
+    def _standing(self, index: int) -> str:
+        place = self._beats.get(index, {}).get("at")
+        return f": its main thread is at {place}" if place else ""
 
     def _waiting(self) -> list[tuple[float, float, Any]]:
         """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and the program."""
@@ -176,94 +270,89 @@ class FailureWatch:
         self._since = {key: (count, since) for key, (count, since, _, _) in found.items()}
         return [(now - since, limit, program) for _, since, limit, program in found.values()]
 
-    def _unreachable(self) -> Failure | None:
-        """Returns a failure of the first worker that does not answer, None when all do."""
-        for index, task in self._cluster.others():
-            if not coordination.is_reachable(task):
-                return Failure(index, self._how_it_left(index))
-        return None
+    def _end_if_interrupted(self, waiting: list[tuple[float, float, Any]]) -> None:
+        """Ends a process whose main thread does not see that Ctrl-C was pressed: it waits in TensorFlow, for no collective."""
+        if self._interrupts.unhandled_seconds() > _INTERRUPT_SECONDS and not waiting and is_in_tensorflow():
+            failure = Failure(self._cluster.worker_index, f"was interrupted: its main thread was at {where_it_stands()}")
+            self._learn(failure)
+            self._say(failure)
+            _end_process(_INTERRUPTED_EXIT_CODE)
 
-    def _how_it_left(self, index: int) -> str:
-        with contextlib.suppress(tf.errors.OpError):
-            if self._store.poll(f"ended/{index}", _READ_SECONDS) is not None:
-                return f"ended its program while {self._cluster.task} was waiting for it in a collective"
-        return "died, or cannot be reached any more"
+    def _end(self, failure: Failure) -> None:
+        self._learn(failure)
+        if self._is_ending:
+            return
+        if self._servers_run:
+            self._abort(failure.message(self._cluster))
+            coordination.abort_collectives(failure.message(self._cluster))
+        time.sleep(_GRACE_SECONDS if self._servers_run else _GRACE_WHILE_CONNECTING_SECONDS)
+        if not self._is_ending:
+            self._say(failure)
+            _end_process(self._exit_code(failure))
+
+    def _learn(self, failure: Failure) -> None:
+        """Keeps the first failure, and tells the others."""
+        if self._failure is None:
+            self._failure = failure
+            self._peers.tell(failure.to_word())
+        self._known.set()
 
     # The main thread
 
     def _on_exception(self, previous: Any, kind: type, value: BaseException, traceback: Any) -> None:
         """`sys.excepthook`: an exception is about to end this process."""
+        here = self._cluster.worker_index
+        if os.getpid() != self._process:  # forked from the worker's
+            previous(kind, value, traceback)
+            return
         failure = self._cause() if isinstance(value, _COLLECTIVE_ERRORS) else self._failure
         if failure is None:
             self._raised = True
-            failure = self._agree(Failure(self._cluster.worker_index, f"raised {_headline(kind, value)}"))
+            failure = Failure(here, f"raised {headline(kind, value)}")
             self._learn(failure)
-        if failure.worker_index == self._cluster.worker_index:
+        if failure.worker_index == here:
             self._raised = True
             previous(kind, value, traceback)
         else:
             self._say(failure)
 
     def _cause(self) -> Failure | None:
-        """Returns why a collective has failed: what another worker has written, or who does not answer."""
-        end = time.monotonic() + coordination.HEARTBEAT_TIMEOUT_SECONDS + 5
-        while time.monotonic() < end:
-            if self._known.wait(0.7):
-                return self._failure
-            failure = self._unreachable()
-            if failure is not None:
-                failure = self._agree(failure)
-                self._learn(failure)
-                return failure
-        return None
+        """Returns why a collective has failed: what another worker has said, or who does not answer."""
+        start = time.monotonic()
+        while (passed := time.monotonic() - start) < self._peer_timeout + 5:
+            if self._known.wait(1.0):
+                break
+            if passed > _CAUSE_SECONDS and all(coordination.is_reachable(task) for _, task in self._cluster.others()):
+                break
+        return self._failure
 
     def _at_exit(self) -> None:
         """The chief hosts the store: it leaves last, or the others would take its end for a failure."""
+        if os.getpid() != self._process:
+            return
         self._is_ending = True
-        failed = self._failure is not None
-        here = self._cluster.worker_index
-        try:
-            if not failed:
-                self._store.put("ended", str(here))
-                self._store.put(f"ended/{here}", "")
-            self._store.put(f"left/{here}", "")
-            if self._cluster.is_chief:
-                self._wait_for_others(_LINGER_SECONDS if failed else _LAST_SECONDS)
-        except tf.errors.OpError:
-            pass  # the chief is gone already
-        if failed and not self._raised:
-            _flush()
-            os._exit(errors.PEER_FAILED_EXIT_CODE)
+        failure = self._failure
+        if failure is None:
+            self._peers.tell({"ended": True})
+            end = time.monotonic() + _LAST_SECONDS
+            while self._cluster.is_chief and self._peers.indices() - set(self._ended) and time.monotonic() < end:
+                time.sleep(0.05)
+        elif not self._raised:
+            _end_process(self._exit_code(failure))
 
-    def _wait_for_others(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        for index, task in self._cluster.others():
-            while time.monotonic() < end and self._store.poll(f"left/{index}", 0.5) is None:
-                if not coordination.is_reachable(task):
-                    break
-
-    # Words
-
-    def _message(self, failure: Failure) -> str:
-        here, task = self._cluster.task, self._cluster.tasks[failure.worker_index]
-        which = "This worker" if failure.worker_index == self._cluster.worker_index else f"Worker {failure.worker_index}"
-        return (
-            f"tfdist: {which}, {task}, {failure.what}. {here} ends too: no worker can train without the others. Start the job "
-            "again; with `keras.callbacks.BackupAndRestore` it continues from its last backup."
-        )
+    def _exit_code(self, failure: Failure) -> int:
+        return 1 if failure.worker_index == self._cluster.worker_index else errors.PEER_FAILED_EXIT_CODE
 
     def _say(self, failure: Failure) -> None:
         _flush()
-        print(self._message(failure), file=sys.stderr, flush=True)
-
-
-def _headline(kind: type, value: BaseException) -> str:
-    """Returns the line of an exception that says most; the first of a graph's error is a title."""
-    lines = [line.strip() for line in str(value).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(("Graph execution error", "Detected at node", "File "))] or lines
-    return f"{kind.__name__}: {lines[0]}"[:500] if lines else kind.__name__
+        print(failure.message(self._cluster), file=sys.stderr, flush=True)
 
 
 def _flush() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def _end_process(code: int) -> None:
+    _flush()
+    os._exit(code)

@@ -1,39 +1,171 @@
-"""The workers of a job find each other, before TensorFlow's servers start.
+"""The workers of a job find each other, and connect, before TensorFlow's servers start.
 
-TensorFlow would wait for missing workers itself, but for ever, deaf to signals and without a word. So each worker first checks in
-with the chief, at the addresses that the servers take over afterwards:
+TensorFlow would wait for missing workers itself, but for ever, deaf to signals and without a word. So each worker first listens
+at the address that its server takes over afterwards, and connects to every other, for the whole job (see `peers`):
 
-    worker 1   "tfdist 1"  ──▶  chief
-               ◀──  "go"                when all have checked in
-               ◀──  "no worker 2 (host:port)"    to those present, when the time is over
+    worker 2   "tfdist 2"  ──▶  all others      tries each address until it is answered
+               ◀──  "tfdist 0", ...             to those before it the connection stays; to those behind it was a trial
+    each       "ready"     ──▶  all             when it has reached all, and all have reached it; all go on when all are ready
+               "missing: worker 3 (...)"        when the time is over
+    launcher   "tfdist failed ..."  ──▶  each   when a worker has ended, which may not have been connected
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import select
 import socket
+import threading
 import time
 
 from tfdist import errors
 from tfdist.runtime.cluster import Cluster, Task
+from tfdist.runtime.failure import Failure
+from tfdist.runtime.peers import Peers
 
 _POLL_SECONDS = 0.2
+_CONNECT_SECONDS = 5.0
+# Who connects says at once who it is.
+_GREETING_SECONDS = 2.0
+_LONGEST_LINE = 4096
+# So much longer the others wait than the chief, who knows best who is missing.
+_CHIEF_FIRST_SECONDS = 2.0
 
 
-def wait_for_workers(cluster: Cluster, timeout_seconds: float) -> None:
-    """Returns when all workers of `cluster` have been started.
+class WorkerFailedError(Exception):
+    """A worker has ended while the others were connecting.
+
+    Attributes:
+        failure: which one, and how.
+    """
+
+    def __init__(self, failure: Failure):
+        super().__init__(failure.what)
+        self.failure = failure
+
+
+def wait_for_workers(cluster: Cluster, timeout_seconds: float) -> Peers:
+    """Returns the connections to all other workers of `cluster` when all have been started, and are connected to all.
 
     Raises:
         RuntimeError: this machine already uses the port at which this worker is to be reached.
         TimeoutError: workers are missing after `timeout_seconds`; it names them.
+        WorkerFailedError: a worker has ended meanwhile.
     """
-    end = time.monotonic() + timeout_seconds
     with _held_port(cluster.task) as listener:
-        if cluster.is_chief:
-            _gather(cluster, listener, end)
-        else:
-            _check_in(cluster, end)
+        rendezvous = _Rendezvous(cluster, listener, time.monotonic() + timeout_seconds)
+        try:
+            return rendezvous.run()
+        except BaseException as error:
+            if isinstance(error, WorkerFailedError):
+                rendezvous.peers.tell(error.failure.to_word())
+            rendezvous.peers.close()
+            raise
+        finally:
+            rendezvous.is_over.set()
+
+
+def tell_of_failure(task: Task, failure: Failure) -> bool:
+    """Tells the worker `task` on this machine, if it is connecting, of a failure; returns whether somebody listens there."""
+    try:
+        with socket.create_connection((_host(task), task.port), 1.0) as connection:
+            connection.sendall(f"tfdist failed {json.dumps(failure.to_word())}\n".encode())
+    except OSError:
+        return False
+    return True
+
+
+class _Rendezvous:
+    def __init__(self, cluster: Cluster, listener: socket.socket, end: float):
+        self.peers = Peers()
+        self.is_over = threading.Event()
+        self._cluster = cluster
+        self._listener = listener
+        self._end = end
+        self._ready: set[int] = set()
+        self._unreached = {index: "it has not answered" for index, _ in cluster.others()}  # and why not
+
+    def run(self) -> Peers:
+        everybody = {index for index, _ in self._cluster.others()}
+        for index in everybody:
+            threading.Thread(target=self._reach, args=(index,), name="tfdist rendezvous", daemon=True).start()
+        is_ready = False
+        while not (is_ready and everybody <= self._ready):
+            self._listen()
+            self._accept()
+            if not is_ready and not self._unreached and everybody <= self.peers.indices():
+                is_ready = True
+                self.peers.tell({"ready": True})
+            if time.monotonic() > self._end + (0 if self._cluster.is_chief else _CHIEF_FIRST_SECONDS):
+                missing = self._missing(everybody)
+                self.peers.tell({"missing": missing})
+                raise TimeoutError(missing)
+        return self.peers
+
+    def _listen(self) -> None:
+        """Hears what those say that are connected."""
+        for index, word in self.peers.listen(_POLL_SECONDS):
+            if word is None:
+                raise WorkerFailedError(Failure(index, "ended while the workers of the job were connecting"))
+            if "missing" in word:
+                raise TimeoutError(word["missing"])
+            if "failed" in word:
+                raise WorkerFailedError(Failure.from_word(word))
+            if "ready" in word:
+                self._ready.add(index)
+
+    def _accept(self) -> None:
+        """Answers those that have connected to this worker, and keeps the connections of workers behind it."""
+        while select.select([self._listener], [], [], 0)[0]:
+            connection = self._listener.accept()[0]
+            name, _, rest = _line(connection, _GREETING_SECONDS).partition(" ")
+            if name == "tfdist" and rest.startswith("failed "):  # the launcher
+                raise WorkerFailedError(Failure.from_word(json.loads(rest.removeprefix("failed "))))
+            index = int(rest) if name == "tfdist" and rest.isdecimal() else self._cluster.num_workers  # not one of us
+            answered = index < self._cluster.num_workers and self._greet(connection)
+            if not (answered and index > self._cluster.worker_index and self.peers.add(index, connection)):
+                connection.close()
+
+    def _greet(self, connection: socket.socket) -> bool:
+        try:
+            connection.sendall(f"tfdist {self._cluster.worker_index}\n".encode())
+        except OSError:
+            return False
+        return True
+
+    def _reach(self, index: int) -> None:
+        """A thread: reaches worker `index` at its address as soon as it is there."""
+        task = self._cluster.tasks[index]
+        while not self.is_over.is_set():
+            try:
+                connection = socket.create_connection((_host(task), task.port), _CONNECT_SECONDS)
+            except TimeoutError:
+                self._unreached[index] = "it has not answered"
+            except OSError as error:  # not started yet, or its name is not known yet
+                self._unreached[index] = error.strerror or str(error)
+            else:
+                # It answers when it looks, which may be after this worker's time.
+                answer = _line(connection, max(self._end - time.monotonic(), 1.0)) if self._greet(connection) else ""
+                is_there = answer == f"tfdist {index}"
+                if not is_there or index > self._cluster.worker_index or not self.peers.add(index, connection):
+                    connection.close()
+                if is_there:
+                    del self._unreached[index]
+                    return
+                self._unreached[index] = (
+                    "what listens there is not that worker of this job" if answer else "it has closed the connection"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _missing(self, everybody: set[int]) -> str:
+        """Returns who has kept this worker waiting, and why."""
+        here, tasks, connected = self._cluster.task, self._cluster.tasks, self.peers.indices()
+        never = [index for index in sorted(everybody - connected) if index > self._cluster.worker_index]
+        found = [f"{', '.join(str(tasks[index]) for index in never)} did not come"] if never else []
+        unreached = [index for index in sorted(self._unreached) if index not in never]
+        found += [f"{tasks[index]} cannot be reached from {here}: {self._unreached[index]}" for index in unreached]
+        late = ", ".join(str(tasks[index]) for index in sorted(everybody - self._ready))
+        return "; ".join(found) or f"{late} could not reach all others"
 
 
 def _held_port(task: Task) -> socket.socket:
@@ -46,61 +178,20 @@ def _held_port(task: Task) -> socket.socket:
         ) from error
 
 
-def _gather(cluster: Cluster, listener: socket.socket, end: float) -> None:
-    """The chief: lets everybody go when all are there."""
-    present: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as stack:
-        while len(present) < cluster.num_workers - 1:
-            if time.monotonic() > end:
-                missing = ", ".join(str(task) for index, task in cluster.others() if index not in present)
-                _tell(present, f"no {missing}")
-                raise TimeoutError(f"{missing} did not come")
-            for ready in select.select([listener, *present.values()], [], [], _POLL_SECONDS)[0]:
-                if ready is listener:
-                    connection = stack.enter_context(listener.accept()[0])
-                    index = _received_index(connection)
-                    if index is not None and 0 < index < cluster.num_workers:
-                        present[index] = connection
-                else:  # who has checked in is silent, unless it has ended
-                    present = {index: connection for index, connection in present.items() if connection is not ready}
-        _tell(present, "go")
+def _host(task: Task) -> str:
+    return task.host.strip("[]")
 
 
-def _received_index(connection: socket.socket) -> int | None:
-    connection.settimeout(2.0)
-    with contextlib.suppress(OSError, ValueError):
-        name, _, index = connection.recv(64).decode("ascii").strip().partition(" ")
-        return int(index) if name == "tfdist" else None
-    return None  # not one of us
-
-
-def _tell(present: dict[int, socket.socket], text: str) -> None:
-    for connection in present.values():
-        with contextlib.suppress(OSError):
-            connection.sendall(f"{text}\n".encode())
-
-
-def _check_in(cluster: Cluster, end: float) -> None:
-    """Another worker: checks in with the chief and waits for its word."""
-    chief = cluster.tasks[0]
-    host, reason = chief.address.rpartition(":")[0].strip("[]"), "it has not answered"
-    while (left := end - time.monotonic()) > 0:
-        try:
-            with socket.create_connection((host, chief.port), min(left, 5.0)) as connection:
-                connection.sendall(f"tfdist {cluster.worker_index}\n".encode())
-                # The chief has started before or after: it may give up, and say who is missing, a little later than this.
-                connection.settimeout(left + 2.0)
-                answer = connection.makefile(encoding="utf-8", errors="replace").readline().strip()
-            if answer == "go":
-                return
-            if answer.startswith("no "):
-                raise TimeoutError(f"{answer.removeprefix('no ')} did not come")
-            reason = "what listens there is not the chief of this job" if answer else "it has closed the connection"
-        except TimeoutError as error:
-            if "did not come" in str(error):
-                raise
-            reason = "it has not answered"
-        except OSError as error:  # not started yet, or its name is not known yet
-            reason = error.strerror or str(error)
-        time.sleep(_POLL_SECONDS)
-    raise TimeoutError(f"{chief} cannot be reached: {reason}")
+def _line(connection: socket.socket, seconds: float) -> str:
+    """Returns the next line that `connection` sends, "" when none comes; what follows it is left there."""
+    end, received = time.monotonic() + seconds, b""
+    try:
+        while not received.endswith(b"\n") and len(received) < _LONGEST_LINE and (left := end - time.monotonic()) > 0:
+            connection.settimeout(left)
+            byte = connection.recv(1)
+            if not byte:
+                break
+            received += byte
+    except OSError:
+        return ""
+    return received.decode("utf-8", "replace").strip()

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import abort_shared_memory
 from tfdist.mesh import worker_devices
-from tfdist.runtime import Cluster, Coordination, FailureWatch, coordination, read_cluster, share_cores, wait_for_workers
+from tfdist.runtime import Cluster, Coordination, FailureWatch, coordination, read_cluster, share_cores
 from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
 from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, takes_settings
@@ -54,6 +54,8 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         config: the settings as one object; None: their defaults. Settings given by name replace those of `config`.
         rendezvous_timeout_seconds: how long to wait for the other workers to start.
         step_timeout_seconds: how long a step, or another worker's part in a collective, may take before the job is ended.
+        peer_timeout_seconds: how long another worker may be silent, because it is stopped, or its machine or the network is gone,
+            before the job is ended. A worker whose process ends is noticed at once.
         ...: the settings
 
     Raises:
@@ -76,11 +78,13 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         config: ShardingConfig | None = None,
         rendezvous_timeout_seconds: float = 300.0,
         step_timeout_seconds: float = 600.0,
+        peer_timeout_seconds: float = 30.0,
         **settings: Any,
     ):
         timeouts: dict[str, Any] = {
             "rendezvous_timeout_seconds": rendezvous_timeout_seconds,
             "step_timeout_seconds": step_timeout_seconds,
+            "peer_timeout_seconds": peer_timeout_seconds,
         }
         for name, value in timeouts.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -100,20 +104,28 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         devices = [f"{task}/device:{kind}:{index}" for task in tasks for index in range(number)]
         self._cluster = cluster
         self._step_timeout_seconds = options.timeout_seconds or step_timeout_seconds
+        self._peer_timeout_seconds = peer_timeout_seconds
         config = dataclasses.replace(config, bucket_bytes=options.bytes_per_pack or config.bucket_bytes)
         self._sharding_config = MeshConfig.over(devices, config)
         serial = next(self._serials)
         self._collective_key_base = 1000 * serial
         server_runs = cluster is not None and coordination.is_started()
         resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        watch = FailureWatch(cluster, abort_shared_memory, peer_timeout_seconds) if cluster and not server_runs else None
         try:
-            if cluster is not None and not server_runs:
-                coordination.configure(cluster, rendezvous_timeout_seconds)
-                wait_for_workers(cluster, rendezvous_timeout_seconds)
-            with coordination.program_gets_sigterm():
+            if watch is not None:
+                coordination.configure(cluster, rendezvous_timeout_seconds, peer_timeout_seconds)
+                watch.start()
+                watch.connect(rendezvous_timeout_seconds)
+                MultiWorkerShardedStrategy._watch = watch
+            with coordination.starting_servers():
                 extended = ShardedCollectiveExtended(self, self._sharding_config, cluster, resolver, options, server_runs)
         except (tf.errors.OpError, TimeoutError) as error:
+            if watch is not None:
+                watch.close()
             raise RuntimeError(_not_met(cluster, rendezvous_timeout_seconds, str(error).splitlines()[0])) from error
+        if watch is not None:
+            watch.servers_run()
         # Not MultiWorkerMirroredStrategy.__init__, which makes its own extended.
         tf.distribute.Strategy.__init__(self, extended)
         if cluster is not None:
@@ -126,17 +138,16 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
 
     def _meet(self, name: str, timeout_seconds: float) -> None:
         """Waits for all workers, compares their settings, and starts to watch them."""
-        if MultiWorkerShardedStrategy._watch is None:
-            MultiWorkerShardedStrategy._watch = FailureWatch(self._cluster, abort_shared_memory)
-            MultiWorkerShardedStrategy._watch.start()
         watch = MultiWorkerShardedStrategy._watch
         watch.add(self.extended.communicator.running, self._step_timeout_seconds)
         self._coordination = Coordination(self._cluster, name, watch.check, watch.report)
         mine = self._settings()
         try:
             answers = self._coordination.all_gather("hello", mine, timeout_seconds)
-        except TimeoutError as error:
-            raise RuntimeError(_not_met(self._cluster, timeout_seconds, str(error))) from error
+        except coordination.NoAnswerError as error:
+            message = _not_met(self._cluster, timeout_seconds, str(error))
+            watch.report(message, error.missing[0])
+            raise RuntimeError(message) from error
         for task, theirs in zip(self._cluster.tasks, answers, strict=True):
             for name, value in mine.items():
                 if theirs.get(name) != value:
@@ -156,6 +167,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         return {
             "devices per worker": f"{each} {kind}",
             **settings,
+            "peer_timeout_seconds": self._peer_timeout_seconds,
             "cluster": [str(task) for task in self._cluster.tasks],
             "TensorFlow version": tf.__version__,
             "Keras version": keras.__version__,

@@ -1,0 +1,48 @@
+"""What ended a job, as workers tell it each other and say it at last."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfdist.runtime.cluster import Cluster
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What ended the job.
+
+    Attributes:
+        worker_index: the worker it started on; None: all wait for each other, and none is behind.
+        what: a clause about this worker ("raised ValueError: ..."), or a sentence's beginning where there is none.
+    """
+
+    worker_index: int | None
+    what: str
+
+    def to_word(self) -> dict[str, Any]:
+        return {"failed": dataclasses.asdict(self)}
+
+    @classmethod
+    def from_word(cls, word: dict[str, Any]) -> Failure:
+        return cls(**word["failed"])
+
+    def message(self, cluster: Cluster) -> str:
+        """Returns what a worker says of it."""
+        here = cluster.worker_index
+        if self.worker_index is None:
+            who = self.what
+        else:
+            which = "This worker" if self.worker_index == here else f"Worker {self.worker_index}"
+            who = f"{which}, {cluster.tasks[self.worker_index]}, {self.what}"
+        return (
+            f"tfdist: {who}. {cluster.task} ends too: no worker can train without the others. Start the job again; with "
+            "`keras.callbacks.BackupAndRestore` it continues from its last backup."
+        )
+
+
+def headline(kind: type, value: BaseException) -> str:
+    """Returns the line of an exception that says most; the first of a graph's error is a title."""
+    lines = [line.strip() for line in str(value).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("Graph execution error", "Detected at node", "File "))] or lines
+    return f"{kind.__name__}: {lines[0]}"[:500] if lines else kind.__name__

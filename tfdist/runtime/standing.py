@@ -1,0 +1,62 @@
+"""Where the main thread stands, for a message about a worker that others wait for. No TensorFlow here."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+_LIBRARIES = (
+    *{os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,
+)
+_TENSORFLOW = f"{os.sep}tensorflow{os.sep}python{os.sep}"
+
+
+def where_it_stands() -> str:
+    """Returns where the main thread is, in the program's own code: "train.py:33, in load".
+
+    Where it is in a call of TensorFlow, and another thread in the program's own code, as one that reads data: where that is, too.
+    """
+    frames = sys._current_frames()
+    main = frames.pop(threading.main_thread().ident or 0, None)
+    frames.pop(threading.get_ident(), None)
+    if main is None:
+        return "its end"
+    place = _place(_own(main) or main)
+    beside = [own for own in map(_own, frames.values()) if own is not None] if _is_in_tensorflow(main) else []
+    return f"{place}, with another thread at {_place(beside[0])}" if beside else place
+
+
+def is_in_tensorflow() -> bool:
+    """Whether the main thread runs, or has called, TensorFlow."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    return main is not None and _is_in_tensorflow(main)
+
+
+def _is_in_tensorflow(frame: FrameType) -> bool:
+    return _TENSORFLOW in frame.f_code.co_filename
+
+
+def _own(frame: FrameType) -> FrameType | None:
+    """Returns the innermost frame that is of no library."""
+    return next((one for one in _outwards(frame) if not _is_library(one.f_code.co_filename)), None)
+
+
+@functools.cache
+def _is_library(path: str) -> bool:
+    return os.path.realpath(path).startswith(_LIBRARIES) or path.startswith("<frozen ")
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
