@@ -18,6 +18,7 @@ import psutil
 from tests import forks, workers
 from tests.soak import hosts, marks, outside, program
 from tests.soak.jobs import Job
+from tfdist.errors import PEER_FAILED_EXIT_CODE
 
 POLL_SECONDS = 0.02
 LIMIT_SECONDS = 240.0  # of an attempt
@@ -47,7 +48,7 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        exit_code: the launcher's; without it the first of a worker in the last attempt that is not 0, or 0.
+        exit_code: the launcher's; without it, by the same rule, of a worker of the last attempt.
         codes: those of the workers, by attempt; None where the launcher keeps them, or where the run had to end it.
         strikes: the faults that were committed.
         left: processes, sockets and files that remained.
@@ -183,7 +184,8 @@ class Run:
                     process.handle.wait()
             codes = [process.code for process in own.values()]
             self.outcome.codes.append(codes)
-            self.outcome.exit_code = next((code for code in codes if code != 0), 0)
+            # As the launcher does: who ends because of another one is not the cause.
+            self.outcome.exit_code = next(iter(sorted(filter(None, codes), key=PEER_FAILED_EXIT_CODE.__eq__)), 0)
             if self.outcome.exit_code == 0 or self.outcome.timed_out:
                 return
 
@@ -275,6 +277,13 @@ class Run:
     # Afterwards
 
     def _look_behind(self) -> None:
+        """Notes what is there still, some seconds after the end: the kernel ends processes of a dead launcher on its own."""
+        end = time.time() + 5
+        while (left := self._left()) and time.time() < end:
+            time.sleep(0.2)
+        self.outcome.left = left
+
+    def _left(self) -> list[str]:
         pids = {process.process.pid for process in self.processes.values()}
         left = [f"process {process.pid}" for process in psutil.process_iter() if self._is_ours(process)]
         listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -282,8 +291,7 @@ class Run:
         shared = [path.name for path in pathlib.Path("/dev/shm").glob("tfdist-*")]
         left += [f"/dev/shm/{name}" for name in shared if int(name.split("-")[1]) in pids]
         left += self.cable.shared_files() if self.cable is not None else []
-        left += [f"tmp/{path.name}" for path in (self.folder / "tmp").iterdir()]
-        self.outcome.left = left
+        return left + [f"tmp/{path.name}" for path in (self.folder / "tmp").iterdir()]
 
     def _is_ours(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error, OSError):

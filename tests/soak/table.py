@@ -83,7 +83,7 @@ FAULTS = [
     Fault(
         "raise_in_data",
         "an exception in a generator",
-        inside("raise", "data"),
+        inside("raise", "data", steps=(1, 5)),
         _OF_GENERATOR,
         "fails",
         says=f"{_NAMED}.*{_SPOILT}",
@@ -110,7 +110,7 @@ FAULTS = [
         inside("label", "rows", worker=None),
         _ONCE,
         "fails",
-        says="label value of 99|label",
+        says="99 is not in",
         needs_strike=False,
     ),
     Fault("leave", "a program that ends early", inside("exit", "step"), _ONCE, "fails", says=_NAMED + ".*ended its program"),

@@ -39,10 +39,3 @@ class Failure:
             f"tfdist: {who}. {cluster.task} ends too: no worker can train without the others. Start the job again; with "
             "`keras.callbacks.BackupAndRestore` it continues from its last backup."
         )
-
-
-def headline(kind: type, value: BaseException) -> str:
-    """Returns the line of an exception that says most; the first of a graph's error is a title."""
-    lines = [line.strip() for line in str(value).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(("Graph execution error", "Detected at node", "File "))] or lines
-    return f"{kind.__name__}: {lines[0]}"[:500] if lines else kind.__name__

@@ -33,7 +33,8 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.runtime import coordination
 from tfdist.runtime.cluster import Cluster
-from tfdist.runtime.failure import Failure, headline
+from tfdist.runtime.failure import Failure
+from tfdist.runtime.first_line import first_line, is_of_python
 from tfdist.runtime.interrupts import Interrupts
 from tfdist.runtime.peers import Peers, Word
 from tfdist.runtime.rendezvous import WorkerFailedError, wait_for_workers
@@ -171,7 +172,9 @@ class FailureWatch:
             while failure is None and not self._known.is_set():
                 failure = self._turn()
         except BaseException as error:  # unwatched, the job could wait for ever
-            failure = Failure(self._cluster.worker_index, f"cannot watch the others: {headline(type(error), error)}")
+            failure = Failure(
+                self._cluster.worker_index, f"cannot watch the others: {first_line(type(error), error, error.__traceback__)}"
+            )
         if failure is not None or not self._raised:
             self._end(failure or self._failure)
 
@@ -305,10 +308,11 @@ class FailureWatch:
         if os.getpid() != self._process:  # forked from the worker's
             previous(kind, value, traceback)
             return
-        failure = self._cause() if isinstance(value, _COLLECTIVE_ERRORS) else self._failure
+        is_collective = isinstance(value, _COLLECTIVE_ERRORS) and not is_of_python(value)
+        failure = self._cause() if is_collective else self._failure
         if failure is None:
             self._raised = True
-            failure = Failure(here, f"raised {headline(kind, value)}")
+            failure = Failure(here, f"raised {first_line(kind, value, traceback)}")
             self._learn(failure)
         if failure.worker_index == here:
             self._raised = True
