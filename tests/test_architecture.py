@@ -56,6 +56,7 @@ PRIVATE = {
     "checkpoint/saving.py",
     "checkpoint/unfailing_file.py",
     "data/device_iterators.py",
+    "data/iterator.py",
     "keras_hooks/callbacks.py",
     "keras_hooks/metrics.py",
     "keras_hooks/tensorflow.py",

@@ -86,6 +86,19 @@ def test_the_base_classes():
     assert "self._device_iterators = components[1:]" in components
 
 
+def test_the_base_class_of_the_iterator():
+    """What tfdist's hands on in TensorFlow's attribute, and the names of what it calls."""
+    base, spec = input_lib.DistributedIterator, input_lib.DistributedIteratorSpec
+    attribute = "enable_get_next_as_optional"
+    assert attribute in parameters(base.__init__) and attribute in parameters(spec.__init__)
+    assert f"{attribute}=self._{attribute}" in inspect.getsource(spec.__mro__[1])
+    assert "self.sanity_check_type(" in inspect.getsource(spec.is_subtype_of)
+    assert f"if not self._{attribute}:\n      return self._get_next_no_partial" in inspect.getsource(base.get_next)
+    assert parameters(input_lib._create_per_replica) == ["value_list", "strategy"]
+    assert parameters(input_lib._create_distributed_tensor_spec) == ["strategy", "tensor_spec"]
+    assert "anonymous resources" in context.anonymous_name.__doc__
+
+
 def test_functions_are_traced_once(cpus, monkeypatch):
     """Iterators that live side by side, over elements of one kind and of another, give each device its own elements."""
     kept = {}

@@ -1,6 +1,8 @@
 """Level 6: each process's part of the data, and whether all processes read the same."""
 
+from tfdist.data import parts, steps
 from tfdist.data.device_iterators import DistributedDataset, DistributedDatasetsFromFunction
+from tfdist.data.ends import Ends
 from tfdist.data.signature import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.data.split import split_batches
 
@@ -8,9 +10,12 @@ __all__ = [
     "DatasetSignature",
     "DistributedDataset",
     "DistributedDatasetsFromFunction",
+    "Ends",
     "dataset_signature",
     "difference",
+    "parts",
     "split_batches",
+    "steps",
     "unordered",
     "unseeded",
 ]

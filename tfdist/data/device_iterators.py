@@ -14,14 +14,19 @@ The base classes are private to TensorFlow: tests/data/test_device_iterators.py 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Self
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.ops import multi_device_iterator_ops, prefetch_op
 from tensorflow.python.distribute import device_util, input_lib
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_dataset_ops
+
+from tfdist.data.ends import Ends
+from tfdist.data.iterator import DistributedIterator
 
 # Of so many kinds of elements, times devices, the functions are kept.
 _KEPT = 256
@@ -30,10 +35,13 @@ _KEPT = 256
 class _Spec:
     """A mixin of a type spec: what has passed into a `tf.function` is of tfdist's class there, too."""
 
+    def _serialize(self) -> tuple[Any, ...]:
+        return (*super()._serialize(), str(self._enable_get_next_as_optional))
+
     def _from_components(self, components: Any) -> Any:
         dataset = self.value_type.__new__(self.value_type)
         vars(dataset).update(vars(super()._from_components(components)))
-        return dataset
+        return dataset.end_after(self._cardinality, self._enable_get_next_as_optional or None)
 
 
 class _DatasetSpec(_Spec, input_lib.DistributedDatasetSpec):
@@ -45,23 +53,51 @@ class _FromFunctionSpec(_Spec, input_lib.DistributedDatasetsFromFunctionSpec):
 
 
 class _Iterated:
-    """A mixin of a distributed dataset, which makes iterators of tfdist's."""
+    """A mixin of a distributed dataset, which makes iterators of tfdist's. `_held_as` names the attribute with its datasets."""
+
+    _held_as: str
 
     @property
     def _type_spec(self) -> Any:
         spec = super()._type_spec
         kind = _DatasetSpec if isinstance(self, DistributedDataset) else _FromFunctionSpec
-        ask = spec._enable_get_next_as_optional
-        return kind(spec._input_workers, spec._element_spec, spec._strategy, spec._options, enable_get_next_as_optional=ask)
+        ends = self._enable_get_next_as_optional
+        return kind(
+            spec._input_workers,
+            spec._element_spec,
+            spec._strategy,
+            spec._options,
+            cardinality=self._cardinality,
+            enable_get_next_as_optional=ends,
+        )
+
+    def end_after(self, steps: int, ends: Ends | None) -> Self:
+        """Lets iterators end after so many steps, which may be unknown, as `ends` tells; None: on all workers together."""
+        self._cardinality = np.int64(steps)
+        self._enable_get_next_as_optional = ends or False
+        return self
+
+    def map(self, function: Callable[..., Any]) -> Self:
+        """Returns the dataset of what `function` makes of each device's batches, row by row: Keras's `class_weight` does so."""
+        mapped = copy.copy(self)
+        datasets = [dataset.map(function) for dataset in getattr(self, self._held_as)]
+        setattr(mapped, self._held_as, datasets)
+        mapped._element_spec = input_lib._create_distributed_tensor_spec(self._strategy, datasets[0].element_spec)
+        return mapped
+
+    def prefetch(self, buffer_size: int) -> Self:
+        """Returns the dataset itself: its iterators prefetch to the devices."""
+        del buffer_size
+        return self
 
     def __iter__(self) -> Iterator[Any]:
         workers, options = self._input_workers, self._options
         iterators = []
-        for index, dataset in enumerate(self._cloned_datasets if isinstance(self, DistributedDataset) else self._datasets):
+        for index, dataset in enumerate(getattr(self, self._held_as)):
             worker, devices = workers.worker_devices[index], workers.compute_devices_for_worker(index)
             with tf.device(worker):
                 iterators.append(_WorkerIterator(dataset, worker, devices, options=options, canonicalize_devices=True))
-        iterator = input_lib.DistributedIterator(
+        iterator = DistributedIterator(
             workers,
             iterators,
             self._strategy,
@@ -70,6 +106,7 @@ class _Iterated:
             options=options,
         )
         iterator._element_spec = self._element_spec
+        iterator.count_batches()
         context.async_wait()
         return iterator
 
@@ -77,9 +114,13 @@ class _Iterated:
 class DistributedDataset(_Iterated, input_lib.DistributedDataset):
     """A dataset of a tfdist strategy."""
 
+    _held_as = "_cloned_datasets"
+
 
 class DistributedDatasetsFromFunction(_Iterated, input_lib.DistributedDatasetsFromFunction):
     """A dataset of a tfdist strategy that a function has made."""
+
+    _held_as = "_datasets"
 
 
 class _WorkerIterator(input_lib._SingleWorkerOwnedDatasetIterator):

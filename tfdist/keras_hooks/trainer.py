@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.data import steps
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.layers import layer_strategy, sharded_tensors
 from tfdist.optimizers.late_scope import move_metrics, move_optimizer
@@ -18,6 +19,8 @@ from tfdist.optimizers.support import check_variables, describe
 from tfdist.pipeline.deferred_weights import is_deferred
 from tfdist.pipeline.model import PipelineModel, check_is_pipelined
 from tfdist.sharding import config_of
+
+_EPOCH_ITERATOR = "keras.src.backend.tensorflow.trainer.TFEpochIterator"
 
 
 @replaces(
@@ -117,6 +120,27 @@ def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: An
     # A call that fails on symbols fails again in the first step, if that is the user's mistake. A pipeline is built here alone.
     with contextlib.nullcontext() if isinstance(self, PipelineModel) else contextlib.suppress(Exception):
         original(self, data_batch=data_batch)
+
+
+@replaces(_EPOCH_ITERATOR, "__init__")
+def _epoch_iterator(original: Callable[..., None], self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Each worker takes as many steps as its own data, or its own arguments, say."""
+    original(self, distribute_strategy, *args, **kwargs)
+    if config_of(distribute_strategy) is not None:
+        extended = distribute_strategy.extended
+        steps.check_same(extended.tell_all("the steps of an epoch", steps.description(self)), extended.names_of_processes)
+
+
+@replaces(_EPOCH_ITERATOR, "catch_stop_iteration", signature="(self)")
+def _catch_stop_iteration(original: Callable[..., Any], self: Any) -> Any:
+    """What a graph raises comes with the graph's traceback, behind which nobody finds the worker whose data have ended."""
+    return original(self) if config_of(self._distribute_strategy) is None else _with_plain_errors(original(self))
+
+
+@contextlib.contextmanager
+def _with_plain_errors(block: Any) -> Iterator[None]:
+    with steps.plain_errors(), block:
+        yield
 
 
 def _is_own(model: Any, step: str) -> bool:

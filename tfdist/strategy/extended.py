@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,7 +33,7 @@ from tfdist.collectives import (
     choose_transport,
     where,
 )
-from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, split_batches
+from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, Ends, parts, split_batches
 from tfdist.layers import randomness, sharded_tensors
 from tfdist.runtime import give_back_free_memory
 from tfdist.sharding import KeptWeights, MeshConfig
@@ -167,34 +167,60 @@ class ShardedExtendedMixin(VariableCreation):
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
         """Every process reads the global batches and keeps the rows of its own data indices."""
         mesh = self._sharding.mesh
-        parts = [mesh.coordinate(rank).data for rank in self.communicator.local_ranks]
+        indices = [mesh.coordinate(rank).data for rank in self.communicator.local_ranks]
         is_split_already = tf.data.Options()
         is_split_already.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        return DistributedDataset(
+        steps = parts.number_of_batches(dataset)
+        distributed = DistributedDataset(
             self._input_workers_with_options(options),
             self._container_strategy(),
-            split_batches(dataset, mesh.data_parallel_size, parts).with_options(is_split_already),
+            split_batches(dataset, mesh.data_parallel_size, indices).with_options(is_split_already),
             input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),
             options=options,
         )
+        # The devices of a process reach the end together, and so do those of others, if every worker knows where it is.
+        is_told = steps == parts.UNKNOWN and self.num_processes > 1
+        return distributed.end_after(steps, self._ends([0] * self.num_processes) if is_told else None)
 
     def _distribute_datasets_from_function(self, dataset_fn: Callable[..., tf.data.Dataset], options: Any) -> Any:
         """The function makes the batches of this worker's replicas, one after the other; a replica's ranks get the same one."""
         mesh = self._sharding.mesh
-        indices = [mesh.coordinate(rank).data for rank in self.communicator.local_ranks]
-        each = len(indices) // len(set(indices))
-        pipelines = min(mesh.world_size // len(indices), mesh.data_parallel_size)
-        pipeline = indices[0] * pipelines // mesh.data_parallel_size
-        context = tf.distribute.InputContext(pipelines, pipeline, mesh.data_parallel_size)
+        devices = len(self.communicator.local_ranks)
+        pipelines = min(self.num_processes, mesh.data_parallel_size)
+        firsts = [mesh.coordinate(process * devices).data for process in range(self.num_processes)]
+        ends = self._ends([data * pipelines // mesh.data_parallel_size for data in firsts])
+        context = tf.distribute.InputContext(pipelines, ends.part, mesh.data_parallel_size)
+        each = len({mesh.coordinate(rank).data for rank in self.communicator.local_ranks})
 
-        def repeated(_: Any) -> tf.data.Dataset:
-            dataset = dataset_fn(context)
-            return dataset if each == 1 else dataset.flat_map(lambda *batch: tf.data.Dataset.from_tensors(batch).repeat(each))
+        def own_part(_: Any = None) -> tf.data.Dataset:
+            return parts.repeated(dataset_fn(context), devices // each)
 
-        if options is not None and options != tf.distribute.InputOptions():
-            return super()._distribute_datasets_from_function(repeated, options)
+        if options is not None and options.experimental_replication_mode == tf.distribute.InputReplicationMode.PER_REPLICA:
+            return super()._distribute_datasets_from_function(own_part, options)
         workers = self._input_workers_with_options(options)
-        return DistributedDatasetsFromFunction(workers, self._container_strategy(), [context], repeated, options)
+        with tf.device(workers.worker_devices[0]):
+            dataset = own_part()
+            told = self.tell_all("the distribution of a part of the data", parts.description(dataset))
+            dataset, steps, ends = parts.as_long_as_others(dataset, told, ends, devices)
+        distributed = DistributedDatasetsFromFunction(workers, self._container_strategy(), [context], lambda _: dataset, options)
+        return distributed.end_after(steps, ends)
+
+    @property
+    def num_processes(self) -> int:
+        return self._sharding.mesh.world_size // len(self.communicator.local_ranks)
+
+    def _ends(self, parts_of_processes: Sequence[int]) -> Ends:
+        """Returns how the processes tell each other of the ends of the parts of the data that they read."""
+        local_ranks = self.communicator.local_ranks
+        return Ends(self.names_of_processes, local_ranks[0] // len(local_ranks), tuple(parts_of_processes))
+
+    @property
+    def names_of_processes(self) -> tuple[str, ...]:
+        return ("this process",)
+
+    def tell_all(self, what: str, value: str) -> list[str]:
+        """Returns the `value` of every process, at a point of the program that is named `what`."""
+        return [value]
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         mesh = self._sharding.mesh

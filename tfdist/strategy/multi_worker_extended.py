@@ -10,7 +10,7 @@ from tensorflow.python.distribute import collective_all_reduce_strategy, distrib
 
 from tfdist import errors
 from tfdist.collectives import CollectivePlan, PlanAgreement, are_cpus, connect_shared_memory, find_member_orders
-from tfdist.data import DatasetSignature, dataset_signature, difference, unordered, unseeded
+from tfdist.data import DatasetSignature, dataset_signature, difference, parts, unordered, unseeded
 from tfdist.runtime import Cluster, Coordination
 from tfdist.sharding import Layout, MeshConfig
 from tfdist.strategy.extended import ShardedExtendedMixin
@@ -146,15 +146,16 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
             return super()._experimental_distribute_dataset(dataset, options)
         if tf.executing_eagerly():
             self._check_same_data(dataset)
-        # All workers see the same number of batches, so that no step has to ask who still has one; of a dataset that cannot tell
-        # its length that is not known.
-        ask = not tf.executing_eagerly() or int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
-        before = self.experimental_enable_get_next_as_optional
-        self.experimental_enable_get_next_as_optional: bool = ask
-        try:
-            return super()._experimental_distribute_dataset(dataset, options)
-        finally:
-            self.experimental_enable_get_next_as_optional = before
+        return super()._experimental_distribute_dataset(parts.of_known_length(dataset), options)
+
+    @property
+    def names_of_processes(self) -> tuple[str, ...]:
+        return tuple(map(str, self._cluster.tasks)) if self._cluster else ("this process",)
+
+    def tell_all(self, what: str, value: str) -> list[str]:
+        if not self.cross_replica.is_multi_worker or not tf.executing_eagerly():
+            return [value] * self.num_processes
+        return self._coordination.meet(what, value, self._timeout_seconds)
 
     def _check_same_data(self, dataset: tf.data.Dataset) -> None:
         """Raises ValueError, on every worker, when the workers would not read the same examples in the same order."""

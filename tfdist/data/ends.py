@@ -1,0 +1,92 @@
+"""Where the data end: whether a worker still has a batch when another one has none.
+
+    worker 0, part 0    |####|####|####|####|####|          all workers take five steps: worker 1, whose part ends after
+    worker 1, part 1    |####|####|####|####|    |          four batches, takes part in the fifth with no rows
+
+    worker 0, part 0    |####|####|####|####|####|          workers that read the same part must reach its end together:
+    worker 1, part 0    |####|####|####|    |    |          the fourth step raises on both of them
+
+Workers that are given the same dataset all read part 0; those that read parts of their own, a part for each copy of the model.
+Where every worker knows how long its data are, that is settled once (`parts`, `signature`), and no step asks. Else each step
+begins with one message, of one number a worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tfdist import errors
+
+_FIX = (
+    "Data that all workers are given must be as long on each of them: look for files that are missing on one worker, and for "
+    "examples that it drops. Parts of different lengths go through `strategy.distribute_datasets_from_function`."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """What the workers of a job have to know of each other to end together.
+
+    Args:
+        tasks: the workers, in words.
+        here: the place of this worker in `tasks`.
+        parts: the part of the data that each worker reads, by its number.
+    """
+
+    tasks: tuple[str, ...]
+    here: int
+    parts: tuple[int, ...]
+
+    @property
+    def part(self) -> int:
+        """The part of the data that this worker reads."""
+        return self.parts[self.here]
+
+    def flags(self, has_next: tf.Tensor) -> tf.Tensor:
+        """Returns this worker's summand of `have_next`: one number a worker."""
+        return tf.one_hot(self.here, len(self.tasks), dtype=tf.int64) * tf.cast(has_next, tf.int64)
+
+    def disagreement(self, have_next: tf.Tensor, batches: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns whether a worker has no batch when one that reads the same part has one, and what to say then, a string.
+
+        Args:
+            have_next: 1 for each worker that has another batch, else 0.
+            batches: how many batches each worker has had, this one included.
+        """
+        others = [[other == part for other in self.parts] for part in self.parts]
+        has_peer = tf.reduce_any(tf.logical_and(tf.constant(others), have_next[tf.newaxis, :] > 0), axis=1)
+        is_short = tf.logical_and(has_peer, have_next == 0)
+        short = tf.argmax(tf.cast(is_short, tf.int64))
+        longer = tf.argmax(tf.cast(tf.logical_and(tf.gather(tf.constant(others), short), have_next > 0), tf.int64))
+        tasks = tf.constant(self.tasks)
+        text = tf.strings.join(
+            [
+                "The data have ended early on ",
+                tf.gather(tasks, short),
+                ", after ",
+                tf.strings.as_string(tf.gather(batches, short)),
+                " batches: ",
+                tf.gather(tasks, longer),
+                f" has another one. {_FIX}",
+            ]
+        )
+        return tf.reduce_any(is_short), text
+
+    def checks(self, have_next: tf.Tensor, batches: tf.Tensor) -> list[tf.Operation]:
+        """Raises RuntimeError for a `disagreement`, on every worker; in a graph returns what raises InvalidArgumentError."""
+        if len(set(self.parts)) == len(self.parts):
+            return []
+        disagree, text = self.disagreement(have_next, batches)
+        if not tf.executing_eagerly():
+            return [tf.debugging.Assert(tf.logical_not(disagree), [text])]
+        if disagree:
+            raise errors.runtime_error(text.numpy().decode())
+        return []
+
+
+def told(message: str) -> str | None:
+    """Returns what `Ends.checks` has said, from the `message` of an error of a graph; None: it has said nothing."""
+    begin, end = message.find("The data have ended early on "), message.find(_FIX)
+    return None if begin < 0 or end < begin else message[begin:end] + _FIX

@@ -1,0 +1,160 @@
+"""The iterator over a job's steps: the next batch of every device of this process, as long as any worker has one.
+
+TensorFlow's asks at every step which devices have a batch, where shapes may vary, and gives the others one without rows. Here
+it is known from the dataset whether that can be (`ends`):
+
+    False       the devices of all workers reach the end together: nobody asks
+    an `Ends`   workers may reach it one before the other: each step begins with a message
+
+The attribute is TensorFlow's, which hands it on wherever it makes one iterator, or its spec, of another, and asks only whether it
+is true. The base classes are private to TensorFlow: tests/data/test_device_iterators.py fails when they change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import device_util, input_lib
+from tensorflow.python.eager import context
+from tensorflow.python.ops import cond
+
+from tfdist import errors
+from tfdist.collectives import cross_replica_of
+from tfdist.data.ends import Ends
+from tfdist.data.parts import without_rows
+
+
+class _IteratorSpec(input_lib.DistributedIteratorSpec):
+    """Specs with different ends are of different steps, with and without a message."""
+
+    value_type = property(lambda self: DistributedIterator)
+
+    def _serialize(self) -> tuple[Any, ...]:
+        return (*super()._serialize(), str(self._enable_get_next_as_optional))
+
+    def sanity_check_type(self, other: Any) -> None:
+        super().sanity_check_type(other)
+        if self._enable_get_next_as_optional != other._enable_get_next_as_optional:
+            raise ValueError("The ends of the data are told in different ways")
+
+    @property
+    def _component_specs(self) -> list[Any]:
+        counter = [tf.TensorSpec([], tf.resource)] if self._enable_get_next_as_optional else []
+        return [*super()._component_specs, *counter]
+
+    def _to_components(self, value: Any) -> list[Any]:
+        return [*super()._to_components(value), *([value.batches] if self._enable_get_next_as_optional else [])]
+
+    def _from_components(self, components: Sequence[Any]) -> DistributedIterator:
+        iterators, counter = components, None
+        if self._enable_get_next_as_optional:
+            *iterators, counter = components
+        made = DistributedIterator.__new__(DistributedIterator)
+        made.__dict__.update(vars(super()._from_components(iterators)))
+        made.batches = counter
+        return made
+
+
+class DistributedIterator(input_lib.DistributedIterator):
+    """The iterator over a dataset of a tfdist strategy.
+
+    Attributes:
+        batches: how many batches each worker has had, the handle of a variable; None where nobody asks.
+    """
+
+    batches: tf.Tensor | None = None
+
+    @property
+    def _ends(self) -> Ends | None:
+        return self._enable_get_next_as_optional or None
+
+    @property
+    def _type_spec(self) -> _IteratorSpec:
+        return _IteratorSpec(
+            self._input_workers,
+            self._element_spec,
+            self._strategy,
+            self._options,
+            self._cardinality,
+            self._enable_get_next_as_optional,
+            self._replica_order,
+        )
+
+    def count_batches(self) -> None:
+        """Begins to count the batches of each worker, where that is asked."""
+        if self._ends is not None:
+            with tf.device(self._host):
+                zeros = tf.zeros([len(self._ends.tasks)], tf.int64)
+                name = context.anonymous_name()
+                self.batches = tf.raw_ops.VarHandleOp(dtype=zeros.dtype, shape=zeros.shape, shared_name=name)
+                tf.raw_ops.AssignVariableOp(resource=self.batches, value=zeros)
+
+    def get_next(self, name: str | None = None) -> Any:
+        """Returns the next batch of every device; raises `tf.errors.OutOfRangeError` when no worker has one."""
+        if self._ends is None:
+            return super().get_next(name)
+        if tf.distribute.get_strategy() is self._strategy and tf.distribute.in_cross_replica_context() is False:
+            raise errors.value_error(
+                "The next batch is that of all ranks, and cannot be asked for inside `strategy.run`.",
+                fix="Give it to the function: `strategy.run(step, args=(next(iterator),))`.",
+            )
+        optionals = self._optionals()
+        end = self._get_next_no_partial_batch_handling
+        return _cond(self._any_has_next(optionals), lambda: self._values(optionals), end)
+
+    def get_next_as_optional(self) -> tf.experimental.Optional:
+        """Returns the next batch of every device, or none when no worker has one."""
+        optionals = self._optionals()
+        has_next = optionals[0].has_value() if self._ends is None else self._any_has_next(optionals)
+        optional = tf.experimental.Optional
+        return _cond(
+            has_next,
+            lambda: optional.from_value(self._values(optionals)),
+            lambda: optional.empty(self.element_spec),
+        )
+
+    def _optionals(self) -> list[tf.experimental.Optional]:
+        """Returns the next batch of each local device, if it has one."""
+        found = []
+        for iterator, worker in zip(self._iterators, self._input_workers.worker_devices, strict=True):
+            with tf.device(worker):
+                found += iterator.get_next_as_optional_list()
+        return found
+
+    def _any_has_next(self, optionals: list[tf.experimental.Optional]) -> tf.Tensor:
+        """Returns whether any worker has another batch; all call it, and all raise if workers that end together do not."""
+        ends = self._ends
+        have_next = ends.flags(tf.reduce_any([optional.has_value() for optional in optionals]))
+        if len(ends.tasks) > 1:
+            have_next = cross_replica_of(self._strategy).sum_over_workers(have_next, "data/have next")
+        with tf.device(self._host):
+            tf.raw_ops.AssignAddVariableOp(resource=self.batches, value=have_next)
+            batches = tf.raw_ops.ReadVariableOp(resource=self.batches, dtype=tf.int64)
+            with tf.control_dependencies(ends.checks(have_next, batches)):
+                return tf.reduce_any(have_next > 0)
+
+    @property
+    def _host(self) -> str:
+        return device_util.get_host_for_device(self._input_workers.worker_devices[0])
+
+    def _values(self, optionals: list[tf.experimental.Optional]) -> Any:
+        devices = [d for index in range(self._input_workers.num_workers) for d in self._devices_of(index)]
+        found = []
+        for optional, device in zip(optionals, devices, strict=True):
+            with tf.device(device):
+                if self._ends is None:
+                    found.append(optional.get_value())
+                else:
+                    empty = functools.partial(without_rows, optional.element_spec)
+                    found.append(_cond(optional.has_value(), optional.get_value, empty))
+        return input_lib._create_per_replica(found, self._strategy)
+
+    def _devices_of(self, worker: int) -> Sequence[str]:
+        return self._input_workers.compute_devices_for_worker(worker)
+
+
+def _cond(condition: tf.Tensor, yes: Any, no: Any) -> Any:
+    return cond.cond(condition, yes, no, strict=True)

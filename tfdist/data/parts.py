@@ -1,0 +1,175 @@
+"""Parts of the data that each worker reads for itself, made equally long.
+
+    5 and 4 batches, one device a worker     #####    ####.           a dot is a batch without rows
+    5 and 4 batches, two devices a worker    #####.   ####..          in steps of two batches: three for both
+    5 batches and an endless part            #####...    ####...
+
+So every worker takes as many steps as the longest part has, and no row is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.data.ends import Ends
+
+UNKNOWN, ENDLESS = tf.data.UNKNOWN_CARDINALITY, tf.data.INFINITE_CARDINALITY
+
+
+def number_of_batches(dataset: tf.data.Dataset) -> int:
+    """Returns how many batches `dataset` has; `UNKNOWN` in a graph, too."""
+    return int(dataset.cardinality()) if tf.executing_eagerly() else UNKNOWN
+
+
+def of_known_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset`; if it says how many batches it has, it raises while it is read when it has fewer or more."""
+    num_batches = number_of_batches(dataset)
+    return dataset if num_batches < 0 else dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
+
+
+def repeated(dataset: tf.data.Dataset, times: int) -> tf.data.Dataset:
+    """Returns a dataset with each element of `dataset` so many times: for the ranks of one copy of the model."""
+    if not isinstance(dataset, tf.data.Dataset):
+        raise errors.value_error("The function must return a `tf.data.Dataset` of this worker's part.", dataset=dataset)
+    if times == 1:
+        return dataset
+    num_batches = number_of_batches(dataset)
+
+    def again(*element: Any) -> tf.data.Dataset:
+        if type(dataset.element_spec) is not tuple:  # a tuple, and nothing else, comes as several arguments
+            (element,) = element
+        return tf.data.Dataset.from_tensors(element).repeat(times)
+
+    made = dataset.flat_map(again)
+    if num_batches == UNKNOWN:
+        return made
+    return made.apply(tf.data.experimental.assert_cardinality(num_batches * times if num_batches > 0 else num_batches))
+
+
+def description(dataset: tf.data.Dataset) -> str:
+    """Returns what other workers have to know of this worker's part, `dataset`."""
+    spec = dataset.element_spec
+    return json.dumps([number_of_batches(dataset), str(rows_unknown(spec)), str(spec)])
+
+
+def as_long_as_others(
+    dataset: tf.data.Dataset, descriptions: Sequence[str], ends: Ends, devices: int
+) -> tuple[tf.data.Dataset, int, Ends | None]:
+    """Returns this worker's part as one that ends when those of all workers do.
+
+    Args:
+        dataset: this worker's part; each device gets one of its batches in a step.
+        descriptions: those of the parts of all workers.
+        ends: how workers tell each other where their parts end.
+        devices: how many devices a worker has.
+
+    Returns:
+        The dataset, the number of its steps, and how its end is told: None, if all workers know it.
+
+    Raises:
+        ValueError: on every worker, when the batches differ in more than their rows, or workers that read the same part have
+            another number of batches.
+    """
+    numbers, kinds, specs = zip(*map(json.loads, descriptions), strict=True)
+    for other, (number, kind) in enumerate(zip(numbers, kinds, strict=True)):
+        first = ends.parts.index(ends.parts[other])
+        if kind != kinds[0]:
+            raise errors.value_error(
+                f"The batches that workers read for themselves must be of one kind, whatever their number of rows, but "
+                f"{ends.tasks[0]} has {kinds[0]} and {ends.tasks[other]} has {kind}.",
+                fix="Use the same dtypes and shapes in the function that is given to `distribute_datasets_from_function`.",
+            )
+        if number != numbers[first]:
+            raise errors.value_error(
+                f"Workers of one copy of the model read the same part of the data, but that of {ends.tasks[first]} has "
+                f"{numbers[first]} batches and that of {ends.tasks[other]} has {number}.",
+                fix="Choose the part by `context.input_pipeline_id`, which these workers have in common.",
+            )
+    steps = longest(number_of_steps(number, devices) for number in numbers)
+    if steps == UNKNOWN:
+        return (of_any_rows(dataset), steps, ends) if len(numbers) > 1 or devices > 1 else (dataset, steps, None)
+    dataset = of_known_length(dataset)
+    if len(set(numbers)) == len(set(specs)) == 1 and (steps == ENDLESS or numbers[0] == steps * devices):
+        return dataset, steps, None
+    return padded(dataset, steps if steps == ENDLESS else steps * devices), steps, None
+
+
+def number_of_steps(num_batches: int, devices: int) -> int:
+    """Returns how many steps `num_batches` batches are for `devices` devices, each of which gets one a step."""
+    return num_batches if num_batches < 0 else -(-num_batches // devices)
+
+
+def longest(steps: Iterable[int]) -> int:
+    """Returns the most of several numbers of steps, of which any may be `ENDLESS`; `UNKNOWN` if one of them is."""
+    steps = set(steps)
+    return next((special for special in (UNKNOWN, ENDLESS) if special in steps), max(steps))
+
+
+def padded(dataset: tf.data.Dataset, num_batches: int) -> tf.data.Dataset:
+    """Returns `dataset`, and behind it batches without rows, so that it has `num_batches`, of any number of rows each."""
+    own, any_rows = int(dataset.cardinality()), of_any_rows(dataset)
+    missing = 0 if own == ENDLESS else -1 if num_batches == ENDLESS else num_batches - own
+    if missing == 0:
+        return any_rows
+    spec = any_rows.element_spec
+    return any_rows.concatenate(_cast(tf.data.Dataset.from_tensors(without_rows(spec)), spec).repeat(missing))
+
+
+def of_any_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns `dataset` as one whose batches may have any number of rows, whatever it knows of them."""
+    return _cast(dataset, rows_unknown(dataset.element_spec))
+
+
+def rows_unknown(element_spec: Any) -> Any:
+    """Returns `element_spec` without the number of rows."""
+
+    def of_leaf(spec: Any) -> Any:
+        if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec) or not spec.shape.rank:
+            return spec
+        shape = tf.TensorShape([None]).concatenate(spec.shape[1:])
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+        return type(spec)(shape, spec.dtype)
+
+    return tf.nest.map_structure(of_leaf, element_spec)
+
+
+def without_rows(element_spec: Any) -> Any:
+    """Returns a batch of `element_spec` that has no rows. An axis of unknown size has one element: few layers bear none."""
+
+    def of_leaf(spec: Any) -> Any:
+        if isinstance(spec, tf.RaggedTensorSpec):
+            values = tf.zeros([0, *_sizes(spec.shape[spec.ragged_rank + 1 :])], spec.dtype)
+            splits = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
+            return tf.RaggedTensor.from_nested_row_splits(values, splits, validate=False) if splits else values
+        if isinstance(spec, tf.SparseTensorSpec):
+            shape = [0, *_sizes(spec.shape[1:])]
+            return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
+        if isinstance(spec, tf.TensorSpec):
+            return tf.zeros([0, *_sizes(spec.shape[1:])] if spec.shape.rank else [], spec.dtype)
+        if isinstance(spec, tf.NoneTensorSpec):
+            return None
+        raise errors.not_implemented(
+            f"A worker whose part has ended has no {type(spec).__name__} without rows to take part with.",
+            element_spec=element_spec,
+            fix="Turn it into tensors with `dataset.map(...)`, or give all workers parts of one length.",
+        )
+
+    return tf.nest.map_structure(of_leaf, element_spec)
+
+
+def _sizes(shape: tf.TensorShape) -> list[int]:
+    return [1 if size is None else size for size in shape]
+
+
+def _cast(dataset: tf.data.Dataset, element_spec: Any) -> tf.data.Dataset:
+    """Returns `dataset`, of which less is known, or more than it says itself."""
+    if dataset.element_spec == element_spec:
+        return dataset
+    same = tf.data.experimental.from_variant(tf.data.experimental.to_variant(dataset), element_spec)
+    return same.with_options(dataset.options())
