@@ -1,10 +1,12 @@
 """One attempt: what the workers are given, how they are watched, and how they end."""
 
+import inspect
 import json
 import os
 import signal
 import time
 
+import keras
 import pytest
 
 from tfdist.errors import PEER_FAILED_EXIT_CODE
@@ -341,3 +343,13 @@ def test_a_failure_before_ctrl_c_is_still_reported(run):
     """
     ended = run(source, "--workers", "2")
     assert (ended.code, ended.err[-1]) == (130, "ValueError: reported")
+
+
+def test_training_that_ended_at_nan_is_told(run):
+    """Such a job has exit code 0, as a program on one device."""
+    printed = inspect.getsource(keras.callbacks.TerminateOnNaN)
+    assert 'f"Batch {batch}: Invalid loss, terminating training"' in printed
+    ended = run("print('Batch 7: Invalid loss, terminating training')", "--workers", "2")
+    assert ended.code == 0
+    words = "2 workers succeeded, but training was stopped at a loss of NaN or infinity: 'Batch 7: Invalid loss"
+    assert words in ended.own[-1]

@@ -129,7 +129,7 @@ FAULTS = [
         [Job(stops_on_nan=1)],
         "stops",
         0,
-        launcher_says="NaN",
+        launcher_says="succeeded, but training was stopped at a loss of NaN",
         needs_strike=False,
     ),
     Fault(

@@ -188,7 +188,9 @@ class Attempt:
         if failed:
             exit_code = failed.exit_code if failed.exit_code > 0 else 128 - failed.exit_code
             return Outcome(exit_code, f"{failed.task.name} {_how(failed.exit_code)}", failure)
-        return Outcome(0, f"{_count(self._job.workers)} succeeded")
+        stopped = next((worker.output.stopped_by_nan for worker in self._workers if worker.output.stopped_by_nan), "")
+        nan = f", but training was stopped at a loss of NaN or infinity: {stopped!r}" if stopped else ""
+        return Outcome(0, f"{_count(self._job.workers)} succeeded{nan}")
 
     def _describe(self, failed: Worker) -> str:
         path = self._log_file(failed.task)

@@ -13,6 +13,7 @@ UPDATE_SECONDS = 10.0  # between two states of one progress bar
 _LONGEST_LINE = 1 << 16  # bytes; a longer one is cut
 _TRACEBACK = "Traceback (most recent call last):"
 _TRACEBACK_LINES, _OTHER_LINES = 60, 20
+_STOPPED_BY_NAN = "Invalid loss, terminating training"  # what keras.callbacks.TerminateOnNaN prints
 
 
 def say(text: str) -> None:
@@ -33,6 +34,7 @@ class Output:
         self._lines = {source: Lines() for source in ("stdout", "stderr")}
         self._last: collections.deque[str] = collections.deque(maxlen=_OTHER_LINES)
         self._traceback: tuple[str, collections.deque[str]] | None = None  # which stream it is on, and its lines
+        self.stopped_by_nan = ""  # the line that says that training ended because a loss was no number
 
     def feed(self, source: str, data: bytes) -> None:
         """Takes the next bytes of "stdout" or "stderr"."""
@@ -56,6 +58,8 @@ class Output:
         if self._traceback and self._traceback[0] == source:
             self._traceback[1].append(line)
         self._last.append(line)
+        if _STOPPED_BY_NAN in line:
+            self.stopped_by_nan = line
         if self._shown:
             stream = getattr(sys, source)
             encoding = stream.encoding or "utf-8"
