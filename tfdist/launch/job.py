@@ -30,8 +30,11 @@ from tfdist.launch.signals import Signals
 from tfdist.launch.tasks import tasks_on_free_ports
 from tfdist.launch.worker import Worker
 from tfdist.runtime.cluster import Cluster, Task
+from tfdist.runtime.failure import Failure
+from tfdist.runtime.rendezvous import tell_of_failure
 
 KILL_SECONDS = 5.0  # from SIGTERM to SIGKILL
+_TELL_SECONDS = 0.5  # between two tries to tell a worker that does not listen yet
 DELAY_SECONDS = 1.0  # from the end of an attempt to the next
 USAGE_EXIT_CODE = 2
 
@@ -80,6 +83,7 @@ class Attempt:
         self._received: signal.Signals | None = None  # the first one
         self._failures: list[Worker] = []  # in the order of their ends, until the launcher sends a signal itself
         self._has_sent = False
+        self._untold: list[Worker] = []  # who may not know yet that a worker has failed
         self._plan: collections.deque[tuple[float, signal.Signals]] = collections.deque()  # what to send at what time
 
     def run(self) -> Outcome:
@@ -137,6 +141,9 @@ class Attempt:
                     selector.register(pipe, selectors.EVENT_READ, on_output)
             while self._running():
                 timeout = max(0.0, self._plan[0][0] - time.monotonic()) if self._plan else None
+                if self._untold:
+                    self._tell()
+                    timeout = min(timeout or 0.0, _TELL_SECONDS)
                 for key, _ in selector.select(timeout):
                     key.data()
                 if self._plan and self._plan[0][0] <= time.monotonic():
@@ -155,9 +162,20 @@ class Attempt:
         if worker.exit_code and not self._has_sent:
             self._failures.append(worker)
             if len(self._failures) == 1 and self._running():
+                self._untold = self._running()
                 grace = f"the others have {self._job.grace_seconds:g} s to end by themselves"
                 say(f"{worker.task.name} {_how(worker.exit_code)}; {grace}")
                 self._plan_ends()
+                for other in self._running():
+                    other.signal(signal.SIGCONT)  # who has been stopped cannot end by itself
+
+    def _tell(self) -> None:
+        """Tells workers of the first failure that still wait for each other to start: they cannot know. See `rendezvous`."""
+        failed = self._failures[0]
+        failure = Failure(self._workers.index(failed), _how(failed.exit_code))
+        self._untold = [
+            worker for worker in self._untold if worker.exit_code is None and not tell_of_failure(worker.task, failure)
+        ]
 
     def _on_signals(self) -> None:
         for received in self._signals.read():

@@ -314,8 +314,7 @@ class FailureWatch:
             self._raised = True
             failure = Failure(here, f"raised {first_line(kind, value, traceback)}")
             self._learn(failure)
-        if failure.worker_index == here:
-            self._raised = True
+        if self._raised:
             previous(kind, value, traceback)
         else:
             self._say(failure)
