@@ -83,7 +83,7 @@ def test_a_model_goes_on_in_another(settings, tmp_path, cpus):
     def made():
         return compiled(
             tfdist.ShardedStrategy(cpus[:ranks], **settings),
-            keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, use_ema=True),
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, gradient_accumulation_steps=4, use_ema=True)),
             lambda model: tfdist.PipelineModel(model, num_microbatches=2) if is_pipeline else model,
         )
 

@@ -79,12 +79,20 @@ def _variables(model: Any) -> dict[str, Any]:
     """Returns the variables, of Keras or TensorFlow, of a model, of its optimizers, and of what it draws from; no metrics'."""
     found = _numbered("model", model.variables)
     parts = list(tf.train.TrackableView(model).descendants())
-    for number, optimizer in enumerate(part for part in parts if isinstance(part, keras.optimizers.Optimizer)):
+    for number, optimizer in enumerate(_optimizers(model)):
         found |= _numbered(f"optimizer_{number}", optimizer.variables)
     of_keras = {id(variable._value) for variable in [*found.values(), *model.metrics_variables]}
     found |= _numbered("tensorflow", [part for part in parts if _is_of_tensorflow(part) and id(part) not in of_keras])
     generator = global_generator()
     return found if generator is None else found | _numbered("keras.random", [generator.state])
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Returns the optimizers of a model, and those within them."""
+    found = [part for part in tf.train.TrackableView(model).descendants() if isinstance(part, keras.optimizers.Optimizer)]
+    for optimizer in found:  # grows: TensorFlow does not see those in a `MultiOptimizer`
+        found += [one for one in getattr(optimizer, "optimizers", ()) if one not in found]
+    return found
 
 
 def _numbered(group: str, variables: Iterable[Any]) -> dict[str, Any]:
@@ -111,17 +119,18 @@ class _Recorder(DiscardingStore):
 
 def _saved_by_keras(model: Any) -> set[int]:
     """Returns the ids of the variables that come back from Keras's weights file as they are on every rank."""
-    optimizers = [part for part in tf.train.TrackableView(model).descendants() if isinstance(part, keras.optimizers.Optimizer)]
+    optimizers = _optimizers(model)
     store = _Recorder()
     # Optimizers read their variables to save them, and save them all.
     visited = {id(optimizer) for optimizer in optimizers}
     saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=visited)
+    saved = store.saved | {id(variable) for optimizer in optimizers for variable in optimizer.variables}
     for optimizer in optimizers:
         # Between two updates each rank holds a sum of its own; after an update it is empty.
         steps = optimizer.gradient_accumulation_steps
-        is_between = bool(steps) and int(optimizer._iterations) % steps != 0
-        store.saved |= {id(one) for one in optimizer.variables if not (is_between and holds_summands(one._value))}
-    return store.saved
+        if steps and int(optimizer._iterations) % steps:
+            saved -= {id(variable) for variable in optimizer.variables if holds_summands(variable._value)}
+    return saved
 
 
 # Reading and assigning
