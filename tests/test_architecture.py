@@ -57,6 +57,7 @@ PRIVATE = {
     "checkpoint/unfailing_file.py",
     "data/device_iterators.py",
     "data/iterator.py",
+    "data/kept_functions.py",
     "keras_hooks/callbacks.py",
     "keras_hooks/metrics.py",
     "keras_hooks/tensorflow.py",

@@ -1,6 +1,7 @@
 """The datasets of tfdist's strategies, and the iterators by which a process's devices get their elements from them.
 
-TensorFlow gives every device a small dataset of its own, a generator and a prefetch. Two things are different here:
+CPUs take them from one iterator (`in_turn`). Other devices each get a small dataset of their own from TensorFlow, a generator and
+a prefetch. Two things are different here:
 
 * A generator has seven functions, which TensorFlow traces for every device of every iterator; Keras makes two iterators an epoch.
   Here the functions are kept, and the next iterator over elements of the same kind calls them with arguments of its own: half of
@@ -15,7 +16,7 @@ The base classes are private to TensorFlow: tests/data/test_device_iterators.py 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -26,10 +27,9 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_dataset_ops
 
 from tfdist.data.ends import Ends
+from tfdist.data.in_turn import InTurn, share_memory
 from tfdist.data.iterator import DistributedIterator
-
-# Of so many kinds of elements, times devices, the functions are kept.
-_KEPT = 256
+from tfdist.data.kept_functions import keep, kept
 
 
 class _Spec:
@@ -96,7 +96,10 @@ class _Iterated:
         for index, dataset in enumerate(getattr(self, self._held_as)):
             worker, devices = workers.worker_devices[index], workers.compute_devices_for_worker(index)
             with tf.device(worker):
-                iterators.append(_WorkerIterator(dataset, worker, devices, options=options, canonicalize_devices=True))
+                if share_memory(devices):
+                    iterators.append(InTurn(iter(dataset), len(devices)))
+                else:
+                    iterators.append(_WorkerIterator(dataset, worker, devices, options=options, canonicalize_devices=True))
         iterator = DistributedIterator(
             workers,
             iterators,
@@ -173,14 +176,13 @@ def _generator(
     """Returns the dataset that yields the elements of device `index`, the current one."""
     spec = dataset.element_spec
     key = (device_util.current(), index, tuple(tf.nest.flatten(spec)))
-    kept = _kept() if tf.executing_eagerly() else {}
-    if key not in kept:
+    known = kept() if tf.executing_eagerly() else {}
+    if key not in known:
         made = multi_device_iterator_ops._PerDeviceGenerator(
             index, resource, incarnation, source, spec, iterator_is_anonymous=True
         )
-        if len(kept) >= _KEPT:
-            kept.clear()
-        kept[key] = _functions_of(made, {id(source): "source", id(incarnation): "incarnation"})
+        if tf.executing_eagerly():
+            keep(key, _functions_of(made, {id(source): "source", id(incarnation): "incarnation"}))
         return made
     arguments = {
         "source": source,
@@ -188,7 +190,7 @@ def _generator(
         "iterator": resource,
         "handle": gen_dataset_ops.multi_device_iterator_to_string_handle(resource),
     }
-    functions, names = kept[key]
+    functions, names = known[key]
     called_with = [[arguments[name] for name in of_function] for of_function in names]
     variant = gen_dataset_ops.generator_dataset(*called_with, **functions, **dataset._flat_structure)
     return tf.data.experimental.from_variant(variant, spec)
@@ -200,8 +202,3 @@ def _functions_of(generator: Any, known: dict[int, str]) -> tuple[dict[str, Any]
     captured = [(getattr(generator, f"_{kind}_captured_args"), other) for kind, other in kinds.items()]
     names = [[known.get(id(argument), other) for argument in arguments] for arguments, other in captured]
     return {f"{kind}_func": getattr(generator, f"_{kind}_func") for kind in kinds}, names
-
-
-def _kept() -> dict[Hashable, Any]:
-    """The functions of the present context. On the context itself, because they refer to it: they go together."""
-    return vars(context.context()).setdefault("_tfdist_iterator_functions", {})

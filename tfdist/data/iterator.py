@@ -24,6 +24,7 @@ from tensorflow.python.ops import cond
 from tfdist import errors
 from tfdist.collectives import cross_replica_of
 from tfdist.data.ends import Ends
+from tfdist.data.in_turn import InTurn, share_memory
 from tfdist.data.parts import without_rows
 
 
@@ -43,15 +44,26 @@ class _IteratorSpec(input_lib.DistributedIteratorSpec):
     @property
     def _component_specs(self) -> list[Any]:
         counter = [tf.TensorSpec([], tf.resource)] if self._enable_get_next_as_optional else []
-        return [*super()._component_specs, *counter]
+        if not share_memory(self._devices):
+            return [*super()._component_specs, *counter]
+        # Once, so that a function that takes several elements keeps their order.
+        of_one = tf.nest.map_structure(lambda spec: input_lib._replace_per_replica_spec(spec, 0), self._element_spec)
+        return [tf.data.IteratorSpec(of_one), *counter]
+
+    @property
+    def _devices(self) -> Sequence[str]:
+        return self._input_workers.compute_devices_for_worker(0)
 
     def _to_components(self, value: Any) -> list[Any]:
-        return [*super()._to_components(value), *([value.batches] if self._enable_get_next_as_optional else [])]
+        iterators = [getattr(iterator, "elements", iterator) for iterator in super()._to_components(value)]
+        return [*iterators, *([value.batches] if self._enable_get_next_as_optional else [])]
 
     def _from_components(self, components: Sequence[Any]) -> DistributedIterator:
         iterators, counter = components, None
         if self._enable_get_next_as_optional:
             *iterators, counter = components
+        if share_memory(self._devices):
+            iterators = [InTurn(elements, len(self._devices)) for elements in iterators]
         made = DistributedIterator.__new__(DistributedIterator)
         made.__dict__.update(vars(super()._from_components(iterators)))
         made.batches = counter

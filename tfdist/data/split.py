@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.data.kept_functions import flat_map
 
 _TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
@@ -73,23 +74,21 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
     """
     parts = tuple(parts)
     _check_arguments(dataset, num_parts, parts)
-    batch_rows = _static_rows(dataset.element_spec)
+    element_spec = dataset.element_spec  # the functions below may be kept, the dataset must not be
+    batch_rows = _static_rows(element_spec)
     piece_rows = None if batch_rows is None or batch_rows % num_parts else batch_rows // num_parts
 
     def pieces(*batch: Any) -> list[Any]:
-        if type(dataset.element_spec) is not tuple:  # a tuple, and nothing else, comes as several arguments
+        if type(element_spec) is not tuple:  # a tuple, and nothing else, comes as several arguments
             (batch,) = batch
         # What Keras would turn into None itself, if it were no value of several devices.
         batch = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
-        bounds = _bounds(_rows(batch), num_parts)
+        bounds, one = _bounds(_rows(batch), num_parts), tf.constant([1], tf.int64)
 
         def piece(part: int) -> Any:
-            return tf.nest.map_structure(lambda leaf: _piece(leaf, bounds[part], bounds[part + 1], piece_rows), batch)
+            return tf.nest.map_structure(lambda leaf: _piece(leaf, bounds[part], bounds[part + 1], one, piece_rows), batch)
 
         return [piece(part) for part in parts]
-
-    def only_piece(*batch: Any) -> Any:
-        return pieces(*batch)[0]
 
     def all_pieces(*batch: Any) -> tf.data.Dataset:
         # Cheaper than a dataset of part indices, which runs one more function per piece.
@@ -98,11 +97,9 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
 
     if num_parts == 1 and len(parts) == 1:
         split = dataset
-    elif len(parts) == 1:
-        split = dataset.map(only_piece)  # not in parallel: there is nothing to compute
     else:
-        split = _with_cardinality(dataset.flat_map(all_pieces), dataset.cardinality(), len(parts))
-    return _with_nothing(split.prefetch(tf.data.AUTOTUNE))
+        split = _with_cardinality(flat_map(dataset, all_pieces, (num_parts, parts)), dataset.cardinality(), len(parts))
+    return _with_nothing(split)
 
 
 def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int, ...]) -> None:
@@ -196,6 +193,8 @@ def _leaf_rows(leaf: Any) -> tf.Tensor:
         return leaf.nrows(out_type=tf.int64)
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
+    if leaf.shape.rank is not None and leaf.shape[0] is not None:
+        return tf.constant(leaf.shape[0], tf.int64)
     check = tf.debugging.assert_rank_at_least(leaf, 1, message="The dataset must yield global batches, not scalars.")
     with tf.control_dependencies([check]):
         return tf.shape(leaf, out_type=tf.int64)[0]
@@ -203,11 +202,11 @@ def _leaf_rows(leaf: Any) -> tf.Tensor:
 
 def _bounds(rows: tf.Tensor, num_parts: int) -> list[tf.Tensor]:
     """Returns where each piece begins, and the last one ends: `num_parts + 1` tensors of shape (1,), as a slice takes them."""
-    part = tf.range(num_parts + 1, dtype=tf.int64)
-    return tf.split(part * (rows // num_parts) + tf.minimum(part, rows % num_parts), num_parts + 1)
+    part, number = tf.constant([*range(num_parts + 1)], tf.int64), tf.constant(num_parts, tf.int64)
+    return tf.split(part * (rows // number) + tf.minimum(part, rows % number), num_parts + 1)
 
 
-def _piece(leaf: Any, start: tf.Tensor, stop: tf.Tensor, static_rows: int | None) -> Any:
+def _piece(leaf: Any, start: tf.Tensor, stop: tf.Tensor, one: tf.Tensor, static_rows: int | None) -> Any:
     """Returns the rows [start, stop) of `leaf`; both bounds have shape (1,), and `static_rows` is None where it is not known."""
     if leaf is None:
         return None
@@ -218,7 +217,8 @@ def _piece(leaf: Any, start: tf.Tensor, stop: tf.Tensor, static_rows: int | None
         if static_rows is not None:
             piece.row_splits.set_shape([static_rows + 1])
         return piece
-    piece = tf.strided_slice(leaf, start, stop)
+    # The raw op: TensorFlow's function adds four more, and every iterator must make each ready to run.
+    piece = tf.raw_ops.StridedSlice(input=leaf, begin=start, end=stop, strides=one)
     piece.set_shape(tf.TensorShape([static_rows]).concatenate(leaf.shape[1:]))
     return piece
 

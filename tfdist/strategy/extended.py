@@ -174,7 +174,7 @@ class ShardedExtendedMixin(VariableCreation):
         distributed = DistributedDataset(
             self._input_workers_with_options(options),
             self._container_strategy(),
-            split_batches(dataset, mesh.data_parallel_size, indices).with_options(is_split_already),
+            self._read_ahead(split_batches(dataset, mesh.data_parallel_size, indices).with_options(is_split_already), options),
             input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),
             options=options,
         )
@@ -202,8 +202,14 @@ class ShardedExtendedMixin(VariableCreation):
             dataset = own_part()
             told = self.tell_all("the distribution of a part of the data", parts.description(dataset))
             dataset, steps, ends = parts.as_long_as_others(dataset, told, ends, devices)
+            dataset = self._read_ahead(dataset, options)
         distributed = DistributedDatasetsFromFunction(workers, self._container_strategy(), [context], lambda _: dataset, options)
         return distributed.end_after(steps, ends)
+
+    def _read_ahead(self, dataset: tf.data.Dataset, options: Any) -> tf.data.Dataset:
+        """Lets the next batch of every device be made ready while they compute."""
+        each = 1 if options is None else options.experimental_per_replica_buffer_size
+        return dataset.prefetch(each * len(self.communicator.local_ranks)) if each else dataset
 
     @property
     def num_processes(self) -> int:
