@@ -24,7 +24,7 @@ import tabulate
 import tqdm
 
 from tests.soak import hosts, judging
-from tests.soak.faults import Fault, Phases
+from tests.soak.faults import Fault, Phases, Planned
 from tests.soak.jobs import Job
 from tests.soak.running import Run
 from tests.soak.table import FAULTS
@@ -98,9 +98,14 @@ def one(fault: Fault, job: Job, seed: int, folder: pathlib.Path, references: Ref
         reference, phases = references.of(job) if needs_reference else (folder, {})
     except Undisturbed as error:
         return judging.Row(fault.name, job.name, seed, problems=[str(error)])
-    disturbed = Run(job, folder, fault.plan(random.Random(f"{fault.name}/{job.name}/{seed}"), job, phases))
+    disturbed = Run(job, folder, plan(fault, job, seed, phases))
     disturbed.run()
     return judging.judge(fault, seed, disturbed, reference)
+
+
+def plan(fault: Fault, job: Job, seed: int, phases: Phases) -> Planned:
+    """Returns what is done in the row of this seed."""
+    return fault.plan(random.Random(f"{fault.name}/{job.name}/{seed}"), job, phases)
 
 
 class Undisturbed(Exception):
