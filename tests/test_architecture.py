@@ -64,6 +64,7 @@ PRIVATE = {
     "layers/checkpoint_names.py",
     "layers/recomputed.py",
     "losses/global_losses.py",
+    "losses/over_global_batch.py",
     "metrics/global_results.py",
     "strategy/extended.py",
     "strategy/variable_creation.py",

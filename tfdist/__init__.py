@@ -8,7 +8,7 @@ model.fit(dataset)
 """
 
 # What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
-from tfdist import collectives, layers, optimizers, pipeline
+from tfdist import collectives, layers, losses, optimizers, pipeline
 from tfdist.layers import recompute
 from tfdist.mesh import use_logical_cpus
 from tfdist.optimizers import clip_by_global_norm, global_norm
@@ -30,6 +30,7 @@ __all__ = [
     "collectives",
     "global_norm",
     "layers",
+    "losses",
     "memory_report",
     "optimizers",
     "parallelize",

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
 from keras.src.losses import loss as keras_loss
+from keras.src.losses import losses as keras_losses
 from keras.src.trainers import compile_utils
 from keras_owners import nn as keras_nn
 
@@ -41,6 +42,14 @@ def test_functions_that_the_seam_overrides(name):
 @pytest.mark.parametrize("name", USED)
 def test_functions_that_the_seam_calls(name):
     assert parameters(getattr(keras_loss, name)) == USED[name]
+
+
+def test_how_keras_wraps_a_function():
+    """`tfdist.losses.OverGlobalBatch` makes of a function what `compile` makes of it."""
+    assert parameters(keras_losses.LossFunctionWrapper)[:3] == ["fn", "reduction", "name"]
+    assert "LossFunctionWrapper(loss_obj, name=loss_name)" in inspect.getsource(compile_utils.get_loss)
+    one = keras.ops.softmax(np.ones((1, 2)))
+    assert hasattr(keras.layers.Softmax()(one), "_keras_logits") or hasattr(keras.activations.softmax(one), "_keras_logits")
 
 
 def test_the_backends_crossentropy():

@@ -41,12 +41,12 @@ def train_one(strategy: Any, infers: bool = True, **settings: Any) -> dict[str, 
 class CustomStep(keras.Model):
     """A step of one's own: a Keras loss, a mean and a penalty; a number, a tracker and a metric in its logs."""
 
-    def __init__(self) -> None:
+    def __init__(self, auc: keras.metrics.Metric) -> None:
         super().__init__()
         self.head = keras.layers.Dense(1, activation="sigmoid")
         self.head.build((None, training.FEATURES))
         self.tracker = keras.metrics.Mean(name="tracked")
-        self.auc = keras.metrics.AUC(name="auc", num_thresholds=20)
+        self.auc = auc
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -63,11 +63,12 @@ class CustomStep(keras.Model):
 
 
 def train_own_step(strategy: Any, **settings: Any) -> dict[str, Any]:
-    """Trains on batches of 11 of 34 examples: of the last the second worker has none."""
+    """Trains on batches of 11 of 34 examples: of the last the second worker has none. A metric is made outside `scope()`."""
     x, y = training.vectors(34)
     keras.utils.set_random_seed(3)
+    auc = keras.metrics.AUC(name="auc", num_thresholds=20)
     with strategy.scope():
-        model = CustomStep()
+        model = CustomStep(auc)
         model.compile(keras.optimizers.Adam(0.01), **settings)
     logs = BatchLogs()
     labels = (y % 2).astype("float32")[:, None]

@@ -9,6 +9,7 @@ import tensorflow as tf
 from grids import exhaustive
 from training import CLASSES, strategy_for, vectors
 
+import tfdist
 from tests.programs.comparing import STAGES, assert_as_on_one_device, run
 from tests.programs.test_custom_steps import BATCH, Model, fit
 from tfdist.losses import warning
@@ -76,6 +77,10 @@ NO_MEANS = {
         "a function of the whole batch",
     ),
     "root": (lambda m, x, y, p: tf.sqrt(tf.reduce_mean(errors_of(y, p)) + 1), "a function of the whole batch"),
+    "pairs": (
+        lambda m, x, y, p: tf.reduce_mean(tf.square(tf.einsum("ik,jk->ij", p, y))),
+        "a product of rows with each other",
+    ),
     "Keras's sum over the rows": (
         lambda m, x, y, p: keras.losses.MeanSquaredError(reduction="sum")(y, p) / rows_of(x),
         "a Keras loss whose reduction is a sum",
@@ -135,6 +140,7 @@ def root_of_the_mean(y_true, y_pred):
         (root_of_the_mean, "root_of_the_mean"),
         (keras.losses.Dice(), "dice"),
         exhaustive(keras.losses.Tversky(), "tversky"),
+        exhaustive(tfdist.losses.OverGlobalBatch(root_of_the_mean), None),
         (lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred)), None),
         exhaustive(lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred), axis=-1), None),
         exhaustive(keras.losses.Dice(axis=-1), None),
@@ -155,5 +161,37 @@ def test_functions_of_a_batch_are_told(loss, name):
         return [str(one.message) for one in found if "returns one number" in str(one.message)]
 
     messages = train()
+    assert all("tfdist.losses.OverGlobalBatch" in message for message in messages)
     assert [message.split("`")[1] for message in messages] == ([] if name is None else [name])
     assert train() == []
+
+
+def pairs(embeddings, others):
+    """Negatives are the other rows of the batch."""
+    logits = keras.ops.matmul(embeddings, keras.ops.transpose(others))
+    return keras.ops.sparse_categorical_crossentropy(tf.range(tf.shape(logits)[0]), logits, from_logits=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_told"),
+    [
+        (keras.losses.Circle(), True),
+        exhaustive(pairs, True),
+        exhaustive(tfdist.losses.OverGlobalBatch(keras.losses.Circle()), False),
+        (tfdist.losses.OverGlobalBatch(pairs), False),
+        exhaustive(lambda y, p: keras.losses.circle(y[:, 0], p, np.arange(3), np.eye(3, CLASSES)), False),
+    ],
+)
+def test_rows_that_are_compared_are_told(loss, is_told):
+    x, y = vectors(32)
+    targets = y if isinstance(getattr(loss, "loss", loss), keras.losses.Circle) else np.eye(CLASSES)[y]
+    with strategy_for(2, 3).scope():
+        model = Model()
+        model.compile("sgd", loss)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model.fit(x, targets, batch_size=BATCH, verbose=0)
+        model.fit(x, targets, batch_size=9, verbose=0)
+    messages = [str(one.message) for one in found if "rows" in str(one.message)]
+    assert len(messages) == is_told
+    assert not is_told or messages[0].startswith("The loss of Model contains a product of rows with each other.")

@@ -113,13 +113,12 @@ class Added(keras.Model):
         return {**logs, "perplexity": ops.exp(logs["loss"]), "odds": logs["precision"] / (1.1 - logs["precision"])}
 
 
-def fit(make, **settings):
+def fit(make, metrics=None, **settings):
     def program(strategy):
         with strategy.scope():
             model = make()
-            model.compile(
-                keras.optimizers.SGD(0.3), "binary_crossentropy", metrics=["mae", keras.metrics.Precision()], **settings
-            )
+            compiled = ["mae", keras.metrics.Precision()] if metrics is None else metrics
+            model.compile(keras.optimizers.SGD(0.3), "binary_crossentropy", metrics=compiled, **settings)
         logs = BatchLogs()
         history = model.fit(
             X, LABELS, batch_size=12, epochs=2, shuffle=False, verbose=0, callbacks=[logs], validation_data=(X[:7], LABELS[:7])
@@ -142,8 +141,43 @@ def flat(values):
     return [float(np.asarray(value)) for value in tf.nest.flatten(values)]
 
 
+def from_outside(kind=Step):
+    """Metrics that are made outside `scope()`: one is attached to the model, others are not, one has counted before."""
+    auc, precision = keras.metrics.AUC(num_thresholds=20, name="auc"), keras.metrics.Precision(name="precision")
+    hits, largest = keras.metrics.BinaryAccuracy(name="hits"), Largest()
+    hits.update_state(LABELS, LABELS)
+
+    class FromOutside(kind):
+        def __init__(self):
+            super().__init__()
+            self.auc, self.largest = auc, largest
+
+        def update(self, y, predictions):
+            super().update(y, predictions)
+            hits.update_state(y, predictions)
+            precision.update_state(y, predictions)
+
+        def logged(self):
+            return {**super().logged(), "hits": hits.result(), "closure": precision.result()}
+
+    return FromOutside
+
+
+def of_outside(**settings):
+    def program(strategy):
+        kind = from_outside()
+        compiled = [Largest(name="compiled"), keras.metrics.AUC(num_thresholds=20, name="area")]
+        found = fit(kind, metrics=compiled, **settings)(strategy)
+        return found, [float(metric.result()) for metric in compiled]
+
+    return program
+
+
 PROGRAMS = {
     "results": fit(Step),
+    "from outside": of_outside(),
+    "from outside, eager": of_outside(run_eagerly=True),
+    "from outside, several steps": of_outside(steps_per_execution=2),
     "renamed": fit(Renamed),
     "added": fit(Added),
     "eager": fit(Step, run_eagerly=True),
@@ -151,8 +185,11 @@ PROGRAMS = {
 }
 
 
+EXHAUSTIVE = ("eager", "several_steps", "from outside, eager", "from outside, several steps")
+
+
 @pytest.mark.parametrize("zero_stage", STAGES)
-@pytest.mark.parametrize("name", ["results", "renamed", "added", exhaustive("eager"), exhaustive("several_steps")])
+@pytest.mark.parametrize("name", ["results", "renamed", "added", "from outside", *map(exhaustive, EXHAUSTIVE)])
 def test_logs_of_a_step(name, zero_stage):
     assert_as_on_one_device(PROGRAMS[name], zero_stage)
 

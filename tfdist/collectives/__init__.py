@@ -15,6 +15,7 @@ from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
 from tfdist.collectives.program import RankProgram
+from tfdist.collectives.rows import can_be_gathered, gather_rows
 from tfdist.collectives.transports import NCCL, RING, are_cpus, choose_transport, find_member_orders
 from tfdist.collectives.transports.shared_memory import abort_shared_memory, connect_shared_memory
 from tfdist.collectives.where import Where, at_every_call, current_program, rank_program, where
@@ -40,11 +41,13 @@ __all__ = [
     "are_cpus",
     "assign_buckets",
     "broadcast",
+    "can_be_gathered",
     "choose_transport",
     "connect_shared_memory",
     "cross_replica_of",
     "current_program",
     "find_member_orders",
+    "gather_rows",
     "gather_to_master_all_reduce",
     "naive_master_bytes",
     "rank_program",

@@ -23,3 +23,4 @@ from tfdist.runtime import before_first_use
 __all__ = ["TABLE", "Replacement", "install"]
 
 before_first_use(install)
+before_first_use(metrics.span_ranks)

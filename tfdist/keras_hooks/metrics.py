@@ -26,13 +26,19 @@ from tfdist.sharding import config_of, placement, request_placement
 @replaces("keras.metrics.Metric", "__init__")
 def _init(original: Callable[..., None], self: Any, dtype: Any = None, name: str | None = None) -> None:
     """A rank updates a metric with its own rows, and in a step its result is that of the rank: wrong for what is no sum over
-    rows, and for results that a step of one's own logs. Every subclass has methods of its own, so `update_state` and `result` of
-    the metric's class are replaced when one is made in the scope of a strategy, in the class itself."""
-    if config_of(tf.distribute.get_strategy()) is not None:
-        for kind in type(self).__mro__:
-            if issubclass(kind, keras.metrics.Metric) and kind is not keras.metrics.Metric:
-                _span_ranks(kind)
+    rows, and for results that a step of one's own logs. Every subclass has methods of its own, so `update_state` and `result` are
+    replaced in each class: in those that exist when tfdist is first used, and in others when one is made."""
+    for kind in type(self).__mro__:
+        if issubclass(kind, keras.metrics.Metric) and kind is not keras.metrics.Metric:
+            _span_ranks(kind)
     original(self, dtype=dtype, name=name)
+
+
+def span_ranks(kind: Any = keras.metrics.Metric) -> None:
+    """Replaces `update_state` and `result` of the subclasses of `kind`, and of theirs."""
+    for subclass in kind.__subclasses__():
+        _span_ranks(subclass)
+        span_ranks(subclass)
 
 
 @replaces("keras.metrics.Metric", "add_variable")

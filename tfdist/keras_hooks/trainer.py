@@ -14,7 +14,8 @@ from tfdist import errors
 from tfdist.data import steps
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.layers import layer_strategy, sharded_tensors
-from tfdist.optimizers.late_scope import move_metrics, move_optimizer
+from tfdist.metrics.adoption import adopt
+from tfdist.optimizers.late_scope import move_optimizer
 from tfdist.optimizers.support import check_variables, describe
 from tfdist.pipeline.deferred_weights import is_deferred
 from tfdist.pipeline.model import PipelineModel, check_is_pipelined
@@ -47,7 +48,9 @@ def _compile(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
     given = inspect.signature(original).bind(self, *args, **kwargs).arguments
     if isinstance(given.get("optimizer"), keras.optimizers.Optimizer):
         move_optimizer(given["optimizer"], strategy)
-    move_metrics([given.get("metrics"), given.get("weighted_metrics")], strategy)
+    for metric in tf.nest.flatten([given.get("metrics"), given.get("weighted_metrics")]):
+        if isinstance(metric, keras.metrics.Metric):
+            adopt(metric, strategy)
     with contextlib.nullcontext() if scope is not None else strategy.scope():
         original(self, *args, **kwargs)
     _check_compiled(self, strategy)

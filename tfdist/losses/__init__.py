@@ -15,6 +15,11 @@ gradients, which `optimizer.apply` sums over the ranks, to its gradient:
 A share is the own mean times the rank's part of the rows. Outside replicas a loss is the loss.
 
 batch_part ──> rank_batch, sliced_batch ──> trainer_step ──> global_losses <── shares
-                                                 │                  └──> row_means ──> warning
+                                                 │            │     └──> row_means ──> warning
+                                                 │            └──> over_global_batch
                                                  └──> step_gradients
 """
+
+from tfdist.losses.over_global_batch import OverGlobalBatch
+
+__all__ = ["OverGlobalBatch"]

@@ -142,6 +142,14 @@ def reduce_sum(values: Any) -> Any:
     return _row_means().add_sum(_mean_of_sum(total))
 
 
+def of_all_rows(loss: Any) -> Any:
+    """Returns what a rank's loss is, where `loss`, one number, was computed of the rows of all ranks, and is the same on all."""
+    if _trainer_step() is not None:
+        return _row_means().add_mean(loss)
+    program = rank_program(peers_on="data")
+    return program.attachment(Shares).add(_part().weigh(loss))
+
+
 def average_loss(average: Callable[[Any], Any], per_example_loss: Any, global_batch_size: Any) -> Any:
     """Returns a rank's own mean, where TensorFlow's `average` returns the sum of `per_example_loss` over a batch size.
 

@@ -7,6 +7,7 @@ From the loss back, through operations on numbers:
     a sum over rows, divided by the number of rows            a mean
     a sum over rows, divided by a constant or by nothing      too small by the number of ranks
     sum / sum (a masked mean, Dice), sqrt(mean) (RMSE), ...   a function of the whole batch: no mean of the ranks' own
+    rows @ transposed rows, wherever the loss comes from      rows are compared with the rank's own alone
 
 In an eager run there is no graph, and nothing is known.
 """
@@ -23,6 +24,7 @@ from tfdist.collectives import RankProgram
 SUM = "a sum over the rows of a batch"
 SUM_OVER_ROWS = "a Keras loss whose reduction is a sum, divided by the number of a device's rows"
 FUNCTION = "a function of the whole batch that is no mean over its rows"
+COMPARISON = "a product of rows with each other"
 
 _PASSING = frozenset(
     "AddN AddV2 Add BiasAdd Cast CheckNumerics ConcatV2 EnsureShape ExpandDims Identity Neg Pack Reshape Squeeze StopGradient "
@@ -77,7 +79,8 @@ class RowMeans:
             if isinstance(found, str):
                 return found
             waiting.extend(found)
-        return None
+        is_first = self._program.local_index == 0  # of several ranks of one process, which compute the same
+        return COMPARISON if is_first and self._compares_rows(loss) else None
 
     def _look_at(self, tensor: tf.Tensor) -> str | list[tf.Tensor]:
         """Returns the fault of the operation that `tensor` comes from, or the tensors to look at next."""
@@ -102,6 +105,23 @@ class RowMeans:
                 return self._look_at_ratio(others[0], count)
             return others if len(others) < 2 else FUNCTION
         return FUNCTION if op.type in _BENDING else []
+
+    def _compares_rows(self, loss: tf.Tensor) -> bool:
+        """Whether `loss` is computed of a product of two matrices of the rank's own rows. Gathered rows are no rank's own."""
+        is_own: dict[str, bool] = {}
+        waiting = [loss]
+        while waiting:
+            tensor = waiting[-1]
+            inputs = [] if tensor.name in self._arguments else _computed_of(tensor)
+            missing = [x for x in inputs if x.name not in is_own]
+            if tensor.name not in is_own and missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            is_own[tensor.name] = tensor.name in self._arguments or any(is_own[x.name] for x in inputs)
+            if len(inputs) == 2 and is_own[inputs[0].name] and is_own[inputs[1].name] and _pairs_rows(tensor.op):
+                return True
+        return False
 
     def _look_at_ratio(self, numerator: tf.Tensor, denominator: tf.Tensor) -> str | list[tf.Tensor]:
         summed = self._sum_behind(numerator)
@@ -158,6 +178,24 @@ class RowMeans:
                 return True
         self._same_on_all.update(name.rpartition(":")[0] for name in of)
         return False
+
+
+def _computed_of(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the inputs of the operation that `tensor` comes from; none of a collective."""
+    op = tensor.op
+    if op.type == "IdentityN":  # the end of a custom gradient
+        return [op.inputs[tensor.value_index]]
+    return [] if op.type.startswith("Collective") else list(op.inputs)
+
+
+def _pairs_rows(op: tf.Operation) -> bool:
+    """Whether an operation on two tensors of rows meets every row of one with every row of the other."""
+    if op.type == "MatMul":
+        return True
+    if op.type != "Einsum":
+        return False
+    first, second = op.get_attr("equation").decode().partition("->")[0].split(",")
+    return first[:1] != second[:1]
 
 
 def _before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool]) -> Iterator[tuple[tf.Tensor, str | None]]:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram
 from tfdist.losses.given_batch import is_given_everywhere
-from tfdist.losses.row_means import FUNCTION, SUM, SUM_OVER_ROWS, RowMeans
+from tfdist.losses.row_means import COMPARISON, FUNCTION, SUM, SUM_OVER_ROWS, RowMeans
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 _local = threading.local()
@@ -33,8 +33,12 @@ _FIXES = {
     FUNCTION: (
         "Each device computes it of its own rows, and the mean over the devices is not what one device computes of all.",
         "Return one value per row and take their mean (a masked mean is a Keras loss with a mask, or with "
-        '`reduction="mean_with_sample_weight"` and `sample_weight`); or gather the rows first: '
-        '`tfdist.collectives.all_gather(x, "data")`.',
+        '`reduction="mean_with_sample_weight"` and `sample_weight`); or let every device compute it of all rows: '
+        "`tfdist.losses.OverGlobalBatch(loss)`.",
+    ),
+    COMPARISON: (
+        "Each device has a part of the rows, and compares them with its own alone, where one device compares all.",
+        "Let the loss have all rows: `tfdist.losses.OverGlobalBatch(loss)`, called with what is compared.",
     ),
 }
 

@@ -10,18 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_gather, all_reduce
+from tfdist.collectives import RankProgram, all_reduce, can_be_gathered, gather_rows
 from tfdist.metrics.arguments import Arguments
-
-_CARRIED = {tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}  # as they are; others in a wider one
-_WIDENED = {
-    tf.bool: tf.int32,
-    tf.uint8: tf.int32,
-    tf.int8: tf.int32,
-    tf.uint16: tf.int32,
-    tf.int16: tf.int32,
-    tf.uint32: tf.int64,
-}
 
 
 def why_not(arguments: Arguments) -> str:
@@ -29,7 +19,7 @@ def why_not(arguments: Arguments) -> str:
     if arguments.others:
         return f"a {type(arguments.others[0]).__name__} cannot be gathered from the ranks"
     for tensor in arguments.tensors:
-        if tensor.dtype not in _CARRIED and tensor.dtype not in _WIDENED:
+        if not can_be_gathered(tensor):
             return f"a tensor of dtype {tensor.dtype.name} cannot be gathered from the ranks"
     return ""
 
@@ -57,14 +47,4 @@ class GatheredBatch:
                 return tensor
             part = tf.cast(fraction(), tensor.dtype)
             return all_reduce(tf.where(part > 0, part * tensor, tf.zeros_like(tensor)), "data", label="metrics/scalar")
-        carried = tf.cast(tensor, _WIDENED.get(tensor.dtype, tensor.dtype))
-        if carried.shape[1:].is_fully_defined():
-            whole = all_gather(carried, "data", uneven=True, label="metrics/rows")
-        else:  # lengths that only run time knows are the same on all ranks, which have rows of one batch
-            flat = all_gather(tf.reshape(carried, [-1]), "data", uneven=True, label="metrics/rows")
-            inner = tf.shape(carried)[1:]
-            # Not -1, which no rows of no length would leave open.
-            rows = tf.math.floordiv(tf.size(flat), tf.maximum(tf.reduce_prod(inner), 1))
-            whole = tf.reshape(flat, tf.concat([[rows], inner], 0))
-        whole.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else None)
-        return tf.cast(whole, tensor.dtype)
+        return gather_rows(tensor, "metrics/rows")

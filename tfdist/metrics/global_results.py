@@ -25,6 +25,7 @@ from tensorflow.python.distribute import values as distribute_values
 
 from tfdist.collectives import RankProgram, all_reduce, cross_replica_of, rank_program
 from tfdist.metrics import updates
+from tfdist.metrics.adoption import adopt
 from tfdist.sharding import keras_scope
 
 
@@ -61,6 +62,7 @@ def result(metric: keras.metrics.Metric, own: Callable[[], Any]) -> Any:
     program = rank_program(peers_on="data")
     if program is None or keras_scope.in_stateless_scope():
         return own()
+    adopt(metric, tf.distribute.get_strategy())
     return tf.nest.map_structure(_as_tensor, _result(metric, own, program))
 
 

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.metrics.additive import adds_up
+from tfdist.metrics.adoption import adopt
 from tfdist.metrics.arguments import Arguments
 from tfdist.metrics.gathered import GatheredBatch, why_not
 from tfdist.sharding import PartialSyncOnReadVariable, keras_scope
@@ -68,7 +69,7 @@ def update(
     """Updates `metric` by `own(*args, **kwargs)`, its `update_state`, with the rows that it needs.
 
     Args:
-        metric: the metric, made under a tfdist strategy.
+        metric: the metric, made under a tfdist strategy or under none.
         own: the bound `update_state` of its class.
         args: the arguments, those of a rank in `strategy.run`; elsewhere `own` is called with them as they are.
         kwargs: the arguments by name.
@@ -77,7 +78,10 @@ def update(
         whole_batch: returns a block in which losses are those of a whole batch, not of a rank's part.
     """
     program = rank_program(peers_on="data")
-    if program is None or keras_scope.in_stateless_scope() or not _spans_ranks(metric):
+    if program is None or keras_scope.in_stateless_scope():
+        return own(*args, **kwargs)
+    adopt(metric, tf.distribute.get_strategy())
+    if not _spans_ranks(metric):
         return own(*args, **kwargs)
     updates = program.attachment(_Updates)
     if updates.is_inside:
@@ -132,7 +136,7 @@ def may_add_up(metric: keras.metrics.Metric) -> bool:
 
 
 def _spans_ranks(metric: keras.metrics.Metric) -> bool:
-    """Whether the metric was made in the scope of the strategy: else all ranks have the same variables."""
+    """Whether the metric is the strategy's: else all ranks have the same variables."""
     return all(map(is_of_ranks, metric.variables))
 
 

@@ -1,4 +1,4 @@
-"""An optimizer, or a metric, that was made outside `strategy.scope()` for a model that was made inside it.
+"""An optimizer that was made outside `strategy.scope()` for a model that was made inside it.
 
     with strategy.scope():
         model = build_model()
@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdist.optimizers.support import is_none
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import config_of
-from tfdist.sharding.moving import made_by, move
+from tfdist.sharding.moving import move
 
 
 def move_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
@@ -39,12 +38,3 @@ def move_to_variables(optimizer: Any, variables: Sequence[Any]) -> None:
     strategies = {getattr(variable_of(variable), "distribute_strategy", None) for variable in variables}
     if len(strategies) == 1 and config_of(strategy := strategies.pop()) is not None:
         move_optimizer(optimizer, strategy)
-
-
-def move_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
-    """Moves those of `metrics`, any structure, that were made in no scope, and are as they were made, under `strategy`."""
-    for metric in tf.nest.flatten(metrics):
-        if not isinstance(metric, keras.metrics.Metric) or any(map(made_by, metric.variables)):
-            continue
-        move(metric.variables, strategy)
-        metric.reset_state()  # each rank has the whole value now, of which it is to have a part

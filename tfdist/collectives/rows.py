@@ -1,0 +1,40 @@
+"""The rows of all data ranks, of tensors of any dtype that batches have."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist.collectives.ops import all_gather
+
+_CARRIED = {tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}  # as they are; others in a wider one
+_WIDENED = {
+    tf.bool: tf.int32,
+    tf.uint8: tf.int32,
+    tf.int8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint32: tf.int64,
+}
+
+
+def can_be_gathered(tensor: tf.Tensor) -> bool:
+    """Whether `gather_rows` takes a dense `tensor` of this dtype."""
+    return tensor.dtype in _CARRIED or tensor.dtype in _WIDENED
+
+
+def gather_rows(tensor: tf.Tensor, label: str) -> tf.Tensor:
+    """Returns the rows of `tensor` of all data ranks, in their order, as `all_gather` does; some ranks may have none.
+
+    Other axes may have lengths that only run time knows: they are the same on all ranks, which have rows of one batch.
+    """
+    carried = tf.cast(tensor, _WIDENED.get(tensor.dtype, tensor.dtype))
+    if carried.shape[1:].is_fully_defined():
+        whole = all_gather(carried, "data", uneven=True, label=label)
+    else:
+        flat = all_gather(tf.reshape(carried, [-1]), "data", uneven=True, label=label)
+        inner = tf.shape(carried)[1:]
+        # Not -1, which no rows of no length would leave open.
+        rows = tf.math.floordiv(tf.size(flat), tf.maximum(tf.reduce_prod(inner), 1))
+        whole = tf.reshape(flat, tf.concat([[rows], inner], 0))
+    whole.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else None)
+    return tf.cast(whole, tensor.dtype)
