@@ -159,6 +159,7 @@ def table(rows: list[judging.Row]) -> str:
                 "fault": fault,
                 "job": job,
                 "rows": len(own),
+                "faults": sum(len(row.done) for row in own),
                 "hold": sum(row.holds for row in own),
                 "exit code": ", ".join(sorted({str(row.exit_code) for row in own})),
                 "seconds": f"{min(seconds):.1f} .. {max(seconds):.1f}" if seconds else "",

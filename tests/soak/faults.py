@@ -88,6 +88,23 @@ def inside(act: str, at: str, *, worker: int | None = -1, steps: tuple[int, int]
     return plan
 
 
+def kills(times: int) -> Plan:
+    """Returns the plan of a SIGKILL in each of so many attempts, at a random moment of the training that is left."""
+
+    def plan(rng: random.Random, job: Job, phases: Phases) -> Planned:
+        found = [at_random(rng, phases, rng.randrange(job.workers)) for _ in range(times)]
+        marks = [mark for mark, _ in phases[0]]
+        # Marks of epochs do not come again once an epoch is done; those of the start come in each attempt.
+        late = iter(sorted((at for at in found if _is_late(at)), key=lambda at: (marks.index(at["mark"]), at["delay"])))
+        return [{"act": "kill", "attempt": number, **(next(late) if _is_late(at) else at)} for number, at in enumerate(found)]
+
+    return plan
+
+
+def _is_late(at: dict[str, Any]) -> bool:
+    return at["mark"] not in ("started", "start", "imported", "connected", "built")
+
+
 def both(*plans: Plan) -> Plan:
     return lambda rng, job, phases: [planned for plan in plans for planned in plan(rng, job, phases)]
 
@@ -114,6 +131,11 @@ def cut(do: str, moment: Moment = in_training, **more: Any) -> Plan:
 def wrong_config(worker: int | None = 1, **how: Any) -> Plan:
     """A worker's TF_CONFIG is changed; None: that of all."""
     return lambda rng, job, phases: [{"act": "wrong_config", "attempt": 0, "worker": worker, "with": how}]
+
+
+def around(act: str, worker: int = 1) -> Plan:
+    """Something is wrong when the job starts: a worker is "absent", or there is a "port_in_use"."""
+    return lambda rng, job, phases: [{"act": act, "attempt": 0, "worker": worker}]
 
 
 def at_mark(mark: str, seconds: float = 0.0) -> Moment:

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -113,6 +114,7 @@ class Run:
         self.later: list[tuple[float, Any]] = []
         self._stopped: set[int] = set()  # the workers that do not end by themselves
         self._ports: set[int] = set()
+        self._taken: list[socket.socket] = []  # what holds ports that a worker was given
         self.disk = outside.Disk(folder / "disk", wanted=any("disk" in fault["act"] for fault in faults))
         (folder / "tmp").mkdir(parents=True)
         self.backup = self.disk.folder / "backup" if self.disk.wanted else folder / "backup"
@@ -182,6 +184,8 @@ class Run:
                 if process.ended is None:
                     process.process.kill()
                     process.handle.wait()
+            for held in self._taken:
+                held.close()
             codes = [process.code for process in own.values()]
             self.outcome.codes.append(codes)
             # As the launcher does: who ends because of another one is not the cause.
@@ -192,9 +196,12 @@ class Run:
     def _start(self, attempt: int) -> None:
         number, ports = self.job.workers, workers.free_ports(self.job.workers)
         self._ports |= set(ports)
+        absent = [fault["worker"] for fault in self._all_faults if fault["act"] == "absent"]
+        taken = [ports[fault["worker"]] for fault in self._all_faults if fault["act"] == "port_in_use"]
+        self._taken = [socket.create_server(("", port)) for port in taken]
         names = ["localhost"] * number if self.cable is None else [self.cable.addresses[index % 2] for index in range(number)]
         addresses = [f"{name}:{port}" for name, port in zip(names, ports, strict=True)]
-        for index in range(number):
+        for index in (index for index in range(number) if index not in absent):
             config = workers.tf_config(addresses, index)
             environment = self._environment(TFDIST_ATTEMPT=str(attempt), TFDIST_SOAK_WORKER=str(index))
             wrong = [f for f in self._all_faults if f["act"] == "wrong_config" and f["worker"] in (index, None)]

@@ -7,12 +7,14 @@ import signal
 from tests.soak.faults import (
     NOTHING,
     Fault,
+    around,
     at_mark,
     both,
     cut,
     in_second_attempt,
     in_training,
     inside,
+    kills,
     outside,
     wrong_config,
 )
@@ -36,6 +38,12 @@ FAULTS = [
         "SIGKILL, and again",
         both(outside("kill", in_training), in_second_attempt(outside("kill", in_training), "epoch 2")),
         [*_FORKS, *_OWN, Job(launch="fork", save_freq=4)],
+    ),
+    Fault(
+        "kill_4_times",
+        "SIGKILL, four times",
+        kills(4),
+        [*grid(launch="fork", max_restarts=6), *grid(max_restarts=6), *grid(launch="fork", max_restarts=6, save_freq=4)],
     ),
     Fault("kill_all", "SIGKILL of all", outside("kill_all"), [Job(launch="fork"), Job(launch="plain")]),
     Fault("kill_in_step", "SIGKILL between two steps", inside("kill", "step", steps=(0, 23)), [*_FORKS, *_OWN, Job(save_freq=4)]),
@@ -162,8 +170,19 @@ FAULTS = [
         for do, words in (("pull", "a cable pulled"), ("lose", "one direction lost"), ("take_down", "an interface down"))
     ],
     *[
-        Fault(f"cut_at_{mark}", f"a cable pulled at {mark}", cut("pull", at_mark(mark, 0.5)), _HOSTS, "fails", says="tfdist: ")
-        for mark in ("imported", "connected", "built")
+        Fault(
+            f"cut_at_{mark}",
+            f"a cable pulled {words}",
+            cut("pull", at_mark(mark, seconds)),
+            jobs,
+            "fails",
+            says="tfdist: |Error: ",
+        )
+        for mark, seconds, words, jobs in (
+            ("start", 4.0, "while workers connect", [Job(launch="hosts", max_restarts=0, rendezvous_timeout_seconds=15)]),
+            ("connected", 0.5, "while the model is built", _HOSTS),
+            ("built", 1.0, "before the first step", _HOSTS),
+        )
     ],
     # Wrong settings.
     Fault(
@@ -186,6 +205,16 @@ FAULTS = [
         "fails",
         needs_strike=False,
     ),
+    Fault(
+        "absent",
+        "a worker that never starts",
+        around("absent"),
+        _LONELY,
+        "fails",
+        says="worker 1 .*did not come",
+        needs_strike=False,
+    ),
+    Fault("port_in_use", "a port in use", around("port_in_use"), _LONELY, "fails", says="port|worker 1", needs_strike=False),
     Fault(
         "unknown_host",
         "a host that nobody knows",
