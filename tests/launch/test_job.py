@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import signal
+import textwrap
 import time
 
 import keras
@@ -353,3 +354,43 @@ def test_training_that_ended_at_nan_is_told(run):
     assert ended.code == 0
     words = "2 workers succeeded, but training was stopped at a loss of NaN or infinity: 'Batch 7: Invalid loss"
     assert words in ended.own[-1]
+
+
+# What the workers leave for a restart
+
+
+LEAVE = """
+descriptor = int(os.environ["TFDIST_LEFTOVERS"].partition(":")[0])
+leave = lambda path: os.write(descriptor, json.dumps(str(path)).encode() + b"\\n")
+"""
+
+
+def test_files_for_a_restart_are_removed_when_none_can_come(run, tmp_path):
+    source = """
+        folder = here / "backup"
+        folder.mkdir(exist_ok=True)
+        (folder / f"finished-{rank}").write_text("")
+        leave(folder / f"finished-{rank}")
+        note(f"left_{rank}_{attempt}")
+        wait_for(f"left_{1 - rank}_{attempt}")
+        if attempt == 0 and rank == 1:
+            sys.exit(1)
+        leave(here / "no" / "such" / "file")
+        os.write(descriptor, b"torn")
+    """
+    assert run(LEAVE + textwrap.dedent(source), "--workers", "2").code == 1
+    assert len(list((tmp_path / "backup").iterdir())) == 2
+    assert run(LEAVE + textwrap.dedent(source), "--workers", "2", "--max-restarts", "1").code == 0
+    assert not (tmp_path / "backup").exists()
+
+
+def test_more_than_the_pipe_holds_is_not_waited_for(run):
+    source = """
+        try:
+            while True:
+                leave(1000 * "x")
+        except BlockingIOError:
+            print("full")
+    """
+    ended = run(LEAVE + textwrap.dedent(source), "--workers", "1")
+    assert (ended.code, ended.out) == (0, ["[worker 0] full"])

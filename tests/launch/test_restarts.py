@@ -85,3 +85,22 @@ def test_signals_are_as_before(run):
     assert run("pass", "--workers", "1").code == 0
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_job_has_a_name_in_all_attempts(run, tmp_path, monkeypatch):
+    source = """
+        note(f"job_{attempt}", os.environ.get("TFDIST_JOB", ""))
+        sys.exit(attempt == 0)
+    """
+    names = []
+    for _ in range(2):
+        assert run(source, "--workers", "1", "--max-restarts", "1").code == 0
+        names += [(tmp_path / f"job_{attempt}").read_text() for attempt in range(2)]
+    assert names[0] == names[1] != names[2] == names[3]
+    assert all(names)
+    monkeypatch.setenv("TFDIST_JOB", "mine")
+    assert run(source, "--workers", "1", "--max-restarts", "1").code == 0
+    assert (tmp_path / "job_1").read_text() == "mine"
+    monkeypatch.delenv("TFDIST_JOB")
+    assert run(source, "--workers", "1").code == 1
+    assert (tmp_path / "job_0").read_text() == "", "no restart can come"

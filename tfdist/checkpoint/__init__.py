@@ -1,6 +1,7 @@
 """Level 6: saving a model that several workers hold, and exporting one that is sharded."""
 
-from tfdist.checkpoint import backups, plain_variables, saving
+from tfdist.checkpoint import plain_variables, saving
+from tfdist.checkpoint.backups import FitBackup
 from tfdist.checkpoint.writing_role import (
     WritingRole,
     all_workers_inside,
@@ -12,9 +13,9 @@ from tfdist.checkpoint.writing_role import (
 )
 
 __all__ = [
+    "FitBackup",
     "WritingRole",
     "all_workers_inside",
-    "backups",
     "chief_decides",
     "cluster_strategy",
     "cluster_strategy_of",

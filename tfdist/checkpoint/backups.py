@@ -1,112 +1,342 @@
-"""`BackupAndRestore` under a tfdist strategy: the chief writes a backup, and all workers train on from the same one.
+"""`BackupAndRestore` under a tfdist strategy: a `fit` that goes on at the very step, in one process and over several workers.
 
-Note: one file. Keras writes the weights, then the epoch into another file; killed in between, a run starts again with weights
-that are an epoch ahead. Here the epoch stands also in the weights file, as the attribute `tfdist_training_state`, and what
-stands there is what counts; Keras without tfdist reads its own file and ignores the attribute, so it still has that window.
-A remote `backup_dir` (gs://) has it too: there the files are written as Keras writes them.
+The chief writes a backup, and all train on from the same one. What a backup is of and what is restored when:
 
-Functions here take the callback, and the strategy under which its model was made; one worker is its own chief.
+    before other callbacks begin        weights and the optimizer's state, `backup_file.arrays` of seeds and the like; `fit` is
+                                        told the epoch, and its data the place
+    after they have begun               what Keras's callbacks know in Python: beginning has emptied it
+    after they have begun an epoch      in the middle of one: metrics, which `fit` has emptied, and learning rates, which a
+                                        scheduler has set a second time
+    after they have ended a step,       a backup is written: so it has what they have done
+    or an epoch
+
+Note: several `fit` into one directory. Each has a number, counted by the process; a backup knows that of its own. When a program
+is started again, a `fit` with a smaller number than that of the backup is over, and is passed by.
+
+Note: a `fit` that is over. Keras removes the backup at its end; a program that is killed later would train again. Where it is
+known which job this is (`runtime.this_run`) a mark is left, `finished-<number>.weights.h5`, a backup of the end. A restart of the
+job passes by what has a mark, with its weights and its history; another run of the program removes the marks, and trains.
 """
 
 from __future__ import annotations
 
+import collections
+import glob
 import json
 import os
-import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import h5py
-from keras.src.utils import file_utils
+from keras.src.utils import file_utils, io_utils
 
 from tfdist import errors
-from tfdist.checkpoint.saving import save_backup
+from tfdist.checkpoint import backup_file
+from tfdist.checkpoint.callback_states import callback_states, restore_callback_states
+from tfdist.checkpoint.extra_state import extra_state, metrics_state, restore_extra_state, restore_metrics_state
 from tfdist.checkpoint.staging import staged
-from tfdist.checkpoint.writing_role import all_workers_inside, chief_decides, is_chief
+from tfdist.checkpoint.writing_role import all_workers_inside, is_chief
+from tfdist.runtime import random_states, remove_after_success, set_random_states, this_run
 
-_STATE = "tfdist_training_state"
-
-
-def restore(callback: Any, strategy: Any) -> None:
-    """Restores the backup that the chief can read, the latest or else the one before, on all workers."""
-    error = None
-    try:
-        callback._load_model()
-    except OSError as unreadable:
-        error = unreadable
-    if chief_decides(strategy, "BackupAndRestore/readable", error is None):
-        if error is not None:
-            raise error
-        return
-    with all_workers_inside(strategy, "BackupAndRestore/previous"):
-        brought_back = is_chief(strategy) and _bring_back_previous(callback)
-    if not chief_decides(strategy, "BackupAndRestore/brought_back", brought_back):
-        raise error or OSError(f"The chief cannot read the backup {callback._weights_path}, and there is no previous one.")
-    callback._load_model()
+State = dict[str, Any]
 
 
-def _bring_back_previous(callback: Any) -> bool:
-    """Puts the previous backup in the place of the latest; returns whether there is one."""
-    if not file_utils.exists(callback._prev_weights_path):
-        return False
-    file_utils.copy(callback._prev_weights_path, callback._weights_path)
-    if file_utils.exists(callback._prev_training_metadata_path):
-        file_utils.copy(callback._prev_training_metadata_path, callback._training_metadata_path)
-    elif file_utils.exists(callback._training_metadata_path):
-        file_utils.remove(callback._training_metadata_path)
-    return True
+class FitBackup:
+    """The backups of one `fit`: what is found when it begins, written while it runs, and left at its end.
 
+    All methods are called by all workers at once.
 
-def load(callback: Any, strategy: Any, load_weights: Callable[[], None]) -> None:
-    """Loads the backup, by `load_weights()`, when all workers see the one that the chief sees."""
-    # The readers look when the chief has looked: it is not changing anything then.
-    seen = json.dumps(_backup(callback)) if is_chief(strategy) else ""
-    seen_by_chief = strategy.share("BackupAndRestore/found", seen)
-    backup = json.loads(seen_by_chief)
-    if not is_chief(strategy) and (mine := _backup(callback)) != backup:
-        raise errors.runtime_error(
-            "`backup_dir` must be on a file system that all workers share: the chief found another backup there, "
-            f"{backup} instead of {mine}.",
-            backup_dir=str(callback.backup_dir),
-            fix="Give all workers the same directory of a shared file system.",
+    Args:
+        callback: Keras's `BackupAndRestore`.
+        strategy: the tfdist strategy of its model.
+        data: the data that `fit` reads, a `data.FitData`.
+        callbacks: all callbacks of this `fit`.
+    """
+
+    # How many `fit` this process has ended, by directory.
+    _ended: collections.Counter[str] = collections.Counter()
+
+    def __init__(self, callback: Any, strategy: Any, data: Any, callbacks: Sequence[Any]):
+        self._callback, self._strategy, self._data, self._callbacks = callback, strategy, data, callbacks
+        self._model = callback.model
+        self._directory = str(callback.backup_dir)
+        self._number = self._ended[self._key]
+        self._is_chief = is_chief(strategy)
+        self._epoch, self._batches = 0, 0
+        self._logs: dict[str, Any] = {}
+        self._restored: State | None = None
+        self._path = ""
+        self._rates: list[tuple[Any, Any]] = []
+        self.finds_steps = True  # whether a backup may be of the middle of an epoch
+
+    @property
+    def _key(self) -> str:
+        return self._directory if file_utils.is_remote_path(self._directory) else os.path.abspath(self._directory)
+
+    def _share(self, name: str, value: Any) -> Any:
+        """Returns the chief's `value` on every worker."""
+        return json.loads(self._strategy.share(f"BackupAndRestore/{name}", json.dumps(value) if self._is_chief else ""))
+
+    def _on_chief(self, name: str, action: Callable[[], Any]) -> Any:
+        """Has the chief do what changes files, while no worker reads them; returns what it returns on every worker."""
+        with all_workers_inside(self._strategy, f"BackupAndRestore/{name}"):
+            return self._share(name, action() if self._is_chief else None)
+
+    def _say(self, line: str) -> None:
+        if self._is_chief:
+            io_utils.print_msg(f"tfdist: {line}")
+
+    # Beginning
+
+    def restore(self) -> None:
+        """Restores what is found, before the other callbacks begin."""
+        self._model._initial_epoch = None  # Keras keeps it for the next `fit`
+        self._data.begin()
+        self._check_data()
+        found = self._on_chief("found", self._find)
+        for line in found["lines"]:
+            self._say(line)
+        self._check_is_shared(found)
+        if found["path"] is None:
+            return
+        self._path, state = found["path"], found["state"]
+        self._load_weights()
+        if state is None:  # of Keras without tfdist, which has set the epoch
+            return
+        self._model._initial_epoch = state["epoch"]
+        self._restored = state
+        self._restore_extra()
+        if found["is_over"] or state.get("stop_training") and not state["batch"]:
+            self._model._initial_epoch = self._callback.params["epochs"]
+        if found["is_over"] or "position" not in state:
+            return
+        self._epoch, self._batches = state["epoch"], state["batch"]
+        self._rates = [(v, v.numpy()) for v in getattr(self._model.optimizer, "variables", ()) if v.name == "learning_rate"]
+        self._data.go_to(
+            state["position"], state["validations"], state["logs"], self._say, state["stop_training"], self._is_chief
         )
-    load_weights()
-    if backup["state"] is not None:
-        callback.model._initial_epoch = backup["state"]["epoch"]
 
+    def _check_data(self) -> None:
+        """Says so where no place in the middle of an epoch can be found again."""
+        if self._callback.save_freq == "epoch":
+            return
+        why = self._share("data", self._data.unfindable())
+        self.finds_steps = not why
+        if why and self._is_chief:
+            warnings.warn(
+                f"`BackupAndRestore(save_freq={self._callback.save_freq})` saves at the end of each epoch only: a place in the "
+                f"middle of one cannot be found again in these data: {why}. `keras.utils.set_random_seed(...)` before the data "
+                "are made seeds what has no seed.",
+                stacklevel=2,
+            )
 
-def _backup(callback: Any) -> dict[str, Any]:
-    """Returns what lies in the backup directory: whether weights, and the state of training that they belong to."""
-    found = {"weights": file_utils.exists(callback._weights_path), "state": None}
-    if found["weights"] and not file_utils.is_remote_path(callback._weights_path):
+    def _find(self) -> State:
+        """Returns what this `fit` begins with: the path of a file, if there is any, its state, and lines for the user."""
+        callback, lines = self._callback, []
+        state, torn = _read(callback._weights_path)
+        if torn:
+            lines.append(f"the backup {callback._weights_path} cannot be read: {torn}")
+            if self._bring_back_previous():
+                lines[-1] += "; the one before it is taken"
+                state, torn = _read(callback._weights_path)
+        has_latest = file_utils.exists(callback._weights_path)
+        is_there = has_latest and not torn
+        if is_there and state is None and file_utils.exists(callback._training_metadata_path):
+            with file_utils.File(callback._training_metadata_path, "r") as file:
+                state = json.loads(file.read())
+        if torn:
+            lines[-1] += "; there is none before it, and training begins anew"
+        over = is_there and state is not None and state.get("fit", 0) > self._number
+        mark, run = self._mark(self._number), this_run()
+        if file_utils.exists(mark):
+            mark_state, torn = _read(mark)
+            if mark_state is not None and (over or run.restarts(mark_state["run"])):
+                lines.append(f"this `fit` has ended before the restart, and is passed by: its weights are those of {mark}")
+                return {"path": mark, "state": mark_state, "is_over": True, "lines": lines, "has_latest": has_latest}
+            if mark_state is None or mark_state["run"]["process"] != run.process:
+                self._remove_marks()
+                lines.append(
+                    f"{self._directory} had the end of an earlier run, not of this job: this run trains from its beginning"
+                )
+        if not is_there:
+            return {"path": None, "state": None, "is_over": False, "lines": lines, "has_latest": has_latest}
+        if over:
+            lines.append(
+                "this `fit` has ended before the failure, and is passed by: the weights are those of the backup of a later one"
+            )
+        elif state is not None:
+            step = f", step {state['batch']}" if state["batch"] and "position" in state else ""
+            lines.append(f"training goes on from the backup in {self._directory}: epoch {state['epoch'] + 1}{step}")
+        return {"path": callback._weights_path, "state": state, "is_over": over, "lines": lines, "has_latest": has_latest}
+
+    def _mark(self, number: int) -> str:
+        return file_utils.join(self._directory, f"finished-{number}.weights.h5")
+
+    def _remove_marks(self) -> None:
+        for path in glob.glob(self._mark(0).replace("finished-0", "finished-*")):
+            os.remove(path)
+
+    def _bring_back_previous(self) -> bool:
+        """Puts the previous backup in the place of the latest; returns whether there is one."""
+        callback = self._callback
+        if not file_utils.exists(callback._prev_weights_path):
+            return False
+        file_utils.copy(callback._prev_weights_path, callback._weights_path)
+        if file_utils.exists(callback._prev_training_metadata_path):
+            file_utils.copy(callback._prev_training_metadata_path, callback._training_metadata_path)
+        elif file_utils.exists(callback._training_metadata_path):
+            file_utils.remove(callback._training_metadata_path)
+        return True
+
+    def _check_is_shared(self, found: State) -> None:
+        """Raises RuntimeError on a worker that does not see what the chief sees."""
+        path = found["path"]
+        same = file_utils.exists(self._callback._weights_path) == found["has_latest"]
+        if same and path is not None and not self._is_chief:
+            state = _read(path)[0] if file_utils.exists(path) else None
+            same = file_utils.exists(path) and (state is None or state == found["state"])
+        if not same:
+            raise errors.runtime_error(
+                "`backup_dir` must be on a file system that all workers share: the chief found another backup there.",
+                backup_dir=self._directory,
+                fix="Give all workers the same directory of a shared file system.",
+            )
+
+    def _load_weights(self) -> None:
+        """Loads the weights, as Keras does."""
+        callback = self._callback
+        latest = callback._weights_path
+        callback._weights_path = self._path
         try:
-            with h5py.File(callback._weights_path, "r") as file:
-                found["state"] = json.loads(file.attrs.get(_STATE, "null"))
-        except OSError:
-            pass  # no HDF5 file: loading it says so
-    if found["state"] is None and file_utils.exists(callback._training_metadata_path):
-        with file_utils.File(callback._training_metadata_path, "r") as file:
-            found["state"] = json.loads(file.read())
-    return found
+            callback._load_model()
+        finally:
+            callback._weights_path = latest
 
+    def _restore_extra(self) -> None:
+        extra = backup_file.read_arrays(self._path, "extra")
+        if extra is not None:
+            restore_extra_state(self._model, extra)
 
-def write(callback: Any) -> None:
-    """Writes weights and state of training, in one file that is replaced atomically."""
-    if callback.double_checkpoint:
-        for latest, previous in (
-            (callback._weights_path, callback._prev_weights_path),
-            (callback._training_metadata_path, callback._prev_training_metadata_path),
+    def restore_callbacks(self) -> None:
+        """Restores what the other callbacks know; they have begun."""
+        if self._restored is not None and "callbacks" in self._restored:
+            arrays = backup_file.read_arrays(self._path, "callbacks") or {}
+            restore_callback_states(self._callbacks, self._restored["callbacks"], arrays)
+
+    # Running
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Restores, where an epoch goes on in its middle, what its beginning has changed; other callbacks have begun it."""
+        self._callback._current_epoch = self._epoch = epoch
+        restored, self._restored = self._restored, None
+        if restored is None or not restored["batch"] or "position" not in restored:
+            self._batches = 0
+            return
+        self._callback._last_batch_seen = restored["batch"] - 1
+        self._model.stop_training = restored["stop_training"]
+        for variable, value in self._rates:
+            variable.assign(value)
+        self._restore_extra()
+        restore_metrics_state(self._model, backup_file.read_arrays(self._path, "metrics") or {})
+
+    def end_batches(self, batch: int, logs: Any) -> None:
+        """Notes a step that has ended: the last one of an execution."""
+        self._batches, self._logs = batch + 1, dict(logs or {})
+
+    def end_epoch(self, epoch: int) -> None:
+        self._epoch, self._batches, self._logs = epoch + 1, 0, {}
+
+    def write(self) -> None:
+        """Writes a backup of where training is."""
+        callback = self._callback
+        if self._is_chief and callback.double_checkpoint:
+            for latest, previous in (
+                (callback._weights_path, callback._prev_weights_path),
+                (callback._training_metadata_path, callback._prev_training_metadata_path),
+            ):
+                if file_utils.exists(latest):
+                    file_utils.copy(latest, previous)
+        state = self._write(callback._weights_path)
+        if self._is_chief:
+            metadata = json.dumps({"epoch": state["epoch"], "batch": state["batch"]})
+            with staged(callback._training_metadata_path) as path, open(path, "w", encoding="utf-8") as file:
+                file.write(metadata)
+
+    def _write(self, path: str, **more: Any) -> State:
+        numbers, arrays = callback_states(self._callbacks)
+        state = {
+            "epoch": self._epoch,
+            "batch": self._batches,
+            "fit": self._number,
+            "position": self._data.position(self._batches),
+            "validations": self._data.validations(),
+            "logs": _plain(self._logs),
+            "callbacks": numbers,
+            "stop_training": bool(self._model.stop_training),
+            "run": this_run().to_json(),
+            **more,
+        }
+        groups = {"extra": extra_state(self._model), "callbacks": arrays}
+        if self._batches:
+            groups["metrics"] = metrics_state(self._model)
+        backup_file.write(path, self._model, state, groups)
+        return state
+
+    # Ending
+
+    def end(self) -> None:
+        """Removes the backup, and leaves a mark where a restart of this job can come; other callbacks have ended."""
+        self._model._initial_epoch = None
+        self._ended[self._key] += 1
+        history = getattr(self._model, "history", None)
+        if self._restored is not None and "history" in self._restored:
+            history.history, history.epoch = self._restored["history"], self._restored["epochs"]
+            set_random_states(self._restored["random"])
+            self._tell_of_mark()
+            return
+        if self._restored is not None and self._restored.get("fit", 0) > self._number:
+            return
+        leaves_mark = self._share("job", this_run().job != "" and not file_utils.is_remote_path(self._directory))
+        if leaves_mark:
+            curve = {name: [_plain(value) for value in values] for name, values in history.history.items()}
+            self._write(self._mark(self._number), history=curve, epochs=list(history.epoch), random=random_states())
+            self._tell_of_mark()
+        if self._callback.delete_checkpoint:
+            self._on_chief("remove", lambda: self._remove(leaves_mark))
+
+    def _tell_of_mark(self) -> None:
+        """Lets the launcher remove the mark when the job has succeeded, and no restart can come any more."""
+        if self._is_chief:
+            remove_after_success(self._mark(self._number))
+
+    def _remove(self, leaves_mark: bool) -> None:
+        callback = self._callback
+        if not leaves_mark:
+            if file_utils.exists(self._directory):
+                file_utils.rmtree(self._directory)
+            return
+        for path in (
+            callback._weights_path,
+            callback._training_metadata_path,
+            callback._prev_weights_path,
+            callback._prev_training_metadata_path,
         ):
-            if os.path.exists(latest):
-                shutil.copy(latest, previous)
-    state = json.dumps({"epoch": callback._current_epoch, "batch": callback._last_batch_seen})
-    save_backup(callback.model, callback._weights_path, lambda file: file.attrs.create(_STATE, state))
-    with staged(callback._training_metadata_path) as path, open(path, "w", encoding="utf-8") as file:
-        file.write(state)
+            if file_utils.exists(path):
+                file_utils.remove(path)
 
 
-def remove(strategy: Any, remove_files: Callable[[], None]) -> None:
-    """Removes the backup, by `remove_files()` on the chief. A run with no epochs left comes here while others still load."""
-    with all_workers_inside(strategy, "BackupAndRestore/remove"):
-        if is_chief(strategy):
-            remove_files()
+def _read(path: str) -> tuple[State | None, str]:
+    """Returns the state that a file has, and why it cannot be read."""
+    if not file_utils.exists(path):
+        return None, ""
+    try:
+        return backup_file.read_state(path), ""
+    except OSError as error:
+        return None, str(error)
+
+
+def _plain(value: Any) -> Any:
+    """Returns `value` as what JSON can carry: numbers of NumPy become Python's."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -3,6 +3,8 @@
 from tfdist.data import parts, steps
 from tfdist.data.device_iterators import DistributedDataset, DistributedDatasetsFromFunction
 from tfdist.data.ends import Ends
+from tfdist.data.fit_data import FitData
+from tfdist.data.position import steps_of
 from tfdist.data.signature import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.data.split import split_batches
 
@@ -11,11 +13,13 @@ __all__ = [
     "DistributedDataset",
     "DistributedDatasetsFromFunction",
     "Ends",
+    "FitData",
     "dataset_signature",
     "difference",
     "parts",
     "split_batches",
     "steps",
+    "steps_of",
     "unordered",
     "unseeded",
 ]

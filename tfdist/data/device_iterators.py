@@ -115,7 +115,9 @@ class _Iterated:
 
 
 class DistributedDataset(_Iterated, input_lib.DistributedDataset):
-    """A dataset of a tfdist strategy."""
+    """A dataset of a tfdist strategy; `given` is the one that it was made of, of global batches."""
+
+    given: tf.data.Dataset | None = None
 
     _held_as = "_cloned_datasets"
 

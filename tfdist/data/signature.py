@@ -138,22 +138,16 @@ def _walk(dataset: tf.data.Dataset) -> Iterator[tuple[str, _Values]]:
     seen: set[int] = set()
     waiting = [dataset]  # a stack of our own: datasets built in a loop are deeper than Python's
     while waiting:
-        node = waiting.pop()
-        while isinstance(node, tf.compat.v1.data.Dataset) and hasattr(node, "_dataset"):
-            node = node._dataset  # the v1 face of a dataset
-        name = type(node).__name__.lstrip("_")
+        node, name = unwrapped(waiting.pop())
         if id(node) in seen:  # one dataset used twice, as in `zip((a, a))`
             yield name, {"again": True}
             continue
         seen.add(id(node))
-        inputs = list(node._inputs())
-        files = getattr(node, "_filenames", None)
-        if not inputs and isinstance(files, tf.data.Dataset):  # some readers keep them apart
-            inputs = [files]
+        inputs = inputs_of(node)
         waiting += reversed(inputs)
         if name in _TRANSPARENT:
             continue
-        operations = [op for function in node._functions() for op in _operations(function.function)]
+        operations = operations_of(node)
         for op in operations:
             seeds = _seeds(op)
             if seeds is not None:
@@ -166,6 +160,27 @@ def _walk(dataset: tf.data.Dataset) -> Iterator[tuple[str, _Values]]:
         if not inputs:
             values |= {"element_spec": str(node.element_spec), "cardinality": node.cardinality(), "head": _head(node)}
         yield name, _known(**values)
+
+
+def unwrapped(dataset: tf.data.Dataset) -> tuple[tf.data.Dataset, str]:
+    """Returns the last transformation of a dataset, and its name."""
+    while isinstance(dataset, tf.compat.v1.data.Dataset) and hasattr(dataset, "_dataset"):
+        dataset = dataset._dataset  # the v1 face of a dataset
+    return dataset, type(dataset).__name__.lstrip("_")
+
+
+def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """Returns what one transformation reads from."""
+    inputs = list(dataset._inputs())
+    files = getattr(dataset, "_filenames", None)
+    if not inputs and isinstance(files, tf.data.Dataset):  # some readers keep them apart
+        return [files]
+    return inputs
+
+
+def operations_of(dataset: tf.data.Dataset) -> list[tf.Operation]:
+    """Returns the operations of the functions that one transformation applies."""
+    return [op for function in dataset._functions() for op in _operations(function.function)]
 
 
 def _known(**values: Any) -> _Values:

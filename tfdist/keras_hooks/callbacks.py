@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from keras.src.utils import file_utils
+import keras
 
 from tfdist import errors
-from tfdist.checkpoint import WritingRole, backups, chief_decides, cluster_strategy, tfdist_strategy, writing_role
+from tfdist.checkpoint import FitBackup, WritingRole, chief_decides, cluster_strategy, tfdist_strategy, writing_role
+from tfdist.data import FitData
 from tfdist.keras_hooks.table import replaces
 from tfdist.sharding import config_of
 
@@ -35,47 +36,93 @@ def _checkpoint_path(original: Callable[..., str], self: Any, epoch: int, batch:
     return os.path.basename(path) if writing_role(self.model) is WritingRole.READER else path
 
 
+# A backup must have what the other callbacks have done, and they begin with what is restored: wherever it stands in the list, it
+# restores before they begin, and is called after them from then on.
+_LIST = "keras.callbacks.CallbackList"
+_FIT = "_tfdist_fit"
+
+
+def _fit_of(callback: Any) -> FitBackup | None:
+    return vars(callback).get(_FIT)
+
+
+@replaces(_LIST, "on_train_begin")
+def _begin_training(original: Callable[..., None], self: Any, logs: Any = None) -> None:
+    """`BackupAndRestore` goes on from the beginning of an epoch, with what callbacks before it in the list have done and without
+    what those behind it have; what it restores is not there yet when those before it begin."""
+    backups = [callback for callback in self.callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
+    for callback in backups:
+        vars(callback).pop(_FIT, None)
+        strategy = tfdist_strategy(callback.model)
+        if strategy is not None:
+            self.callbacks.remove(callback)
+            self.callbacks.append(callback)
+            fit = FitBackup(callback, strategy, FitData.of(callback.model), self.callbacks)
+            vars(callback)[_FIT] = fit
+            fit.restore()
+    original(self, logs)
+
+
 @replaces(_BACKUP, "on_train_begin")
 def _restore(original: Callable[..., None], self: Any, logs: Any = None) -> None:
     """Each worker would decide for itself which backup is whole, and copy it."""
-    strategy = tfdist_strategy(self.model)
-    if strategy is None:
+    fit = _fit_of(self)
+    if fit is None:
         original(self, logs)
     else:
-        backups.restore(self, strategy)
+        fit.restore_callbacks()
 
 
-@replaces(_BACKUP, "_load_model")
-def _load_backup(original: Callable[..., None], self: Any) -> None:
-    """Workers that see different backups would train on from different epochs."""
-    strategy = tfdist_strategy(self.model)
-    if strategy is None:
-        original(self)
-    else:
-        backups.load(self, strategy, lambda: original(self))
+@replaces(_BACKUP, "on_epoch_begin")
+def _begin_epoch(original: Callable[..., None], self: Any, epoch: int, logs: Any = None) -> None:
+    """In the first epoch behind a restart Keras takes its number for 0: a second failure would go back to that."""
+    original(self, epoch, logs)
+    fit = _fit_of(self)
+    if fit is not None:
+        fit.begin_epoch(epoch)
+
+
+@replaces(_BACKUP, "on_train_batch_end")
+def _end_step(original: Callable[..., None], self: Any, batch: int, logs: Any = None) -> None:
+    """Keras goes on from the beginning of the epoch, with weights that have had its first steps."""
+    fit = _fit_of(self)
+    if fit is not None:
+        fit.end_batches(batch, logs)
+        if not fit.finds_steps:
+            return
+    original(self, batch, logs)
+
+
+@replaces(_BACKUP, "on_epoch_end")
+def _end_epoch(original: Callable[..., None], self: Any, epoch: int, logs: Any = None) -> None:
+    """Where no place in the middle of an epoch can be found again, backups are of the ends of epochs, whatever `save_freq` is."""
+    fit = _fit_of(self)
+    if fit is not None:
+        fit.end_epoch(epoch)
+    original(self, epoch, logs)
+    if fit is not None and not fit.finds_steps and self.save_freq != "epoch":
+        self._save_model()
 
 
 @replaces(_BACKUP, "_save_model")
 def _save_backup(original: Callable[..., None], self: Any) -> None:
     """Every worker would write the same files; and Keras writes weights and epoch one after the other, so that a worker that is
     killed in between leaves a backup that is an epoch ahead."""
-    role = writing_role(self.model)
-    if role is WritingRole.READER:
-        self.model.save_weights(self._weights_path, overwrite=True)
-    elif role is WritingRole.ALONE or file_utils.is_remote_path(self.backup_dir):
+    fit = _fit_of(self)
+    if fit is None:
         original(self)
     else:
-        backups.write(self)
+        fit.write()
 
 
 @replaces(_BACKUP, "on_train_end")
 def _remove_backup(original: Callable[..., None], self: Any, logs: Any = None) -> None:
-    """Every worker would remove the directory, while others may still read it."""
-    strategy = tfdist_strategy(self.model)
-    if strategy is None:
+    """Every worker would remove the directory, while others may still read it; and a restart behind the end trains again."""
+    fit = vars(self).pop(_FIT, None)
+    if fit is None:
         original(self, logs)
     else:
-        backups.remove(strategy, lambda: original(self, logs))
+        fit.end()
 
 
 @replaces(_CSV, "on_train_begin", signature="(self, logs=None)")

@@ -11,7 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.data import steps
+from tfdist.checkpoint import tfdist_strategy
+from tfdist.data import FitData, steps, steps_of
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.layers import layer_strategy, sharded_tensors
 from tfdist.metrics.adoption import adopt
@@ -104,6 +105,12 @@ def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: An
     moves a shuffled dataset on. It calls the model on symbols, which a model may not bear. Under a strategy with a pipeline only
     a `PipelineModel` trains and evaluates."""
     _check_is_pipelined(self)
+    is_fit = iterator is not None and tfdist_strategy(self) is not None
+    with FitData.noted(self, iterator) if is_fit else contextlib.nullcontext():
+        _build_on_symbols(original, self, iterator, data_batch)
+
+
+def _build_on_symbols(original: Callable[..., None], self: Any, iterator: Any, data_batch: Any) -> None:
     strategy = self._distribute_strategy
     if config_of(strategy) is None:
         original(self, iterator=iterator, data_batch=data_batch)
@@ -144,6 +151,19 @@ def _catch_stop_iteration(original: Callable[..., Any], self: Any) -> Any:
 def _with_plain_errors(block: Any) -> Iterator[None]:
     with steps.plain_errors(), block:
         yield
+
+
+@replaces("keras.src.trainers.epoch_iterator.EpochIterator", "_enumerate_iterator")
+def _enumerate_iterator(original: Callable[..., Any], self: Any) -> Any:
+    """A `fit` that goes on from a backup begins where its data were then."""
+    return steps_of(self, lambda: original(self))
+
+
+@replaces(TRAINER, "_get_metrics_result_or_logs")
+def _logs_of_epoch(original: Callable[..., Any], self: Any, logs: Any) -> Any:
+    """An epoch that goes on from a backup behind its last step has no step whose logs Keras could take."""
+    data = FitData.of(self)
+    return original(self, logs if data is None else data.logs(logs))
 
 
 def _is_own(model: Any, step: str) -> bool:

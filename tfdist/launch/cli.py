@@ -7,6 +7,7 @@ import os
 import pathlib
 import signal
 import sys
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,6 +127,7 @@ def _job(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Job:
         chief=args.chief,
         max_restarts=args.max_restarts,
         grace_seconds=args.grace_seconds,
+        name=os.environ.get("TFDIST_JOB") or (uuid.uuid4().hex if args.max_restarts else ""),
         log_dir=args.log_dir,
     )
 

@@ -23,6 +23,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Iterable
 
 from tfdist.errors import PEER_FAILED_EXIT_CODE
 from tfdist.launch.output import Output, say
@@ -48,6 +49,7 @@ class Job:
     chief: bool = False  # whether the first worker is the chief
     max_restarts: int = 0  # attempts after the first
     grace_seconds: float = 20.0  # what workers get to end by themselves after a failure or a signal
+    name: str = ""  # TFDIST_JOB, by which a restart is known from a new job; "" where there are no restarts
     log_dir: pathlib.Path | None = None  # gets a file per attempt and worker; None: none, and the console shows every worker
 
     @property
@@ -67,6 +69,7 @@ class Outcome:
     summary: str  # the same in words, for example "worker 2 failed with exit code 1"
     failure: str = ""  # what the failed worker printed at last, under a headline; empty if none failed
     stopped: bool = False  # whether the launcher was told to stop
+    leftovers: tuple[str, ...] = ()  # after a success: files that only a restart would use
 
 
 class Attempt:
@@ -123,6 +126,7 @@ class Attempt:
             "TF_CONFIG": cluster.tf_config(),
             "TFDIST_LAUNCHER": "1",
             "TFDIST_ATTEMPT": str(self._number),
+            **({"TFDIST_JOB": self._job.name} if self._job.name else {}),
         }
         path = self._log_file(task)
         # Unbuffered, to be read while it grows; appended, so that no earlier run's output is lost.
@@ -208,7 +212,8 @@ class Attempt:
             return Outcome(exit_code, f"{failed.task.name} {_how(failed.exit_code)}", failure)
         stopped = next((worker.output.stopped_by_nan for worker in self._workers if worker.output.stopped_by_nan), "")
         nan = f", but training was stopped at a loss of NaN or infinity: {stopped!r}" if stopped else ""
-        return Outcome(0, f"{_count(self._job.workers)} succeeded{nan}")
+        leftovers = tuple(path for worker in self._workers for path in worker.leftovers)
+        return Outcome(0, f"{_count(self._job.workers)} succeeded{nan}", leftovers=leftovers)
 
     def _describe(self, failed: Worker) -> str:
         path = self._log_file(failed.task)
@@ -235,12 +240,21 @@ def run_job(job: Job) -> int:
             if outcome.failure:
                 sys.stderr.write(outcome.failure + "\n")
             if is_last:
+                _remove(outcome.leftovers)
                 return outcome.exit_code
             say(f"restarting, attempt {number + 2} of {job.attempts}, from the last backup the script made")
             if received := signals.wait(DELAY_SECONDS):
                 say(f"stopped by {received[0].name}")
                 return 128 + received[0]
     raise AssertionError("unreachable: attempts are counted without an end")
+
+
+def _remove(files: Iterable[str]) -> None:
+    """Removes files, and the directories that are empty then."""
+    for file in dict.fromkeys(files):
+        with contextlib.suppress(OSError):
+            os.remove(file)
+            os.rmdir(os.path.dirname(file))
 
 
 def _count(workers: int) -> str:

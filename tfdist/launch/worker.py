@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from tfdist.launch.output import Output
+from tfdist.runtime import leftovers
 from tfdist.runtime.cluster import Task
 
 _PR_SET_PDEATHSIG = 1
@@ -29,9 +31,14 @@ class Worker:
         self.task = task
         self.output = output
         self.exit_code: int | None = None  # None while it runs; negative for a signal, as in `subprocess`
+        self._told_pipe, told_through = os.pipe()
+        self._told = b""
+        for end in (self._told_pipe, told_through):  # who says too much must not wait: it is read when the worker has ended
+            os.set_blocking(end, False)
         self._process = subprocess.Popen(
             command,
-            env=environment,
+            env={**environment, **leftovers.environment_of(told_through)},
+            pass_fds=(told_through,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -39,6 +46,7 @@ class Worker:
             start_new_session=True,
             preexec_fn=_death_with_launcher(),
         )
+        os.close(told_through)
         self.pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         for pipe in self.pipes.values():
             os.set_blocking(pipe.fileno(), False)
@@ -56,6 +64,11 @@ class Worker:
         elif data == b"":
             self.output.end(source)
         return data
+
+    @property
+    def leftovers(self) -> list[str]:
+        """The files that the worker has left for a restart; complete once the worker has been left."""
+        return leftovers.parse_leftovers(self._told)
 
     def note_end(self) -> None:
         """Sets `exit_code`; the process has ended."""
@@ -77,6 +90,10 @@ class Worker:
                     pass
                 self.output.end(source)  # a process that left the group may still hold the pipe
                 pipe.close()
+            with contextlib.suppress(BlockingIOError):
+                while data := os.read(self._told_pipe, _READ_BYTES):
+                    self._told += data
+            os.close(self._told_pipe)
         finally:
             self._process.wait()
             os.close(self.pidfd)

@@ -9,6 +9,9 @@ from tfdist.runtime.coordination import Coordination
 from tfdist.runtime.failure_watch import FailureWatch
 from tfdist.runtime.first_use import before_first_use, begin_use
 from tfdist.runtime.free_memory import give_back_free_memory
+from tfdist.runtime.job_run import JobRun, this_run
+from tfdist.runtime.leftovers import remove_after_success
+from tfdist.runtime.python_random import random_states, set_random_states
 from tfdist.runtime.tf_config import read_cluster
 from tfdist.runtime.threads import operations_at_once, share_cores
 
@@ -16,12 +19,17 @@ __all__ = [
     "Cluster",
     "Coordination",
     "FailureWatch",
+    "JobRun",
     "Task",
     "before_first_use",
     "begin_use",
     "coordination",
     "give_back_free_memory",
     "operations_at_once",
+    "random_states",
     "read_cluster",
+    "remove_after_success",
+    "set_random_states",
     "share_cores",
+    "this_run",
 ]

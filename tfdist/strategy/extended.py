@@ -178,6 +178,7 @@ class ShardedExtendedMixin(VariableCreation):
             input_context=tf.distribute.InputContext(1, 0, mesh.data_parallel_size),
             options=options,
         )
+        distributed.given = dataset
         # The devices of a process reach the end together, and so do those of others, if every worker knows where it is.
         is_told = steps == parts.UNKNOWN and self.num_processes > 1
         return distributed.end_after(steps, self._ends([0] * self.num_processes) if is_told else None)

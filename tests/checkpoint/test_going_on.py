@@ -1,0 +1,358 @@
+"""A `fit` that fails and is started again ends as if nothing had happened: every kind of data, of schedule, of failure.
+
+The restarts are in this process, with everything set back to what a new process begins with; tests/strategy/test_restart.py ends
+processes.
+"""
+
+import functools
+import types
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from grids import exhaustive
+
+import tfdist
+from tfdist.checkpoint.extra_state import extra_state, restore_extra_state
+
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
+
+ROWS, BATCH, EPOCHS = 20, 4, 3  # 5 steps an epoch
+X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, size=ROWS)
+
+
+class Failed(Exception):
+    pass
+
+
+class Fail(keras.callbacks.Callback):
+    """Fails when it comes to a step, or to a moment of an epoch."""
+
+    def __init__(self, epoch, when):
+        super().__init__()
+        self.at, self.epoch = (epoch, when), None
+
+    def _look(self, when):
+        if (self.epoch, when) == self.at:
+            raise Failed
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        self._look("begin")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._look(batch)
+
+    def on_test_batch_end(self, batch, logs=None):
+        self._look("validation")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._look("end")
+
+    def on_train_end(self, logs=None):
+        self._look("over")
+
+
+class Program:
+    """A compiled model; `restart` sets it, and the process, back to the program's beginning."""
+
+    def __init__(self, zero_stage, steps_per_execution=1, run_eagerly=False):
+        keras.utils.set_random_seed(11)
+        strategy = tfdist.ShardedStrategy(["CPU:0", "CPU:1"], zero_stage=zero_stage)
+        with strategy.scope():
+            layers = [keras.layers.Dense(7, activation="tanh"), keras.layers.Dropout(0.4), keras.layers.Dense(3)]
+            self.model = keras.Sequential([keras.Input((6,)), *layers])
+            self.model.compile(
+                keras.optimizers.Adam(0.01),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                metrics=["accuracy"],
+                steps_per_execution=steps_per_execution,
+                run_eagerly=run_eagerly,
+            )
+        self.model.optimizer.build(self.model.trainable_variables)
+        self._begin = self.values(), extra_state(self.model)
+
+    def values(self):
+        return [variable.numpy() for variable in [*self.model.variables, *self.model.optimizer.variables]]
+
+    def restart(self):
+        keras.utils.set_random_seed(11)
+        values, extra = self._begin
+        for variable, value in zip([*self.model.variables, *self.model.optimizer.variables], values, strict=True):
+            variable.assign(value)
+        restore_extra_state(self.model, extra)
+        self.model.reset_metrics()
+        self.model._initial_epoch = None
+        self.model.stop_training = False
+
+
+@functools.cache
+def program(zero_stage=0, **arguments):
+    return Program(zero_stage, **arguments)
+
+
+# Data, as arguments of `fit`
+
+
+def rows():
+    return tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+def arrays(**arguments):
+    return lambda: {"x": X, "y": Y, "batch_size": BATCH, **arguments}
+
+
+def dataset(make, **arguments):
+    return lambda: {"x": make(rows()), **arguments}
+
+
+def of_unknown_length(data):
+    return data.shuffle(ROWS).batch(BATCH).filter(lambda x, y: True)
+
+
+def parts():
+    def own(context):
+        return rows().shuffle(ROWS).batch(BATCH // context.num_replicas_in_sync)
+
+    return {"x": program().model._distribute_strategy.distribute_datasets_from_function(own)}
+
+
+def distributed():
+    return {"x": program().model._distribute_strategy.experimental_distribute_dataset(rows().shuffle(ROWS).batch(BATCH))}
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of rows that are shuffled anew when an epoch ends, with noise."""
+
+    def __init__(self, noise=1, **arguments):
+        super().__init__(**arguments)
+        self.noise = noise
+        self.order, self.rng = np.arange(ROWS), np.random.default_rng(5)
+
+    def __len__(self):
+        return ROWS // BATCH
+
+    def __getitem__(self, index):
+        chosen = self.order[index * BATCH :][:BATCH]
+        return X[chosen] + self.noise * np.random.normal(size=(BATCH, 1)).astype("float32"), Y[chosen]
+
+    def on_epoch_end(self):
+        self.rng.shuffle(self.order)
+
+
+def generator():
+    def batches():
+        rng = np.random.default_rng(3)
+        while True:
+            chosen = rng.permutation(ROWS)[:BATCH]
+            yield X[chosen], Y[chosen]
+
+    return {"x": batches(), "steps_per_epoch": 5}
+
+
+def from_generator():
+    def batches():
+        for _ in range(5):
+            chosen = np.random.permutation(ROWS)[:BATCH]
+            yield X[chosen], Y[chosen]
+
+    spec = (tf.TensorSpec((None, 6), tf.float32), tf.TensorSpec((None,), tf.int64))
+    return {"x": tf.data.Dataset.from_generator(batches, output_signature=spec)}
+
+
+def with_keras_augmentation():
+    layer = keras.layers.GaussianNoise(0.1, seed=3)
+    return {"x": rows().batch(BATCH).map(lambda x, y: (layer(x, training=True), y))}
+
+
+def with_validation():
+    return {**arrays()(), "validation_data": rows().shuffle(ROWS).batch(BATCH), "validation_steps": 2}
+
+
+DATA = {
+    "arrays": arrays(),
+    "arrays, shuffled batches": arrays(shuffle="batch"),
+    "arrays with weights": arrays(sample_weight=np.linspace(0.5, 1.5, ROWS).astype("float32"), validation_split=0.2),
+    "arrays with class weights": arrays(class_weight={0: 1.0, 1: 2.0, 2: 0.5}),
+    "arrays, a partial batch": arrays(batch_size=3),
+    "shuffled rows": dataset(lambda data: data.shuffle(ROWS).batch(BATCH)),
+    "shuffled rows, a partial batch": dataset(lambda data: data.shuffle(8).batch(3)),
+    "shuffled before repeat": dataset(lambda data: data.shuffle(ROWS).batch(BATCH).repeat(), steps_per_epoch=4),
+    "repeated in the epoch": dataset(lambda data: data.shuffle(ROWS).repeat(2).batch(8)),
+    "shuffled twice": dataset(lambda data: data.shuffle(ROWS).batch(BATCH).shuffle(3)),
+    "cached, then shuffled": dataset(lambda data: data.cache().shuffle(ROWS).batch(BATCH)),
+    "shuffled, then cached": dataset(lambda data: data.shuffle(ROWS).cache().batch(BATCH)),
+    "the same order": dataset(lambda data: data.shuffle(ROWS, reshuffle_each_iteration=False).batch(BATCH)),
+    "random in a map": dataset(lambda data: data.batch(BATCH).map(lambda x, y: (x + tf.random.normal([BATCH, 6]), y))),
+    "interleaved": dataset(
+        lambda data: tf.data.Dataset.range(5).shuffle(5).interleave(lambda i: data.skip(4 * i).take(4), 2).batch(BATCH)
+    ),
+    "concatenated": dataset(lambda data: data.take(8).shuffle(8).concatenate(data.skip(8).shuffle(12)).batch(BATCH)),
+    "of unknown length": dataset(of_unknown_length),
+    "augmented by Keras": with_keras_augmentation,
+    "distributed": distributed,
+    "of a function": parts,
+    "PyDataset": lambda: {"x": Batches()},
+    "PyDataset in order": lambda: {"x": Batches(), "shuffle": False},
+    "PyDataset, threads": lambda: {"x": Batches(noise=0, workers=2)},
+    "generator": generator,
+    "from_generator": from_generator,
+    "validation": with_validation,
+}
+IN_EVERY_RUN = ["shuffled rows", "shuffled before repeat", "of unknown length", "PyDataset"]
+
+
+def train(program, data, callbacks=(), fails=None):
+    """Trains from the program's beginning; returns the history, None if it failed."""
+    program.restart()
+    own = [] if fails is None else [Fail(*fails)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            history = program.model.fit(**{"epochs": EPOCHS, "verbose": 0, **data()}, callbacks=[*callbacks, *own])
+    except Failed:
+        return None
+    return history
+
+
+def undisturbed(program, data, callbacks=()):
+    history = train(program, data, callbacks)
+    return types.SimpleNamespace(history=history.history, epoch=history.epoch, values=program.values())
+
+
+def assert_goes_on(program, data, folder, fails, save_freq=2, callbacks=lambda: [], first=None):
+    """Fails as often as is said, and ends with the curve, of the epochs that are left, and the weights of an undisturbed run."""
+    expected = undisturbed(program, data, callbacks())
+    for each in [*fails, None]:
+        backup = keras.callbacks.BackupAndRestore(folder, save_freq=save_freq)
+        history = train(program, data, [backup, *callbacks()], each)
+        assert (history is None) == (each is not None), each
+    assert history.epoch == expected.epoch[len(expected.epoch) - len(history.epoch) :]
+    assert first is None or history.epoch[0] == first
+    for name, values in history.history.items():
+        assert values == expected.history[name][-len(values) :], name
+    assert_same(program.values(), expected.values)
+    assert not folder.exists()
+
+
+def assert_same(values, expected):
+    for mine, theirs in zip(values, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+# Failures, schedules and callbacks
+
+
+@pytest.mark.parametrize(
+    ("fails", "save_freq"),
+    [
+        ([(1, "begin"), (2, 0)], 1),
+        ([(1, 4), (1, "validation")], 5),
+        exhaustive([(0, 0), (0, 1), (0, 4), (1, "end")], 1),
+        exhaustive([(0, "validation"), (2, "validation"), (2, "validation")], 5),
+        exhaustive([(1, "end"), (2, "end"), (2, "over")], 3),
+        exhaustive([(1, 2), (2, "over")], "epoch"),
+        exhaustive([(2, 4), (2, "over")], 7),
+    ],
+    ids=str,
+)
+def test_the_moment_of_the_failure(fails, save_freq, tmp_path):
+    assert_goes_on(program(), DATA["validation"], tmp_path / "backup", fails, save_freq)
+
+
+def schedulers():
+    return [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7),
+        keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=10.0),
+        keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=10.0, restore_best_weights=True),
+    ]
+
+
+@pytest.mark.parametrize("save_freq", [2, exhaustive("epoch")])
+def test_callbacks_that_know_the_epochs_before(save_freq, tmp_path):
+    """The rate is lowered in each epoch and on a plateau, training ends early, and the best weights are the first epoch's."""
+    fails = [(1, 0), (1, 3)]
+    assert_goes_on(program(), DATA["arrays"], tmp_path / "backup", fails, save_freq, schedulers, first=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"zero_stage": 3, "steps_per_execution": 2},
+        exhaustive({"zero_stage": 1, "steps_per_execution": 4}),
+        exhaustive({"zero_stage": 2, "steps_per_execution": 3}),
+        exhaustive({"zero_stage": 0, "run_eagerly": True}),
+    ],
+    ids=str,
+)
+def test_programs(arguments, tmp_path):
+    step = arguments.get("steps_per_execution", 2) - 1
+    data = DATA["shuffled rows, a partial batch"]
+    assert_goes_on(program(**arguments), data, tmp_path / "backup", [(1, step), (2, 2 * step + 1)])
+
+
+# What cannot be found again
+
+
+@pytest.mark.parametrize("name", ["seed", exhaustive("order")])
+def test_where_no_place_is_found_backups_are_of_epochs(name, tmp_path):
+    """And so is what training goes on from, with one warning."""
+    made = program()
+
+    def data():
+        if name == "order":
+            return rows().map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=False).batch(BATCH)
+        tf.random.set_seed(None)
+        return rows().shuffle(ROWS).batch(BATCH)
+
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=1)
+    made.restart()
+    with (
+        pytest.raises(Failed),
+        pytest.warns(UserWarning, match="saves at the end of each epoch only: .* in these data: ") as told,
+    ):
+        made.model.fit(data(), epochs=EPOCHS, verbose=0, callbacks=[backup, Fail(1, 3)])
+    assert len([each for each in told if "BackupAndRestore" in str(each.message)]) == 1
+    made.restart()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert made.model.fit(data(), epochs=EPOCHS, verbose=0, callbacks=[backup]).epoch == [1, 2]
+    assert int(made.model.optimizer.iterations) == 5 * EPOCHS
+
+
+def test_a_generator_is_told_of(tmp_path):
+    made = program()
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=1)
+    assert train(made, generator, [backup], (1, 3)) is None
+    made.restart()
+    with pytest.warns(UserWarning, match="a Python generator, of which the place cannot be known"):
+        made.model.fit(**generator(), epochs=2, verbose=0, callbacks=[backup])
+
+
+def test_other_data_are_refused_in_the_middle_of_an_epoch(tmp_path):
+    made = program()
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2)
+    assert train(made, DATA["shuffled rows"], [backup], (1, 2)) is None
+    made.restart()
+    with pytest.raises(ValueError, match=r"that epoch: ShuffleDataset\(.*\) here, BatchDataset\(.*\) there in the backup"):
+        made.model.fit(rows().batch(BATCH).shuffle(3), epochs=2, verbose=0, callbacks=[backup])
+
+
+# Several `fit`
+
+
+def test_a_later_fit_begins_at_its_own_epoch(tmp_path):
+    """Keras keeps the epoch that was restored, and a `fit` behind it leaves out as many."""
+    made = program()
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    assert train(made, DATA["arrays"], [backup], (2, 2)) is None
+    assert train(made, DATA["arrays"], [backup]).epoch == [2]
+    assert made.model.fit(X, Y, epochs=2, verbose=0).epoch == [0, 1]
+
+
+@pytest.mark.parametrize("name", [name if name in IN_EVERY_RUN else exhaustive(name) for name in DATA])
+def test_the_place_in_the_data(name, tmp_path):
+    assert_goes_on(program(), DATA[name], tmp_path / "backup", [(1, 2), (2, 3)], first=2)

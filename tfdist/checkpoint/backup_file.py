@@ -1,0 +1,67 @@
+"""The file of a backup: Keras's weights, and beside them what else a run goes on from.
+
+    latest.weights.h5
+        layers, optimizer, ...                  Keras's
+        tfdist/extra, metrics, callbacks        arrays that Keras does not save
+        tfdist/fit                              the state of `fit`: epoch, batch, place in the data, ..., as JSON
+        attribute `tfdist_training_state`       epoch and batch again, where Keras's own metadata are of an earlier file
+
+Note: one file. Keras writes the weights, then the epoch into another file; killed in between, a run starts again with weights
+that are an epoch ahead. Here all is in one file, which takes its place when it is whole. Keras without tfdist reads its own
+metadata and ignores the rest, so it still has that window.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import h5py
+import numpy as np
+from keras.src.utils import file_utils
+
+from tfdist.checkpoint.saving import save_backup
+from tfdist.checkpoint.stored_state import put_state, take_state
+
+_ATTRIBUTE, _FIT = "tfdist_training_state", "fit"
+
+Arrays = dict[str, dict[str, np.ndarray]]
+
+
+def write(path: str, model: Any, state: Mapping[str, Any], arrays: Arrays) -> None:
+    """Writes the weights of `model` with `state`, which JSON can carry, and groups of `arrays`; the file is replaced at once.
+
+    All workers call it; the chief writes. In a remote folder the weights are written alone, as Keras writes them.
+    """
+
+    def add(file: h5py.File) -> None:
+        put_state(file, _FIT, {"json": np.frombuffer(json.dumps(state).encode(), np.uint8)})
+        for name, group in arrays.items():
+            put_state(file, name, group)
+        file.attrs.create(_ATTRIBUTE, json.dumps({"epoch": state["epoch"], "batch": state["batch"]}))
+
+    save_backup(model, path, add)
+
+
+def read_state(path: str) -> dict[str, Any] | None:
+    """Returns the state of `fit` in a file; None where there is none, as in a file of Keras without tfdist.
+
+    Raises:
+        OSError: the file is torn.
+    """
+    if file_utils.is_remote_path(path):
+        return None
+    with h5py.File(path, "r") as file:
+        stored = take_state(file, _FIT)
+        if stored is not None:
+            return json.loads(stored["json"].tobytes())
+        return json.loads(file.attrs.get(_ATTRIBUTE, "null"))
+
+
+def read_arrays(path: str, name: str) -> dict[str, np.ndarray] | None:
+    """Returns the group of arrays `name` of a file, None where there is none."""
+    if file_utils.is_remote_path(path):
+        return None
+    with h5py.File(path, "r") as file:
+        return take_state(file, name)
