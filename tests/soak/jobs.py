@@ -36,7 +36,7 @@ class Job:
     step_timeout_seconds: float = 600.0
     rendezvous_timeout_seconds: float = 300.0
     max_restarts: int = 3
-    stops_on_nan: int = 0  # 1: with `TerminateOnNaN`
+    callbacks: str = ""  # "nan": with `TerminateOnNaN`; "plateau": with `ReduceLROnPlateau` and `EarlyStopping`
 
     @property
     def name(self) -> str:

@@ -22,6 +22,16 @@ from tests.soak.jobs import Job, grid
 
 _FORKS = [Job(launch="fork"), Job("tensor", launch="fork"), Job("pipeline", launch="fork"), Job(workers=3, launch="fork")]
 _OWN = [Job(loop="own", launch="fork"), Job("tensor", loop="own", launch="fork")]
+_VARIANTS = [
+    Job(save_freq=4),
+    Job(launch="fork", steps_per_execution=3),
+    Job(launch="fork", steps_per_execution=2, save_freq=4),
+    Job(launch="fork", data="parts"),
+    Job(launch="fork", data="from_generator"),
+    Job(launch="fork", callbacks="plateau"),
+    Job("pipeline", launch="fork", save_freq=4),
+    Job("tensor", launch="fork", save_freq=4),
+]
 _ONCE = [Job(max_restarts=0), Job(workers=3, launch="plain", max_restarts=0)]  # what is said, and when all have ended
 _HOSTS = [Job(launch="hosts", max_restarts=0)]
 _OF_GENERATOR = [Job(launch="fork", data=data, max_restarts=0) for data in ("from_generator", "generator")]
@@ -46,7 +56,7 @@ FAULTS = [
         [*grid(launch="fork", max_restarts=6), *grid(max_restarts=6), *grid(launch="fork", max_restarts=6, save_freq=4)],
     ),
     Fault("kill_all", "SIGKILL of all", outside("kill_all"), [Job(launch="fork"), Job(launch="plain")]),
-    Fault("kill_in_step", "SIGKILL between two steps", inside("kill", "step", steps=(0, 23)), [*_FORKS, *_OWN, Job(save_freq=4)]),
+    Fault("kill_in_step", "SIGKILL between two steps", inside("kill", "step", steps=(0, 23)), [*_FORKS, *_OWN, *_VARIANTS]),
     Fault("kill_after_fit", "SIGKILL behind `fit`", inside("kill", "trained"), [Job(), Job(launch="fork")], repeats=0),
     Fault("crash", "SIGSEGV", inside("kill", "step", number=int(signal.SIGSEGV)), [Job()]),
     Fault("exit_3", "exit code 3", inside("exit", "step", code=3), [Job()]),
@@ -100,7 +110,7 @@ FAULTS = [
         "raise_before_it_connects",
         "an exception before the strategy",
         inside("raise", "start", worker=1),
-        [Job(max_restarts=0), Job(workers=3, launch="plain", max_restarts=0)],
+        [Job(max_restarts=0)],
         "fails",
         says="{victim} ",
     ),
@@ -134,7 +144,7 @@ FAULTS = [
         "nan",
         "NaN with `TerminateOnNaN`",
         inside("nan", "rows", worker=None),
-        [Job(stops_on_nan=1)],
+        [Job(callbacks="nan")],
         "stops",
         0,
         launcher_says="succeeded, but training was stopped at a loss of NaN",

@@ -35,7 +35,7 @@ def main(faults: inside.Faults) -> None:
     faults.at("connected")
     with strategy.scope():
         model = _model(job)
-        rate = keras.optimizers.schedules.ExponentialDecay(0.02, 5, 0.9)
+        rate = 0.02 if job.callbacks == "plateau" else keras.optimizers.schedules.ExponentialDecay(0.02, 5, 0.9)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"], steps_per_execution=job.steps_per_execution)
     marks.mark("built")
@@ -136,8 +136,11 @@ def _numbers(logs: dict[str, Any]) -> dict[str, float]:
 
 def _fit(strategy: Any, model: Any, job: Job, backup: pathlib.Path, faults: inside.Faults) -> None:
     callbacks = [keras.callbacks.BackupAndRestore(backup, save_freq=job.save_freq or "epoch"), _Log(faults)]
-    if job.stops_on_nan:
+    if job.callbacks == "nan":
         callbacks.append(keras.callbacks.TerminateOnNaN())
+    if job.callbacks == "plateau":
+        callbacks.append(keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=0.02))
+        callbacks.append(keras.callbacks.EarlyStopping("val_loss", patience=3, min_delta=0.02))
     x, y = _rows()
     arguments: dict[str, Any] = {"validation_data": (x[:14], y[:14]), "validation_batch_size": BATCH}
     if job.data == "generator":
