@@ -25,11 +25,14 @@ class Noise(layers.Layer):
         super().__init__()
         self.generators = [keras.random.SeedGenerator(4)]
         self.count = tf.Variable(0.0, trainable=False)
+        self.unseeded = True
 
     def call(self, x, training=None):
         if training:
             self.count.assign_add(1.0)
-            x = x + 0.1 * keras.random.normal(ops.shape(x)) + 0.1 * keras.random.normal(ops.shape(x), seed=self.generators[0])
+            x = x + 0.1 * keras.random.normal(ops.shape(x), seed=self.generators[0])
+            if self.unseeded:
+                x = x + 0.1 * keras.random.normal(ops.shape(x))
         return x
 
 
@@ -104,4 +107,36 @@ def test_a_model_goes_on_in_another(settings, tmp_path, cpus):
     restore_metrics_state(second, metrics)
     assert_same(every_rank(second), saved)
     assert steps(second, 3) == logs
+    assert_same(every_rank(second), every_rank(first))
+
+
+@pytest.mark.as_traced
+@pytest.mark.parametrize("settings", [{"zero_stage": 3}, exhaustive({"zero_stage": 1, "pipeline_parallel_size": 2})], ids=str)
+def test_checkpoints_of_tensorflow_have_seeds_and_optimizers_in_optimizers(settings, tmp_path, cpus):
+    """A loop of one's own goes on from `tf.train.Checkpoint`, bit by bit, between two updates of an accumulation, too."""
+
+    def made():
+        inner = keras.optimizers.OptimizerMap(
+            keras.optimizers.SGD(0.1, momentum=0.9), {".*kernel": keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)}
+        )
+        is_pipeline = "pipeline_parallel_size" in settings
+        return compiled(
+            tfdist.ShardedStrategy(cpus[: 4 if is_pipeline else 2], **settings),
+            keras.optimizers.Adam(0.01) if is_pipeline else keras.optimizers.MultiOptimizer(inner),
+            lambda model: tfdist.PipelineModel(model, num_microbatches=2) if is_pipeline else model,
+        )
+
+    def steps(model, number):
+        return [model.train_on_batch(X[step * 6 : step * 6 + 12], Y[step * 6 : step * 6 + 12])[0] for step in range(number)]
+
+    keras.utils.clear_session()
+    first = made()
+    first.layers[2].unseeded = False
+    steps(first, 3)
+    path = tf.train.Checkpoint(model=first, optimizer=first.optimizer).save(str(tmp_path / "checkpoint"))
+    second = made()
+    second.layers[2].unseeded = False
+    tf.train.Checkpoint(model=second, optimizer=second.optimizer).restore(path).assert_consumed()
+    second.reset_metrics(), first.reset_metrics()
+    assert steps(second, 3) == steps(first, 3)
     assert_same(every_rank(second), every_rank(first))

@@ -1,6 +1,6 @@
 """Level 6: saving a model that several workers hold, and exporting one that is sharded."""
 
-from tfdist.checkpoint import plain_variables, saving
+from tfdist.checkpoint import checkpoint_children, plain_variables, saving
 from tfdist.checkpoint.backups import FitBackup
 from tfdist.checkpoint.writing_role import (
     WritingRole,
@@ -16,6 +16,7 @@ __all__ = [
     "FitBackup",
     "WritingRole",
     "all_workers_inside",
+    "checkpoint_children",
     "chief_decides",
     "cluster_strategy",
     "cluster_strategy_of",

@@ -7,7 +7,15 @@ import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tfdist.checkpoint import WritingRole, all_workers_inside, cluster_strategy_of, plain_variables, saving, writing_role
+from tfdist.checkpoint import (
+    WritingRole,
+    all_workers_inside,
+    checkpoint_children,
+    cluster_strategy_of,
+    plain_variables,
+    saving,
+    writing_role,
+)
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import checkpoint_names
 
@@ -89,6 +97,24 @@ def _get_unique_name(original: Callable[[str, dict[str, int]], str], name: str, 
     """Keras names a layer's weights in a file after its class: a tensor-parallel layer's must be found under the name of the
     layer that it is outside replicas."""
     return original(checkpoint_names.saved_name(name), used_names)
+
+
+@replaces("keras.src.backend.tensorflow.layer.TFLayer", "_trackable_children")
+def _layer_children(original: Callable[..., Any], self: Any, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+    """`tf.train.Checkpoint` sees no seed generators: a run that goes on from one would draw again what it has drawn before."""
+    children = original(self, save_type, **kwargs)
+    return {**children, **checkpoint_children.seed_states(self)} if save_type == "checkpoint" else children
+
+
+@replaces(
+    "keras.optimizers.MultiOptimizer",
+    "_trackable_children",
+    signature="(self, save_type=<SaveType.CHECKPOINT: 'checkpoint'>, **kwargs)",
+)
+def _optimizer_children(original: Callable[..., Any], self: Any, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+    """`tf.train.Checkpoint` does not see the optimizers within: a run that goes on from one would begin with new moments."""
+    children = original(self, save_type, **kwargs)
+    return {**children, **checkpoint_children.inner_optimizers(self)} if save_type == "checkpoint" else children
 
 
 _PLAIN = """What is exported would read the variables of several devices, or shards, which a SavedModel cannot hold: while it is
