@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfdist
 from tests import training
+from tfdist.runtime import coordination, failure_watch
 
 
 class AtBatch(keras.callbacks.Callback):
@@ -54,18 +55,86 @@ def hang() -> None:
     time.sleep(600)
 
 
-ACTS = {"die": die, "raise": raise_error, "leave": leave, "terminate": terminate, "hang": hang}
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def fit_and(act: str, step_timeout_seconds: float = 600.0) -> None:
+def stop_for_a_while() -> None:
+    pid = os.getpid()
+    if not os.fork():
+        time.sleep(3)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    stop()
+
+
+def break_the_watch() -> None:
+    tfdist.MultiWorkerShardedStrategy._watch.add(lambda: [][0], 600)
+    hang()
+
+
+ACTS = {
+    "die": die,
+    "raise": raise_error,
+    "leave": leave,
+    "terminate": terminate,
+    "hang": hang,
+    "stop": stop,
+    "stop for a while": stop_for_a_while,
+    "break the watch": break_the_watch,
+}
+
+
+def fit_and(act: str, epochs: int = 1000, grace_seconds: float = 12.0, **timeouts: float) -> None:
     """Trains; in the middle of the second epoch the worker does `act` ("" goes on)."""
-    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=3, step_timeout_seconds=step_timeout_seconds)
+    failure_watch._GRACE_SECONDS = grace_seconds
+    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=3, **timeouts)
     x, y = training.vectors()
     with strategy.scope():
         model = training.small()
         model.compile("sgd", training.loss_function())
     callbacks = [AtBatch(1, 2, ACTS[act])] if act else []
-    model.fit(x, y, batch_size=12, epochs=1000, verbose=0, callbacks=callbacks)
+    model.fit(x, y, batch_size=12, epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def connect_and(act: str) -> None:
+    """Connects to the others; the worker does `act`, if any, when it has found them, and TensorFlow's servers are to meet."""
+    if act:
+        enable = coordination.enable_collective_ops
+
+        def enable_and(*arguments: Any) -> None:
+            print("acting", flush=True)
+            ACTS[act]()
+            enable(*arguments)
+
+        coordination.enable_collective_ops = enable_and
+    tfdist.MultiWorkerShardedStrategy(peer_timeout_seconds=3)
+
+
+def wait_for_data(does_wait: bool, **timeouts: float) -> list[Any]:
+    """Trains on a dataset that may come to no end on one worker; the others wait for it in a collective.
+
+    Returns the programs that ranks were in after each epoch.
+    """
+    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=0, **timeouts)
+    x, y = training.vectors()
+
+    def rows() -> Any:
+        for index, row in enumerate(zip(x, y, strict=True)):
+            if does_wait and index == 40:
+                print("waiting", flush=True)
+                time.sleep(600)
+            yield row
+
+    signature = tuple(tf.TensorSpec(one.shape[1:], one.dtype) for one in (x, y))
+    with strategy.scope():
+        model = training.small()
+        model.compile("sgd", training.loss_function())
+    running: list[Any] = []
+    look = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: running.append(strategy.extended.communicator.running()))
+    data = tf.data.Dataset.from_generator(rows, output_signature=signature).batch(12)
+    model.fit(data, epochs=3, verbose=0, callbacks=[look])
+    return running
 
 
 def make_strategy(**settings: Any) -> int:

@@ -133,7 +133,7 @@ class CrossReplica:
         plan = communicator.new_plan()
         results = []
         for rank, value in zip(ranks, values, strict=True):
-            program = RankProgram(communicator, rank, tf.compat.v1.get_default_graph(), plan)
+            program = RankProgram(communicator, rank, tf.compat.v1.get_default_graph(), plan, [value])
             with tf.device(program.device):
                 result = emit(program, value)
                 ended = program.close(result)

@@ -1,0 +1,138 @@
+"""Whatever a worker's main thread does, it learns what became of the others: dead, stopped, cut off, or hanging."""
+
+import os
+import signal
+import time
+
+import pytest
+from grids import exhaustive
+
+from tests import workers
+
+CASES = "tests.strategy.failure_cases"
+PEER_FAILED = 78
+SECONDS_TO_END = 30
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def end(job, victim, number=None):
+    """Waits until worker `victim` acts and, after a signal to all, until all have ended; returns the exit codes."""
+    job.workers[victim].wait_for("acting", 120)
+    started = time.monotonic()
+    for worker in job.workers if number else ():
+        os.kill(worker.process.pid, number)
+    codes = job.wait(60)
+    assert time.monotonic() - started < SECONDS_TO_END
+    return codes
+
+
+def said(worker):
+    """Returns what `worker` has said of the failure, in one piece."""
+    lines = [line for line in worker.output.splitlines() if line.startswith("tfdist: ")]
+    assert len(set(lines)) == 1, worker.output[-3000:]
+    return lines[0]
+
+
+@pytest.mark.parametrize(("others_act", "workers_stage"), [("hang", 1), exhaustive("", 0)])
+def test_a_death_is_noticed_outside_of_collectives(tmp_path, others_act, workers_stage):
+    """The others wait in a callback, or train."""
+    each = [{"act": others_act, "grace_seconds": 2}, {"act": "die"}]
+    with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each) as job:
+        assert end(job, 1) == [PEER_FAILED, -signal.SIGKILL]
+        assert "tfdist: Worker 1, worker 1 (localhost:" in said(job.workers[0])
+        assert "died: its process is gone" in said(job.workers[0])
+
+
+@pytest.mark.parametrize("victim", [0, exhaustive(1)])
+def test_a_stopped_worker_is_told_and_ends_when_it_wakes(tmp_path, victim):
+    each = [{"act": "stop" if index == victim else "", "peer_timeout_seconds": 3} for index in range(2)]
+    with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each) as job:
+        stopped, other = job.workers[victim], job.workers[1 - victim]
+        stopped.wait_for("acting", 120)
+        started = time.monotonic()
+        while other.returncode is None:
+            assert time.monotonic() - started < SECONDS_TO_END
+            time.sleep(0.05)
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        codes = job.wait(60)
+        assert (codes[victim], codes[1 - victim]) == (1, PEER_FAILED)
+        assert f"tfdist: Worker {victim}, worker {victim} (localhost:" in said(other)
+        assert f"tfdist: This worker, worker {victim} (localhost:" in said(stopped)
+        for worker in job.workers:
+            assert "has not been heard of for" in said(worker) and "(`peer_timeout_seconds`)" in said(worker)
+
+
+@pytest.mark.exhaustive
+def test_a_short_stop_costs_nothing(tmp_path):
+    each = [{"act": "stop for a while" if index == 1 else "", "epochs": 3, "peer_timeout_seconds": 20} for index in range(2)]
+    with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each) as job:
+        job.results(100)
+
+
+def test_a_watch_that_breaks_ends_the_job(tmp_path):
+    each = [{"act": "", "grace_seconds": 2}, {"act": "break the watch", "grace_seconds": 2}]
+    with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each) as job:
+        assert end(job, 1) == [PEER_FAILED, 1]
+        for worker in job.workers:
+            assert "cannot watch the others: IndexError: list index out of range" in said(worker)
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "words"),
+    [
+        ("die", -signal.SIGKILL, "died: its process is gone"),
+        exhaustive("raise", 1, "raised ValueError: the data of this worker are spoilt"),
+        exhaustive("stop", None, "has not been heard of for"),
+    ],
+)
+def test_while_servers_connect(tmp_path, act, code, words):
+    """Python's own call would hold the interpreter's lock, and nothing would be noticed."""
+    each = [{"act": act if index == 1 else ""} for index in range(3)]
+    with workers.job(tmp_path, 3, f"{CASES}:connect_and", each=each) as job:
+        job.workers[1].wait_for("acting", 120)
+        started = time.monotonic()
+        others = [job.workers[0], job.workers[2]]
+        while any(worker.returncode is None for worker in others):
+            assert time.monotonic() - started < SECONDS_TO_END, [worker.output[-2000:] for worker in job.workers]
+            time.sleep(0.05)
+        assert [worker.returncode for worker in others] == [PEER_FAILED] * 2
+        assert job.workers[1].returncode == code
+        for worker in others:
+            assert "tfdist: Worker 1, worker 1 (localhost:" in said(worker) and words in said(worker)
+
+
+@pytest.mark.exhaustive
+def test_a_worker_whose_data_do_not_come_is_named(tmp_path):
+    each = [{"does_wait": index == 1, "step_timeout_seconds": 8} for index in range(2)]
+    with workers.job(tmp_path, 2, f"{CASES}:wait_for_data", each=each) as job:
+        job.workers[1].wait_for("waiting", 120)
+        assert job.wait(60) == [PEER_FAILED, 1]
+        for worker in job.workers:
+            assert "worker 1 (localhost:" in said(worker).partition("did not join the others: its main thread is at ")[0]
+            assert ", in rows; worker 0 (localhost:" in said(worker)
+
+
+@pytest.mark.exhaustive
+def test_no_rank_is_in_a_program_when_its_data_have_ended(tmp_path):
+    """Data of unknown length: the step that finds their end has begun."""
+    each = [{"does_wait": False} for _ in range(2)]
+    with workers.job(tmp_path, 2, f"{CASES}:wait_for_data", each=each) as job:
+        assert job.results(100) == [[{}, {}, {}]] * 2
+
+
+def test_ctrl_c_while_data_do_not_come(tmp_path):
+    """One worker waits in a step for its data, and Python's handler of signals for it; the other waits in a collective."""
+    each = [{"does_wait": index == 1} for index in range(2)]
+    with workers.job(tmp_path, 2, f"{CASES}:wait_for_data", each=each) as job:
+        job.workers[1].wait_for("waiting", 120)
+        time.sleep(1)
+        started = time.monotonic()
+        for worker in job.workers:
+            os.kill(worker.process.pid, signal.SIGINT)
+        codes = job.wait(60)
+        assert time.monotonic() - started < SECONDS_TO_END
+        assert codes[1] == 130
+        assert "was interrupted: its main thread was at" in said(job.workers[1])
+        assert "failure_cases.py:" in said(job.workers[1]) and ", in rows" in said(job.workers[1])
+        assert codes[0] in (PEER_FAILED, -signal.SIGINT)
