@@ -34,8 +34,8 @@ def said(worker):
     return lines[0]
 
 
-@pytest.mark.parametrize(("others_act", "workers_stage"), [("hang", 1), exhaustive("", 0)])
-def test_a_death_is_noticed_outside_of_collectives(tmp_path, others_act, workers_stage):
+@pytest.mark.parametrize("others_act", ["hang", exhaustive("")])
+def test_a_death_is_noticed_outside_of_collectives(tmp_path, others_act):
     """The others wait in a callback, or train."""
     each = [{"act": others_act, "grace_seconds": 2}, {"act": "die"}]
     with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each) as job:
