@@ -1,4 +1,8 @@
-"""A training program for the launcher: `restart_program.py FOLDER VICTIM`; worker VICTIM is killed in the first attempt."""
+"""A training program for the launcher: `restart_program.py FOLDER`; worker 1 is killed in each attempt but the last.
+
+It trains twice, into one backup folder. In the first `fit` it is killed twice in one epoch, and once more behind the second. The
+last attempt finds both at their ends, and trains again without a backup and without being killed: what it is compared with.
+"""
 
 import json
 import os
@@ -8,48 +12,68 @@ import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdist
 from tests import training
 
-EPOCHS, VICTIM_EPOCH, VICTIM_BATCH = 4, 2, 3
+EPOCHS, KILLED = 3, {0: (1, 3), 1: (1, 5)}  # by attempt: epoch and batch
+BEHIND = 2  # the attempt that is killed behind its training
 
 
-class KilledOnce(keras.callbacks.Callback):
-    """Kills this process without warning in the middle of an epoch of the first attempt."""
+class Killed(keras.callbacks.Callback):
+    """Kills this process without warning in the middle of an epoch."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        if os.environ["TFDIST_ATTEMPT"] == "0" and (self.epoch, batch) == (VICTIM_EPOCH, VICTIM_BATCH):
-            print("killed", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+        if KILLED.get(int(os.environ["TFDIST_ATTEMPT"])) == (self.epoch, batch):
+            kill()
 
 
-def train(strategy, callbacks=()):
-    """Trains for `EPOCHS`; returns the model and the losses by epoch of this process."""
+def kill():
+    print("killed", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def values(model):
+    return [np.array(v.numpy()) for v in [*model.weights, *model.optimizer.variables]]
+
+
+def train(strategy, callbacks):
+    """Returns the curves of both `fit`, and what the model had behind each."""
     x, y = training.vectors()
     keras.utils.set_random_seed(11)
     with strategy.scope():
-        model = training.small()
-        model.compile(keras.optimizers.Adam(0.01), training.loss_function())
+        model = keras.Sequential([*training.small().layers[:-1], keras.layers.Dropout(0.3), keras.layers.Dense(training.CLASSES)])
+        model.build((None, training.FEATURES))
+        model.compile(keras.optimizers.Adam(0.01), training.loss_function(), metrics=["accuracy"])
         model.optimizer.build(model.trainable_variables)
-    history = model.fit(x, y, batch_size=12, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=list(callbacks))
-    return model, dict(zip(history.epoch, history.history["loss"], strict=True))
+    shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(training.BATCH)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=10.0)
+    first = model.fit(shuffled, epochs=EPOCHS, verbose=0, callbacks=[*callbacks, plateau])
+    curves, found = [(first.epoch, first.history)], values(model)
+    second = model.fit(x, y, batch_size=training.BATCH, epochs=1, verbose=0, callbacks=callbacks[:1])
+    curves.append((second.epoch, second.history))
+    return curves, [*found, *values(model)]
 
 
-def main(folder, victim):
+def main(folder):
     strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=3)
-    folder = pathlib.Path(folder)
-    own = [KilledOnce()] if strategy.cluster.worker_index == victim else []
-    model, losses = train(strategy, [keras.callbacks.BackupAndRestore(folder / "backup"), *own])
-    weights = model.get_weights()
-    slots = [variable.numpy() for variable in model.optimizer.variables]
+    folder, is_victim = pathlib.Path(folder), strategy.cluster.worker_index == 1
+    backup = keras.callbacks.BackupAndRestore(folder / "backup", save_freq=2)
+    curves, found = train(strategy, [backup, *([Killed()] if is_victim else [])])
+    if int(os.environ["TFDIST_ATTEMPT"]) == BEHIND and is_victim:
+        kill()
+    if int(os.environ["TFDIST_ATTEMPT"]) == BEHIND:
+        return
+    expected_curves, expected = train(strategy, [])
     if strategy.cluster.is_chief:
-        np.savez(folder / "weights.npz", *weights, *slots)
-        (folder / "losses.json").write_text(json.dumps(losses))
+        (folder / "curves.json").write_text(json.dumps({"curves": curves, "expected": expected_curves}))
+        np.savez(folder / "found.npz", *found)
+        np.savez(folder / "expected.npz", *expected)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])
