@@ -17,6 +17,7 @@ from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import variable_of
 from tfdist.optimizers.update import decays
 from tfdist.sharding import MeshConfig, Shard, config_of, placement
+from tfdist.sharding.held_parameters import HeldParameters
 
 
 def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: MeshConfig) -> None:
@@ -34,9 +35,12 @@ def noted(found: Any, sources: Any) -> Any:
     """Returns `found`, the gradients of `sources` that a tape has returned, and notes those of parameters that ranks hold whole.
 
     Where the user's code reads them, it reads the sums over the ranks (`tape_gradients`). Gradients of embeddings are made dense.
+    A tape in a block that holds parameters is not the user's: what it returns is not noted.
     """
     program = rank_program(peers_on="data")
     if program is None or program.is_eager:
+        return found
+    if program.attachment(HeldParameters).is_open:
         return found
     flat, variables = tf.nest.flatten(found), tf.nest.flatten(sources)
     if len(flat) != len(variables):

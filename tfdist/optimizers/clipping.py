@@ -62,7 +62,9 @@ def _sum(
     if not isinstance(config.placements.optimizer_state, Shard):
         mesh_axes = [mesh_axis for mesh_axis in mesh_axes if mesh_axis != "data"]  # all data ranks have reduced the same
     coordinate = program.mesh.coordinate(program.rank)
-    dtype = tf.float64 if any(square.dtype == tf.float64 for square in squares) else tf.float32
+    result_dtype = tf.float64 if any(square.dtype == tf.float64 for square in squares) else tf.float32
+    # Where ranks store different layers, one without a gradient (its layers are frozen) does not know the others' dtypes.
+    dtype = tf.float64 if config.mesh.splits_layers else result_dtype
     counted = [
         tf.cast(square, dtype) if all(layout.counts_along(axis, coordinate) for axis in mesh_axes) else tf.zeros([], dtype)
         for square, layout in zip(squares, layouts, strict=True)
@@ -72,7 +74,7 @@ def _sum(
     for mesh_axis in mesh_axes:
         name = label if mesh_axis == "data" else f"{label}/{mesh_axis}"
         total = group_ops.all_reduce(program, total, program.group_ranks(mesh_axis), "sum", name)
-    return total
+    return tf.cast(total, result_dtype)
 
 
 def _square(grad: tf.Tensor) -> tf.Tensor:
