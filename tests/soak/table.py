@@ -20,6 +20,8 @@ from tests.soak.faults import (
 )
 from tests.soak.jobs import Job, grid
 
+# Without a launcher nobody knows of a worker that ends before it connects, for as long as others wait for it.
+_SHORT = {"launch": "fork", "rendezvous_timeout_seconds": 20.0}
 _FORKS = [Job(launch="fork"), Job("tensor", launch="fork"), Job("pipeline", launch="fork"), Job(workers=3, launch="fork")]
 _OWN = [Job(loop="own", launch="fork"), Job("tensor", loop="own", launch="fork")]
 _VARIANTS = [
@@ -42,7 +44,7 @@ _SPOILT = "raised ValueError: the data of this worker are spoilt"
 FAULTS = [
     # What costs nothing but time.
     Fault("nothing", "nothing", NOTHING, [*grid(launch="fork"), Job(data="parts", launch="fork")], needs_strike=False),
-    Fault("kill", "SIGKILL", outside("kill"), [*grid(launch="fork"), *grid(), *_OWN, Job(save_freq=4)]),
+    Fault("kill", "SIGKILL", outside("kill"), [*grid(**_SHORT), *grid(), *_OWN, Job(save_freq=4)]),
     Fault(
         "kill_twice",
         "SIGKILL, and again",
@@ -53,11 +55,14 @@ FAULTS = [
         "kill_4_times",
         "SIGKILL, four times",
         kills(4),
-        [*grid(launch="fork", max_restarts=6), *grid(max_restarts=6), *grid(launch="fork", max_restarts=6, save_freq=4)],
+        [*grid(**_SHORT, max_restarts=6), *grid(max_restarts=6), *grid(**_SHORT, max_restarts=6, save_freq=4)],
     ),
-    Fault("kill_all", "SIGKILL of all", outside("kill_all"), [Job(launch="fork"), Job(launch="plain")]),
+    Fault(
+        "kill_all", "SIGKILL of all", outside("kill_all"), [Job(**_SHORT), Job(launch="plain", rendezvous_timeout_seconds=20.0)]
+    ),
     Fault("kill_in_step", "SIGKILL between two steps", inside("kill", "step", steps=(0, 23)), [*_FORKS, *_OWN, *_VARIANTS]),
-    Fault("kill_after_fit", "SIGKILL behind `fit`", inside("kill", "trained"), [Job(), Job(launch="fork")], repeats=0),
+    Fault("kill_after_fit", "SIGKILL behind `fit`", inside("kill", "trained"), [Job(), Job("pipeline")], repeats=0),
+    Fault("kill_after_fit_alone", "SIGKILL behind `fit`, without a launcher", inside("kill", "trained"), [Job(launch="fork")]),
     Fault("crash", "SIGSEGV", inside("kill", "step", number=int(signal.SIGSEGV)), [Job()]),
     Fault("exit_3", "exit code 3", inside("exit", "step", code=3), [Job()]),
     Fault("terminate", "SIGTERM to one worker", outside("terminate", in_training), [Job(), Job(launch="plain")]),

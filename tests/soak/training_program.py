@@ -112,16 +112,18 @@ def _part(context: Any, x: np.ndarray, y: np.ndarray, faults: inside.Faults) -> 
 class _Log(keras.callbacks.Callback):
     """Marks epochs, logs every number, and gives faults their steps."""
 
-    def __init__(self, faults: inside.Faults):
+    def __init__(self, faults: inside.Faults, steps_per_execution: int):
         super().__init__()
         self._faults = faults
+        self._steps = steps_per_execution
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
         marks.mark(f"epoch {epoch}")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._faults.at("step", self._epoch * STEPS + batch)
+        for number in range(batch, min(batch + self._steps, STEPS)):
+            self._faults.at("step", self._epoch * STEPS + number)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         marks.log(f"step {self._epoch} {batch}", _numbers(logs))
@@ -135,7 +137,10 @@ def _numbers(logs: dict[str, Any]) -> dict[str, float]:
 
 
 def _fit(strategy: Any, model: Any, job: Job, backup: pathlib.Path, faults: inside.Faults) -> None:
-    callbacks = [keras.callbacks.BackupAndRestore(backup, save_freq=job.save_freq or "epoch"), _Log(faults)]
+    callbacks = [
+        keras.callbacks.BackupAndRestore(backup, save_freq=job.save_freq or "epoch"),
+        _Log(faults, job.steps_per_execution),
+    ]
     if job.callbacks == "nan":
         callbacks.append(keras.callbacks.TerminateOnNaN())
     if job.callbacks == "plateau":
@@ -149,7 +154,7 @@ def _fit(strategy: Any, model: Any, job: Job, backup: pathlib.Path, faults: insi
 
 
 def _own_loop(strategy: Any, model: Any, job: Job, backup: pathlib.Path, faults: inside.Faults) -> None:
-    """Steps of `strategy.run`, with weights saved by every worker and the place by the chief, as the documentation says."""
+    """Steps of `strategy.run`, with checkpoints that every worker writes, as in TensorFlow's guide: the chief's are read."""
     optimizer, x, y = model.optimizer, *_rows()
     optimizer.build(model.trainable_variables)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
@@ -164,11 +169,13 @@ def _own_loop(strategy: Any, model: Any, job: Job, backup: pathlib.Path, faults:
     def step(features: Any, labels: Any) -> Any:
         return strategy.reduce("SUM", strategy.run(on_rank, args=(features, labels)), axis=None)
 
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+    own = backup if strategy.cluster.is_chief else backup.with_name(f"unused_{strategy.cluster.worker_index}")
     place = backup / "place.json"
     done = json.loads(place.read_text("utf-8"))["steps"] if place.exists() else 0
     if done:
-        model.load_weights(backup / f"{done}.weights.h5")
-    backup.mkdir(exist_ok=True)
+        checkpoint.read(str(backup / f"{done}")).assert_consumed()
+    own.mkdir(exist_ok=True)
     for epoch in range(done // STEPS, job.epochs):
         marks.mark(f"epoch {epoch}")
         data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(SAMPLES, seed=epoch).batch(BATCH).skip(done % STEPS)
@@ -177,7 +184,7 @@ def _own_loop(strategy: Any, model: Any, job: Job, backup: pathlib.Path, faults:
             marks.log(f"step {epoch} {done % STEPS}", float(step(*batch)))
             done += 1
             if done % (job.save_freq or STEPS) == 0:
-                model.save_weights(backup / f"{done}.weights.h5")
+                checkpoint.write(str(own / f"{done}"))
                 if strategy.cluster.is_chief:
                     written = backup / "place.new"
                     written.write_text(json.dumps({"steps": done}), "utf-8")
