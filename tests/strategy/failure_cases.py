@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -69,7 +70,7 @@ def stop_for_a_while() -> None:
 
 
 def break_the_watch() -> None:
-    tfdist.MultiWorkerShardedStrategy._watch.add(lambda: [][0], 600)
+    tfdist.MultiWorkerShardedStrategy._watch._peers.listen = lambda _: [][0]
     hang()
 
 
@@ -111,6 +112,10 @@ def connect_and(act: str) -> None:
     tfdist.MultiWorkerShardedStrategy(peer_timeout_seconds=3)
 
 
+def _signature(*arrays: Any) -> Any:
+    return tuple(tf.TensorSpec(array.shape[1:], array.dtype) for array in arrays)
+
+
 def wait_for_data(does_wait: bool, **timeouts: float) -> list[Any]:
     """Trains on a dataset that may come to no end on one worker; the others wait for it in a collective.
 
@@ -126,15 +131,46 @@ def wait_for_data(does_wait: bool, **timeouts: float) -> list[Any]:
                 time.sleep(600)
             yield row
 
-    signature = tuple(tf.TensorSpec(one.shape[1:], one.dtype) for one in (x, y))
     with strategy.scope():
         model = training.small()
         model.compile("sgd", training.loss_function())
     running: list[Any] = []
     look = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: running.append(strategy.extended.communicator.running()))
-    data = tf.data.Dataset.from_generator(rows, output_signature=signature).batch(12)
+    data = tf.data.Dataset.from_generator(rows, output_signature=_signature(x, y)).batch(12)
     model.fit(data, epochs=3, verbose=0, callbacks=[look])
     return running
+
+
+def run_out_of_data() -> list[Any]:
+    """Runs steps that take their data themselves until there are none; then it does something else for longer than a step may."""
+    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=3, step_timeout_seconds=3)
+    x, y = training.vectors()
+    with strategy.scope():
+        model = training.small()
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+    loss_function = training.loss_function()
+    rows = tf.data.Dataset.from_generator(lambda: zip(x, y, strict=True), output_signature=_signature(x, y))
+    data = strategy.experimental_distribute_dataset(rows.batch(12))
+
+    @tf.function
+    def step(iterator: Any) -> Any:
+        batch = tf.nest.map_structure(lambda part: strategy.experimental_local_results(part)[0], next(iterator))
+
+        def on_rank() -> None:  # what it is given is in its closure
+            with tf.GradientTape() as tape:
+                loss = loss_function(batch[1], model(batch[0], training=True))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+        strategy.run(on_rank)
+
+    for _ in range(2):
+        iterator = iter(data)
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            while True:
+                step(iterator)
+        time.sleep(7)
+    return []
 
 
 def make_strategy(**settings: Any) -> int:

@@ -114,11 +114,11 @@ def test_a_worker_whose_data_do_not_come_is_named(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_no_rank_is_in_a_program_when_its_data_have_ended(tmp_path):
-    """Data of unknown length: the step that finds their end has begun."""
-    each = [{"does_wait": False} for _ in range(2)]
-    with workers.job(tmp_path, 2, f"{CASES}:wait_for_data", each=each) as job:
-        assert job.results(100) == [[{}, {}, {}]] * 2
+@pytest.mark.parametrize(("target", "keywords"), [("wait_for_data", {"does_wait": False}), ("run_out_of_data", {})])
+def test_a_step_whose_data_have_ended_is_not_waited_for(tmp_path, target, keywords):
+    """Data of unknown length: the step that finds their end has begun, but does not come to its end."""
+    with workers.job(tmp_path, 2, f"{CASES}:{target}", each=[keywords] * 2) as job:
+        assert [running for result in job.results(100) for running in result if running] == []
 
 
 def test_ctrl_c_while_data_do_not_come(tmp_path):

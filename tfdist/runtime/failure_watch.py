@@ -38,7 +38,7 @@ from tfdist.runtime.first_line import first_line, is_of_python
 from tfdist.runtime.interrupts import Interrupts
 from tfdist.runtime.peers import Peers, Word
 from tfdist.runtime.rendezvous import WorkerFailedError, wait_for_workers
-from tfdist.runtime.standing import is_in_tensorflow, where_it_stands
+from tfdist.runtime.standing import any_is_in_tensorflow, main_is_in_tensorflow, where_it_stands
 
 # How long the thread waits for words before it looks at this worker itself.
 _LOOK_SECONDS = 0.5
@@ -266,7 +266,8 @@ class FailureWatch:
     def _waiting(self) -> list[tuple[float, float, Any]]:
         """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and the program."""
         now, found = time.monotonic(), {}
-        for number, (running, limit) in enumerate(self._watched):
+        # A step that ended with an error, as when its data have run out, may have noted its beginning and no end.
+        for number, (running, limit) in enumerate(self._watched if any_is_in_tensorflow() else ()):
             for rank, (count, program) in running().items():
                 before, since = self._since.get((number, rank), (None, now))
                 found[number, rank] = (count, since if before == count else now, limit, program)
@@ -275,7 +276,7 @@ class FailureWatch:
 
     def _end_if_interrupted(self, waiting: list[tuple[float, float, Any]]) -> None:
         """Ends a process whose main thread does not see that Ctrl-C was pressed: it waits in TensorFlow, for no collective."""
-        if self._interrupts.unhandled_seconds() > _INTERRUPT_SECONDS and not waiting and is_in_tensorflow():
+        if self._interrupts.unhandled_seconds() > _INTERRUPT_SECONDS and not waiting and main_is_in_tensorflow():
             failure = Failure(self._cluster.worker_index, f"was interrupted: its main thread was at {where_it_stands()}")
             self._learn(failure)
             self._say(failure)

@@ -32,10 +32,17 @@ def where_it_stands() -> str:
     return f"{place}, with another thread at {_place(beside[0])}" if beside else place
 
 
-def is_in_tensorflow() -> bool:
+def main_is_in_tensorflow() -> bool:
     """Whether the main thread runs, or has called, TensorFlow."""
     main = sys._current_frames().get(threading.main_thread().ident or 0)
     return main is not None and _is_in_tensorflow(main)
+
+
+def any_is_in_tensorflow() -> bool:
+    """Whether another thread than this one does."""
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    return any(map(_is_in_tensorflow, frames.values()))
 
 
 def _is_in_tensorflow(frame: FrameType) -> bool:
