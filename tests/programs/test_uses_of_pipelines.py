@@ -11,6 +11,7 @@ from training import one_device
 import tfdist
 from tests.parity.comparison import assert_same_tree, state
 from tests.programs.comparing import run
+from tests.programs.test_every_metric import Batches, Largest, f1_of_a_batch
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.usefixtures("float64")]
 
@@ -154,6 +155,44 @@ def metrics_that_are_no_means(strategy, wraps):
     return {name: np.ravel(values) for name, values in history.items()}, state(model)
 
 
+def metrics_that_are_no_sums(strategy, wraps):
+    """Of whole batches: maxima, numbers of a batch, batches that are counted; the last one has 1 row."""
+
+    def build():
+        return [keras.Input((6,)), layers.Dense(5), layers.Dense(1, "sigmoid")]
+
+    model = compiled(strategy, build, wraps, loss="binary_crossentropy", metrics=[Largest(), Batches(), f1_of_a_batch, "mae"])
+    targets, weights = (Y[:, None] > 0).astype("float64"), np.linspace(0.5, 2, 44)
+    history = fit(model, y=targets, sample_weight=weights, batch_size=43, epochs=2)
+    evaluated = model.evaluate(X[:20], targets[:20], batch_size=7, verbose=0, return_dict=True)
+    return history, evaluated, [np.asarray(value) for value in model.metrics_variables], state(model)
+
+
+KEPT = {}  # a model that is built takes no more attributes that have variables
+
+
+class OwnMetrics(tfdist.PipelineModel):
+    """What `compute_metrics` of one's own computes is of the batch."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        KEPT["iou"].update_state(y, ops.argmax(y_pred, axis=-1))
+        KEPT["spread"].update_state(ops.mean(y_pred))
+        return keras.Model.compute_metrics(self, x, y, y_pred, sample_weight)
+
+
+class PlainMetrics(keras.Model):
+    compute_metrics = OwnMetrics.compute_metrics
+
+
+def metrics_of_ones_own(strategy, wraps):
+    with strategy.scope():
+        plain = graph()
+        model = OwnMetrics(plain, num_microbatches=2) if wraps else PlainMetrics(plain.inputs, plain.outputs[0])
+        KEPT.update(iou=keras.metrics.MeanIoU(3), spread=keras.metrics.Mean())
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return fit(model, batch_size=9, epochs=2), [float(KEPT[name].result()) for name in ("iou", "spread")], state(model)
+
+
 PROGRAMS = [
     exhaustive(steps_per_execution),
     exhaustive(batch_by_batch),
@@ -168,6 +207,8 @@ PROGRAMS = [
     several_outputs_and_a_loss_for_one,
     losses_of_layers_alone,
     exhaustive(metrics_that_are_no_means),
+    metrics_that_are_no_sums,
+    exhaustive(metrics_of_ones_own),
 ]
 
 

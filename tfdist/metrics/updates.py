@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import inspect
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -36,8 +37,10 @@ class _Way(enum.Enum):
 
     OWN_ROWS = enum.auto()  # nothing is sent
     ALL_ROWS = enum.auto()  # the arguments are gathered, once a step for all metrics
+    ALL_ROWS_ON_FIRST = enum.auto()  # and data index 0 alone updates it: other stages' ranks do not, and hold summands
 
 
+_local = threading.local()
 _ways: weakref.WeakKeyDictionary[keras.metrics.Metric, _Way] = weakref.WeakKeyDictionary()
 
 
@@ -99,9 +102,12 @@ def update(
     with updates.inside():
         if metric not in _ways:
             _ways[metric] = _way(metric, own, arguments, args, kwargs, program)
-        if _ways[metric] is _Way.ALL_ROWS:
-            _hold_whole(metric)
+        if _ways[metric] is not _Way.OWN_ROWS:
             args, kwargs = program.attachment(GatheredBatch).of(arguments, part)
+            if _ways[metric] is _Way.ALL_ROWS:
+                _hold_whole(metric)
+            elif program.mesh.coordinate(program.rank).data > 0:
+                return None
             with whole_batch():
                 return own(*args, **kwargs)
         _hold_summands(metric)
@@ -110,6 +116,23 @@ def update(
         updated = own(*args, **kwargs)
         _hold_summands(metric)  # also what it has made now
         return updated
+
+
+@contextlib.contextmanager
+def of_all_slices() -> Iterator[None]:
+    """A block in which a rank that computes its batch slice by slice updates metrics with all of its rows."""
+    before, _local.has_all_slices = getattr(_local, "has_all_slices", False), True
+    try:
+        yield
+    finally:
+        _local.has_all_slices = before
+
+
+def add_up_over_slices(metrics: Sequence[keras.metrics.Metric], predictions: Sequence[tf.Tensor]) -> bool:
+    """Whether `metrics`, of a model's `predictions`, may be updated with slices of the rows: all of them are sums over rows."""
+    return all(
+        _is_known_to_add_up(one, one.update_state, (None, x)) for metric in metrics for one in parts(metric) for x in predictions
+    )
 
 
 def is_of_ranks(variable: keras.Variable) -> bool:
@@ -166,12 +189,12 @@ def _way(
         if all(variable.aggregation == "sum" for variable in metric.variables) and adds_up(own, arguments):
             return _Way.OWN_ROWS
     obstacle = why_not(arguments)
-    if program.mesh.splits_layers:
+    if program.mesh.splits_layers and not getattr(_local, "has_all_slices", False):
         obstacle = "in a pipeline it is updated with the rows of one microbatch"
     if not program.may_emit_here():
         obstacle = "it is updated in a branch, a loop or a nested `tf.function`"
     if not obstacle:
-        return _Way.ALL_ROWS
+        return _Way.ALL_ROWS_ON_FIRST if program.mesh.splits_layers else _Way.ALL_ROWS
     warnings.warn(
         f"The metric {metric.name!r} ({type(metric).__name__}) is updated by each device with its own rows, and the devices' "
         f"states are added up: right only if they are sums over rows. Its updates are not seen to be such sums, and {obstacle}. "

@@ -13,6 +13,7 @@ from tfdist.collectives import RankProgram, all_reduce, point_to_point
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.losses.global_losses import scale_loss
 from tfdist.losses.sliced_batch import SlicedBatch
+from tfdist.metrics import updates
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.executor import Executor
 from tfdist.pipeline.loss_trackers import LossTrackers
@@ -49,6 +50,8 @@ class Step:
         self._batch = SlicedBatch(program, self._data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
         self._outputs: list[list[tf.Tensor]] = []
+        self._batch_data = data
+        self._metrics_wait: bool | None = None  # for the outputs of all microbatches; None: not known yet
         self._first_outputs: list[tf.Tensor] = []  # of the first microbatch, for the sizes
         if has_loss:
             self._build_trackers()
@@ -73,6 +76,11 @@ class Step:
             self._executor.run()
         self._trackers.update(self._data.known_rows)
         exempt_from_automatic_order(tape.operations_since(self._began))
+        if self._metrics_wait:
+            x, y, sample_weight = self._batch_data
+            predictions = self._staged.outputs_like_model([tf.concat(parts, 0) for parts in zip(*self._outputs, strict=True)])
+            with updates.of_all_slices():
+                self._model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
 
     def loss(self) -> tf.Tensor:
         """Returns this replica's share of the loss of the batch, the same on all of the replica's ranks."""
@@ -166,7 +174,11 @@ class Step:
         if stage_index < self._staged.last_stage:
             return
         stage_outputs = self._data.own_rows(microbatch, stage_outputs)
-        if not self._has_loss:
+        if self._has_loss and self._metrics_wait is None:
+            # What is no sum over rows, or may be none, needs all rows: outputs are kept until the step's end for that alone.
+            is_own = type(self._model).compute_metrics is not keras.Model.compute_metrics
+            self._metrics_wait = is_own or not updates.add_up_over_slices(self._model.metrics, stage_outputs)
+        if not self._has_loss or self._metrics_wait:
             self._outputs.append([gathered(self._program, x) for x in stage_outputs])
             return
         x, y, sample_weight = self._data[microbatch]
