@@ -1,4 +1,4 @@
-"""Every metric of Keras, in `evaluate` and in its logs: batches of 12, 12, 5 and 1 rows, with weights and without."""
+"""Every metric of Keras, in `fit`, `evaluate` and their logs: batches of 12, 12, 5 and 1 rows, with weights and without."""
 
 import inspect
 
@@ -81,6 +81,8 @@ KINDS = {
     "numbers": (SCORES, np.roll(SCORES, 3, 0) + 0.1, NUMBERS),
     "ids": (LABELS[:, None].astype("float32"), np.roll(LABELS, 2)[:, None].astype("float32"), IDS),
     # Of predictions that are one vector Keras's functions return one number, which takes no weights.
+    # Other settings of metrics that the tables have.
+    "settings": (SCORES, np.eye(CLASSES, dtype="float32")[LABELS], None),
     "vectors": (SCORES[:, 0], np.roll(SCORES[:, 0], 3), dict.fromkeys(("MeanSquaredError", "RootMeanSquaredError"), {})),
 }
 
@@ -181,7 +183,32 @@ def normalized_by_the_batch(y_true, y_pred):
     return ops.mean(ops.abs(y_true - y_pred), axis=-1) / ops.max(y_pred)
 
 
-OWN = (Largest, Batches, Running, Sums)
+class Several(kinds.Metric):
+    """States in a list, and metrics within a metric."""
+
+    def __init__(self, name="several"):
+        super().__init__(name=name)
+        self.totals = [self.add_variable((), "zeros", name=f"total_{i}") for i in range(2)]
+        self.inner = kinds.Mean(name="inner")
+        self.extremes = {"least": self.add_variable((), keras.initializers.Constant(9.0), name="least")}
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.totals[0].assign_add(ops.sum(ops.abs(y_true - y_pred)))
+        self.totals[1].assign_add(ops.cast(ops.size(y_pred), "float32"))
+        self.inner.update_state(ops.square(y_true - y_pred), sample_weight)
+        least = self.extremes["least"]
+        least.assign(ops.minimum(least, ops.min(y_pred)))
+
+    def reset_state(self):
+        super().reset_state()
+        self.inner.reset_state()
+        self.extremes["least"].assign(9.0)
+
+    def result(self):
+        return self.totals[0] / self.totals[1] + self.inner.result() + 2 * self.extremes["least"]
+
+
+OWN = (Several, Largest, Batches, Running, Sums)
 FUNCTIONS = (f1_of_a_batch, plain_mean, of_rows, normalized_by_the_batch)
 
 
@@ -189,46 +216,102 @@ def nothing(y_true, y_pred):
     return ops.sum(0.0 * y_pred[:, None], axis=-1)
 
 
+def settings():
+    """Averages of every kind, curves of several labels, aggregations over outputs."""
+    averages = [None, "micro", "macro", "weighted"]
+    return [
+        *(kinds.F1Score(average=average, threshold=0.3, name=f"f1_{average}") for average in averages),
+        *(kinds.FBetaScore(average=average, beta=0.5, name=f"fbeta_{average}") for average in averages),
+        kinds.AUC(num_thresholds=20, curve="PR", multi_label=True, num_labels=CLASSES, name="auc_of_labels"),
+        kinds.AUC(num_thresholds=20, summation_method="majoring", label_weights=[0.1, 0.2, 0.3, 0.4], multi_label=True),
+        *(kinds.R2Score(kind, name=f"r2_{kind}") for kind in ("uniform_average", "variance_weighted_average", None)),
+        kinds.Precision(top_k=2, class_id=1, name="precision_at_2"),
+        kinds.Recall(thresholds=[0.2, 0.5], class_id=2, name="recall_of_2"),
+        kinds.PearsonCorrelation(axis=-1),
+        kinds.ConcordanceCorrelation(axis=-1),
+        kinds.CosineSimilarity(axis=-1),
+        kinds.OneHotIoU(CLASSES, [1, 3], ignore_class=0, name="iou_without_0"),
+        kinds.MeanMetricWrapper(of_rows, name="wrapped"),
+    ]
+
+
 def own():
     losses = [keras.losses.MeanSquaredError(name="mse_loss"), keras.losses.Dice(name="dice_loss")]
     return [*(kind() for kind in OWN), *FUNCTIONS, *losses]
 
 
-def program_of(name, with_weights):
+class Scale(keras.layers.Layer):
+    """Has a weight, so that there is something to train."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return x * self.scale
+
+
+WAYS = {"evaluate": {}, "fit": {}, "eager": {"run_eagerly": True}, "three steps": {"steps_per_execution": 3}}
+
+
+def program_of(name, with_weights, way):
     def program(strategy):
         predictions, targets, metrics = KINDS["binary" if name == "own" else name]
 
         def make():
-            return own() if name == "own" else [getattr(kinds, kind)(**arguments) for kind, arguments in metrics.items()]
+            if name in ("own", "settings"):
+                return own() if name == "own" else settings()
+            return [getattr(kinds, kind)(**arguments) for kind, arguments in metrics.items()]
 
         with strategy.scope():
             inputs = keras.Input(predictions.shape[1:])
-            model = keras.Model(inputs, keras.layers.Identity()(inputs))
+            model = keras.Model(inputs, Scale()(inputs))
             weighted = make() if with_weights and name not in ("own", "vectors") else None
-            model.compile(loss=nothing, metrics=make(), weighted_metrics=weighted)
+            model.compile("sgd", nothing, metrics=make(), weighted_metrics=weighted, **WAYS[way])
         logs = BatchLogs()
         weights = WEIGHTS if with_weights else np.ones_like(WEIGHTS)
         data = tf.data.Dataset.from_tensor_slices((predictions, targets, weights))
         batches = data.take(24).batch(12).concatenate(data.skip(24).take(5).batch(5)).concatenate(data.skip(29).batch(1))
         found = [model.evaluate(batches, verbose=0, return_dict=True, callbacks=[logs]) for _ in range(2)]
-        return {"evaluate": found, "logs": logs.test, "states": [np.asarray(v) for v in model.metrics_variables]}
+        if way != "evaluate":
+            found.append(model.fit(batches, epochs=2, verbose=0, callbacks=[logs], validation_data=batches.take(3)).history)
+        states = [np.asarray(v) for v in model.metrics_variables]
+        return {"found": flat(found), "logs": [logs.train, logs.test], "states": states}
 
-    program.__name__ = f"{name} {with_weights}"
+    program.__name__ = f"{name} {with_weights} {way}"
     return program
 
 
-PROGRAMS = {(name, with_weights): program_of(name, with_weights) for name in (*KINDS, "own") for with_weights in (False, True)}
+def flat(found):
+    if isinstance(found, dict):
+        return {name: flat(value) for name, value in found.items()}
+    return [flat(value) for value in found] if isinstance(found, list) else np.asarray(found)
+
+
+PROGRAMS = {
+    (name, with_weights, way): program_of(name, with_weights, way)
+    for name in (*KINDS, "own")
+    for with_weights in (False, True)
+    for way in WAYS
+}
 
 
 @pytest.mark.parametrize("devices", [3, exhaustive(2), exhaustive(4)])
 @pytest.mark.parametrize("with_weights", [exhaustive(False), True])
-@pytest.mark.parametrize("name", ["own", "vectors", "ids", *map(exhaustive, ("binary", "one_hot", "integers", "numbers"))])
+@pytest.mark.parametrize(
+    "name", ["own", "vectors", "ids", *map(exhaustive, ("binary", "one_hot", "integers", "numbers", "settings"))]
+)
 def test_it_is_one_device(name, with_weights, devices):
-    assert_as_on_one_device(PROGRAMS[name, with_weights], 0, devices)
+    assert_as_on_one_device(PROGRAMS[name, with_weights, "evaluate"], 0, devices)
+
+
+@pytest.mark.parametrize("way", [exhaustive(way) for way in WAYS if way != "evaluate"])
+@pytest.mark.parametrize("name", [exhaustive(name) for name in (*KINDS, "own")])
+def test_other_ways(name, way):
+    assert_as_on_one_device(PROGRAMS[name, True, way], 3, 2)
 
 
 def test_the_tables_have_every_metric():
     """`Mean`, `Sum` and what wraps functions are in other tests."""
-    found = {name for _, _, metrics in KINDS.values() for name in metrics}
+    found = {name for _, _, metrics in KINDS.values() for name in metrics or ()}
     others = {"Mean", "MeanMetricWrapper", "Metric", "Sum"}
     assert found | others == {name for name, kind in inspect.getmembers(kinds, inspect.isclass) if issubclass(kind, kinds.Metric)}

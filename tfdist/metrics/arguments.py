@@ -26,6 +26,12 @@ class Arguments:
         self.tensors = [*dense, *self._masks]
         self.others = [leaf for leaf in self._leaves if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)]
 
+    @property
+    def have_no_rows(self) -> bool:
+        """Whether it is known, before the step runs, that there are tensors of rows, and no row in any."""
+        sizes = {tensor.shape[0] if tensor.shape.rank else None for tensor in self.tensors}
+        return sizes == {0} and not self.others
+
     def replaced(self, tensors: Sequence[tf.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments, positional and by name, with `tensors` in the place of those that they have."""
         new = dict(zip(map(id, self.tensors), tensors, strict=True))

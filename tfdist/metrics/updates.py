@@ -111,6 +111,8 @@ def update(
             with whole_batch():
                 return own(*args, **kwargs)
         _hold_summands(metric)
+        if arguments.have_no_rows and metric.variables:
+            return None  # it adds nothing, and Keras's operations refuse it where they see it: in eager runs
         if _is_keras(own, "Mean.update_state", "Sum.update_state"):
             args, kwargs = _weighted(metric, own, args, kwargs, part, counted)
         updated = own(*args, **kwargs)
