@@ -15,6 +15,7 @@ import pathlib
 import platform
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/soak"), help="where rows.jsonl and table.md go")
     parser.add_argument("--keep", action="store_true", help="keep the folders of rows that hold, too")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the job that runs, too
     rows = list(_rows(args))
     if args.list:
         print("\n".join(f"{fault.name}/{job.name}" for fault, job, _ in rows))

@@ -35,7 +35,9 @@ _VARIANTS = [
     Job("tensor", launch="fork", save_freq=4),
 ]
 _ONCE = [Job(max_restarts=0), Job(workers=3, launch="plain", max_restarts=0)]  # what is said, and when all have ended
+_ONCE_OF_ALL = [*_ONCE, Job("tensor", workers=3, launch="fork", max_restarts=0), Job("pipeline", launch="fork", max_restarts=0)]
 _HOSTS = [Job(launch="hosts", max_restarts=0)]
+_HOSTS_OF_ALL = [*_HOSTS, Job("pipeline", workers=3, launch="hosts", max_restarts=0)]
 _OF_GENERATOR = [Job(launch="fork", data=data, max_restarts=0) for data in ("from_generator", "generator")]
 _LONELY = [Job(launch="plain", max_restarts=0, rendezvous_timeout_seconds=10)]
 _NAMED = r"tfdist: Worker \d, {victim} "  # who it was
@@ -92,17 +94,32 @@ FAULTS = [
     ),
     Fault("short_cut", "a cable pulled for 5 s", cut("pull", seconds=5), [Job(launch="hosts")]),
     # What ends the job: it is not started again.
-    Fault("killed", "SIGKILL", outside("kill", in_training), _ONCE, "fails", says=_NAMED + ".*died"),
-    Fault("stop", "SIGSTOP for ever", outside("stop"), [*_ONCE, Job(launch="plain", max_restarts=0)], "fails", says=_NAMED),
+    Fault("killed", "SIGKILL", outside("kill", in_training), _ONCE_OF_ALL, "fails", says=_NAMED + ".*died"),
+    Fault(
+        "stop", "SIGSTOP for ever", outside("stop"), [*_ONCE_OF_ALL, Job(launch="plain", max_restarts=0)], "fails", says=_NAMED
+    ),
     Fault(
         "hang",
         "a worker hangs in Python",
         inside("hang", "step"),
-        [Job(max_restarts=0, step_timeout_seconds=12), Job(launch="plain", max_restarts=0, step_timeout_seconds=12)],
+        [
+            Job(max_restarts=0, step_timeout_seconds=12),
+            Job(launch="plain", max_restarts=0, step_timeout_seconds=12),
+            Job("pipeline", workers=3, launch="fork", max_restarts=0, step_timeout_seconds=12),
+            Job("tensor", launch="fork", max_restarts=0, step_timeout_seconds=12),
+        ],
         "fails",
         says=_NAMED,
     ),
-    Fault("raise_in_callback", "an exception in a callback", inside("raise", "step"), _ONCE, "fails", 1, _NAMED + f".*{_SPOILT}"),
+    Fault(
+        "raise_in_callback",
+        "an exception in a callback",
+        inside("raise", "step"),
+        _ONCE_OF_ALL,
+        "fails",
+        1,
+        _NAMED + f".*{_SPOILT}",
+    ),
     Fault(
         "raise_in_data",
         "an exception in a generator",
@@ -181,7 +198,7 @@ FAULTS = [
     Fault("launcher_kill", "SIGKILL of the launcher", outside("launcher", number=int(signal.SIGKILL)), [Job()], "fails", -9),
     # The network.
     *[
-        Fault(f"cut_{do}", words, cut(do), _HOSTS, "fails", says="tfdist: ")
+        Fault(f"cut_{do}", words, cut(do), _HOSTS_OF_ALL, "fails", says="tfdist: ")
         for do, words in (("pull", "a cable pulled"), ("lose", "one direction lost"), ("take_down", "an interface down"))
     ],
     *[
