@@ -81,14 +81,12 @@ def run(rows: list[tuple[Fault, Job, int]], out: pathlib.Path, *, keep: bool = F
             file.flush()
             words = "" if row.holds else f"\n         {'; '.join(row.problems)}\n         {folder / f'{number}_{fault.name}'}"
             took = f", {row.seconds} s, {row.repeated} steps again" if row.seconds is not None else ""
-            tqdm.tqdm.write(
-                f"{'holds' if row.holds else 'FAILS':8s} {fault.name}/{job.name}#{seed}: {', '.join(row.done)}{took}{words}"
-            )
+            tqdm.tqdm.write(f"{row.verdict:8s} {fault.name}/{job.name}#{seed}: {', '.join(row.done)}{took}{words}")
             if row.holds and not keep:
                 shutil.rmtree(folder / f"{number}_{fault.name}")
     text = table(done)
     (out / "table.md").write_text(text, "utf-8")
-    failing = sum(not row.holds for row in done)
+    failing = sum(row.verdict == "FAILS" for row in done)
     print(f"{text}\n{len(done)} rows, of which {failing} do not hold")
     return int(failing > 0)
 

@@ -14,6 +14,7 @@ from tests.soak.faults import Fault
 from tests.soak.outside import OF_ALL
 from tests.soak.running import Run
 
+MISSED = "the fault's moment did not come: the job was quicker than the undisturbed one"
 _SAID = re.compile(r"^(tfdist: .*|\w+(?:\.\w+)*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
 
 
@@ -37,6 +38,10 @@ class Row:
     def holds(self) -> bool:
         return not self.problems
 
+    @property
+    def verdict(self) -> str:
+        return "holds" if self.holds else "missed" if self.problems == [MISSED] else "FAILS"
+
 
 def judge(fault: Fault, seed: int, run: Run, reference: pathlib.Path) -> Row:
     outcome = run.outcome
@@ -47,7 +52,7 @@ def judge(fault: Fault, seed: int, run: Run, reference: pathlib.Path) -> Row:
     if seconds and max(seconds) > fault.seconds and not (fault.ends == "same" and outcome.attempts == 1):
         problems.append(f"took {max(seconds):.0f} s")
     if not outcome.strikes and fault.needs_strike:
-        problems.append("the fault's moment did not come")
+        problems.append(MISSED)
     if fault.ends == "same":
         problems += [f"exit code {outcome.exit_code}"] if outcome.exit_code != 0 else differences(run.folder, reference)
     elif outcome.exit_code == 0 and fault.ends == "fails":
