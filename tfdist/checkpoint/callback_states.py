@@ -17,6 +17,7 @@ _KEPT: dict[type, str] = {
     keras.callbacks.EarlyStopping: "wait best best_epoch stopped_epoch best_weights",
     keras.callbacks.ReduceLROnPlateau: "wait best cooldown_counter",
     keras.callbacks.ModelCheckpoint: "best _batches_seen_since_last_saving _last_batch_seen",
+    keras.callbacks.SwapEMAWeights: "_ema_weights_in_model",
     keras.callbacks.TensorBoard: "_global_train_batch _global_test_batch",
 }
 

@@ -1,0 +1,129 @@
+"""A `fit` that is begun again with a new model, from a backup of its middle: for every kind of model and optimizer."""
+
+import pathlib
+import shutil
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdist
+
+X = np.random.default_rng(0).normal(size=(24, 8)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, size=24)
+
+
+class Watch(keras.callbacks.Callback):
+    """Keeps the logs of every step, and the backup that there is when one of them is taken."""
+
+    def __init__(self, backup, kept, step):
+        super().__init__()
+        self.steps, self.backup, self.kept, self.step = [], backup, kept, step
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.append((batch, dict(logs)))
+        if len(self.steps) == self.step:
+            shutil.copytree(self.backup, self.kept)
+
+
+class Blocks(keras.Model):
+    """A subclassed model, of blocks, with a seed generator behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(6)
+        self.blocks = [keras.layers.Dense(6, activation="relu") for _ in range(3)]
+        self.dropout, self.head = keras.layers.Dropout(0.2), keras.layers.Dense(3)
+
+    def call(self, x, training=None):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(x, training=training))
+
+
+def layers():
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(12, activation="relu", name="up"),
+            keras.layers.Dense(8, name="down"),
+            keras.layers.Dropout(0.3),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(3, name="head"),
+        ]
+    )
+
+
+def with_lora():
+    model = layers()
+    model.layers[0].enable_lora(2)
+    return model
+
+
+def by_plan():
+    model = layers()
+    tfdist.parallelize(model, {"up": "column", "down": "row"}, print_fn=None)
+    return model
+
+
+MODELS = {
+    "layers": layers,
+    "lora": with_lora,
+    "plan": by_plan,
+    "pipeline": lambda: tfdist.PipelineModel(layers(), num_microbatches=2),
+    "blocks": lambda: tfdist.PipelineModel(Blocks(), num_microbatches=2, blocks="blocks"),
+}
+
+
+def _accumulating():
+    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=3, use_ema=True, ema_momentum=0.5)
+
+
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.01, 2, 0.5)),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "averages": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=4),
+    "accumulating": _accumulating,
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(_accumulating(), dynamic_growth_steps=2),
+    "muon": lambda: keras.optimizers.Muon(0.01),
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "schedule-free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),
+    "several": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1, momentum=0.9), {".*kernel": _accumulating()})
+    ),
+}
+
+
+def _fit(strategy, model, optimizer, save_freq, callbacks, watch):
+    """Trains, and returns what this worker's ranks hold of every variable in the end."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        made = MODELS[model]()
+        if not made.built:
+            made(keras.Input((8,)))
+        made.compile(OPTIMIZERS[optimizer](), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(24, seed=3).batch(5)
+    backup = keras.callbacks.BackupAndRestore(watch.backup, save_freq=save_freq)
+    made.fit(data, epochs=2, shuffle=False, callbacks=[backup, *(make() for make in callbacks), watch], verbose=0)
+    variables = [*made.variables, *made.optimizer.variables]
+    return [(variable.path, [one.numpy() for one in variable._value.values]) for variable in variables]
+
+
+def differences(strategy, model, optimizer, folder, save_freq=2, callbacks=(), step=4):
+    """Returns in what a `fit` of two epochs of 5 steps differs from one that goes on from the backup that it had at a step."""
+    kept = pathlib.Path(folder) / "kept"
+    # Each worker keeps it for itself; the one that goes on is the first worker's.
+    first = Watch(f"{folder}/backup", str(kept / str(strategy.extended.communicator.local_ranks[0])), step)
+    second = Watch(str(kept / "0"), "", None)
+    expected = _fit(strategy, model, optimizer, save_freq, callbacks, first)
+    found = _fit(strategy, model, optimizer, save_freq, callbacks, second)
+    begin = len(first.steps) - len(second.steps)
+    assert 0 < begin < step, f"it went on at step {begin}"
+    pairs = zip(first.steps[begin:], second.steps, strict=True)
+    different = [f"step {begin + number}: {a} {b}" for number, (a, b) in enumerate(pairs) if a != b]
+    for (path, mine), (_, theirs) in zip(found, expected, strict=True):
+        ranks = enumerate(zip(mine, theirs, strict=True))
+        different += [f"{path}, part {rank}" for rank, (a, b) in ranks if not np.array_equal(a, b)]
+    return different
