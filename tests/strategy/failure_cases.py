@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -69,6 +70,10 @@ def stop_for_a_while() -> None:
     stop()
 
 
+def hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(9)  # unlike CDLL it keeps Python's lock
+
+
 def break_the_watch() -> None:
     tfdist.MultiWorkerShardedStrategy._watch._peers.listen = lambda _: [][0]
     hang()
@@ -82,6 +87,7 @@ ACTS = {
     "hang": hang,
     "stop": stop,
     "stop for a while": stop_for_a_while,
+    "hold the interpreter": hold_the_interpreter,
     "break the watch": break_the_watch,
 }
 

@@ -64,10 +64,29 @@ def test_a_stopped_worker_is_told_and_ends_when_it_wakes(tmp_path, victim):
 
 
 @pytest.mark.exhaustive
-def test_a_short_stop_costs_nothing(tmp_path):
-    each = [{"act": "stop for a while" if index == 1 else "", "epochs": 3, "peer_timeout_seconds": 20} for index in range(2)]
+@pytest.mark.parametrize(("act", "peer_timeout_seconds"), [("stop for a while", 20), ("hold the interpreter", 3)])
+def test_silence_that_costs_nothing(tmp_path, act, peer_timeout_seconds):
+    """A short stop; and a call that keeps Python's lock, and so the watching thread from speaking, longer than the time-out."""
+    acts, timeouts = ["", act], {"epochs": 3, "peer_timeout_seconds": peer_timeout_seconds}
+    each = [{"act": one, **timeouts} for one in acts]
     with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each) as job:
         job.results(100)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_step_ends_in_time_whoever_is_silent(tmp_path, victim):
+    """A worker that stops for ever, the chief too, when a step has less time than a peer."""
+    each = [{"act": "stop" if index == victim else "", "step_timeout_seconds": 9} for index in range(2)]
+    with workers.job(tmp_path, 2, f"{CASES}:fit_and", each=each) as job:
+        job.workers[victim].wait_for("acting", 120)
+        started, other = time.monotonic(), job.workers[1 - victim]
+        while other.returncode is None:
+            assert time.monotonic() - started < SECONDS_TO_END
+            time.sleep(0.05)
+        assert other.returncode == PEER_FAILED
+        assert f"tfdist: Worker {victim}, worker {victim} (localhost:" in said(other)
+        assert "has not been heard of for" in said(other) and "(`step_timeout_seconds`)" in said(other)
 
 
 def test_a_watch_that_breaks_ends_the_job(tmp_path):
