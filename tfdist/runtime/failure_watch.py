@@ -276,7 +276,8 @@ class FailureWatch:
 
     def _end_if_interrupted(self, waiting: list[tuple[float, float, Any]]) -> None:
         """Ends a process whose main thread does not see that Ctrl-C was pressed: it waits in TensorFlow, for no collective."""
-        if self._interrupts.unhandled_seconds() > _INTERRUPT_SECONDS and not waiting and main_is_in_tensorflow():
+        is_deaf = not self._servers_run or (main_is_in_tensorflow() and not waiting)
+        if self._interrupts.unhandled_seconds() > _INTERRUPT_SECONDS and is_deaf:
             failure = Failure(self._cluster.worker_index, f"was interrupted: its main thread was at {where_it_stands()}")
             self._learn(failure)
             self._say(failure)
