@@ -4,7 +4,9 @@ The restarts are in this process, with everything set back to what a new process
 processes.
 """
 
+import collections
 import functools
+import time
 import types
 import warnings
 
@@ -15,7 +17,9 @@ import tensorflow as tf
 from grids import exhaustive
 
 import tfdist
+from tfdist.checkpoint import backups
 from tfdist.checkpoint.extra_state import extra_state, restore_extra_state
+from tfdist.runtime import job_run
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
 
@@ -249,7 +253,7 @@ def assert_same(values, expected):
 @pytest.mark.parametrize(
     ("fails", "save_freq"),
     [
-        ([(1, "begin"), (2, 0)], 1),
+        exhaustive([(1, "begin"), (2, 0)], 1),
         ([(1, 4), (1, "validation")], 5),
         exhaustive([(0, 0), (0, 1), (0, 4), (1, "end")], 1),
         exhaustive([(0, "validation"), (2, "validation"), (2, "validation")], 5),
@@ -292,6 +296,64 @@ def test_programs(arguments, tmp_path):
     step = arguments.get("steps_per_execution", 2) - 1
     data = DATA["shuffled rows, a partial batch"]
     assert_goes_on(program(**arguments), data, tmp_path / "backup", [(1, step), (2, 2 * step + 1)])
+
+
+class Subclassed(keras.Model):
+    """What Keras builds in the first step, of a model whose step is its own or eager."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = [keras.layers.Dense(5), keras.layers.Dropout(0.3), keras.layers.Dense(3)]
+
+    def call(self, x, training=False):
+        for layer in self.tower:
+            x = layer(x, training=training) if isinstance(layer, keras.layers.Dropout) else layer(x)
+        return x
+
+
+class OwnStep(Subclassed):
+    def train_step(self, data):
+        return {**super().train_step(data), "extra": tf.reduce_sum(tf.cast(data[1], tf.float32))}
+
+
+def fresh(build, run_eagerly, callbacks):
+    """Trains a model that is made anew, as in a new process; returns its history, None if it failed, and its values."""
+    keras.utils.set_random_seed(4)
+    with tfdist.ShardedStrategy(["CPU:0", "CPU:1"], zero_stage=3).scope():
+        model = build()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], run_eagerly=run_eagerly)
+    try:
+        data = rows().shuffle(ROWS).batch(10)
+        history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks).history
+    except Failed:
+        history = None
+    return history, [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
+
+
+@pytest.mark.parametrize(
+    ("build", "run_eagerly"), [(OwnStep, False), exhaustive(Subclassed, True), exhaustive(Subclassed, False)], ids=str
+)
+def test_a_model_that_its_first_step_builds(build, run_eagerly, tmp_path):
+    """Its weights are built before, and its metrics are filled before their first step."""
+    folder = tmp_path / "backup"
+    expected, values = fresh(build, run_eagerly, [])
+    assert fresh(build, run_eagerly, [keras.callbacks.BackupAndRestore(folder, save_freq=1), Fail(1, 1)])[0] is None
+    history, found = fresh(build, run_eagerly, [keras.callbacks.BackupAndRestore(folder, save_freq=1)])
+    assert history == {name: values[1:] for name, values in expected.items()}
+    assert_same(found, values)
+
+
+class NeedsValues(Subclassed):
+    """Cannot be called on symbols."""
+
+    def call(self, x, training=False):
+        return super().call(x, training) * float(np.isfinite(x.numpy()).all())
+
+
+def test_variables_that_the_first_step_makes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs a model that is built before `fit`: its first step has made variables"):
+        fresh(NeedsValues, True, [keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=1)])
 
 
 # What cannot be found again
@@ -341,7 +403,104 @@ def test_other_data_are_refused_in_the_middle_of_an_epoch(tmp_path):
         made.model.fit(rows().batch(BATCH).shuffle(3), epochs=2, verbose=0, callbacks=[backup])
 
 
-# Several `fit`
+def test_a_remote_folder_has_ends_of_epochs():
+    """Keras's two files, as `BackupAndRestore` writes them there."""
+    made, folder = program(), f"ram://going_on/{time.time()}"
+    backup = keras.callbacks.BackupAndRestore(folder, save_freq=1)
+    made.restart()
+    with pytest.raises(Failed), pytest.warns(UserWarning, match="is a remote folder, in which only weights and epoch are kept"):
+        made.model.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[backup, Fail(1, 3)])
+    assert train(made, DATA["arrays"], [backup]).epoch == [1, 2]
+    assert int(made.model.optimizer.iterations) == 5 * EPOCHS
+
+
+# Several `fit`, and a `fit` that is over
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Returns a function that makes this a new process, of a job of that name; "": of none."""
+    for name in ("TFDIST_JOB", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+    def begin(job):
+        monkeypatch.setenv("TFDIST_JOB", job)
+        monkeypatch.setattr(backups.FitBackup, "_ended", collections.Counter())
+        job_run._process.cache_clear()
+
+    yield begin
+    job_run._process.cache_clear()
+
+
+def trained_twice(made, folder, fails_in_second=None):
+    """A program with two `fit` and one callback; returns (epochs, curve, values) of each."""
+    backup = keras.callbacks.BackupAndRestore(folder)
+    first = train(made, DATA["shuffled rows"], [backup])
+    found = [(first.epoch, first.history, made.values(), np.random.random())]
+    own = [] if fails_in_second is None else [Fail(*fails_in_second)]
+    second = made.model.fit(rows().batch(BATCH), epochs=2, verbose=0, callbacks=[backup, *own])
+    return [*found, (second.epoch, second.history, made.values(), np.random.random())]
+
+
+def assert_same_fits(found, expected):
+    for (epochs, curve, values, drawn), (own_epochs, own_curve, own_values, own_drawn) in zip(found, expected, strict=True):
+        assert (epochs, curve, drawn) == (own_epochs, own_curve, own_drawn)
+        assert_same(values, own_values)
+
+
+def test_a_restart_passes_by_what_is_over(process, tmp_path, capsys):
+    made, folder = program(), tmp_path / "backup"
+    process("")
+    expected = trained_twice(made, folder)
+    assert not folder.exists(), "of a process of which nothing is known nothing stays"
+    process("a")
+    with pytest.raises(Failed):
+        trained_twice(made, folder, (1, 2))
+    process("a")
+    found = trained_twice(made, folder)
+    assert_same_fits(found[:1], expected[:1])
+    assert found[1][0] == [1]
+    assert_same(found[1][2], expected[1][2])
+    assert sorted(path.name for path in folder.iterdir()) == ["finished-0.weights.h5", "finished-1.weights.h5"]
+    before = made.model.optimizer.iterations.numpy()
+    process("a")
+    assert_same_fits(trained_twice(made, folder), found)
+    assert made.model.optimizer.iterations.numpy() == before
+    assert capsys.readouterr().out.count("has ended before the restart, and is passed by: its weights are those of") == 3
+    # On purpose, it is another job.
+    process("b")
+    assert_same_fits(trained_twice(made, folder), expected)
+    assert "had the end of an earlier run, not of this job: this run trains" in capsys.readouterr().out
+    process("")
+    assert_same_fits(trained_twice(made, folder), expected)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("jobs", [("a", "b"), exhaustive(("", ""))], ids=str)
+def test_whoever_starts_it_goes_on_with_what_is_not_over(jobs, process, tmp_path, capsys):
+    """Whatever the job was: as with Keras. What was over then is passed by, too, with the weights that there are."""
+    made, folder = program(), tmp_path / "backup"
+    process("")
+    expected = trained_twice(made, folder)
+    process(jobs[0])
+    with pytest.raises(Failed):
+        trained_twice(made, folder, (1, 2))
+    process(jobs[1])
+    found = trained_twice(made, folder)
+    assert found[1][0] == [1]
+    assert_same(found[1][2], expected[1][2])
+    words = "its weights are those of" if jobs[0] else "the weights are those of the backup of a later one"
+    assert f"is passed by: {words}" in capsys.readouterr().out
+
+
+def test_training_that_was_stopped_is_over(process, tmp_path):
+    """It was killed between the backup of its last epoch and its end."""
+    made = program()
+
+    def callbacks():
+        return [keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=10.0, restore_best_weights=True)]
+
+    assert_goes_on(made, DATA["arrays"], tmp_path / "backup", [(1, "over")], "epoch", callbacks)
 
 
 def test_a_later_fit_begins_at_its_own_epoch(tmp_path):

@@ -51,14 +51,15 @@ class FitBackup:
         strategy: the tfdist strategy of its model.
         data: the data that `fit` reads, a `data.FitData`.
         callbacks: all callbacks of this `fit`.
+        build: `build(model)` builds what the first step would, as far as it can.
     """
 
     # How many `fit` this process has ended, by directory.
     _ended: collections.Counter[str] = collections.Counter()
 
-    def __init__(self, callback: Any, strategy: Any, data: Any, callbacks: Sequence[Any]):
+    def __init__(self, callback: Any, strategy: Any, data: Any, callbacks: Sequence[Any], build: Callable[[Any], None]):
         self._callback, self._strategy, self._data, self._callbacks = callback, strategy, data, callbacks
-        self._model = callback.model
+        self._model, self._build = callback.model, build
         self._directory = str(callback.backup_dir)
         self._number = self._ended[self._key]
         self._is_chief = is_chief(strategy)
@@ -66,6 +67,7 @@ class FitBackup:
         self._logs: dict[str, Any] = {}
         self._restored: State | None = None
         self._path = ""
+        self._variables = 0  # of the model, when `fit` begins
         self._rates: list[tuple[Any, Any]] = []
         self.finds_steps = True  # whether a backup may be of the middle of an epoch
 
@@ -93,6 +95,9 @@ class FitBackup:
         self._model._initial_epoch = None  # Keras keeps it for the next `fit`
         self._data.begin()
         self._check_data()
+        if not all(layer.built for layer in self._model._flatten_layers(include_self=True)):
+            self._build(self._model)
+        self._variables = len(self._model.variables)
         found = self._on_chief("found", self._find)
         for line in found["lines"]:
             self._say(line)
@@ -116,17 +121,31 @@ class FitBackup:
             state["position"], state["validations"], state["logs"], self._say, state["stop_training"], self._is_chief
         )
 
+    def _check_is_built(self) -> None:
+        """Raises ValueError where the first step has made variables of the model: a backup is restored before that step."""
+        if len(self._model.variables) != self._variables:
+            raise errors.value_error(
+                "`BackupAndRestore` needs a model that is built before `fit`: its first step has made variables, and no run "
+                "could go on from a backup of them.",
+                model=self._model.name,
+                fix="Call the model on a batch, in `strategy.scope()`, before `fit`.",
+            )
+
     def _check_data(self) -> None:
         """Says so where no place in the middle of an epoch can be found again."""
         if self._callback.save_freq == "epoch":
             return
-        why = self._share("data", self._data.unfindable())
+        if file_utils.is_remote_path(self._directory):
+            why = f"{self._directory} is a remote folder, in which only weights and epoch are kept."
+        elif why := self._share("data", self._data.unfindable()):
+            why = (
+                f"a place in the middle of one cannot be found again in these data: {why}. `keras.utils.set_random_seed(...)` "
+                "before the data are made seeds what has no seed."
+            )
         self.finds_steps = not why
         if why and self._is_chief:
             warnings.warn(
-                f"`BackupAndRestore(save_freq={self._callback.save_freq})` saves at the end of each epoch only: a place in the "
-                f"middle of one cannot be found again in these data: {why}. `keras.utils.set_random_seed(...)` before the data "
-                "are made seeds what has no seed.",
+                f"`BackupAndRestore(save_freq={self._callback.save_freq})` saves at the end of each epoch only: {why}",
                 stacklevel=2,
             )
 
@@ -237,6 +256,8 @@ class FitBackup:
         for variable, value in self._rates:
             variable.assign(value)
         self._restore_extra()
+        if any(not getattr(metric, "built", True) for metric in self._model.metrics):
+            self._build(self._model)
         restore_metrics_state(self._model, backup_file.read_arrays(self._path, "metrics") or {})
 
     def end_batches(self, batch: int, logs: Any) -> None:
@@ -248,6 +269,7 @@ class FitBackup:
 
     def write(self) -> None:
         """Writes a backup of where training is."""
+        self._check_is_built()
         callback = self._callback
         if self._is_chief and callback.double_checkpoint:
             for latest, previous in (
@@ -256,10 +278,17 @@ class FitBackup:
             ):
                 if file_utils.exists(latest):
                     file_utils.copy(latest, previous)
+        if self._is_chief and file_utils.is_remote_path(self._directory) and not file_utils.exists(self._directory):
+            file_utils.makedirs(self._directory)
         state = self._write(callback._weights_path)
-        if self._is_chief:
-            metadata = json.dumps({"epoch": state["epoch"], "batch": state["batch"]})
-            with staged(callback._training_metadata_path) as path, open(path, "w", encoding="utf-8") as file:
+        if not self._is_chief:
+            return
+        metadata, path = json.dumps({"epoch": state["epoch"], "batch": state["batch"]}), callback._training_metadata_path
+        if file_utils.is_remote_path(path):
+            with file_utils.File(path, "w") as file:
+                file.write(metadata)
+        else:
+            with staged(path) as target, open(target, "w", encoding="utf-8") as file:
                 file.write(metadata)
 
     def _write(self, path: str, **more: Any) -> State:

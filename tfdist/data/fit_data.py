@@ -48,6 +48,11 @@ class FitData:
         """Returns the data of the `fit` of `model` that runs, or ran last; None before the first under a tfdist strategy."""
         return vars(model).get(_ATTRIBUTE)
 
+    @property
+    def iterator(self) -> Any:
+        """Keras's `EpochIterator`; it lives as long as the `fit`."""
+        return self._iterator()
+
     def begin(self) -> None:
         """Tells that training begins: what was read before a restarted program reads again by itself."""
         position.note_epochs(self._iterator())

@@ -16,6 +16,7 @@ from tfdist import errors
 from tfdist.checkpoint import FitBackup, WritingRole, chief_decides, cluster_strategy, tfdist_strategy, writing_role
 from tfdist.data import FitData
 from tfdist.keras_hooks.table import replaces
+from tfdist.keras_hooks.trainer import build_for_backup
 from tfdist.sharding import config_of
 
 _CHECKPOINT, _BACKUP, _CSV = (f"keras.callbacks.{name}" for name in ("ModelCheckpoint", "BackupAndRestore", "CSVLogger"))
@@ -57,7 +58,7 @@ def _begin_training(original: Callable[..., None], self: Any, logs: Any = None) 
         if strategy is not None:
             self.callbacks.remove(callback)
             self.callbacks.append(callback)
-            fit = FitBackup(callback, strategy, FitData.of(callback.model), self.callbacks)
+            fit = FitBackup(callback, strategy, FitData.of(callback.model), self.callbacks, build_for_backup)
             vars(callback)[_FIT] = fit
             fit.restore()
     original(self, logs)

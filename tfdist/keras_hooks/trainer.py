@@ -153,6 +153,16 @@ def _with_plain_errors(block: Any) -> Iterator[None]:
         yield
 
 
+def build_for_backup(model: Any) -> None:
+    """Builds, on symbols, what the first step of `fit` would build: a backup is restored before it. Does what it can."""
+    iterator = FitData.of(model).iterator
+    specs = tf.nest.map_structure(_spec_of_one_rank, iterator._distributed_dataset.element_spec)
+    shapes = [spec.shape[1:] for spec in tf.nest.flatten(specs) if isinstance(spec, tf.TensorSpec)]
+    if all(shape.is_fully_defined() for shape in shapes):
+        with contextlib.suppress(Exception), model.distribute_strategy.scope():
+            model._symbolic_build(data_batch=specs)
+
+
 @replaces("keras.src.trainers.epoch_iterator.EpochIterator", "_enumerate_iterator")
 def _enumerate_iterator(original: Callable[..., Any], self: Any) -> Any:
     """A `fit` that goes on from a backup begins where its data were then."""
