@@ -1,13 +1,15 @@
-"""Losses of Keras with a value for each row, on an uneven last batch, weighted and not: trained and logged as on one device."""
+"""Losses of Keras with a value for each row, on an uneven last batch, weighted, masked and not: as on one device."""
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from grids import exhaustive
 from keras import layers, losses
 
-from tests.programs.comparing import assert_as_on_one_device
-from tests.programs.fitting import ROWS, Fitted
+from tests.parity.comparison import BatchLogs, state
+from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tests.programs.fitting import BATCH, ROWS, Fitted
 
 CLASSES = 4
 
@@ -92,10 +94,113 @@ def test_it_trains_as_on_one_device(program, devices):
     assert_as_on_one_device(program, 3 if devices == 2 else 0, devices, rtol=1e-4)
 
 
-# Losses of a whole batch, which are warned of (test_losses_that_are_no_means.py); rows compared with each other; and sequences.
-ELSEWHERE = {"Dice", "Tversky", "Circle", "CTC"}
+STEPS = 5  # in time, of which the last ones are masked
+
+
+def every_loss():
+    """Returns a loss of each kind, of those that take steps in time, with its targets and what its predictions are."""
+    rng = np.random.default_rng(4)
+    found = []
+    for name, targets, activation, arguments in KINDS:
+        for reduction in REDUCTIONS if name == "MeanSquaredError" else ("sum_over_batch_size",):
+            by_step = [targets(rng) for _ in range(STEPS)]
+            loss = getattr(losses, name)(reduction=reduction, name=f"{name}_{reduction}".lower(), **arguments)
+            found.append((loss, np.stack(by_step, axis=1), activation or "linear"))
+    return found
+
+
+class AllLosses(keras.Model):
+    """All losses in one step: called as they are, with the masks of predictions and weights of steps in time."""
+
+    def __init__(self):
+        super().__init__()
+        self.masking = layers.Masking(0.0)
+        self.recurrent, self.head = layers.GRU(4, return_sequences=True), layers.Dense(CLASSES)
+        self.activations = {name: layers.Activation(name) for name in ("linear", "softmax", "sigmoid", "softplus")}
+        self.losses_of_it = [(loss, activation) for loss, _, activation in every_loss()]
+
+    def call(self, x):
+        predictions = self.head(self.recurrent(self.masking(x)))
+        return {name: layer(predictions) for name, layer in self.activations.items()}
+
+    def terms(self, data):
+        x, targets, weights = data
+        predictions = self(x)
+        assert hasattr(predictions["softmax"], "_keras_mask")
+        found = {}
+        for (loss, activation), target in zip(self.losses_of_it, targets, strict=True):
+            found[loss.name] = loss(target, predictions[activation], weights)
+        return found
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            terms = self.terms(data)
+            loss = sum(terms.values())
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"total": loss, **terms}
+
+    def test_step(self, data):
+        return self.terms(data)
+
+
+def in_one_step(run_eagerly):
+    def program(strategy):
+        rng = np.random.default_rng(3)
+        x = rng.normal(size=(ROWS, STEPS, 3)).astype("float32")
+        x[np.arange(STEPS) >= rng.integers(1, STEPS + 1, size=(ROWS, 1))] = 0.0
+        weights = rng.uniform(0.2, 2.0, size=(ROWS, STEPS)).astype("float32")
+        targets = tuple(target for _, target, _ in every_loss())
+        with strategy.scope():
+            model = AllLosses()
+            model.compile(keras.optimizers.SGD(0.002), run_eagerly=run_eagerly)
+        logs = BatchLogs()
+        data = tf.data.Dataset.from_tensor_slices((x, targets, weights)).batch(BATCH)
+        history = model.fit(data, epochs=2, verbose=0, callbacks=[logs]).history
+        tested = model.evaluate(data, verbose=0, return_dict=True)
+        return {"history": history, "logs": logs.train, "tested": tested, **state(model)}
+
+    return program
+
+
+IN_ONE_STEP = {"traced": in_one_step(False), "eager": in_one_step(True)}
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("name", ["traced", exhaustive("eager")])
+def test_masked_and_weighted_in_a_step_of_ones_own(name, zero_stage):
+    assert_as_on_one_device(IN_ONE_STEP[name], zero_stage, rtol=1e-4)
+
+
+def of_sequences(weighted):
+    """CTC: labels of each length for predictions of each length, as in reading handwriting."""
+
+    def data(rng):
+        x, y = rng.normal(size=(ROWS, 8, 3)).astype("float32"), rng.integers(1, CLASSES, size=(ROWS, 3))
+        y[np.arange(3) >= rng.integers(1, 4, size=(ROWS, 1))] = 0
+        return (x, y, rng.uniform(0.2, 2.0, size=ROWS).astype("float32")) if weighted else (x, y)
+
+    def compiled():
+        return {"optimizer": keras.optimizers.SGD(0.01), "loss": losses.CTC()}
+
+    def build():
+        return keras.Sequential([keras.Input((8, 3)), layers.GRU(5, return_sequences=True), layers.Dense(CLASSES)])
+
+    return Fitted("CTC, weighted" if weighted else "CTC", build, data, compiled)
+
+
+SEQUENCES = [of_sequences(False), of_sequences(True)]
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("program", [SEQUENCES[1], exhaustive(SEQUENCES[0])], ids=["weighted", "not weighted"])
+def test_sequences(program, zero_stage):
+    assert_as_on_one_device(program, zero_stage, rtol=1e-4)
+
+
+# Of the whole batch: warned of (test_losses_that_are_no_means.py), and one device's as test_losses_over_the_batch.py gives them.
+OVER_THE_BATCH = {"Dice", "Tversky", "Circle"}
 
 
 def test_the_table_has_every_loss():
     kinds = {name for name, kind in vars(losses).items() if isinstance(kind, type) and issubclass(kind, losses.Loss)}
-    assert kinds - {"Loss"} - ELSEWHERE == {kind for kind, *_ in KINDS}
+    assert kinds - {"Loss"} - OVER_THE_BATCH == {"CTC", *(kind for kind, *_ in KINDS)}
