@@ -98,6 +98,21 @@ def program(zero_stage=0, **arguments):
     return Program(zero_stage, **arguments)
 
 
+@pytest.fixture
+def process(monkeypatch):
+    """Returns a function that makes this a new process, of a job of that name; "": of none."""
+    for name in ("TFDIST_JOB", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+    def begin(job):
+        monkeypatch.setenv("TFDIST_JOB", job)
+        monkeypatch.setattr(backups.FitBackup, "_ended", collections.Counter())
+        job_run._process.cache_clear()
+
+    yield begin
+    job_run._process.cache_clear()
+
+
 # Data, as arguments of `fit`
 
 
@@ -282,6 +297,24 @@ def test_callbacks_that_know_the_epochs_before(save_freq, tmp_path):
     assert_goes_on(program(), DATA["arrays"], tmp_path / "backup", fails, save_freq, schedulers, first=1)
 
 
+@pytest.mark.parametrize("append", [False, exhaustive(True)])
+def test_the_log_has_a_row_of_each_epoch(append, process, tmp_path):
+    """Also where an epoch is over, and its backup is of a step of it; and when all are."""
+    made, log = program(), tmp_path / "log.csv"
+
+    def logger():
+        return [keras.callbacks.CSVLogger(log, append=append)]
+
+    train(made, DATA["arrays"], logger())
+    before = log.read_text().splitlines()
+    process("a")
+    for fails in [(1, 0), (1, "begin"), (1, "end"), None, None]:
+        train(made, DATA["arrays"], [*logger(), keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=5)], fails)
+        process("a")
+    rows = before[1:]
+    assert log.read_text().splitlines() == [before[0], *(rows if append else []), *rows]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -348,7 +381,7 @@ class NeedsValues(Subclassed):
     """Cannot be called on symbols."""
 
     def call(self, x, training=False):
-        return super().call(x, training) * float(np.isfinite(x.numpy()).all())
+        return float(np.isfinite(x.numpy()).all()) * super().call(x, training)
 
 
 def test_variables_that_the_first_step_makes_are_refused(tmp_path):
@@ -415,21 +448,6 @@ def test_a_remote_folder_has_ends_of_epochs():
 
 
 # Several `fit`, and a `fit` that is over
-
-
-@pytest.fixture
-def process(monkeypatch):
-    """Returns a function that makes this a new process, of a job of that name; "": of none."""
-    for name in ("TFDIST_JOB", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
-
-    def begin(job):
-        monkeypatch.setenv("TFDIST_JOB", job)
-        monkeypatch.setattr(backups.FitBackup, "_ended", collections.Counter())
-        job_run._process.cache_clear()
-
-    yield begin
-    job_run._process.cache_clear()
 
 
 def trained_twice(made, folder, fails_in_second=None):

@@ -2,6 +2,7 @@
 
 from tfdist.checkpoint import checkpoint_children, plain_variables, saving
 from tfdist.checkpoint.backups import FitBackup
+from tfdist.checkpoint.log_rows import keep_rows_before
 from tfdist.checkpoint.writing_role import (
     WritingRole,
     all_workers_inside,
@@ -20,6 +21,7 @@ __all__ = [
     "chief_decides",
     "cluster_strategy",
     "cluster_strategy_of",
+    "keep_rows_before",
     "plain_variables",
     "saving",
     "tfdist_strategy",

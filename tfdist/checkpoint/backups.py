@@ -88,6 +88,11 @@ class FitBackup:
         if self._is_chief:
             io_utils.print_msg(f"tfdist: {line}")
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether something was restored: an epoch that runs, the beginning of one, or the end."""
+        return self._path != ""
+
     # Beginning
 
     def restore(self) -> None:

@@ -13,7 +13,15 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.checkpoint import FitBackup, WritingRole, chief_decides, cluster_strategy, tfdist_strategy, writing_role
+from tfdist.checkpoint import (
+    FitBackup,
+    WritingRole,
+    chief_decides,
+    cluster_strategy,
+    keep_rows_before,
+    tfdist_strategy,
+    writing_role,
+)
 from tfdist.data import FitData
 from tfdist.keras_hooks.table import replaces
 from tfdist.keras_hooks.trainer import build_for_backup
@@ -61,7 +69,17 @@ def _begin_training(original: Callable[..., None], self: Any, logs: Any = None) 
             fit = FitBackup(callback, strategy, FitData.of(callback.model), self.callbacks, build_for_backup)
             vars(callback)[_FIT] = fit
             fit.restore()
+            if fit.goes_on and writing_role(callback.model) is WritingRole.CHIEF:
+                _keep_rows(self.callbacks, callback.model._initial_epoch or 0)
     original(self, logs)
+
+
+def _keep_rows(callbacks: list[Any], epoch: int) -> None:
+    """Has `CSVLogger` write behind the rows of the epochs that are over, of which a run that goes on writes none."""
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            keep_rows_before(callback, epoch)
+            callback.append = True
 
 
 @replaces(_BACKUP, "on_train_begin")
