@@ -10,15 +10,15 @@ from tfdist.collectives.agreement import first_difference
 from tfdist.collectives.instance_keys import InstanceKeys
 from tfdist.runtime import Cluster, Coordination, Task
 
-TASKS = tuple(Task("worker", index, f"host{index}:1") for index in range(3))
+TASKS = tuple(Task("worker", index, f"host{index}:1") for index in range(4))
 
 
 class Store(Coordination):
     """A key-value store in memory, one view per worker."""
 
-    def __init__(self, index, shared, written):
+    def __init__(self, index, number, shared, written):
         self.errors = []
-        super().__init__(Cluster(TASKS, index), "test", report=lambda message, awaited: self.errors.append(message))
+        super().__init__(Cluster(TASKS[:number], index), "test", report=lambda message, awaited: self.errors.append(message))
         self._shared, self._written = shared, written
 
     def put(self, key, value):
@@ -34,14 +34,14 @@ class Store(Coordination):
             return self._shared.get(key)
 
 
-def compare(programs, timeout_seconds=10.0):
+def compare(programs, timeout_seconds=10.0, ranks_per_worker=1):
     """Runs `programs[i](agreement)` as worker i; returns each worker's error text, or None."""
     shared, written, found = {}, threading.Condition(), [None] * len(programs)
 
     def work(index):
-        store = Store(index, shared, written)
+        store = Store(index, len(programs), shared, written)
         try:
-            programs[index](PlanAgreement(store, InstanceKeys(), timeout_seconds))
+            programs[index](PlanAgreement(store, InstanceKeys(), timeout_seconds, ranks_per_worker))
         except RuntimeError as error:
             found[index] = str(error)
             assert store.errors == [str(error)], "the other workers are told"
@@ -99,6 +99,42 @@ def test_every_worker_is_told_the_first_difference(odd, words):
     for error in errors:
         assert "Workers run different programs" in error and "worker 2 (host2:1)" in error
     assert words in errors[2]
+
+
+def mesh_plan(local_ranks, odd=None):
+    """The plan of some ranks of a 2 x 2 mesh (data, tensor); `odd` is the group in which these ranks do something else."""
+    made = CollectivePlan(4, local_ranks=local_ranks)
+    for rank in local_ranks:
+        for group in ((rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)):  # tensor, data
+            for op in ("all_gather", "all_reduce" if group == odd else "reduce_scatter"):
+                made.add(rank, CollectiveRecord(op, group, (8,), "float32"))
+    return made
+
+
+@pytest.mark.parametrize("odd", [(0, 2), (1, 3)])
+def test_two_devices_a_worker(odd):
+    """The workers have the data groups in common; a difference is found in each of them."""
+    plans = [mesh_plan((0, 1)), mesh_plan((2, 3), odd)]
+    errors = compare([lambda a, plan=plan: a.check(plan) for plan in plans], ranks_per_worker=2)
+    assert f"collective 1 of ranks {list(odd)} is reduce_scatter '' of float32[8]" in errors[0] and "worker 1" in errors[0]
+    assert f"collective 1 of ranks {list(odd)} is all_reduce '' of float32[8]" in errors[1] and "worker 0" in errors[1]
+
+
+def test_two_devices_a_worker_that_agree_or_differ_among_themselves():
+    plans = [mesh_plan((0, 1)), mesh_plan((2, 3))]
+    assert compare([lambda a, plan=plan: a.check(plan) for plan in plans], ranks_per_worker=2) == [None, None]
+    plans = [mesh_plan((0, 1), (0, 1)), mesh_plan((2, 3))]  # a group of one worker is no other's matter
+    assert compare([lambda a, plan=plan: a.check(plan) for plan in plans], ranks_per_worker=2) == [None, None]
+
+
+@pytest.mark.parametrize(("odd", "other", "bystanders"), [((2, 3), 2, (0, 1)), ((1, 3), 1, (0, 2))])
+def test_four_workers_on_a_mesh_of_two_by_two(odd, other, bystanders):
+    """The last worker differs in one group: the other one that has a part in it is told, and in a job all others by these two."""
+    plans = [mesh_plan((rank,), odd if rank == 3 else None) for rank in range(4)]
+    errors = compare([lambda a, plan=plan: a.check(plan) for plan in plans])
+    assert f"collective 1 of ranks {list(odd)} is all_reduce" in errors[3] and f"on worker {other} (" in errors[3]
+    assert f"collective 1 of ranks {list(odd)} is reduce_scatter" in errors[other] and "on worker 3 (" in errors[other]
+    assert [errors[rank] for rank in bystanders] == [None, None]
 
 
 def test_notes_must_agree_too():

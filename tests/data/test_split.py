@@ -227,15 +227,63 @@ def test_the_cut_draws_nothing_from_the_global_seed():
 
 @pytest.mark.parametrize("parts", [(0,), (0, 1)])
 def test_tensors_that_disagree_while_running(parts):
-    dataset = Dataset.from_generator(
-        lambda: iter([(np.zeros(4), np.zeros(4)), (np.zeros(4), np.zeros(3))]),
-        output_signature=(tf.TensorSpec([None]), tf.TensorSpec([None])),
-    )
+    """By mistake: where neither a generator nor two datasets of batches make them."""
+    dataset = Dataset.range(8).batch(4).map(lambda x: (x, x[: 8 - x[3]]))  # 4 and 4 rows, then 4 and 1
     elements = iter(split_batches(dataset, 2, parts))
     for _ in parts:
         next(elements)
     with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows. Tensor 1 .* another number than tensor 0"):
         next(elements)
+
+
+def zipped(*sizes, drop_remainder=False):
+    """Datasets of the same number of batches, zipped: 26 batches of each size, the last one of another size."""
+    total = [25 * size + rest for size, rest in sizes]
+    batched = [Dataset.range(n).batch(size, drop_remainder) for n, (size, _) in zip(total, sizes, strict=True)]
+    return Dataset.zip(tuple(batched))
+
+
+def generated(*rows):
+    signature = tuple(tf.TensorSpec([None], tf.int64) for _ in rows)
+    return Dataset.from_generator(lambda: iter([tuple(np.arange(n) for n in rows)]), output_signature=signature)
+
+
+DIFFERENT = [
+    # (dataset, devices, rows that each gets of each tensor of the first batch, of the last one)
+    (lambda: zipped((6, 4), (18, 12)), 2, [(3, 9), (3, 9)], [(2, 6), (2, 6)]),
+    (lambda: zipped((20, 5), (5, 4)), 2, [(12, 3), (8, 2)], [(5, 4), (0, 0)]),
+    (lambda: zipped((8, 8), (12, 12)), 3, [(4, 6), (2, 3), (2, 3)], [(4, 6), (2, 3), (2, 3)]),
+    (lambda: zipped((8, 8), (12, 12), drop_remainder=True), 2, [(4, 6), (4, 6)], [(4, 6), (4, 6)]),
+    (lambda: zipped((8, 8), (12, 12), drop_remainder=True), 3, [(4, 6), (2, 3), (2, 3)], [(4, 6), (2, 3), (2, 3)]),
+    (lambda: generated(10, 0, 5), 2, [(6, 0, 3), (4, 0, 2)], [(6, 0, 3), (4, 0, 2)]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The parts of a batch")
+@pytest.mark.parametrize(("build", "num_parts", "first", "last"), DIFFERENT)
+def test_every_device_gets_the_same_share_of_each_tensor(build, num_parts, first, last):
+    pieces = pieces_of(build(), num_parts, range(num_parts))
+    assert [tuple(map(len, piece)) for piece in pieces[:num_parts]] == first
+    assert [tuple(map(len, piece)) for piece in pieces[-num_parts:]] == last
+    batches = [numpy_of(batch) for batch in build()]
+    assert len(pieces) == num_parts * len(batches)
+    for number, batch in enumerate(batches):
+        assert_same(joined(pieces[number * num_parts : (number + 1) * num_parts]), batch)
+
+
+def test_static_shapes_of_tensors_that_differ():
+    spec = split_batches(zipped((8, 0), (12, 0), drop_remainder=True), 2, (0,)).element_spec
+    assert [of_one.shape for of_one in spec] == [[4], [6]]
+    spec = split_batches(zipped((8, 0), (12, 0), drop_remainder=True), 3, (0,)).element_spec
+    assert [of_one.shape for of_one in spec] == [[None], [None]]
+
+
+def test_idle_devices_are_told_once():
+    with pytest.warns(UserWarning, match="The parts of a batch have 8, 6 rows, .*: 2 of 7 devices get any") as told:
+        pieces_of(Dataset.zip((Dataset.range(16).batch(8), Dataset.range(12).batch(6))), 7, (0, 1))
+    assert len(told) == 1
+    with pytest.warns(UserWarning, match="Choose batch sizes whose greatest common divisor is a multiple of 3"):
+        split_batches(zipped((8, 0), (12, 0), (6, 0), drop_remainder=True), 3, (0,))
 
 
 def test_refusals():
@@ -252,8 +300,6 @@ def test_refusals():
         for num_parts in (1, 2):
             with pytest.raises(ValueError, match=r"global batches.*Received: element_spec=.*dataset.batch\(global_batch_size\)"):
                 split_batches(scalars, num_parts, (0,))
-    with pytest.raises(ValueError, match=r"same number of rows, not \[4, 5\]"):
-        split_batches(Dataset.from_tensors((np.zeros((4, 2)), np.zeros(5))), 2, (0,))
     with pytest.raises(NotImplementedError, match="a DatasetSpec has no rows to split"):
         split_batches(Dataset.range(8).window(4), 2, (0,))
     with pytest.raises(NotImplementedError, match="a OptionalSpec has no rows to split"):

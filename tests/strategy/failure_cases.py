@@ -199,6 +199,22 @@ def settings_differ(worker_index: int) -> list[str]:
     return found
 
 
+def different_collectives(worker_index: int, odd: int, axis: str) -> None:
+    """On a 2 x 2 mesh the worker `odd` runs another collective over one axis, in the second of two steps."""
+    strategy = tfdist.MultiWorkerShardedStrategy(tensor_parallel_size=2)
+    assert strategy.mesh.shape == (2, 1, 2)
+
+    def on_rank(collective: Any, size: int) -> tf.Tensor:
+        total = tfdist.collectives.all_reduce(tf.ones([2]), "data") + tfdist.collectives.all_reduce(tf.ones([2]), "tensor")
+        return total + tf.reduce_sum(collective(tf.ones([size]), axis))
+
+    gather, reduce = tfdist.collectives.all_gather, tfdist.collectives.all_reduce
+    tf.function(lambda: strategy.run(on_rank, args=(gather, 2)))()
+    print("agreed", flush=True)
+    tf.function(lambda: strategy.run(on_rank, args=(reduce if worker_index == odd else gather, 3)))()
+    print("not caught", flush=True)
+
+
 def different_programs(case: str, worker_index: int) -> None:
     """Worker 1 differs from worker 0 in one thing."""
     odd = worker_index == 1

@@ -88,6 +88,20 @@ def test_different_programs_are_told_before_they_hang(tmp_path, case, words):
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize(("number", "axis"), [exhaustive(2, "data"), (4, "tensor"), exhaustive(4, "data")])
+def test_different_programs_on_a_mesh_are_told_before_they_hang(tmp_path, number, axis):
+    """Two workers with two devices each, or four with one: the last differs, and all end, those too that have no part in it."""
+    each = [{"worker_index": index, "odd": number - 1, "axis": axis} for index in range(number)]
+    case, devices = f"{CASES}:different_collectives", 4 // number
+    with workers.job(tmp_path, number, case, each=each, devices_per_worker=devices) as job:
+        codes = job.wait(100)
+    for code, worker in zip(codes, job.workers, strict=True):
+        assert code not in (0, -9) and "agreed" in worker.output and "not caught" not in worker.output, worker.output[-3000:]
+        assert "Workers run different programs: collective" in worker.output, worker.output[-3000:]
+        assert "of ranks [2, 3]" in worker.output or axis == "data" and "of ranks [1, 3]" in worker.output or number == 2
+
+
+@pytest.mark.timeout(200)
 def test_settings_that_differ(tmp_path):
     with workers.job(tmp_path, 2, f"{CASES}:settings_differ", each=[{"worker_index": index} for index in range(2)]) as job:
         results = job.results(100)

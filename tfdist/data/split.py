@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.data.dealing import Dealing, may_differ
 from tfdist.data.kept_functions import flat_map
 
 _TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
@@ -50,6 +51,8 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
 
     so sizes differ by at most one, larger pieces come first, and pieces are empty where `n < num_parts`.
 
+    Tensors of one batch may differ in their rows: their greatest common divisor is dealt so (`dealing`).
+
     A dense piece is a view of the batch where it begins at a multiple of 64 bytes, a copy elsewhere; a view costs nothing, and
     keeps the global batch in memory as long as it lives. Splitting draws no random numbers and leaves the dataset's seeds as they
     are.
@@ -67,26 +70,33 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
         A dataset of the same structure, with the options of `dataset` and `len(parts)` elements for each of its batches.
 
     Raises:
-        ValueError: `num_parts` or `parts` are out of range, or an element of `dataset` holds a scalar, or tensors with different
-            numbers of rows.
+        ValueError: `num_parts` or `parts` are out of range, or an element of `dataset` holds a scalar.
         NotImplementedError: an element holds something else than tensors, such as an `Optional` of tensors or a dataset.
-        tf.errors.InvalidArgumentError: while iterating, when the tensors of a batch have different numbers of rows.
+        tf.errors.InvalidArgumentError: while iterating, when a tensor whose rows are not known beforehand has another number of
+            them than one whose rows are known.
     """
     parts = tuple(parts)
     _check_arguments(dataset, num_parts, parts)
     element_spec = dataset.element_spec  # the functions below may be kept, the dataset must not be
-    batch_rows = _static_rows(element_spec)
-    piece_rows = None if batch_rows is None or batch_rows % num_parts else batch_rows // num_parts
+    rows = _static_rows(element_spec)
+    differs = None in rows and len(rows) > 1 and may_differ(dataset)
+    dealing = Dealing(num_parts, rows, differs)
 
     def pieces(*batch: Any) -> list[Any]:
         if type(element_spec) is not tuple:  # a tuple, and nothing else, comes as several arguments
             (batch,) = batch
         # What Keras would turn into None itself, if it were no value of several devices.
         batch = tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
-        bounds, one = _bounds(_rows(batch), num_parts), tf.constant([1], tf.int64)
+        tensors = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+        bounds, one = dealing.bounds(tensors), tf.constant([1], tf.int64)
 
         def piece(part: int) -> Any:
-            return tf.nest.map_structure(lambda leaf: _piece(leaf, bounds[part], bounds[part + 1], one, piece_rows), batch)
+            cut = [
+                _piece(tensor, of_each[part], of_each[part + 1], one, rows)
+                for tensor, of_each, rows in zip(tensors, bounds, dealing.piece_rows, strict=True)
+            ]
+            remaining = iter(cut)
+            return tf.nest.map_structure(lambda leaf: None if leaf is None else next(remaining), batch)
 
         return [piece(part) for part in parts]
 
@@ -98,7 +108,7 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
     if num_parts == 1 and len(parts) == 1:
         split = dataset
     else:
-        split = _with_cardinality(flat_map(dataset, all_pieces, (num_parts, parts)), dataset.cardinality(), len(parts))
+        split = _with_cardinality(flat_map(dataset, all_pieces, (num_parts, parts, differs)), dataset.cardinality(), len(parts))
     return _with_nothing(split)
 
 
@@ -110,8 +120,8 @@ def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int,
         raise errors.value_error(f"`parts` must name at least one piece, each an integer in [0, {num_parts}).", parts=parts)
 
 
-def _static_rows(element_spec: Any) -> int | None:
-    """Returns how many rows every batch has, None where that is known at run time only.
+def _static_rows(element_spec: Any) -> list[int | None]:
+    """Returns how many rows each tensor of every batch has, None where that is known at run time only.
 
     Raises ValueError or NotImplementedError for batches that cannot be split by rows.
     """
@@ -129,14 +139,7 @@ def _static_rows(element_spec: Any) -> int | None:
             element_spec=element_spec,
             fix="Batch it: `dataset.batch(global_batch_size)`.",
         )
-    sizes = {spec.shape[0] for spec in specs if spec.shape.rank is not None} - {None}
-    if len(sizes) > 1:
-        raise errors.value_error(
-            f"All tensors of a batch must have the same number of rows, not {sorted(sizes)}.",
-            element_spec=element_spec,
-            fix="Axis 0 must be the batch in each of them.",
-        )
-    return sizes.pop() if sizes else None
+    return [None if spec.shape.rank is None else spec.shape[0] for spec in specs]
 
 
 def _with_cardinality(dataset: tf.data.Dataset, num_batches: tf.Tensor, num_pieces: int) -> tf.data.Dataset:
@@ -166,50 +169,8 @@ def _with_nothing(dataset: tf.data.Dataset) -> tf.data.Dataset:
 # What follows runs in the graph that splits a batch.
 
 
-def _rows(batch: Any) -> tf.Tensor:
-    """Returns how many rows `batch` has, after a check that all of its tensors have as many."""
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-    rows, *others = map(_leaf_rows, leaves)
-    # The raw op: TensorFlow's function would put each in a branch of its own, which takes longest to trace of all that is here.
-    checks = [
-        tf.raw_ops.Assert(
-            condition=tf.equal(other, rows),
-            data=[
-                f"All tensors of a batch must have the same number of rows. Tensor {index} ({leaves[index]}) has another "
-                f"number than tensor 0 ({leaves[0]}):",
-                other,
-                rows,
-            ],
-        )
-        for index, other in enumerate(others, start=1)
-    ]
-    with tf.control_dependencies(checks):
-        # Opaque to shape inference: else an uneven piece gets a static size, and the workers' shapes differ.
-        return tf.compat.v1.placeholder_with_default(rows, [])
-
-
-def _leaf_rows(leaf: Any) -> tf.Tensor:
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.nrows(out_type=tf.int64)
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
-    if leaf.shape.rank is not None and leaf.shape[0] is not None:
-        return tf.constant(leaf.shape[0], tf.int64)
-    check = tf.debugging.assert_rank_at_least(leaf, 1, message="The dataset must yield global batches, not scalars.")
-    with tf.control_dependencies([check]):
-        return tf.shape(leaf, out_type=tf.int64)[0]
-
-
-def _bounds(rows: tf.Tensor, num_parts: int) -> list[tf.Tensor]:
-    """Returns where each piece begins, and the last one ends: `num_parts + 1` tensors of shape (1,), as a slice takes them."""
-    part, number = tf.constant([*range(num_parts + 1)], tf.int64), tf.constant(num_parts, tf.int64)
-    return tf.split(part * (rows // number) + tf.minimum(part, rows % number), num_parts + 1)
-
-
 def _piece(leaf: Any, start: tf.Tensor, stop: tf.Tensor, one: tf.Tensor, static_rows: int | None) -> Any:
     """Returns the rows [start, stop) of `leaf`; both bounds have shape (1,), and `static_rows` is None where it is not known."""
-    if leaf is None:
-        return None
     if isinstance(leaf, tf.SparseTensor):
         return _sparse_piece(leaf, start, stop, static_rows)
     if isinstance(leaf, tf.RaggedTensor):

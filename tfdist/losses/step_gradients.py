@@ -76,14 +76,12 @@ def _is_over_rows(x: tf.Tensor) -> bool:
     if x.shape.rank is None or x.shape.rank == 0:
         return False
     program = rank_program()
-    return x.shape[0] is None or program is not None and x.shape[0] == _static_rows(program)
+    return x.shape[0] is None or program is not None and x.shape[0] in _static_rows(program)
 
 
-def _static_rows(program: RankProgram) -> int | None:
-    for leaf in tf.nest.flatten(program.arguments):
-        if tf.is_tensor(leaf) and leaf.shape.rank:
-            return leaf.shape[0]
-    return None
+def _static_rows(program: RankProgram) -> set[int]:
+    """The rows of the tensors of the rank's batch, which may differ."""
+    return {leaf.shape[0] for leaf in tf.nest.flatten(program.arguments) if tf.is_tensor(leaf) and leaf.shape.rank}
 
 
 def _sends_gradients(program: RankProgram) -> bool:
