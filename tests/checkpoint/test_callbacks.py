@@ -13,6 +13,7 @@ import pytest
 import two_workers
 from grids import exhaustive
 from saved_models import X, Y, sequential
+from test_saving import no_files_beyond
 
 from tfdist.checkpoint import backups
 from tfdist.strategy import ShardedStrategy
@@ -249,14 +250,14 @@ def test_keras_without_tfdist_reads_the_backup_and_the_reverse(tmp_path, monkeyp
 
 def test_killed_between_the_weights_and_the_epoch(tmp_path, monkeypatch):
     """The new weights are there, the metadata are of the epoch before: the attribute counts."""
-    staged = backups.staged
+    write_bytes = backups.write_bytes
     kept = []
 
-    def dying(path):
+    def dying(path, content):
         kept.append(path)
         if len(kept) == 2:  # the metadata of the second epoch
             raise Interrupted
-        return staged(path)
+        write_bytes(path, content)
 
     def program(worker):
         with worker.strategy.scope():
@@ -264,7 +265,7 @@ def test_killed_between_the_weights_and_the_epoch(tmp_path, monkeypatch):
         fit(worker.model, [keras.callbacks.BackupAndRestore(str(tmp_path))])
 
     with monkeypatch.context() as patch:
-        patch.setattr(backups, "staged", dying)
+        patch.setattr(backups, "write_bytes", dying)
         chief, reader, _ = two_workers.run(patch, program)
     assert isinstance(chief.error, Interrupted)
     assert isinstance(reader.error, threading.BrokenBarrierError)
@@ -296,6 +297,38 @@ def test_killed_while_the_weights_are_written(tmp_path, monkeypatch, backup):
     for epoch, restored in begin(monkeypatch, tmp_path):
         assert epoch == 1
         assert_same(restored, before)
+
+
+class FullDisk(keras.callbacks.Callback):
+    """From an epoch on there is no room for a file on the chief's disk."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2 and two_workers.this_worker().is_chief:
+            self.limit = no_files_beyond(1500)
+            self.limit.__enter__()
+
+
+@pytest.mark.parametrize("double", [True, exhaustive(False)])
+def test_a_full_disk_is_told_to_all_and_the_backup_before_stays(double, tmp_path, monkeypatch):
+    full = {"chief": FullDisk(), "reader": FullDisk()}
+    told = {}
+
+    def program(worker):
+        with worker.strategy.scope():
+            model = compiled()
+        with pytest.raises(OSError) as raised:
+            backup = keras.callbacks.BackupAndRestore(str(tmp_path), double_checkpoint=double)
+            fit(model, [backup, full[worker.role]])
+        told[worker.role] = str(raised.value)
+
+    try:
+        two_workers.succeed(monkeypatch, program)
+    finally:
+        full["chief"].limit.__exit__(None, None, None)
+    assert told["chief"] == told["reader"]
+    assert "File too large: " in told["chief"] and "cannot be written. It needs" in told["chief"]
+    for epoch, _ in begin(monkeypatch, tmp_path):
+        assert epoch == 2
 
 
 def test_an_unreadable_backup_gives_way_to_the_previous_one(tmp_path, monkeypatch, backup):

@@ -20,16 +20,15 @@ SETTINGS = {
     "pipeline": [{"zero_stage": 1, "pipeline_parallel_size": 2}, {"zero_stage": 3, "pipeline_parallel_size": 2}],
     "blocks": [{"zero_stage": 0, "pipeline_parallel_size": 2}, {"zero_stage": 3, "pipeline_parallel_size": 2}],
 }
-BY_DEFAULT = {("pipeline", "scaled", 3)}
-GRID = [
+BY_DEFAULT = ("pipeline", "scaled", SETTINGS["pipeline"][1])
+CASES = [
     (model, optimizer, settings)
-    if (model, optimizer, settings["zero_stage"]) in BY_DEFAULT
-    else exhaustive(model, optimizer, settings)
     for model in MODELS
     for optimizer in OPTIMIZERS
     for settings in SETTINGS[model]
     if not (optimizer == "several" and model in ("pipeline", "blocks"))  # Keras's wants all gradients of the model at once
 ]
+GRID = [case if case == BY_DEFAULT else exhaustive(*case) for case in CASES]
 
 
 def on(cpus, settings):

@@ -1,7 +1,9 @@
 """Files that appear whole."""
 
+import errno
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,3 +121,19 @@ def test_what_cannot_be_written_is_refused_at_once(tmp_path):
     with pytest.raises(IsADirectoryError), staged(tmp_path / "directory") as path:
         write(path, "a file")
     assert os.listdir(tmp_path) == ["directory"]
+
+
+def test_what_is_written_or_copied_appears_whole(tmp_path, monkeypatch):
+    path, copied = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    staging.write_bytes(path, b"first")
+    staging.copy_file(path, copied)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(staging, "open", full, raising=False)
+    for write in (lambda: staging.write_bytes(path, b"second"), lambda: staging.copy_file(path, copied)):
+        with pytest.raises(OSError, match="No space left on device: .*json cannot be written. It needs . bytes, and .* free"):
+            write()
+    assert contents(tmp_path) == {"a.json": "first", "b.json": "first"}

@@ -34,7 +34,8 @@ from tfdist import errors
 from tfdist.checkpoint import backup_file
 from tfdist.checkpoint.callback_states import callback_states, restore_callback_states
 from tfdist.checkpoint.extra_state import extra_state, metrics_state, restore_extra_state, restore_metrics_state
-from tfdist.checkpoint.staging import staged
+from tfdist.checkpoint.saving import write_on_chief
+from tfdist.checkpoint.staging import copy_file, write_bytes
 from tfdist.checkpoint.writing_role import all_workers_inside, is_chief
 from tfdist.runtime import random_states, remove_after_success, set_random_states, this_run
 
@@ -275,26 +276,23 @@ class FitBackup:
     def write(self) -> None:
         """Writes a backup of where training is."""
         self._check_is_built()
-        callback = self._callback
-        if self._is_chief and callback.double_checkpoint:
-            for latest, previous in (
-                (callback._weights_path, callback._prev_weights_path),
-                (callback._training_metadata_path, callback._prev_training_metadata_path),
-            ):
-                if file_utils.exists(latest):
-                    file_utils.copy(latest, previous)
+        if self._callback.double_checkpoint:
+            write_on_chief(self._strategy, "BackupAndRestore/previous", self._keep_previous)
         if self._is_chief and file_utils.is_remote_path(self._directory) and not file_utils.exists(self._directory):
             file_utils.makedirs(self._directory)
-        state = self._write(callback._weights_path)
-        if not self._is_chief:
-            return
-        metadata, path = json.dumps({"epoch": state["epoch"], "batch": state["batch"]}), callback._training_metadata_path
-        if file_utils.is_remote_path(path):
-            with file_utils.File(path, "w") as file:
-                file.write(metadata)
-        else:
-            with staged(path) as target, open(target, "w", encoding="utf-8") as file:
-                file.write(metadata)
+        state = self._write(self._callback._weights_path)
+        metadata = json.dumps({"epoch": state["epoch"], "batch": state["batch"]}).encode()
+        path = self._callback._training_metadata_path
+        write_on_chief(self._strategy, "BackupAndRestore/metadata", lambda: _write_bytes(path, metadata))
+
+    def _keep_previous(self) -> None:
+        callback = self._callback
+        for latest, previous in (
+            (callback._weights_path, callback._prev_weights_path),
+            (callback._training_metadata_path, callback._prev_training_metadata_path),
+        ):
+            if file_utils.exists(latest):
+                (file_utils.copy if file_utils.is_remote_path(latest) else copy_file)(latest, previous)
 
     def _write(self, path: str, **more: Any) -> State:
         numbers, arrays = callback_states(self._callbacks)
@@ -367,6 +365,14 @@ def _read(path: str) -> tuple[State | None, str]:
         return backup_file.read_state(path), ""
     except OSError as error:
         return None, str(error)
+
+
+def _write_bytes(path: str, content: bytes) -> None:
+    if not file_utils.is_remote_path(path):
+        write_bytes(path, content)
+        return
+    with file_utils.File(path, "wb") as file:
+        file.write(content)
 
 
 def _plain(value: Any) -> Any:

@@ -141,7 +141,23 @@ def _save(
         write_as_keras(filepath)
     else:
         failure = _written(filepath, write, read, makes_directory or _addition.get() is not None)
-    outcome = strategy.share("save/end", "" if failure is None else json.dumps([failure.errno, failure.strerror]))
+    _raise_on_all(strategy, "save/end", failure)
+
+
+def write_on_chief(strategy: Any, name: str, write: Callable[[], None]) -> None:
+    """Has the chief write files, by `write()`; what the disk refuses is raised on all workers, which call this at once."""
+    failure = None
+    if is_chief(strategy):
+        try:
+            write()
+        except OSError as error:
+            failure = error
+    _raise_on_all(strategy, name, failure)
+
+
+def _raise_on_all(strategy: Any, name: str, failure: OSError | None) -> None:
+    """Raises on every worker what the chief has met with, if anything."""
+    outcome = strategy.share(name, "" if failure is None else json.dumps([failure.errno, failure.strerror or str(failure)]))
     if outcome:
         raise failure or OSError(*json.loads(outcome))
 

@@ -53,6 +53,33 @@ def staged(path: str | os.PathLike[str], makes_directory: bool = False) -> Itera
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def write_bytes(path: str, content: bytes) -> None:
+    """Writes a file that appears whole.
+
+    Raises:
+        OSError: the disk refuses it; a file that was there before is as it was.
+    """
+    with staged(path) as target:
+        try:
+            with open(target, "wb") as file:
+                file.write(content)
+        except OSError as error:
+            raise not_written(path, error, len(content)) from error
+
+
+def copy_file(source: str, path: str) -> None:
+    """Copies a file to one that appears whole.
+
+    Raises:
+        OSError: as `write_bytes`.
+    """
+    with staged(path) as target:
+        try:
+            shutil.copyfile(source, target)
+        except OSError as error:
+            raise not_written(path, error, os.path.getsize(source)) from error
+
+
 def not_written(path: str | os.PathLike[str], cause: OSError, needed: int | None = None) -> OSError:
     """Returns the error that tells of a file that was to be written to `path`, and needs so many bytes if that is known."""
     path = os.path.abspath(os.fspath(path))
