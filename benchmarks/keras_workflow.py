@@ -1,10 +1,11 @@
-"""Times Keras's own way of working under a strategy beside one device and `MirroredStrategy`, in one process.
+"""Times Keras's own way of working under a strategy beside one device and `MirroredStrategy`, each in a process.
 
     python benchmarks/keras_workflow.py
     python benchmarks/keras_workflow.py --stages 0 3 --rounds 9
+    python benchmarks/keras_workflow.py --batch 64
 
-A small GPT (6 blocks, 384 wide, 13 M parameters by default). Per contender: a first `fit` of five steps with its trace, then, in
-turns of all contenders so that the machine's moods fall on all alike, medians of
+A small GPT (6 blocks, 384 wide, 13 M parameters by default), batches of 8 rows of 32 tokens by default. Per contender: a first
+`fit` of five steps with its trace, then, in turns of all contenders so that the machine's moods fall on all alike, medians of
 
     eager        model(x) for one row of 32 tokens, outside any `tf.function`
     after_step   the same, straight after a step that has changed the weights
@@ -12,13 +13,17 @@ turns of all contenders so that the machine's moods fall on all alike, medians o
     evaluate     `evaluate` of one batch
     fit          `fit` of five steps, traced before
 
-It prints a JSON line per contender, and a table of ratios to one device.
+It prints a JSON line per contender, and tables of ratios to one device: of time, and of the processor time of all threads, which
+says more where other processes use the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +35,7 @@ from keras import layers
 
 import tfdist
 
-VOCABULARY, TOKENS, BATCH, STEPS = 2000, 32, 8, 5
+VOCABULARY, TOKENS, STEPS = 2000, 32, 5
 
 
 def gpt(blocks: int, width: int) -> keras.Model:
@@ -46,33 +51,53 @@ def gpt(blocks: int, width: int) -> keras.Model:
 class Contender:
     """One strategy's model, and what is done with it."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, blocks: int, width: int):
+    def __init__(self, strategy: tf.distribute.Strategy, blocks: int, width: int, batch: int):
         keras.utils.set_random_seed(1)
         with strategy.scope():
             self.model = gpt(blocks, width)
             self.model.compile(keras.optimizers.Adam(1e-4), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        self.tokens = np.random.default_rng(0).integers(0, VOCABULARY, size=(STEPS * BATCH, TOKENS))
+        self.batch = batch
+        self.tokens = np.random.default_rng(0).integers(0, VOCABULARY, size=(STEPS * batch, TOKENS))
         self.milliseconds: dict[str, list[float]] = {}
+        self.of_processors: dict[str, list[float]] = {}
 
     def time(self, name: str, action: Callable[[], Any]) -> None:
-        start = time.perf_counter()
+        start, processors = time.perf_counter(), time.process_time()
         action()
         self.milliseconds.setdefault(name, []).append(1e3 * (time.perf_counter() - start))
+        self.of_processors.setdefault(name, []).append(1e3 * (time.process_time() - processors))
 
     def fit(self) -> None:
-        self.model.fit(self.tokens, self.tokens, batch_size=BATCH, verbose=0)
+        self.model.fit(self.tokens, self.tokens, batch_size=self.batch, verbose=0)
 
     def turn(self, is_warm_up: bool = False) -> None:
-        batch = self.tokens[:BATCH]
+        size, batch = self.batch, self.tokens[: self.batch]
         actions = {
             "fit": self.fit,
             "after_step": lambda: self.model(batch[:1]).numpy(),
             "eager": lambda: self.model(batch[:1]).numpy(),
-            "predict": lambda: self.model.predict(batch, batch_size=BATCH, verbose=0),
-            "evaluate": lambda: self.model.evaluate(batch, batch, batch_size=BATCH, verbose=0),
+            "predict": lambda: self.model.predict(batch, batch_size=size, verbose=0),
+            "evaluate": lambda: self.model.evaluate(batch, batch, batch_size=size, verbose=0),
         }
         for name, action in actions.items():
             action() if is_warm_up else self.time(name, action)
+
+
+def contend(arguments: argparse.Namespace) -> None:
+    """The program of a contender's process: a turn for each line that it reads, then the medians of what it has measured."""
+    devices, case = tfdist.use_logical_cpus(arguments.devices), arguments.case
+    if case == "one device":
+        strategy = tf.distribute.get_strategy()
+    elif case == "mirrored":
+        strategy = tf.distribute.MirroredStrategy(devices)
+    else:
+        strategy = tfdist.ShardedStrategy(devices, zero_stage=int(case.removeprefix("stage ")))
+    contender = Contender(strategy, arguments.blocks, arguments.width, arguments.batch)
+    for turn, _ in enumerate(sys.stdin):
+        if turn == 0:
+            contender.time("first_fit", contender.fit)
+        contender.turn(is_warm_up=turn == 0)
+        print(json.dumps([medians(contender.milliseconds), medians(contender.of_processors)]), flush=True)
 
 
 def main() -> None:
@@ -80,32 +105,37 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    devices = tfdist.use_logical_cpus(arguments.devices)
-    strategies = {
-        "one device": tf.distribute.get_strategy(),
-        "mirrored": tf.distribute.MirroredStrategy(devices),
-        **{f"stage {stage}": tfdist.ShardedStrategy(devices, zero_stage=stage) for stage in arguments.stages},
-    }
-    contenders = {name: Contender(strategy, arguments.blocks, arguments.width) for name, strategy in strategies.items()}
-    for contender in contenders.values():
-        contender.time("first_fit", contender.fit)
-        contender.turn(is_warm_up=True)
-    for _ in range(arguments.rounds):
-        for contender in contenders.values():
-            contender.turn()
-    medians = {
-        name: {what: round(float(np.median(found)), 1) for what, found in contender.milliseconds.items()}
-        for name, contender in contenders.items()
-    }
-    for name, found in medians.items():
-        print(json.dumps({"case": name, "devices": arguments.devices, "rounds": arguments.rounds, "milliseconds": found}))
-    kinds = list(medians["one device"])
-    print(f"{'over one device':16}" + "".join(f"{kind:>12}" for kind in kinds))
-    for name, found in medians.items():
-        print(f"{name:16}" + "".join(f"{found[kind] / medians['one device'][kind]:12.2f}" for kind in kinds))
+    if arguments.case:
+        contend(arguments)
+        return
+    found: dict[str, list[dict[str, float]]] = {}
+    with contextlib.ExitStack() as stack:
+        cases = ["one device", "mirrored", *(f"stage {stage}" for stage in arguments.stages)]
+        command = [sys.executable, *sys.argv, "--case"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        contenders = {case: stack.enter_context(subprocess.Popen([*command, case], **pipes)) for case in cases}
+        for _ in range(1 + arguments.rounds):
+            for case, process in contenders.items():
+                process.stdin.write("turn\n")
+                process.stdin.flush()
+                found[case] = json.loads(process.stdout.readline())
+    for case, (milliseconds, of_processors) in found.items():
+        what = {"case": case, "devices": arguments.devices, "batch": arguments.batch, "rounds": arguments.rounds}
+        print(json.dumps({**what, "milliseconds": milliseconds, "of_processors": of_processors}))
+    for number, title in enumerate(("time, over one", "processors' time")):
+        one = found["one device"][number]
+        print(f"{title:16}" + "".join(f"{kind:>12}" for kind in one))
+        for case, values in found.items():
+            print(f"{case:16}" + "".join(f"{values[number][kind] / one[kind]:12.2f}" for kind in one))
+
+
+def medians(found: dict[str, list[float]]) -> dict[str, float]:
+    return {what: round(float(np.median(values)), 1) for what, values in found.items()}
 
 
 if __name__ == "__main__":
