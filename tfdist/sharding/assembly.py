@@ -44,8 +44,13 @@ def _join(variable: Any) -> tf.Tensor:
         for tensor in range(mesh.tensor_parallel_size if layout.is_tensor_sharded else 1):
             holders = range(mesh.data_parallel_size) if layout.is_data_sharded else [layout.data_owner or 0]
             ranks = [mesh.rank(Coordinate(data, pipe, tensor)) for data in holders]
-            flat = tf.concat([tf.reshape(variable.component(rank).read_value(), [-1]) for rank in ranks], 0)
-            pieces.append(tf.reshape(flat[: layout.local_elements], layout.local_shape))
+            shards = [variable.component(rank).read_value() for rank in ranks]
+            # Only what is needed: a model that is called eagerly after a step puts all of its weights together.
+            piece = tf.concat(shards, 0) if len(shards) > 1 else tf.identity(shards[0])
+            if piece.shape != layout.local_shape:
+                piece = piece if piece.shape == [layout.local_elements] else tf.reshape(piece, [-1])[: layout.local_elements]
+                piece = tf.reshape(piece, layout.local_shape)
+            pieces.append(piece)
         return packing.join_tensor_shards(pieces, layout)
 
 
