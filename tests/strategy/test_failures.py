@@ -126,6 +126,16 @@ def test_unequal_numbers_of_devices(tmp_path):
 
 
 @pytest.mark.timeout(200)
+def test_no_worker_leaves_while_others_may_fetch_from_it(tmp_path):
+    """The last collective of a program is over for who sends before it is for who receives."""
+    with workers.job(tmp_path, 2, f"{CASES}:end_after", each=[{"seconds": 3}, {"seconds": 0}]) as job:
+        while job.workers[1].returncode is None:
+            time.sleep(0.05)
+        assert "over" in job.workers[0].output
+        assert job.wait(100) == [0, 0]
+
+
+@pytest.mark.timeout(200)
 def test_a_late_worker_is_waited_for(tmp_path):
     with workers.job(tmp_path, 2, f"{CASES}:make_strategy", delays=[0, 4]) as job:
         assert job.results(100) == [2, 2]

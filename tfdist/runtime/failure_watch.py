@@ -332,15 +332,16 @@ class FailureWatch:
         return self._failure
 
     def _at_exit(self) -> None:
-        """The chief hosts the store: it leaves last, or the others would take its end for a failure."""
+        """All leave together, and the chief, who hosts the store, last: or others would take their end for a failure."""
         if os.getpid() != self._process:
             return
         self._is_ending = True
         failure = self._failure
         if failure is None:
             self._peers.tell({"ended": True})
-            end = time.monotonic() + _LAST_SECONDS
-            while self._cluster.is_chief and self._peers.indices() - set(self._ended) and time.monotonic() < end:
+            # Others may still fetch from this process what the last collective has sent them.
+            end = time.monotonic() + (_LAST_SECONDS if self._cluster.is_chief else _ENDED_SECONDS)
+            while self._peers.indices() - set(self._ended) and time.monotonic() < end:
                 time.sleep(0.05)
         elif not self._raised:
             _end_process(self._exit_code(failure))
