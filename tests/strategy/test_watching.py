@@ -1,13 +1,18 @@
 """Whatever a worker's main thread does, it learns what became of the others: dead, stopped, cut off, or hanging."""
 
+import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 from grids import exhaustive
 
 from tests import workers
+from tests.soak import hosts
 
 CASES = "tests.strategy.failure_cases"
 PEER_FAILED = 78
@@ -155,3 +160,75 @@ def test_ctrl_c_while_data_do_not_come(tmp_path):
         assert "was interrupted: its main thread was at" in said(job.workers[1])
         assert "failure_cases.py:" in said(job.workers[1]) and ", in rows" in said(job.workers[1])
         assert codes[0] in (PEER_FAILED, -signal.SIGINT)
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_while_servers_connect(tmp_path):
+    each = [{"act": "hang" if index == 1 else ""} for index in range(2)]
+    with workers.job(tmp_path, 2, f"{CASES}:connect_and", each=each) as job:
+        job.workers[1].wait_for("acting", 120)
+        time.sleep(2)
+        os.kill(job.workers[0].process.pid, signal.SIGINT)
+        assert job.wait(60) == [130, PEER_FAILED]
+        assert "was interrupted: its main thread was at" in said(job.workers[1])
+
+
+def joined():
+    if reason := hosts.why_not():
+        pytest.skip(reason)
+    return hosts.joined()
+
+
+@contextlib.contextmanager
+def job_on_hosts(folder, cable, target, **keywords):
+    """Two workers, each on its host, as `workers.job` starts them on one."""
+    started = []
+    try:
+        for index in range(2):
+            own = folder / f"worker_{index}"
+            own.mkdir()
+            addresses = [f"{address}:2222" for address in cable.addresses]
+            config = json.dumps(workers.tf_config(addresses, index))
+            call = json.dumps({"target": f"{CASES}:{target}", "arguments": [], "keywords": keywords})
+            command = [sys.executable, "-u", "-m", "tests.workers", call, str(own / "result.pickle")]
+            environment = {**os.environ, "TF_CONFIG": config, "PYTHONPATH": str(workers.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+            with (own / "output.txt").open("wb") as output:
+                process = subprocess.Popen(
+                    cable.command(index, command), env=environment, cwd=workers.ROOT, stdout=output, stderr=subprocess.STDOUT
+                )
+            started.append(workers.Worker(f"worker {index}", process, own))
+        yield workers.Job(started)
+    finally:
+        for worker in started:
+            worker.process.kill()
+            worker.process.wait()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("act", ["hang", "say"])
+def test_a_cut_cable_ends_both_ends(tmp_path, act):
+    """Each takes the other for lost: in a callback of both, and in training."""
+    with (
+        hosts.joined() as cable,
+        job_on_hosts(tmp_path, cable, "fit_and", act=act, peer_timeout_seconds=4, grace_seconds=2) as job,
+    ):
+        for worker in job.workers:
+            worker.wait_for("acting", 120)
+        cable.pull()
+        started = time.monotonic()
+        assert job.wait(60) == [PEER_FAILED] * 2
+        assert time.monotonic() - started < SECONDS_TO_END
+        for index, worker in enumerate(job.workers):
+            assert f"tfdist: Worker {1 - index}, worker {1 - index} ({cable.addresses[1 - index]}:2222), " in said(worker)
+            assert "has not been heard of for" in said(worker)
+
+
+@pytest.mark.exhaustive
+def test_a_cable_that_is_cut_before_the_workers_meet(tmp_path):
+    with joined() as cable:
+        cable.pull()
+        with job_on_hosts(tmp_path, cable, "make_strategy", rendezvous_timeout_seconds=6) as job:
+            assert job.wait(90) == [1, 1]
+            for index, worker in enumerate(job.workers):
+                assert f"worker {1 - index} ({cable.addresses[1 - index]}:2222)" in worker.output
+                assert "rendezvous_timeout_seconds=6" in worker.output
