@@ -36,12 +36,20 @@ def write(path: str, model: Any, state: Mapping[str, Any], arrays: Arrays) -> No
     """
 
     def add(file: h5py.File) -> None:
-        put_state(file, _FIT, {"json": np.frombuffer(json.dumps(state).encode(), np.uint8)})
+        put_state(file, _FIT, {"json": np.frombuffer(json.dumps(state, default=_plain).encode(), np.uint8)})
         for name, group in arrays.items():
             put_state(file, name, group)
         file.attrs.create(_ATTRIBUTE, json.dumps({"epoch": state["epoch"], "batch": state["batch"]}))
 
     save_backup(model, path, add)
+
+
+def _plain(value: Any) -> Any:
+    """Returns what stands for `value`, which JSON does not know, in logs of the user's own: a number if it is one."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def read_state(path: str) -> dict[str, Any] | None:

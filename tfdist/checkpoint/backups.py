@@ -322,7 +322,8 @@ class FitBackup:
         self._ended[self._key] += 1
         history = getattr(self._model, "history", None)
         if self._restored is not None and "history" in self._restored:
-            history.history, history.epoch = self._restored["history"], self._restored["epochs"]
+            if history is not None:
+                history.history, history.epoch = self._restored["history"], self._restored["epochs"]
             set_random_states(self._restored["random"])
             self._tell_of_mark()
             return
@@ -330,8 +331,10 @@ class FitBackup:
             return
         leaves_mark = self._share("job", this_run().job != "" and not file_utils.is_remote_path(self._directory))
         if leaves_mark:
-            curve = {name: [_plain(value) for value in values] for name, values in history.history.items()}
-            self._write(self._mark(self._number), history=curve, epochs=list(history.epoch), random=random_states())
+            curve = {name: [_plain(value) for value in values] for name, values in getattr(history, "history", {}).items()}
+            self._write(
+                self._mark(self._number), history=curve, epochs=list(getattr(history, "epoch", ())), random=random_states()
+            )
             self._tell_of_mark()
         if self._callback.delete_checkpoint:
             self._on_chief("remove", lambda: self._remove(leaves_mark))

@@ -51,6 +51,7 @@ _MADE_AT_ONCE = set(
     BatchDataset ParallelBatchDataset PaddedBatchDataset UnbatchDataset RebatchDataset WindowDataset
     MapDataset ParallelMapDataset FilterDataset FlatMapDataset InterleaveDataset ParallelInterleaveDataset ScanDataset
     PrefetchDataset OptionsDataset TakeDataset SkipDataset TakeWhileDataset ShardDataset ZipDataset AssertCardinalityDataset
+    RestructuredDataset DenseToRaggedDataset IgnoreErrorsDataset
     """.split()
 )
 # Operations by which a function that is mapped over elements keeps something beyond its iterator, or may do so.
