@@ -13,6 +13,7 @@ import pytest
 import saved_models
 import tensorflow as tf
 from keras.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, OrbaxCheckpoint
+from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.export import saved_model_export_archive
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_api, saving_lib
@@ -35,11 +36,11 @@ OVERRIDDEN = {
     (legacy_h5_format, "save_model_to_hdf5"): ["model", "filepath", "overwrite", "include_optimizer"],
     (saving_api, "save_model"): ["model", "filepath", "overwrite", "zipped", "kwargs"],
     (saving_api, "save_weights"): ["model", "filepath", "overwrite", "max_shard_size", "kwargs"],
+    (TFLayer, "_trackable_children"): ["self", "save_type", "kwargs"],
     # tfdist/keras_hooks/callbacks.py
     (ModelCheckpoint, "_should_save_model"): ["self", "epoch", "batch", "logs", "filepath"],
     (ModelCheckpoint, "_get_file_path"): ["self", "epoch", "batch", "logs"],
     (BackupAndRestore, "on_train_begin"): ["self", "logs"],
-    (BackupAndRestore, "_load_model"): ["self"],
     (BackupAndRestore, "_save_model"): ["self"],
     (BackupAndRestore, "on_train_end"): ["self", "logs"],
     (CSVLogger, "on_train_begin"): ["self", "logs"],
@@ -195,3 +196,26 @@ def test_a_resource_variable_is_made_without_creators():
         made = resource_variable_ops.ResourceVariable(initial_value=[1.0], trainable=False, name="plain")
         resource_variable_ops.UninitializedVariable(dtype=tf.float32, shape=(2,))
     assert isinstance(made, tf.Variable) and not made.trainable
+
+
+def test_what_the_extra_state_stands_on():
+    """tfdist/checkpoint/extra_state.py and checkpoint_children.py."""
+    model = saved_models.sequential()
+    model.compile(keras.optimizers.Adam(gradient_accumulation_steps=4))
+    model.optimizer.build(model.trainable_variables)
+    (dropout,) = [layer for layer in model.layers if isinstance(layer, keras.layers.Dropout)]
+    assert [generator.state for generator in dropout._seed_generators] == [dropout.seed_generator.state]
+    assert int(model.optimizer._iterations) == 0 and isinstance(dropout.seed_generator.state._value, tf.Variable)
+    assert any(part is model.optimizer for part in tf.train.TrackableView(model).descendants())
+    assert "seed_generator_0" not in dropout._trackable_children("checkpoint"), "of no tfdist strategy"
+    stored = {}
+
+    class Store(saving_lib.H5IOStore):
+        def __setitem__(self, key, value):
+            stored[self._h5_entry_path, key] = value
+
+    store = Store(io.BytesIO(), mode="w")
+    visited = {id(model.optimizer)}
+    saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=visited)
+    # Layers store their variables as they are, and what is visited is not asked.
+    assert {id(value) for value in stored.values()} == {id(variable) for variable in model.weights}
