@@ -76,7 +76,8 @@ def segmentation(strategy):
         model = keras.Model(inputs, outputs)
         losses = {"masks": tfdist.losses.OverGlobalBatch(soft_dice), "edges": "mse", "hidden": None}
         metrics = {"masks": [keras.metrics.BinaryIoU([1], name="iou")], "edges": ["mae"]}
-        model.compile(keras.optimizers.Adam(0.01), losses, loss_weights={"masks": 2.0, "edges": 0.3}, metrics=metrics)
+        weights = {"masks": 2.0, "edges": 0.3, "hidden": 1.0}
+        model.compile(keras.optimizers.Adam(0.01), losses, weights, metrics)
     found = fit(model, IMAGES, {"masks": np.round(IMAGES), "edges": IMAGES[::-1].copy(), "hidden": np.zeros((ROWS, 1))})
     targets = {"masks": np.round(IMAGES), "edges": IMAGES, "hidden": np.zeros((ROWS, 1))}
     return found, model.evaluate(IMAGES, targets, batch_size=5, verbose=0, return_dict=True)
@@ -204,8 +205,8 @@ def language_model(strategy):
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
         model.compile(keras.optimizers.SGD(0.3, momentum=0.9), loss, metrics=[Perplexity()])
-    plateau = keras.callbacks.ReduceLROnPlateau("perplexity", patience=1, factor=0.5)
-    stopping = keras.callbacks.EarlyStopping("val_perplexity", patience=2, restore_best_weights=True)
+    plateau = keras.callbacks.ReduceLROnPlateau("perplexity", mode="min", patience=1, factor=0.5)
+    stopping = keras.callbacks.EarlyStopping("val_perplexity", mode="min", patience=2, restore_best_weights=True)
     logs = BatchLogs()
     return fit(
         model,
