@@ -45,9 +45,9 @@ def train(strategy, model, optimizer, is_traced, steps=3):
     return [float(step(batch)) for batch in strategy.experimental_distribute_dataset(batches)]
 
 
-def going_on(strategy, optimizer, is_traced=True, first=None):
+def going_on(strategy, optimizer, is_traced=True, first=None, folder=None):
     """Three steps, saved (under `first`, if given); restored by whoever goes on, three steps more."""
-    directory = tempfile.mkdtemp()
+    directory = folder or tempfile.mkdtemp()
     model, trained = made(first or strategy, optimizer)
     train(first or strategy, model, trained, is_traced)
     tf.train.CheckpointManager(tf.train.Checkpoint(model=model, optimizer=trained), directory, 2).save()

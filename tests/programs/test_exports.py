@@ -156,11 +156,16 @@ def test_tensorflow_without_tfdist_serves_it(names, tmp_path):
         assert isinstance(model.trainable_variables[0].value, tf.distribute.DistributedValues)
         model.fit(X, Y, batch_size=8, verbose=0)
         assert not np.array_equal(model.trainable_variables[0].numpy(), variables[0])
-    np.save(tmp_path / "x.npy", X)
-    (tmp_path / "expected.json").write_text(json.dumps(expected))
+    assert_served(expected, tmp_path)
+
+
+def assert_served(expected, folder):
+    """TensorFlow alone serves what was exported: at each path, of `X`, the outputs that are `expected`."""
+    np.save(folder / "x.npy", X)
+    (folder / "expected.json").write_text(json.dumps(expected))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run(
-        [sys.executable, "-c", SERVES, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, "-c", SERVES, str(folder)], env=environment, capture_output=True, text=True, timeout=250, check=False
     )
     assert ended.stdout.endswith(f"served {len(expected)}\n"), ended.stderr[-3000:]
 

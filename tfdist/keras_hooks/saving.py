@@ -150,16 +150,22 @@ def _save_saved_model(
     _export_plain([obj], lambda: original(obj, export_dir, signatures, options))
 
 
-def _export_plain(resources: list[Any], write: Callable[[], None]) -> None:
+@replaces("tensorflow.lite.python.lite.TFLiteKerasModelConverterV2", "convert")
+def _convert(original: Callable[..., Any], self: Any) -> Any:
+    """It writes a SavedModel to a folder of its own and reads it again: each worker, though it is given the bytes, would find
+    that the chief alone has written."""
+    return _export_plain([self._keras_model], lambda: original(self), is_for_all=True)
+
+
+def _export_plain(resources: list[Any], write: Callable[[], Any], is_for_all: bool = False) -> Any:
+    """Returns what `write` returns, called where the variables in `resources` are plain ones; of several workers by the chief."""
     variables = plain_variables.variables_of(resources)
     if not variables:  # of no strategy, or within another export
-        write()
-        return
+        return write()
     strategy = cluster_strategy_of(variables)
     if strategy is None:
         with plain_variables.plain(variables):
-            write()
-        return
-    with all_workers_inside(strategy, "export"), plain_variables.plain(variables, only_read=not strategy.cluster.is_chief):
-        if strategy.cluster.is_chief:
-            write()
+            return write()
+    writes = is_for_all or strategy.cluster.is_chief
+    with all_workers_inside(strategy, "export"), plain_variables.plain(variables, only_read=not writes):
+        return write() if writes else None

@@ -1,0 +1,33 @@
+"""Programs of this folder over two workers: steps in branches, exports, a checkpoint that is restored before the first step."""
+
+import pathlib
+
+import pytest
+from training import one_device
+
+from tests import workers
+from tests.parity.comparison import assert_same_tree
+from tests.programs import test_deferred_restore, test_exports, worker_programs
+from tests.programs.comparing import run
+
+pytestmark = [pytest.mark.as_traced, pytest.mark.exhaustive]
+
+
+@pytest.mark.timeout(300)
+def test_it_is_one_device(tmp_path):
+    stages = [1, 3]
+    with workers.job(tmp_path, 2, "tests.programs.worker_programs:run_all", str(tmp_path), stages) as job:
+        expected = {name: run(program, one_device()) for name, program in worker_programs.PROGRAMS.items()}
+        expected["restored"] = run(lambda strategy: test_deferred_restore.going_on(strategy, "adam"), one_device())
+        results = job.results(250)
+    for found in results:
+        for name, numbers in expected.items():
+            for stage in stages:
+                assert_same_tree(found[f"{name}, {stage}"], numbers, f"{name}, {stage}")
+    exported = {
+        str(path): results[0][f"exported, {stage}"].tolist()
+        for stage in stages
+        for path in pathlib.Path(tmp_path / f"stage_{stage}").iterdir()
+    }
+    assert len(exported) == 6 * len(stages)
+    test_exports.assert_served(exported, tmp_path)

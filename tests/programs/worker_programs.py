@@ -1,0 +1,38 @@
+"""Programs of this folder that two workers run."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import sys
+from typing import Any
+
+import tfdist
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))  # as pytest has it, where tests are imported
+
+from tests.programs import test_deferred_restore, test_exports, test_steps_in_branches
+from tests.programs.comparing import Program, run
+
+PROGRAMS: dict[str, Program] = {
+    "branches": test_steps_in_branches.fitted(test_steps_in_branches.TrainsInABranch),
+    "several branches": test_steps_in_branches.fitted(test_steps_in_branches.OneOfSeveral, "accumulating"),
+    "adversaries": test_steps_in_branches.adversaries,
+}
+
+
+def run_all(folder: str, stages: list[int]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for stage in stages:
+        strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
+        for name, program in PROGRAMS.items():
+            found[f"{name}, {stage}"] = run(program, strategy)
+        own = pathlib.Path(folder) / f"own_{strategy.cluster.worker_index}"  # of TensorFlow's checkpoints each worker writes one
+        program = functools.partial(test_deferred_restore.going_on, optimizer="adam", folder=str(own / f"{stage}"))
+        found[f"restored, {stage}"] = run(program, strategy)
+        model = run(test_exports.dense, strategy)
+        shared = pathlib.Path(folder) / f"stage_{stage}"
+        shared.mkdir(exist_ok=True)
+        found[f"exported, {stage}"] = model.predict(test_exports.X, verbose=0)
+        test_exports.exported(model, shared)
+    return found
