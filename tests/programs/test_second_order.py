@@ -6,7 +6,9 @@ import pytest
 import tensorflow as tf
 from comparing import STAGES, assert_as_on_one_device
 from grids import exhaustive
-from training import strategy_for
+from training import BATCH, small, strategy_for, vectors
+
+import tfdist
 
 X = np.random.default_rng(5).normal(size=(16, 6)).astype("float32")
 
@@ -172,22 +174,85 @@ def test_as_on_one_device(program, zero_stage, group_bytes):
     assert_as_on_one_device(program, zero_stage, group_bytes=group_bytes)
 
 
-@pytest.mark.parametrize("kind", ["vectorized_map", exhaustive("jacobian")])
-def test_gradients_of_sharded_parameters_for_each_example_are_refused(kind):
-    strategy = strategy_for(2, 3)
-    model, _ = made(strategy)
+def made_small(strategy):
+    with strategy.scope():
+        return small(), keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def clipped_gradients_of_examples(strategy):
+    """Differentially private descent: each example's gradient is clipped before the mean."""
+    model, optimizer = made_small(strategy)
 
     def of_example(row):
+        x, y = row
         with tf.GradientTape() as tape:
-            loss = share(model(row[tf.newaxis], training=True))
-        return tape.gradient(loss, model.trainable_variables)[0]
+            loss = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x[tf.newaxis])[0])
+        return tf.clip_by_global_norm(tape.gradient(loss, model.trainable_variables), 0.5)[0]
 
-    def rank_step(x):
-        if kind == "vectorized_map":
-            return tf.vectorized_map(of_example, x)
+    def on_rank(x, y):
+        grads = [tf.reduce_sum(g, 0) / BATCH for g in tf.vectorized_map(of_example, (x, y))]
+        optimizer.apply(grads, model.trainable_variables)
+        return grads
+
+    return loop(strategy, model, on_rank)
+
+
+def jacobians(strategy):
+    model, _ = made_small(strategy)
+
+    def on_rank(x, y):
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            outputs = model(x)
+            totals = tf.reduce_sum(outputs**2, 0)
+        of_inputs = tape.batch_jacobian(outputs, x)
+        slowly = tape.jacobian(totals, model.trainable_variables, experimental_use_pfor=False)
+        return [*tape.jacobian(totals, model.trainable_variables), *slowly, tf.reduce_sum(of_inputs, 0)]
+
+    return loop(strategy, model, on_rank)
+
+
+def summed_by_hand(strategy):
+    """What every framework's first lesson has: all-reduce the gradients, and divide."""
+    model, optimizer = made_small(strategy)
+    number, loss_of = strategy.num_replicas_in_sync, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def on_rank(x, y):
         with tf.GradientTape() as tape:
-            y = tf.reduce_sum(model(x, training=True), 0)
-        return tape.jacobian(y, model.trainable_variables)[0]
+            loss = loss_of(y, model(x))
+        grads = tape.gradient(loss, model.trainable_variables)
+        half = len(grads) // 2
+        summed = list(tf.distribute.get_replica_context().all_reduce("SUM", grads[:half]))
+        summed += [tfdist.collectives.all_reduce(g) if number > 1 else g for g in grads[half:]]
+        means = [g / number for g in summed]
+        optimizer.apply(means, model.trainable_variables)
+        return [loss, *means]
 
-    with pytest.raises(NotImplementedError, match="`tf.vectorized_map`, a `tape.jacobian`.*read the weights before"):
-        tf.function(lambda: strategy.run(rank_step, args=(tf.constant(X[:8]),)))()
+    return loop(strategy, model, on_rank)
+
+
+def loop(strategy, model, on_rank):
+    """Returns what `on_rank` returns, summed over the ranks, for each of four batches, and the weights."""
+    batches = tf.data.Dataset.from_tensor_slices(vectors(4 * BATCH - 5)).batch(BATCH)
+    step = tf.function(lambda *batch: [strategy.reduce("SUM", x, axis=None) for x in strategy.run(on_rank, args=batch)])
+    found = [[x.numpy() for x in step(*batch)] for batch in strategy.experimental_distribute_dataset(batches)]
+    return found, model.get_weights()
+
+
+@pytest.mark.parametrize("zero_stage", (exhaustive(0), exhaustive(1), exhaustive(2), 3))
+@pytest.mark.parametrize("program", [clipped_gradients_of_examples, jacobians, summed_by_hand])
+def test_gradients_of_a_rank_are_its_own(program, zero_stage):
+    assert_as_on_one_device(program, zero_stage)
+
+
+def test_summing_again_what_an_eager_run_has_summed_is_refused():
+    strategy = strategy_for(2, 3)
+    model, _ = made_small(strategy)
+
+    def on_rank():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(tf.ones((2, 15))))
+        tfdist.collectives.all_reduce(tape.gradient(loss, model.trainable_variables)[0])
+
+    with pytest.raises(NotImplementedError, match="summed already.*give the gradient to the optimizer"):
+        strategy.run(on_rank)

@@ -18,7 +18,7 @@ from tfdist.collectives.program import RankProgram
 from tfdist.collectives.rows import can_be_gathered, gather_rows
 from tfdist.collectives.transports import NCCL, RING, are_cpus, choose_transport, find_member_orders
 from tfdist.collectives.transports.shared_memory import abort_shared_memory, connect_shared_memory
-from tfdist.collectives.where import Where, at_every_call, current_program, rank_program, where
+from tfdist.collectives.where import Where, at_every_call, current_program, in_loop, rank_program, where
 
 __all__ = [
     "NCCL",
@@ -49,6 +49,7 @@ __all__ = [
     "find_member_orders",
     "gather_rows",
     "gather_to_master_all_reduce",
+    "in_loop",
     "naive_master_bytes",
     "rank_program",
     "receive",

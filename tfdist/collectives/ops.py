@@ -221,7 +221,7 @@ def _pad(x: tf.Tensor, rows: int) -> tf.Tensor:
 
 def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tensor, tuple[int, ...]]:
     program = current_program(f"`{op}`")
-    x = tf.convert_to_tensor(x)
+    x = program.summand(tf.convert_to_tensor(x))
     group_ops.check_dtype(op, x)
     return program, x, program.group_ranks(mesh_axis)
 

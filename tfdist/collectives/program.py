@@ -40,6 +40,8 @@ class RankProgram:
         outer: the program around that of a branch; None: it is the rank's.
         selections: by the graph of each branch that has been traced, what it is a branch of.
         before_branch: called with what branches read from this program's graph, before TensorFlow makes a `tf.cond` of them.
+        summands: called with a tensor that the user's code gives a collective, return what a rank has of it where it stands for a
+            sum over the ranks; None where it does not.
         is_on_cpu: whether its device is one.
         is_eager: whether it runs outside any `tf.function` (see `EagerProgram`): collectives then run when they are called.
         arguments: what the rank's function is called with, any structure.
@@ -70,6 +72,7 @@ class RankProgram:
         self.before_collective: list[Callable[[], None]] = []
         self.before_branch: list[Callable[[list[tf.Tensor]], object]] = []
         self.at_close: list[Callable[[Any], None]] = []
+        self.summands: list[Callable[[tf.Tensor], tf.Tensor | None]] = []
         self._is_marked = False
         self._is_on_trial = False
         self._is_draft = False
@@ -208,7 +211,7 @@ class RankProgram:
         """Returns a program for a branch of this one."""
         inner = copy.copy(self)
         inner.outer, inner.graph = self, branch
-        inner.before_collective, inner.before_branch, inner.at_close = [], [], []
+        inner.before_collective, inner.before_branch, inner.at_close, inner.summands = [], [], [], []
         inner._branches, inner._attachments, inner._constants = [], {}, {}
         inner._is_marked = False
         return inner
@@ -250,7 +253,7 @@ class RankProgram:
         draft = copy.copy(self)
         draft._is_draft = True
         draft._attachments, draft._constants = {}, {}
-        draft.before_collective, draft.at_close = [], []
+        draft.before_collective, draft.at_close, draft.summands = [], [], []
         draft.outer = None
         return draft
 
@@ -259,6 +262,12 @@ class RankProgram:
         if self.is_eager:
             return tf.executing_eagerly()
         return tf.compat.v1.get_default_graph() in (self.graph, *self._branches[-1:])
+
+    def summand(self, x: tf.Tensor) -> tf.Tensor:
+        """Returns what a rank gives a collective that the user's code calls with `x`: of a gradient, the rank's own."""
+        made_by = self if self.is_eager or not tf.is_symbolic_tensor(x) else self.that_made(x)
+        found = None if made_by is None else next((y for one in made_by.summands if (y := one(x)) is not None), None)
+        return x if found is None else found
 
     def close(self, outputs: Any) -> list[tf.Operation]:
         """Runs the `at_close` callbacks; `outputs` is what the rank's function returned.

@@ -75,7 +75,7 @@ def current_program(what: str = "A collective") -> RankProgram:
             f"{what} was called outside `strategy.run` of a tfdist strategy.",
             fix="Call it in the function that is passed to `strategy.run`.",
         )
-    if not program.is_eager and _in_loop(program.graph):
+    if not program.is_eager and in_loop(program.graph):
         raise errors.runtime_error(
             f"{what} was called in a loop (`tf.while_loop`, `tf.map_fn`, `tf.scan`) inside the function that is passed to "
             "`strategy.run`. TensorFlow's collectives hang there.",
@@ -125,7 +125,7 @@ def _program_here() -> RankProgram | None:
     return None if tf.executing_eagerly() else program.innermost()
 
 
-def _in_loop(outermost: tf.Graph) -> bool:
+def in_loop(outermost: tf.Graph) -> bool:
     """Whether the code being traced stands in a loop within `outermost`."""
     graph = tf.compat.v1.get_default_graph()
     while graph is not None and graph is not outermost:

@@ -11,6 +11,7 @@ from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.losses.warning import warn_of_step
+from tfdist.sharding import tape
 from tfdist.sharding.gradient_weight import GradientWeight
 
 
@@ -41,7 +42,8 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
     targets = tf.nest.flatten(target)
     if not any(v is not None for v in variables) or program.here() is None or not all(map(tf.is_tensor, targets)):
         return gradient(output_gradients)
-    is_sharded = [v is not None and v.layout.is_data_sharded for v in variables]
+    # Within a `tf.vectorized_map` gradients are a rank's own.
+    is_sharded = [v is not None and v.layout.is_data_sharded and not tape.in_vectorized_map() for v in variables]
     begins_with_weight = any(is_sharded) or _sends_gradients(program)
     weight = step.weight()
     for loss in targets:

@@ -16,7 +16,7 @@ from tfdist.optimizers.support import is_elementwise
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import variable_of
 from tfdist.optimizers.update import decays
-from tfdist.sharding import MeshConfig, Shard, config_of, placement
+from tfdist.sharding import MeshConfig, Shard, config_of, placement, tape
 from tfdist.sharding.held_parameters import HeldParameters
 
 
@@ -38,7 +38,7 @@ def noted(found: Any, sources: Any) -> Any:
     A tape in a block that holds parameters is not the user's: what it returns is not noted.
     """
     program = rank_program(peers_on="data")
-    if program is None or program.is_eager:
+    if program is None or program.is_eager or tape.in_vectorized_map():  # which gives gradients of single examples
         return found
     if program.attachment(HeldParameters).is_open:
         return found

@@ -10,8 +10,9 @@ the same on all ranks, which is reduced for them. What follows from that is whol
     grads, norm = tf.clip_by_global_norm(grads, 1.0)        reads the sums: reduced here, once
     optimizer.apply(grads, weights)                         is given what is whole
 
-What is only returned from the function of the rank is its summand: the caller sums. So is what is added to a variable that is no
-parameter, in a loop of one's own; a parameter, and in a step of Keras's trainer every variable, gets the sum.
+What is only returned from the function of the rank is its summand: the caller sums. So is what the user's code gives a
+collective, which sums it, and what is added to a variable that is no parameter, in a loop of one's own. A parameter, and in a
+step of Keras's trainer every variable, gets the sum.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class TapeGradients:
             self._program.before_collective.append(self.settle)
             self._program.at_close.append(lambda _: self.settle())
             self._program.before_branch.append(self._let_branch_read)
+            self._program.summands.append(self._read_as_summand)
         self._whole_sums = whole_sums
         is_weighted = self._program.attachment(GradientWeight).is_in_loss
         for grad, variable in zip(grads, variables, strict=True):
@@ -85,6 +87,13 @@ class TapeGradients:
         is_whole = self._let_branch_read([grad]) if made_by is None else bool(self._sources.of(grad))
         is_whole = is_whole or outer is not None and outer.attachment(TapeGradients)._let_branch_read([grad])
         return grad if is_whole else None
+
+    def _read_as_summand(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """Returns `tensor`, linear in summands, for the user's code to sum itself."""
+        if not self._linear_in(tensor):
+            return None
+        with self._marked(), self._program.outermost():
+            return tf.identity(tensor)
 
     def sum_now(self, grads: Sequence[tf.Tensor]) -> None:
         """Sums what `grads` are linear in, so that `whole_of` finds the sums."""
@@ -155,7 +164,9 @@ class TapeGradients:
             for operation in tensor.consumers():
                 if operation.name in self._own:
                     continue
-                if tape.is_backward(operation):
+                if operation.type == "IdentityN":
+                    is_read = False
+                elif tape.is_backward(operation):
                     is_read = True  # by the gradient of something that reads it
                 elif gradient_graph.only_writes(operation, tensor):
                     is_of_trainer = self._program.attachment(GradientWeight).of_wholes() is not None
@@ -164,14 +175,17 @@ class TapeGradients:
                     is_read = not gradient_graph.is_linear(operation, lambda x: self._linear_in(x) is not None)
                 if is_read:
                     reads.append((operation, tensor))
-                waiting += [] if is_read else [output for output in operation.outputs if output.name not in seen]
-                seen.update(output.name for output in operation.outputs)
+                after = [] if is_read else [x for x in operation.outputs if x.name not in seen and self._linear_in(x) is not None]
+                waiting += after
+                seen.update(output.name for output in after)
         return reads
 
     def _linear_in(self, tensor: tf.Tensor) -> set[_Summand] | None:
         """Returns the summands that `tensor` is linear in, with nothing added; None: it is not."""
         if tensor.name in self._summands:
             return {self._summands[tensor.name]}
+        if (source := gradient_graph.passed_on(tensor)) is not None:
+            return self._linear_in(source)
         if tensor.name not in self._linear:
             found = None
             if gradient_graph.may_be_linear(tensor.op) and not tape.is_backward(tensor.op):
@@ -184,6 +198,8 @@ class TapeGradients:
 
     def _image(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what `tensor`, which is linear in summands, is of their sums."""
+        if (source := gradient_graph.passed_on(tensor)) is not None:
+            return self._image(source)
         if tensor.name not in self._images:
             with self._program.outermost(), tape.stop_recording():
                 inputs = [self._image(source) if self._linear_in(source) else source for source in tensor.op.inputs]

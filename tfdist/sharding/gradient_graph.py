@@ -36,6 +36,11 @@ _LINEAR_IN_FIRST = frozenset(
 _WRITES = frozenset("AssignAddVariableOp AssignSubVariableOp AssignVariableOp".split())
 
 
+def passed_on(tensor: tf.Tensor) -> tf.Tensor | None:
+    """Returns the tensor that `tensor` is, passed on with others (by a `tf.custom_gradient`, say); None: it is computed."""
+    return tensor.op.inputs[tensor.value_index] if tensor.op.type == "IdentityN" else None
+
+
 def is_elementwise(operation: tf.Operation) -> bool:
     """Whether each element of what `operation` returns depends on the same element of its inputs, and on scalars."""
     return operation.type in _ELEMENTWISE
@@ -137,4 +142,6 @@ class Sources:
                 self._captured[id(graph)] = {inner.name: outer for outer, inner in graph.captures}
             outer = self._captured[id(graph)].get(tensor.name)
             return [outer] if outer is not None and tf.is_symbolic_tensor(outer) and outer.dtype != tf.resource else []
+        if (source := passed_on(tensor)) is not None:
+            return [source]
         return [source for source in tensor.op.inputs if source.dtype != tf.resource]

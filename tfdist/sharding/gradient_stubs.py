@@ -8,7 +8,8 @@ hands looks like one device's gradient; what becomes of it shows from what the c
     it is read by something else (a norm, a mask, a       the shards are gathered: the sum, whole, as one device has it, and the
     centred gradient, a histogram)                         same on all ranks
     it is only returned from the function of the rank,     the rank's own summand, as at other stages: the caller sums
-    or added to a variable in a loop of one's own
+    added to a variable in a loop of one's own, or given
+    to a collective by the user's code, which sums it
 
 Gathering makes all gradients exist whole, as at stage 1, and adds a third to what a step sends.
 """
@@ -21,6 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import errors
 from tfdist.collectives import RankProgram
 from tfdist.sharding import gradient_graph, tape
 from tfdist.sharding.gradient_weight import GradientWeight
@@ -33,6 +35,7 @@ class _Stub:
     tensor: tf.Tensor
     layout: Layout
     full: tf.Tensor  # this rank's summand
+    weight: tf.Tensor | None  # which it has been given already
     shard: tf.Tensor | None = None  # of the sum; None until it is reduced
     is_connected: bool = False  # to what its readers get
 
@@ -48,12 +51,13 @@ class GradientStubs:
         self._images: dict[str, tf.Tensor] = {}  # shards by the name of the whole tensor that they are of
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._stubs)
         self._wholes: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}  # of an eager rank: whole gradients and their shards
+        program.summands.append(self._own)
 
     def make(self, variable: Any, full: tf.Tensor) -> tf.Tensor:
         """Returns a stub for the gradient of `variable`, of which `full` is this rank's summand."""
         layout = variable.layout
         tensor = tape.stand_in(variable.dtype, layout.local_shape)
-        self._stubs[tensor.name] = _Stub(tensor, layout, full)
+        self._stubs[tensor.name] = _Stub(tensor, layout, full, self._program.attachment(GradientWeight).began_with)
         return tensor
 
     def note_reduced(self, tensor: tf.Tensor, shard: tf.Tensor) -> None:
@@ -64,6 +68,23 @@ class GradientStubs:
     def note_whole(self, whole: tf.Tensor, shard: tf.Tensor) -> None:
         """Notes that an eager rank has the sum `whole`, and that `shard` is its own of it."""
         self._wholes[id(whole)] = (whole, shard)
+
+    def _own(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """Returns this rank's summand of `tensor`, where that is a gradient, or linear in gradients.
+
+        Raises NotImplementedError in an eager run, where what follows from a sum cannot be told from what follows from a summand.
+        """
+        if not tf.is_symbolic_tensor(tensor):
+            if id(tensor) in self._wholes:
+                raise errors.not_implemented(
+                    "A gradient of a sharded parameter is given to a collective in an eager run, where it is summed already.",
+                    fix="Put `@tf.function` around `strategy.run`; or give the gradient to the optimizer, which sums it.",
+                )
+            return None
+        if not self._stubs or not self._is_linear(tensor):
+            return None
+        with self._program.outermost():
+            return self._summand(tensor)
 
     def is_read(self, tensor: tf.Tensor) -> bool:
         """Whether an operation reads the stub `tensor`."""
@@ -102,7 +123,7 @@ class GradientStubs:
             for tensor in self.below(output):
                 stub = self._stubs[tensor.name]
                 if not stub.is_connected and not self._is_read_whole(tensor):
-                    self._connect(stub, tf.cast(stub.full, tensor.dtype))
+                    self._connect(stub, self._summand(tensor))
 
     def _is_missing(self, stub: _Stub) -> bool:
         return stub.shard is not None and not stub.is_connected
@@ -111,6 +132,8 @@ class GradientStubs:
         """Returns the layout of the sum that `tensor` is, or is an elementwise function of; None: it is neither."""
         if tensor.name in self._stubs:
             return self._stubs[tensor.name].layout
+        if (source := gradient_graph.passed_on(tensor)) is not None:
+            return self._layout_of(source)
         if not gradient_graph.is_elementwise(tensor.op):
             return None
         layouts = set()
@@ -123,6 +146,8 @@ class GradientStubs:
 
     def _image(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the shard of `tensor`, which has a layout."""
+        if (source := gradient_graph.passed_on(tensor)) is not None:
+            return self._image(source)
         if tensor.name not in self._images:
             with self._program.outermost(), tape.stop_recording():
                 inputs = [
@@ -136,7 +161,7 @@ class GradientStubs:
 
     def _is_read_whole(self, tensor: tf.Tensor) -> bool:
         return any(
-            any(self._layout_of(output) is None or self._is_read_whole(output) for output in operation.outputs)
+            any(self._layout_of(output) is None or self._is_read_whole(output) for output in _after(operation, tensor))
             or not operation.outputs
             for operation in tensor.consumers()
             if not self._gets_summand(operation, tensor)
@@ -153,20 +178,26 @@ class GradientStubs:
 
     def _is_linear(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is a stub, or a linear function of stubs."""
+        if (source := gradient_graph.passed_on(tensor)) is not None:
+            return self._is_linear(source)
         return tensor.name in self._stubs or gradient_graph.is_linear(tensor.op, self._is_linear)
 
     def _write_summands(self, tensor: tf.Tensor) -> None:
         for operation in tensor.consumers():
             if self._gets_summand(operation, tensor):
                 tape.reconnect(operation, tensor, self._summand(tensor))
-            for output in operation.outputs:
+            for output in _after(operation, tensor):
                 if self._layout_of(output) is not None:
                     self._write_summands(output)
 
     def _summand(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what `tensor`, which is linear in stubs, is of this rank's summands."""
         if tensor.name in self._stubs:
-            return tf.cast(self._stubs[tensor.name].full, tensor.dtype)
+            stub = self._stubs[tensor.name]
+            full = tf.cast(stub.full, tensor.dtype)
+            return full if stub.weight is None else tf.math.divide_no_nan(full, tf.cast(stub.weight, full.dtype))
+        if (source := gradient_graph.passed_on(tensor)) is not None:
+            return self._summand(source)
         inputs = [self._summand(source) if self._is_linear(source) else source for source in tensor.op.inputs]
         return tape.with_inputs(tensor.op, inputs).outputs[tensor.value_index]
 
@@ -181,6 +212,13 @@ class GradientStubs:
     def _connect(self, stub: _Stub, value: tf.Tensor) -> None:
         stub.is_connected = True
         tape.reconnect(stub.tensor.op, stub.tensor.op.inputs[0], value)
+
+
+def _after(operation: tf.Operation, tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Returns what `operation` returns that depends on `tensor`, one of its inputs."""
+    if operation.type != "IdentityN":
+        return list(operation.outputs)
+    return [output for source, output in zip(operation.inputs, operation.outputs, strict=True) if tape.same(source, tensor)]
 
 
 def second_order(program: RankProgram, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:

@@ -7,6 +7,7 @@ which tensor the consumers see.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Sequence
 
 import tensorflow as tf
@@ -84,7 +85,8 @@ def in_backward() -> bool:
 
 def in_vectorized_map() -> bool:
     """Whether what is traced here is the function of a `tf.vectorized_map`, or the gradient of a `tape.jacobian`."""
-    return "loop_body" in tf.compat.v1.get_default_graph().get_name_scope().split("/")
+    scopes = tf.compat.v1.get_default_graph().get_name_scope().split("/")
+    return any(re.fullmatch(r"loop_body(_\d+)?", scope) for scope in scopes)
 
 
 def same_for_all_rows(operations: Sequence[tf.Operation]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, rank_program
+from tfdist.collectives import RankProgram, in_loop, rank_program
 from tfdist.sharding import keras_scope, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
@@ -87,8 +87,10 @@ class UnshardSchedule:
             (full,) = gather_shards(program, [tf.cast(shard, dtype)], layouts, f"unshard/{variable.name}")
 
         def reduced(upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
-            self._differentiated.add(id(variable))
             grad = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
+            if not tf.executing_eagerly():  # in a `tf.vectorized_map`: see `_on_gradient`
+                return [tf.cast(grad, variable.dtype)]
+            self._differentiated.add(id(variable))
             with tape.stop_recording():
                 weight = program.attachment(GradientWeight).of_tape()
                 shards = scatter_sums(program, [grad], layouts, f"reduce_scatter/{variable.name}", config, variable.dtype, weight)
@@ -186,7 +188,8 @@ class UnshardSchedule:
     def _on_gradient(self, unit: Unit, variable: Any, upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
         """The tape's way back through a gather: notes the full gradient, returns a stub for the sum.
 
-        In a branch that reads what was gathered outside it is the branch that reduces its gradient.
+        In a branch that reads what was gathered outside it is the branch that reduces its gradient. In a loop and in a
+        `tf.vectorized_map`, where nothing can be sent, it is this rank's own, whole: of single examples and rows that is wanted.
         """
         program = rank_program()
         here = program.here() if program is not None else None
@@ -194,18 +197,17 @@ class UnshardSchedule:
             schedule = here.attachment(UnshardSchedule)
             schedule._config = self._config
             return schedule._on_gradient(unit, variable, upstream)
-        self._differentiated.add(id(variable))
         full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
         full.set_shape(variable.layout.local_shape)
-        if full.graph is not self._program.graph or tape.in_vectorized_map():
+        if tape.in_vectorized_map() or in_loop(self._program.graph):
+            return [tf.cast(full, variable.dtype)]
+        if full.graph is not self._program.graph:
             raise errors.not_implemented(
-                f"The gradient of sharded parameter {variable.name!r} is taken inside a loop, a `tf.vectorized_map`, a "
-                "`tape.jacobian` or a nested `tf.function` of the function given to `strategy.run`; with `zero_stage=3` it must "
-                "be taken outside.",
-                fix="Put the loop around `strategy.run` (one `strategy.run` per step), and `@tf.function` on the outermost "
-                "function only. For gradients of single examples read the weights before, `w = tf.convert_to_tensor(variable)`, "
-                "compute with `w`, and take gradients of `w`. Or use `zero_stage=2`.",
+                f"The gradient of sharded parameter {variable.name!r} is taken inside a nested `tf.function` of the function "
+                "given to `strategy.run`; with `zero_stage=3` it must be taken outside.",
+                fix="Put `@tf.function` on the outermost function only. Or use `zero_stage=2`.",
             )
+        self._differentiated.add(id(variable))
         with tape.stop_recording():
             stub = self._stubs.make(variable, full)
         pending = PendingGradient(unit, variable, full, stub)
