@@ -11,6 +11,7 @@ from tfdist.collectives import RankProgram
 from tfdist.optimizers.clipping import global_factor, norm_of
 from tfdist.optimizers.reduction import KnownReductions
 from tfdist.optimizers.step import reduce_gradients, stepping_program
+from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import MeshConfig, config_of
 
@@ -79,9 +80,11 @@ def clip_by_global_norm(grads: Sequence[Any], variables: Sequence[Any], clip_nor
     known, clipped = program.attachment(KnownReductions), []
     with tf.device(program.device):
         factor = global_factor(norm, clip_norm)
-        for grad in reduced:
+        for grad, (_, variable) in zip(reduced, pairs, strict=True):
             clipped.append(grad * tf.cast(factor, grad.dtype))
-            known.add(clipped[-1], clipped[-1])
+            known.add_returned(clipped[-1])
+            if not program.is_eager and not config.slot_layout(variable_of(variable).layout).is_data_sharded:
+                program.attachment(TapeGradients).note_whole(clipped[-1])
     each = iter(clipped)
     return [None if grad is None else next(each) for grad in grads], norm
 

@@ -37,7 +37,9 @@ def _apply_unscaled(
     pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
     found = [grad for grad, _ in pairs]
     scale = tf.convert_to_tensor(optimizer.dynamic_scale)
-    is_partial = any(accumulates_partial_sums(each, config) for each in getattr(inner, "optimizers", [inner]))
+    steppers = getattr(inner, "optimizers", [inner])
+    looks_at_gradients = any(map(changes_gradients, [inner, *steppers]))
+    is_partial = not looks_at_gradients and any(accumulates_partial_sums(each, config) for each in steppers)
     if is_partial:
         # A gradient of a rank without rows says nothing. The inner optimizer weighs the others.
         counts = program.attachment(GradientWeight).of_tape()
@@ -48,7 +50,7 @@ def _apply_unscaled(
     unscaled = [grad / tf.cast(scale, grad.dtype) for grad in found]
     for grad in () if is_partial else unscaled:
         program.attachment(KnownReductions).add(grad, grad)
-    if not is_partial and changes_gradients(inner):
+    if looks_at_gradients:
         unscaled = wholes_of(unscaled, [variable for _, variable in pairs], config, program)
     by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}
 

@@ -33,11 +33,21 @@ class KnownReductions:
     def __init__(self, program: RankProgram):
         del program
         self._reduced: dict[int, tuple[Any, tf.Tensor]] = {}
+        self._returned: set[int] = set()
 
     def find(self, grad: Any) -> tf.Tensor | None:
         """Returns the reduced counterpart of `grad`, None where it has not been reduced, or in another branch only."""
         reduced = self._reduced.get(id(grad), (None, None))[1]
         return reduced if reduced is None or _is_here(reduced) else None
+
+    def add_returned(self, reduced: tf.Tensor) -> None:
+        """Notes a reduced gradient that the user's code is given, for an optimizer."""
+        self.add(reduced, reduced)
+        self._returned.add(id(reduced))
+
+    def is_returned(self, grad: Any) -> bool:
+        """Whether `grad` is reduced, and the user's code was given it."""
+        return id(grad) in self._returned
 
     def add(self, grad: Any, reduced: tf.Tensor) -> None:
         # The gradients are kept, so that their ids stay their own.
@@ -92,6 +102,15 @@ def summand(grad: Any, target: Target, weight: tf.Tensor | None) -> tf.Tensor:
     # All ranks have the sum. Their weights add up to 1; without weights it is the first rank's summand.
     is_first = weight is not None or program.mesh.coordinate(program.rank).data == 0
     return whole if is_first else tf.zeros_like(whole)
+
+
+def summand_of_sum(total: tf.Tensor, target: Target) -> tf.Tensor:
+    """Returns what this rank adds, so that the ranks' summands make the whole sum of which it has `total`: all, or its shard."""
+    data_rank, size = target.program.mesh.coordinate(target.program.rank).data, target.layout.mesh.data_parallel_size
+    if not target.state_layout.is_data_sharded:
+        return total if data_rank == 0 else tf.zeros_like(total)
+    rows = [total if rank == data_rank else tf.zeros_like(total) for rank in range(size)]
+    return packing.fulls_of([tf.stack(rows)], [target.state_layout])[0]
 
 
 def agreed(grads: Sequence[tf.Tensor], targets: Sequence[Target], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:

@@ -17,9 +17,9 @@ from tfdist.optimizers.after_update import constrain, update_averages
 from tfdist.optimizers.clipping import clip, kind_of_clipping
 from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.ownership import owner_of
-from tfdist.optimizers.reduction import KnownReductions, agreed, own_part, reduce_bucket, summand
+from tfdist.optimizers.reduction import KnownReductions, agreed, own_part, reduce_bucket, summand, summand_of_sum
 from tfdist.optimizers.slots import publish_slots
-from tfdist.optimizers.support import may_share
+from tfdist.optimizers.support import changes_gradients, may_share
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target, local_part, variable_of
 from tfdist.optimizers.update import Updates, decays
@@ -137,6 +137,7 @@ class _Step:
         self._given = list(grads)  # as they left the tape
         self._grads: list[tf.Tensor] = []  # as far as they have come
         self._whole: list[int] = []  # places of those that the user's code has made of sums and every rank has whole
+        self._summed: set[int] = set()  # places of summands of what is summed, and weighted, already
         self._updated: dict[int, tf.Tensor] = {}  # what is gathered or broadcast next
         self._flight: GradientsInFlight | None = None
         self._latest: Any = None  # while gradients are in flight: the operation that ends the last message
@@ -249,7 +250,8 @@ class _Step:
         optimizer, program, grads = self._optimizer, self._program, list(self._grads)
         if accumulates_partial_sums(optimizer, self._config):
             # Each summand counts what its own step's batch says.
-            grads, self._weight = [weighted(grad, self._weight) for grad in grads], None
+            weights = [None if place in self._summed else self._weight for place in range(len(grads))]
+            grads, self._weight = [weighted(grad, weight) for grad, weight in zip(grads, weights, strict=True)], None
         accumulators = [
             local_part(optimizer._accumulated_gradients[optimizer._get_variable_index(target.variable)], program)
             for target in self._targets
@@ -306,8 +308,13 @@ class _Step:
 
     def _facts_of(self, given: Any, target: Target) -> plan.Gradient:
         known = self._program.attachment(KnownReductions)
+        self._check_is_whole(given, target)
         if self._optimizer is not None and accumulates_partial_sums(self._optimizer, self._config):
-            grad, is_reduced = summand(given, target, self._weight), False
+            if known.is_returned(given):
+                grad, is_reduced = summand_of_sum(known.find(given), target), False
+                self._summed.add(len(self._grads))
+            else:
+                grad, is_reduced = summand(given, target, self._weight), False
         else:
             grad = known.find(given)
             is_reduced = grad is not None
@@ -328,6 +335,20 @@ class _Step:
             owner=owner_of(self._optimizer, target.variable),
             global_elements=target.layout.num_elements,
         )
+
+    def _check_is_whole(self, given: Any, target: Target) -> None:
+        """Raises NotImplementedError for what an optimizer has made, in an `apply` of its own, of a shard as if it were whole."""
+        if self._optimizer is None or not changes_gradients(self._optimizer) or not tf.is_tensor(given):
+            return
+        is_shard = given.shape == target.state_layout.component_shape != target.layout.local_shape
+        if is_shard and self._program.attachment(KnownReductions).find(given) is None:
+            name = type(self._optimizer).__name__
+            raise errors.not_implemented(
+                f"{name} changes gradients in an `apply` of its own and has been given shards, as `tfdist.clip_by_global_norm` "
+                "returns them.",
+                optimizer=name,
+                fix="Clip by `tf.clip_by_global_norm`, which returns whole gradients, or by the optimizer's `global_clipnorm`.",
+            )
 
     def _gradients_in_flight(self, gradients: Sequence[plan.Gradient]) -> GradientsInFlight | None:
         """Returns those of stage 2, if they were made in the graph in which they are reduced."""
