@@ -39,7 +39,9 @@ def _apply_unscaled(
     scale = tf.convert_to_tensor(optimizer.dynamic_scale)
     steppers = getattr(inner, "optimizers", [inner])
     looks_at_gradients = any(map(changes_gradients, [inner, *steppers]))
-    is_partial = not looks_at_gradients and any(accumulates_partial_sums(each, config) for each in steppers)
+    known = program.attachment(KnownReductions)
+    is_reduced = any(map(known.is_returned, found))
+    is_partial = not (looks_at_gradients or is_reduced) and any(accumulates_partial_sums(each, config) for each in steppers)
     if is_partial:
         # A gradient of a rank without rows says nothing. The inner optimizer weighs the others.
         counts = program.attachment(GradientWeight).of_tape()
@@ -49,7 +51,7 @@ def _apply_unscaled(
     is_finite = _agreed(found, config, program, is_partial)
     unscaled = [grad / tf.cast(scale, grad.dtype) for grad in found]
     for grad in () if is_partial else unscaled:
-        program.attachment(KnownReductions).add(grad, grad)
+        known.add_returned(grad)
     if looks_at_gradients:
         unscaled = wholes_of(unscaled, [variable for _, variable in pairs], config, program)
     by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}
