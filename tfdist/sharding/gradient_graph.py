@@ -53,12 +53,14 @@ def may_be_linear(operation: tf.Operation) -> bool:
 
 def is_linear(operation: tf.Operation, is_gradient: Callable[[tf.Tensor], bool]) -> bool:
     """Whether what `operation` returns is a linear function of the gradients among its inputs, with nothing added."""
+    if not may_be_linear(operation):
+        return False
     found = [is_gradient(tensor) for tensor in operation.inputs]
     if operation.type in _SUMS:
         return all(found)
     if operation.type in _PRODUCTS:
         return sum(found) == 1
-    return operation.type in _LINEAR_IN_FIRST and found[0] and not any(found[1:])
+    return found[0] and not any(found[1:])
 
 
 def only_writes(operation: tf.Operation, gradient: tf.Tensor) -> bool:

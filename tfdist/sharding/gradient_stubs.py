@@ -48,6 +48,7 @@ class GradientStubs:
     def __init__(self, program: RankProgram):
         self._program = program
         self._stubs: dict[str, _Stub] = {}
+        self._linear: dict[str, bool] = {}  # what `_is_linear` has found, by name
         self._images: dict[str, tf.Tensor] = {}  # shards by the name of the whole tensor that they are of
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._stubs)
         self._wholes: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}  # of an eager rank: whole gradients and their shards
@@ -178,9 +179,13 @@ class GradientStubs:
 
     def _is_linear(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is a stub, or a linear function of stubs."""
+        if tensor.name in self._stubs:
+            return True
         if (source := gradient_graph.passed_on(tensor)) is not None:
             return self._is_linear(source)
-        return tensor.name in self._stubs or gradient_graph.is_linear(tensor.op, self._is_linear)
+        if tensor.name not in self._linear:
+            self._linear[tensor.name] = gradient_graph.is_linear(tensor.op, self._is_linear)
+        return self._linear[tensor.name]
 
     def _write_summands(self, tensor: tf.Tensor) -> None:
         for operation in tensor.consumers():
