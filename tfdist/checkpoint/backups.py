@@ -198,8 +198,8 @@ class FitBackup:
         return file_utils.join(self._directory, f"finished-{number}.weights.h5")
 
     def _remove_marks(self) -> None:
-        for path in glob.glob(self._mark(0).replace("finished-0", "finished-*")):
-            os.remove(path)
+        for path in glob.glob("finished-*.weights.h5", root_dir=self._directory):
+            os.remove(os.path.join(self._directory, path))
 
     def _bring_back_previous(self) -> bool:
         """Puts the previous backup in the place of the latest; returns whether there is one."""
