@@ -27,6 +27,8 @@ CASES = [
     for optimizer in OPTIMIZERS
     for settings in SETTINGS[model]
     if not (optimizer == "several" and model in ("pipeline", "blocks"))  # Keras's wants all gradients of the model at once
+    # Keras's Adafactor makes NaN of a gradient with a row and a column of zeros, as one row behind BatchNormalization has.
+    and not (optimizer == "adafactor" and model == "pipeline")
 ]
 GRID = [case if case == BY_DEFAULT else exhaustive(*case) for case in CASES]
 
