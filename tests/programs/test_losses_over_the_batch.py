@@ -155,7 +155,9 @@ def stepping(**settings):
         with strategy.scope():
             model = TwoTowers()
             model.compile(keras.optimizers.Adam(0.02, global_clipnorm=0.5), **settings)
-        history = model.fit(X, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            history = model.fit(X, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
         batch = model.train_on_batch(X[:5], return_dict=True)
         return {"history": history, "evaluated": model.evaluate(X, batch_size=BATCH, verbose=0), "batch": batch, **state(model)}
 

@@ -1,4 +1,4 @@
-"""Programs of this folder over two workers: steps in branches, exports, a checkpoint that is restored before the first step."""
+"""Programs of this folder over two workers: losses of the whole batch, steps in branches, exports, an early restore."""
 
 import pathlib
 
@@ -10,9 +10,20 @@ from tests.parity.comparison import assert_same_tree
 from tests.programs import test_deferred_restore, test_exports, worker_programs
 from tests.programs.comparing import run
 
-pytestmark = [pytest.mark.as_traced, pytest.mark.exhaustive]
+pytestmark = pytest.mark.as_traced
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("float64")
+def test_losses_of_the_whole_batch(tmp_path):
+    """They are one device's, and none is warned of: rows that another worker has sent are no worker's own."""
+    with workers.job(tmp_path, 2, "tests.programs.worker_programs:run_losses", 3) as job:
+        expected = {name: run(program, one_device()) for name, program in worker_programs.LOSSES.items()}
+        for found in job.results(120):
+            assert_same_tree(found, expected, "losses of the whole batch")
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_it_is_one_device(tmp_path):
     stages = [1, 3]

@@ -7,11 +7,13 @@ import pathlib
 import sys
 from typing import Any
 
+import keras
+
 import tfdist
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))  # as pytest has it, where tests are imported
 
-from tests.programs import test_deferred_restore, test_exports, test_steps_in_branches
+from tests.programs import test_deferred_restore, test_exports, test_losses_over_the_batch, test_steps_in_branches
 from tests.programs.comparing import Program, run
 
 PROGRAMS: dict[str, Program] = {
@@ -19,6 +21,16 @@ PROGRAMS: dict[str, Program] = {
     "several branches": test_steps_in_branches.fitted(test_steps_in_branches.OneOfSeveral, "accumulating"),
     "adversaries": test_steps_in_branches.adversaries,
 }
+LOSSES: dict[str, Program] = {
+    "two towers": test_losses_over_the_batch.STEPPING["traced"],
+    "weighted root": test_losses_over_the_batch.FITTED["weighted root"],
+}
+
+
+def run_losses(stage: int) -> dict[str, Any]:
+    keras.config.set_floatx("float64")
+    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
+    return {name: run(program, strategy) for name, program in LOSSES.items()}
 
 
 def run_all(folder: str, stages: list[int]) -> dict[str, Any]:

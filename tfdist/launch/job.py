@@ -147,7 +147,7 @@ class Attempt:
                 timeout = max(0.0, self._plan[0][0] - time.monotonic()) if self._plan else None
                 if self._untold:
                     self._tell()
-                    timeout = min(timeout or 0.0, _TELL_SECONDS)
+                    timeout = _TELL_SECONDS if timeout is None else min(timeout, _TELL_SECONDS)
                 for key, _ in selector.select(timeout):
                     key.data()
                 if self._plan and self._plan[0][0] <= time.monotonic():

@@ -181,11 +181,14 @@ class RowMeans:
 
 
 def _computed_of(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """Returns the inputs of the operation that `tensor` comes from; none of a collective."""
+    """Returns what the numbers of `tensor` are computed of; nothing where another rank may have sent them.
+
+    Of what a collective receives, and of what a worker reads from shared memory, whose reads wait for a size alone.
+    """
     op = tensor.op
     if op.type == "IdentityN":  # the end of a custom gradient
         return [op.inputs[tensor.value_index]]
-    return [] if op.type.startswith("Collective") else list(op.inputs)
+    return [] if op.type in _COUNTING or op.type.startswith("Collective") else list(op.inputs)
 
 
 def _pairs_rows(op: tf.Operation) -> bool:
