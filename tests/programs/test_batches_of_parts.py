@@ -1,5 +1,8 @@
 """Batches whose tensors differ in their rows (labelled and unlabelled examples), and penalties where some ranks have no rows."""
 
+import functools
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -121,3 +124,62 @@ def penalized(strategy):
         model.compile(keras.optimizers.SGD(0.01))
     history = model.fit(x, np.asarray(y), batch_size=3, epochs=2, shuffle=False, verbose=0).history
     return {"history": history, **state(model)}
+
+
+class Joined(Model):
+    """Its losses are of two tensors of rows put together: of both parts of the batch, or of two views of one."""
+
+    loss_of = None
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(*data)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": tf.reduce_mean(loss)}
+
+
+def mean_of_both_parts(model, unlabelled, labelled):
+    return tf.reduce_mean(tf.square(model(tf.concat([unlabelled, labelled[0]], axis=0))))
+
+
+def sum_over_both_parts(model, unlabelled, labelled):
+    both = model(tf.concat([unlabelled, labelled[0]], axis=0))
+    return tf.reduce_sum(tf.square(both)) / both.shape[0]
+
+
+def mean_of_two_views(model, unlabelled, labelled):
+    views = model(keras.ops.concatenate([unlabelled, unlabelled * 1.1], axis=0))
+    first, second = keras.ops.split(views, 2, axis=0)
+    return keras.ops.mean(keras.ops.square(first - keras.ops.tanh(second))) + 0.1 * keras.ops.mean(keras.ops.square(views))
+
+
+def value_of_every_row_of_both(model, unlabelled, labelled):
+    return 0.05 * tf.reduce_sum(tf.square(model(tf.concat([unlabelled, labelled[0]], axis=0))), axis=-1)
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize(
+    "loss_of",
+    [mean_of_both_parts, value_of_every_row_of_both, *map(exhaustive, (sum_over_both_parts, mean_of_two_views))],
+)
+def test_rows_that_are_put_together_have_a_mean(loss_of, zero_stage):
+    """Sizes are known when the step is traced: 12 + 4 rows on each device, or 12 + 12."""
+    assert_as_on_one_device(joined(loss_of), zero_stage)
+
+
+@functools.cache
+def joined(loss_of):
+    def program(strategy):
+        x, y = vectors(72)
+        parts = tf.data.Dataset.from_tensor_slices(x), tf.data.Dataset.from_tensor_slices((x, y)).take(24)
+        data = tf.data.Dataset.zip((parts[0].batch(24, True), parts[1].batch(8, True)))
+        with strategy.scope():
+            model = type("JoinedByOne", (Joined,), {"loss_of": loss_of})()
+            model.compile(keras.optimizers.SGD(0.01))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            history = model.fit(data, epochs=2, verbose=0).history
+        assert not [one for one in told if "rows" in str(one.message)]
+        return {"history": history, **state(model)}
+
+    return program

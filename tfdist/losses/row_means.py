@@ -14,12 +14,12 @@ In an eager run there is no graph, and nothing is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.losses.static_rows import before, has_rows
 
 SUM = "a sum over the rows of a batch"
 SUM_OVER_ROWS = "a Keras loss whose reduction is a sum, divided by the number of a device's rows"
@@ -155,20 +155,16 @@ class RowMeans:
         """Whether `x` has rows: a size that is not known before the step runs, or as many as the rank's batch."""
         if x.shape.rank is None or not x.shape.is_fully_defined():
             return True
-        return bool(x.shape.rank) and x.shape[0] in self._static_rows() and self._varies(x)
-
-    def _static_rows(self) -> set[int]:
-        leaves = tf.nest.flatten(self._program.arguments)
-        return {leaf.shape[0] for leaf in leaves if tf.is_tensor(leaf) and leaf.shape.rank and leaf.shape[0] is not None}
+        return bool(x.shape.rank) and self._varies(x) and has_rows(x, self._program)
 
     def _is_count(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` depends on the shapes of the batch alone."""
-        return not any(x.name in self._arguments for x, _ in _before(tensor, lambda op: op.type in _COUNTING))
+        return not any(x.name in self._arguments for x, _ in before(tensor, lambda op: op.type in _COUNTING))
 
     def _varies(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` depends on the batch, and so may differ between ranks."""
         of: dict[str, str | None] = {}
-        for x, reader in _before(tensor, lambda op: op.name in self._same_on_all or op.type.startswith("Collective")):
+        for x, reader in before(tensor, lambda op: op.name in self._same_on_all or op.type.startswith("Collective")):
             of[x.name] = reader
             if x.name in self._arguments or x.name in self._varying or x.name in self._means or x.name in self._sums:
                 name: str | None = x.name
@@ -199,20 +195,3 @@ def _pairs_rows(op: tf.Operation) -> bool:
         return False
     first, second = op.get_attr("equation").decode().partition("->")[0].split(",")
     return first[:1] != second[:1]
-
-
-def _before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool]) -> Iterator[tuple[tf.Tensor, str | None]]:
-    """Yields `tensor` and what it is computed of, the nearest first, but not beyond operations where `is_end`.
-
-    With each comes the name of a tensor that is computed of it, None with `tensor` itself.
-    """
-    waiting: list[tuple[tf.Tensor, str | None]] = [(tensor, None)]
-    seen = {tensor.name}
-    for x, reader in waiting:
-        yield x, reader
-        if is_end(x.op):
-            continue
-        for source in x.op.inputs:
-            if source.name not in seen:
-                seen.add(source.name)
-                waiting.append((source, x.name))

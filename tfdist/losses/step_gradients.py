@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
+from tfdist.losses.static_rows import has_rows
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.losses.warning import warn_of_step
 from tfdist.sharding import tape
@@ -78,12 +79,7 @@ def _is_over_rows(x: tf.Tensor) -> bool:
     if x.shape.rank is None or x.shape.rank == 0:
         return False
     program = rank_program()
-    return x.shape[0] is None or program is not None and x.shape[0] in _static_rows(program)
-
-
-def _static_rows(program: RankProgram) -> set[int]:
-    """The rows of the tensors of the rank's batch, which may differ."""
-    return {leaf.shape[0] for leaf in tf.nest.flatten(program.arguments) if tf.is_tensor(leaf) and leaf.shape.rank}
+    return x.shape[0] is None or program is not None and has_rows(x, program)
 
 
 def _sends_gradients(program: RankProgram) -> bool:
