@@ -13,7 +13,7 @@ Where a scope is open, that of no tfdist strategy too, it counts alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -25,7 +25,12 @@ from tfdist.sharding.moving import made_by
 
 def scope_of_layer() -> contextlib.AbstractContextManager[Any]:
     """Returns the scope of the strategy of the layer that is being built or called, or of one around it; none, if it has none."""
-    return _scope(strategy for layer in keras_scope.callers() if (strategy := strategy_of(layer)) is not None)
+    return _scope(map(strategy_of, keras_scope.callers()))
+
+
+def scope_of(layer: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns the scope of the strategy of `layer`, which makes weights of itself; none, if it has none."""
+    return _scope([strategy_of(layer)])
 
 
 def scope_of_inputs(inputs: Any) -> contextlib.AbstractContextManager[Any]:
@@ -50,10 +55,11 @@ def only_strategy_of(layer: keras.layers.Layer) -> tf.distribute.Strategy | None
     return strategy if config_of(strategy) is not None else None
 
 
-def _scope(strategies: Iterator[tf.distribute.Strategy]) -> contextlib.AbstractContextManager[Any]:
+def _scope(strategies: Iterable[tf.distribute.Strategy | None]) -> contextlib.AbstractContextManager[Any]:
+    """Returns the scope of the first of `strategies` that is one; where a scope is open already, none."""
     if tf.distribute.has_strategy():
         return contextlib.nullcontext()
-    strategy = next(strategies, None)
+    strategy = next((strategy for strategy in strategies if strategy is not None), None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 

@@ -11,7 +11,6 @@ Source: the factors are those of Keras's `enable_lora`; Hu et al. 2021.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -53,11 +52,3 @@ class FactoredWeight:
 
 KERNEL = FactoredWeight("_kernel", "lora_kernel_a", "lora_kernel_b")
 TABLE = FactoredWeight("_embeddings", "lora_embeddings_a", "lora_embeddings_b")
-
-
-def scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[Any]:
-    """Returns the scope of the strategy that made a variable's value, in which a weight beside it is to be made."""
-    strategy = getattr(variable._value, "distribute_strategy", None)
-    if strategy is None or strategy is tf.distribute.get_strategy():
-        return contextlib.nullcontext()
-    return strategy.scope()

@@ -11,7 +11,8 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.layers import regions
 from tfdist.layers.checkpoint_names import save_as
-from tfdist.layers.lora_factors import FactoredWeight, scope_of
+from tfdist.layers.layer_strategy import scope_of
+from tfdist.layers.lora_factors import FactoredWeight
 from tfdist.runtime import begin_use
 from tfdist.sharding import Shard, request_placement
 
@@ -76,7 +77,7 @@ class ShardedWeights(_Layer):
     def enable_lora(self, *args: Any, **kwargs: Any) -> None:
         if self._factored is None:
             self._refuse("LoRA")
-        with scope_of(getattr(self, self._factored.weight)):
+        with scope_of(self):
             super().enable_lora(*args, **kwargs)
             self._shard(self._factor_shards())
 
