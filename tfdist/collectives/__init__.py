@@ -16,7 +16,7 @@ from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.rows import can_be_gathered, gather_rows
-from tfdist.collectives.transports import NCCL, RING, are_cpus, choose_transport, find_member_orders
+from tfdist.collectives.transports import NCCL, RING, choose_transport, find_member_orders
 from tfdist.collectives.transports.shared_memory import abort_shared_memory, connect_shared_memory
 from tfdist.collectives.where import Where, at_every_call, current_program, in_loop, rank_program, where
 
@@ -38,7 +38,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "are_cpus",
     "assign_buckets",
     "broadcast",
     "can_be_gathered",

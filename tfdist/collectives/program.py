@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks
+from tfdist.mesh import are_cpus
 
 if TYPE_CHECKING:
     from tfdist.collectives.branches import Selection
@@ -63,7 +64,7 @@ class RankProgram:
         self.rank = rank
         self.local_index = communicator.local_ranks.index(rank)
         self.device = self.mesh.devices[rank]
-        self.is_on_cpu = tf.DeviceSpec.from_string(self.device).device_type == "CPU"
+        self.is_on_cpu = are_cpus([self.device])
         self.graph = graph
         self.plan = plan
         self.arguments = arguments

@@ -1,12 +1,13 @@
 """Level 2: which devices there are, and how they form a mesh."""
 
 from tfdist.mesh.device_mesh import MESH_AXES, Coordinate, DeviceMesh, current_mesh
-from tfdist.mesh.devices import default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus, worker_devices
+from tfdist.mesh.devices import are_cpus, default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus, worker_devices
 
 __all__ = [
     "MESH_AXES",
     "Coordinate",
     "DeviceMesh",
+    "are_cpus",
     "current_mesh",
     "default_devices",
     "resolve_devices",

@@ -124,6 +124,11 @@ def uses_physical_gpus(devices: Sequence[str]) -> bool:
     return len(tf.config.list_logical_devices("GPU")) <= len(tf.config.list_physical_devices("GPU"))
 
 
+def are_cpus(devices: Sequence[str]) -> bool:
+    """Whether all `devices` are CPUs: processes on one machine can share what is on them, and kernels differ from a GPU's."""
+    return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
+
+
 def _short(name: str) -> str:
     spec = tf.DeviceSpec.from_string(name)
     return f"{spec.device_type}:{spec.device_index}"

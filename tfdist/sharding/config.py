@@ -129,7 +129,7 @@ class ShardingConfig:
         None,
         _floating_dtype_or_none,
         'dtype in which gradients travel, such as "bfloat16"; None: their own, and half-precision gradients are summed in '
-        "float32. Over NCCL a bfloat16 reduction is widened to float32 for the trip, which TensorFlow's kernels need.",
+        "float32. Between processes on GPUs float32 travels all the same, because TensorFlow's NCCL sums no bfloat16.",
     )
     kept_bytes: int = _setting(
         2**30,

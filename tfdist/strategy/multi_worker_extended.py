@@ -9,8 +9,9 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_utils, mirrored_strategy, values
 
 from tfdist import errors
-from tfdist.collectives import CollectivePlan, PlanAgreement, are_cpus, connect_shared_memory, find_member_orders
+from tfdist.collectives import CollectivePlan, PlanAgreement, connect_shared_memory, find_member_orders
 from tfdist.data import DatasetSignature, dataset_signature, difference, parts, unordered, unseeded
+from tfdist.mesh import are_cpus
 from tfdist.runtime import Cluster, Coordination
 from tfdist.sharding import Layout, MeshConfig
 from tfdist.strategy.extended import ShardedExtendedMixin

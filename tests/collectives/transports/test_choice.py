@@ -4,8 +4,9 @@ import pytest
 import tensorflow as tf
 from ranks import strategy_on
 
-from tfdist.collectives import NCCL, RING, are_cpus, choose_transport
+from tfdist.collectives import NCCL, RING, choose_transport
 from tfdist.collectives.transports import choice
+from tfdist.mesh import are_cpus
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,19 +1,27 @@
 """What the transports of TensorFlow's kernels emit. GPUs are pretended: NCCL programs are traced and looked at, never run."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
-from ranks import strategy_on, trace
+from grids import exhaustive
+from pretended_gpus import pretended_gpus
+from ranks import integers, run, strategy_on, trace
 
 from tfdist.collectives import (
     NCCL,
     RING,
     Communicator,
+    activations,
     all_gather,
     all_reduce,
     all_to_all,
     broadcast,
+    current_program,
+    group_ops,
     reduce_scatter,
 )
+from tfdist.collectives.program import RankProgram
+from tfdist.collectives.transports import kernels
 from tfdist.collectives.transports.kernel_settings import TIMEOUT_SECONDS, byte_dtype
 
 pytestmark = pytest.mark.timeout(120)
@@ -23,12 +31,6 @@ DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 def test_their_hints():
     assert (RING.hint, NCCL.hint) == ("ring", "nccl")
-
-
-def test_reduction_dtypes():
-    assert [RING.reduction_dtype(dtype) for dtype in DTYPES] == list(DTYPES)
-    wide = {tf.bfloat16: tf.float32, tf.int32: tf.int64}
-    assert [NCCL.reduction_dtype(dtype) for dtype in DTYPES] == [wide.get(dtype, dtype) for dtype in DTYPES]
 
 
 def test_bytes_move_in_a_dtype_of_the_same_width():
@@ -67,22 +69,122 @@ def test_the_ring_has_no_reduce_scatter():
     assert plan.counts() == dict(all_reduce=1, all_gather=1, reduce_scatter=1, all_to_all=1, broadcast=1)
 
 
-@pytest.mark.parametrize(("dtype", "reduced"), [(tf.bfloat16, tf.float32), (tf.int32, tf.int64), (tf.float32, tf.float32)])
-def test_nccl_is_asked_for(dtype, reduced):
-    ops, plan = emitted(every_op(dtype), NCCL)
-    by_type = {op.type: op for op in ops}
-    assert {op.get_attr("communication_hint") for op in ops} == {b"nccl"}
+@pytest.mark.parametrize("chosen", [RING, NCCL], ids=["ring", "nccl"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_on_gpus_no_kernel_is_given_a_dtype_that_it_refuses(dtype, chosen):
+    """All-reduces of bfloat16 and int32 are refused on GPUs by the ring as by NCCL; NCCL's path knows no bfloat16 at all."""
+    with pretended_gpus(are_whole=chosen is NCCL):
+        ops, plan = emitted(every_op(dtype), chosen)
+    assert {op.get_attr("communication_hint") for op in ops} == {chosen.hint.encode()}
     assert {op.get_attr("timeout_seconds") for op in ops} == {TIMEOUT_SECONDS}
-    assert sum(op.type == "CollectiveReduceScatterV2" for op in ops) == 2
-    for reduction in ("CollectiveReduceV2", "CollectiveReduceScatterV2"):
-        assert by_type[reduction].inputs[0].dtype == reduced
-    carried = tf.float16 if dtype == tf.bfloat16 else dtype
-    assert by_type["CollectiveGatherV2"].inputs[0].dtype == carried
-    assert by_type["CollectiveBcastSendV2"].inputs[0].dtype == carried
-    assert [record.dtype for record in plan.records[0]] == [
-        dtype.name if record.op == "all_to_all" else reduced.name if "reduce" in record.op else carried.name
-        for record in plan.records[0]
+    reduced = {tf.bfloat16: tf.float32, tf.int32: tf.int64}.get(dtype, dtype)
+    moved = tf.float16 if dtype == tf.bfloat16 else dtype
+    is_reduce_scatter = chosen is NCCL and dtype.size != 2  # else an all-to-all of what the receiver sums
+    dtypes = {
+        "all_reduce": reduced,
+        "all_gather": moved,
+        "reduce_scatter": reduced if is_reduce_scatter else moved,
+        "all_to_all": moved,
+        "broadcast": moved,
+    }
+    assert {record.op: record.dtype for record in plan.records[0]} == {op: wire.name for op, wire in dtypes.items()}
+    kernel_dtypes = {
+        "CollectiveReduceV2": reduced,
+        "CollectiveGatherV2": moved,
+        "CollectiveAllToAllV2": moved,
+        "CollectiveBcastSendV2": moved,
+        "CollectiveBcastRecvV2": moved,
+    }
+    kernel_dtypes |= {"CollectiveReduceScatterV2": reduced} if is_reduce_scatter else {}
+    assert {op.type: op.get_attr("T") for op in ops} == kernel_dtypes
+
+
+@pytest.mark.parametrize("n", [exhaustive(2), 3])
+def test_the_ring_of_gpus_computes_what_that_of_cpus_does(n, monkeypatch):
+    """Run on CPUs: 37 and 2 x 3 numbers do not divide by the ranks; the all-reduce in two messages has a lower limit of none."""
+    monkeypatch.setattr(kernels, "_TWO_MESSAGES_FROM_BYTES", 0)
+    rng = np.random.default_rng(n)
+    values = [{dtype.name: (integers(rng, (37,), dtype), integers(rng, (n, 2, 3), dtype)) for dtype in DTYPES} for _ in range(n)]
+
+    def rank(x):
+        outputs = {}
+        for name, (vector, rows) in x.items():
+            lowest, highest = all_reduce(vector, reduce_op="min"), all_reduce(vector, reduce_op="max")
+            moved = all_gather(vector), all_to_all(rows), broadcast(vector, root=1)
+            outputs[name] = all_reduce(vector), lowest, highest, reduce_scatter(rows), *moved
+        return outputs
+
+    expected = run(strategy_on(n), rank, values)
+    with pretended_gpus(are_whole=False):
+        strategy = strategy_on(n)
+        found = run(strategy, rank, values)
+    assert [record.dtype for record in strategy.last_plan.records[0] if record.op == "all_reduce"].count("bfloat16") == 0
+    assert "all_reduce/scatter" in {record.label for record in strategy.last_plan.records[0]}
+    for mine, others in zip(found, expected, strict=True):
+        for name in mine:
+            for one, other in zip(mine[name], others[name], strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+class NcclOnCpus(kernels.Nccl):
+    """What `Nccl` emits, with kernels that run on CPUs: right for all but its reduce-scatters, of which the ring has none."""
+
+    hint = "ring"
+
+
+@pytest.mark.parametrize("length", [3000, None], ids=["known length", "unknown length"])
+def test_half_precision_is_summed_in_single_on_gpus(length, monkeypatch):
+    """256 + 1 + 1 is 258 in float32 and 256 when it is added in bfloat16 one by one; one rounding, and half the bytes."""
+    monkeypatch.setattr(kernels, "_TWO_MESSAGES_FROM_BYTES", 2 * 3000)
+    parts = [np.full([3000], value, tf.bfloat16.as_numpy_dtype) for value in (256, 1, 1)]
+
+    def rank(x):
+        summand = x if length else tf.boolean_mask(x, x < 1000)
+        program = current_program("a test")
+        return activations.all_reduce(program, summand, "data", "sum"), reduce_scatter(x)
+
+    with pretended_gpus(are_whole=True):
+        strategy = strategy_on(3)
+        strategy.extended.communicator = Communicator(strategy.mesh, NcclOnCpus())
+        results = run(strategy, rank, parts)
+    for whole, part in results:
+        assert set(whole.astype("float32")) == {258.0}
+        assert set(part.astype("float32")) == {258.0} and part.shape == (1000,)
+    records = strategy.last_plan.records[0]
+    assert [(record.op, record.dtype) for record in records] == [
+        ("reduce_scatter", "float16"),
+        ("all_gather", "float16"),
+        ("reduce_scatter", "float16"),
     ]
+    if length:
+        assert sum(record.sent_bytes for record in records[:2]) == 2 * 2 * 3000 * 2 / 3
+
+
+@pytest.mark.parametrize("is_one_process", [True, False])
+def test_nccl_exchanges_within_a_process_only(is_one_process):
+    """TensorFlow's NCCL all-to-all counts the members of its own process: between processes the reduce-scatter is NCCL's own."""
+    mesh, ranks = strategy_on(3).mesh, (0, 1, 2)
+    communicator = Communicator(mesh, NCCL, None if is_one_process else [1])
+    communicator.member_orders[ranks] = [0, 1, 2]
+    with pretended_gpus(are_whole=True), tf.Graph().as_default() as graph:
+        program = RankProgram(communicator, 1, graph, communicator.new_plan())
+        big = tf.ones([2**20], tf.bfloat16)
+        group_ops.reduce_scatter(program, tf.ones([3, 5], tf.bfloat16), ranks, "gradients", dtype=tf.float32)
+        group_ops.all_reduce(program, big, ranks, "sum", "activations")
+        group_ops.all_to_all(program, tf.ones([3, 5]), ranks, "rows")
+        types = [op.type for op in graph.get_operations() if op.type.startswith("Collective")]
+    records = [(record.op, record.dtype) for record in program.plan.records[1]]
+    if is_one_process:
+        assert types == ["CollectiveAllToAllV2", "CollectiveAllToAllV2", "CollectiveGatherV2", "CollectiveAllToAllV2"]
+        assert records == [
+            ("reduce_scatter", "float16"),
+            ("reduce_scatter", "float16"),
+            ("all_gather", "float16"),
+            ("all_to_all", "float32"),
+        ]
+    else:
+        assert types == ["CollectiveReduceScatterV2", "CollectiveReduceV2", "CollectiveGatherV2"]
+        assert records == [("reduce_scatter", "float32"), ("all_reduce", "float32"), ("all_gather", "float32")]
 
 
 def test_nccl_gathers_of_unknown_length_have_a_gradient():

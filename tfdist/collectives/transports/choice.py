@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import tensorflow as tf
-
 from tfdist import errors
 from tfdist.collectives.transports.chunked import Chunked
 from tfdist.collectives.transports.kernels import NCCL, RING, Kernels
@@ -40,8 +38,3 @@ def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_mu
     if is_nccl and implementation != "RING":
         return NCCL
     return RING_BETWEEN_WORKERS if is_multi_worker else RING
-
-
-def are_cpus(devices: Sequence[str]) -> bool:
-    """Whether all `devices` are CPUs, so that processes on one machine can share what is on them."""
-    return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)

@@ -4,12 +4,25 @@ Facts behind what differs (TensorFlow 2.21):
 
 * Only the hint "nccl" on a GPU group selects NCCL; "auto" means the ring, on GPUs too.
 * ReduceScatterV2 has no CPU kernel: there a reduce-scatter is an all-to-all and a local sum, which moves the same bytes.
-* NCCL kernels refuse bfloat16 and int32 reductions (read in the source, not run): they are widened for the trip.
-* CollectiveGatherV2 and the broadcasts have no bfloat16 kernel: bfloat16 travels there as float16 bits.
+* On GPUs TensorFlow refuses all-reduces of bfloat16 and int32, by the ring as by NCCL: they are widened for the trip, or avoided.
+* CollectiveGatherV2 and the broadcasts have no bfloat16 kernel, and NCCL's path none of any kind: it travels as float16 bits.
+* NCCL's all-to-all counts the members of its own process only: between processes it would exchange the wrong blocks.
+
+Note: half-precision sums on GPUs, n elements, N ranks. Bytes that a rank sends:
+
+    reduce-scatter   4 n (N-1)/N   as float32, which the kernel sums on the way
+                     2 n (N-1)/N   an all-to-all of 16 bits each, which the receiver sums in float32
+                     2 n (N-1)     an all-gather of them: never fewer than the first, and as many for two ranks
+    all-reduce       8 n (N-1)/N   as float32
+                     4 n (N-1)/N   the all-to-all, and an all-gather of the sums, rounded once
+
+So the all-to-all is taken wherever there is one: for reduce-scatters always, for all-reduces of bfloat16 where the bytes are
+worth a second message. Between processes NCCL has none, and float32 travels. docs/gpus.md says what else was considered.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +37,8 @@ from tfdist.collectives.transports.transport import Transport, sum_dtype
 # AllToAllV2 names a message by its two ranks, written without a separator: in a larger group of one process "1" to "11"
 # and "11" to "1" are one name, and blocks are silently exchanged.
 _ALL_TO_ALL_RANKS = 11
+# Of bfloat16: below it a message of twice the bytes is taken to cost less than two messages. Not measured on GPUs.
+_TWO_MESSAGES_FROM_BYTES = 2**20
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
 
@@ -35,12 +50,15 @@ class Kernels(Transport):
     def __init__(self) -> None:
         self.messages = KernelMessages(self.hint)
 
-    def reduction_dtype(self, dtype: tf.DType) -> tf.DType:
-        """Returns the dtype in which a reduction of `dtype` travels."""
-        return dtype
+    def exchanges(self, program: RankProgram, ranks: Ranks) -> bool:
+        """Whether `ranks` have an all-to-all."""
+        raise NotImplementedError
 
     def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
-        carried = tf.cast(x, self.reduction_dtype(x.dtype))
+        carried = tf.cast(x, reduction_dtype(program, x.dtype))
+        is_halved = x.dtype == tf.bfloat16 != carried.dtype and reduce_op == "sum" and self.exchanges(program, ranks)
+        if is_halved and _bytes_of(x) >= _TWO_MESSAGES_FROM_BYTES:
+            return self._all_reduce_in_two_messages(program, x, ranks, label)
         reduced = tf.raw_ops.CollectiveReduceV2(
             input=carried,
             merge_op=_MERGE_OPS[reduce_op],
@@ -62,7 +80,7 @@ class Kernels(Transport):
         return gathered
 
     def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
-        if len(ranks) > _ALL_TO_ALL_RANKS:
+        if not self.exchanges(program, ranks):
             gathered = self.all_gather(program, x, ranks, label)
             return tf.reshape(gathered, [len(ranks), *x.shape])[:, ranks.index(program.rank)]
         return in_group_order(program, self._all_to_all(program, x, ranks, "all_to_all", label), ranks)
@@ -91,10 +109,26 @@ class Kernels(Transport):
 
     def _all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, op: str, label: str) -> tf.Tensor:
         """Sends `x[i]` to the i-th of `ranks`; what arrives is in the kernels' order."""
-        x = in_kernel_order(program, x, ranks)
-        return tf.raw_ops.CollectiveAllToAllV2(
-            input=x, ordering_token=[program.token()], is_stateless=False, **self._begin(program, op, x, ranks, label)
+        carried = in_kernel_order(program, x if program.is_on_cpu else as_bytes(x), ranks)
+        moved = tf.raw_ops.CollectiveAllToAllV2(
+            input=carried, ordering_token=[program.token()], is_stateless=False, **self._begin(program, op, carried, ranks, label)
         )
+        return from_bytes(moved, x.dtype)
+
+    def _sum_of_exchanged(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
+        """A reduce-scatter as an all-to-all and a sum: what is summed where it arrives travels in x's dtype."""
+        received = self._all_to_all(program, x, ranks, "reduce_scatter", label)
+        return tf.cast(tf.reduce_sum(tf.cast(received, sum_dtype(x.dtype)), axis=0), dtype)
+
+    def _all_reduce_in_two_messages(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+        """Sums `x`: each rank sums its part of what it is sent, and all gather the sums, in x's dtype. See the note above."""
+        elements = x.shape.num_elements()
+        count = tf.size(x) if elements is None else elements
+        flat = tf.pad(tf.reshape(x, [-1]), [[0, -count % len(ranks)]])
+        parts = tf.reshape(flat, [len(ranks), -1])  # (N, ceil(n/N))
+        part = self._sum_of_exchanged(program, parts, ranks, f"{label}/scatter", x.dtype)
+        whole = self.all_gather(program, part, ranks, f"{label}/gather")
+        return tf.ensure_shape(tf.reshape(whole[:count], tf.shape(x)), x.shape)
 
 
 class Ring(Kernels):
@@ -102,14 +136,14 @@ class Ring(Kernels):
 
     hint = "ring"
 
+    def exchanges(self, program: RankProgram, ranks: Ranks) -> bool:
+        return len(ranks) <= _ALL_TO_ALL_RANKS
+
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
-        """An all-to-all and a sum: what is summed where it arrives travels in x's dtype."""
-        wide = sum_dtype(x.dtype)
-        if len(ranks) > _ALL_TO_ALL_RANKS:
-            reduced = self.all_reduce(program, tf.cast(x, wide), ranks, "sum", label)[ranks.index(program.rank)]
-            return tf.cast(reduced, dtype)
-        received = self._all_to_all(program, x, ranks, "reduce_scatter", label)
-        return tf.cast(tf.reduce_sum(tf.cast(received, wide), axis=0), dtype)
+        if self.exchanges(program, ranks):
+            return self._sum_of_exchanged(program, x, ranks, label, dtype)
+        reduced = self.all_reduce(program, tf.cast(x, sum_dtype(x.dtype)), ranks, "sum", label)
+        return tf.cast(reduced[ranks.index(program.rank)], dtype)
 
 
 class Nccl(Kernels):
@@ -117,12 +151,14 @@ class Nccl(Kernels):
 
     hint = "nccl"
 
-    def reduction_dtype(self, dtype: tf.DType) -> tf.DType:
-        return {tf.bfloat16: tf.float32, tf.int32: tf.int64}.get(dtype, dtype)
+    def exchanges(self, program: RankProgram, ranks: Ranks) -> bool:
+        return set(ranks) <= set(program.communicator.local_ranks)
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """What is summed on the way travels in the wider of both dtypes."""
-        wide = self.reduction_dtype(dtype if dtype.size > x.dtype.size else x.dtype)
+        if sum_dtype(x.dtype) != x.dtype and self.exchanges(program, ranks):
+            return self._sum_of_exchanged(program, x, ranks, label, dtype)
+        wide = reduction_dtype(program, dtype if dtype.size > x.dtype.size else x.dtype)
         carried = in_kernel_order(program, tf.cast(x, wide), ranks)
         reduced = tf.raw_ops.CollectiveReduceScatterV2(
             input=carried,
@@ -132,6 +168,17 @@ class Nccl(Kernels):
             **self._begin(program, "reduce_scatter", carried, ranks, label),
         )
         return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), dtype)
+
+
+def reduction_dtype(program: RankProgram, dtype: tf.DType) -> tf.DType:
+    """Returns the dtype in which a kernel of `program` reduces what is of `dtype`."""
+    return dtype if program.is_on_cpu else {tf.bfloat16: tf.float32, tf.int32: tf.int64}.get(dtype, dtype)
+
+
+def _bytes_of(x: tf.Tensor) -> float:
+    """Returns the bytes of `x`: of a size known at run time only, any number of them."""
+    elements = x.shape.num_elements()
+    return math.inf if elements is None else elements * x.dtype.size
 
 
 RING = Ring()
