@@ -77,7 +77,7 @@ PRIVATE = {
 # Rooms without which everything else runs, with those that may know them.
 OPTIONAL = {"kernels": {"keras_hooks"}}
 RAW_COLLECTIVES = {f"collectives/transports/{name}.py" for name in ("kernels", "kernel_messages", "member_order")}
-TF_CONFIG = {"mesh/devices.py", "runtime/threads.py"}
+TF_CONFIG = {"mesh/devices.py", "mesh/logical_gpus.py", "runtime/threads.py"}
 MAX_LINES = 400
 
 

@@ -10,7 +10,7 @@ model.fit(dataset)
 # What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
 from tfdist import collectives, layers, losses, optimizers, pipeline
 from tfdist.layers import recompute
-from tfdist.mesh import use_logical_cpus
+from tfdist.mesh import use_logical_cpus, use_logical_gpus
 from tfdist.optimizers import clip_by_global_norm, global_norm
 from tfdist.pipeline import PipelineModel
 from tfdist.profiling import memory_report
@@ -38,4 +38,5 @@ __all__ = [
     "recompute",
     "suggest_plan",
     "use_logical_cpus",
+    "use_logical_gpus",
 ]

@@ -73,3 +73,31 @@ def test_too_few_gpus_for_what_each_is_to_have():
     message = "argument --devices-per-worker: 2 workers need 6 GPUs, and there are 4. Received: devices_per_worker=3. Use .* 2 or"
     with pytest.raises(ValueError, match=message):
         device_environments(2, 3, gpus=FOUR)
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "expected", "sharing"),
+    [
+        (1, ["0"], ["0"], "1"),
+        (2, FOUR, ["0", "1"], "1"),
+        (3, ["0"], ["0"] * 3, "3"),
+        (5, ["a", "b"], ["a", "a", "a", "b", "b"], "3"),
+    ],
+)
+def test_parts_of_a_gpu(workers, gpus, expected, sharing):
+    environments = device_environments(workers, None, gpus=gpus, logical_gpus=4)
+    assert [environment.pop("CUDA_VISIBLE_DEVICES") for environment in environments] == expected
+    assert environments == [{"TFDIST_LOGICAL_GPUS": "4", "TFDIST_WORKERS_PER_GPU": sharing}] * workers
+
+
+@pytest.mark.parametrize(
+    ("devices_per_worker", "cpu", "gpus", "message"),
+    [
+        (None, True, FOUR, "--logical-gpus: cannot be given with --cpu"),
+        (2, False, FOUR, "--logical-gpus: cannot be given with --devices-per-worker"),
+        (None, False, [], "--logical-gpus: there is no GPU to split. .* --devices-per-worker 3 splits the CPU"),
+    ],
+)
+def test_parts_of_no_gpu(devices_per_worker, cpu, gpus, message):
+    with pytest.raises(ValueError, match=message):
+        device_environments(2, devices_per_worker, gpus=gpus, cpu=cpu, logical_gpus=3)

@@ -4,7 +4,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.mesh import default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus
+from tfdist.mesh import default_devices, logical_gpus, resolve_devices, use_logical_cpus, uses_physical_gpus, worker_devices
+from tfdist.runtime.gpu_memory import GpuMemory
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:{}".format
 GPU = "/job:localhost/replica:0/task:0/device:GPU:{}".format
@@ -12,20 +13,25 @@ GPU = "/job:localhost/replica:0/task:0/device:GPU:{}".format
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Pretends 4 CPUs and as many logical and physical GPUs as it is called with."""
+    """Pretends 4 CPUs and visible GPUs in as many parts as it is called with."""
 
-    def pretend(logical, physical):
+    def pretend(*parts):
         devices = {
             "CPU": [tf.config.LogicalDevice(f"/device:CPU:{index}", "CPU") for index in range(4)],
-            "GPU": [tf.config.LogicalDevice(f"/device:GPU:{index}", "GPU") for index in range(logical)],
+            "GPU": [tf.config.LogicalDevice(f"/device:GPU:{index}", "GPU") for index in range(sum(parts))],
         }
-        cards = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(physical)]
+        cards = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(len(parts))]
+        limits = {
+            card: [tf.config.LogicalDeviceConfiguration(100)] * number if number > 1 else None
+            for card, number in zip(cards, parts, strict=True)
+        }
         monkeypatch.setattr(
             tf.config,
             "list_logical_devices",
             lambda kind=None: devices[kind] if kind else devices["CPU"] + devices["GPU"],
         )
-        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: cards if kind == "GPU" else [])
+        monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind=None: cards if kind == "GPU" else [])
+        monkeypatch.setattr(tf.config, "get_logical_device_configuration", limits.get)
 
     return pretend
 
@@ -56,7 +62,7 @@ def test_default_devices_are_all_cpus_without_gpus():
 
 
 def test_default_devices_are_all_gpus(gpus):
-    gpus(logical=3, physical=3)
+    gpus(1, 1, 1)
     assert resolve_devices(None) == resolve_devices(default_devices()) == tuple(GPU(index) for index in range(3))
 
 
@@ -101,7 +107,7 @@ def test_resolve_unknown():
 
 
 def test_resolve_mixed(gpus):
-    gpus(logical=2, physical=2)
+    gpus(1, 1)
     with pytest.raises(ValueError, match=r"must all be of one type, not a mix of \['CPU', 'GPU'\]") as error:
         resolve_devices(["GPU:0", "CPU:0"])
     assert "Received: devices=['GPU:0', 'CPU:0']" in str(error.value)
@@ -114,16 +120,43 @@ def test_the_strategy_refuses_them_too(devices):
 
 
 @pytest.mark.parametrize(
-    ("devices", "logical", "physical", "expected"),
+    ("devices", "parts", "expected"),
     [
-        ([CPU(0), CPU(1)], 0, 0, False),
-        ([GPU(0), GPU(1)], 2, 2, True),
-        ([GPU(1)], 4, 4, True),
-        ([GPU(0), GPU(1)], 2, 1, False),
-        ([GPU(0), GPU(1)], 4, 3, False),
-        ([GPU(0), CPU(1)], 2, 2, False),
+        ([CPU(0), CPU(1)], (), False),
+        ([GPU(0), GPU(1)], (1, 1), True),
+        ([GPU(1)], (1, 1, 1, 1), True),
+        ([GPU(0), GPU(1)], (2,), False),
+        ([GPU(0), GPU(1)], (2, 1, 1), False),
+        ([GPU(0), CPU(1)], (1, 1), False),
     ],
 )
-def test_uses_physical_gpus(gpus, devices, logical, physical, expected):
-    gpus(logical=logical, physical=physical)
+def test_uses_physical_gpus(gpus, devices, parts, expected):
+    gpus(*parts)
     assert uses_physical_gpus(devices) is expected
+
+
+def test_gpus_that_the_launcher_splits_are_not_whole(gpus, monkeypatch):
+    """Two workers may share one, each with one part of it."""
+    gpus(1)
+    assert uses_physical_gpus([GPU(0)])
+    monkeypatch.setenv("TFDIST_LOGICAL_GPUS", "1")
+    assert not uses_physical_gpus([GPU(0)])
+
+
+def test_the_launcher_asks_for_parts(gpus, monkeypatch):
+    gpus(1, 1)
+    assert worker_devices() == ("GPU", 2)
+    gpus(3)
+    assert worker_devices() == ("GPU", 3)
+    asked = []
+    monkeypatch.setattr(logical_gpus, "use_logical_gpus", lambda n, memory: asked.append((n, memory)))
+    monkeypatch.setattr(logical_gpus, "gpu_memory", lambda index: GpuMemory(free=1 << 30, total=80 << 30))
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind}:0"])
+    monkeypatch.setenv("TFDIST_LOGICAL_GPUS", "3")
+    assert worker_devices() == ("GPU", 3)
+    monkeypatch.setenv("TFDIST_WORKERS_PER_GPU", "2")
+    default_devices()
+    assert asked == [(3, None), (3, (77 << 30) // 6)]
+    monkeypatch.setenv("TFDIST_LOGICAL_GPUS", "no")
+    with pytest.raises(ValueError, match="TFDIST_LOGICAL_GPUS must be a positive integer"):
+        worker_devices()

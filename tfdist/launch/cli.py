@@ -31,6 +31,8 @@ Each worker has these variables:
   TF_CONFIG                  the addresses of all, and which one it is
   TFDIST_ATTEMPT             0, then 1, ... after restarts
   TFDIST_DEVICES_PER_WORKER  the value of --devices-per-worker, if given
+  TFDIST_LOGICAL_GPUS        the value of --logical-gpus, if given; then also
+  TFDIST_WORKERS_PER_GPU     how many workers share a GPU
   TFDIST_LAUNCHER            1
 
 What a worker started itself ends with the job, unless it has a session of its own.
@@ -80,6 +82,13 @@ def _add_run(commands: Any) -> None:
         metavar="D",
         help="GPUs of each worker (default: an equal share), or logical devices that it splits the CPU in",
     )
+    parser.add_argument(
+        "--logical-gpus",
+        type=_positive_int,
+        metavar="L",
+        help="split one GPU of each worker in L logical ones (tfdist.use_logical_gpus); workers share a GPU where there are more "
+        "of them: to try on one card what needs many",
+    )
     parser.add_argument("--cpu", action="store_true", help="hide the GPUs from the workers")
     parser.add_argument(
         "--max-restarts",
@@ -118,7 +127,9 @@ def _job(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Job:
     if args.log_dir and args.log_dir.exists() and not args.log_dir.is_dir():
         parser.error(f"argument --log-dir: must be a directory, or not exist yet. Received: {args.log_dir}")
     try:
-        environments = device_environments(args.workers, args.devices_per_worker, gpus=visible_gpus(), cpu=args.cpu)
+        environments = device_environments(
+            args.workers, args.devices_per_worker, gpus=visible_gpus(), cpu=args.cpu, logical_gpus=args.logical_gpus
+        )
     except ValueError as error:
         parser.error(str(error))
     return Job(

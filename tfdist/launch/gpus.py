@@ -26,15 +26,18 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, driver: pathlib.Pa
 
 
 def device_environments(
-    workers: int, devices_per_worker: int | None, *, gpus: list[str], cpu: bool = False
+    workers: int, devices_per_worker: int | None, *, gpus: list[str], cpu: bool = False, logical_gpus: int | None = None
 ) -> list[dict[str, str]]:
     """Returns the variables that give each of `workers` processes devices of its own.
 
     `devices_per_worker` None: an equal share of `gpus`, or one CPU device where there are none. With `cpu` the GPUs are hidden.
+    With `logical_gpus` every worker has one card, split in so many parts; workers share a card where there are more of them.
 
     Raises:
         ValueError: there are not enough GPUs. The text names the option of the command line.
     """
+    if logical_gpus is not None:
+        return _environments_of_parts(workers, logical_gpus, devices_per_worker, gpus, cpu)
     asked = {} if devices_per_worker is None else {"TFDIST_DEVICES_PER_WORKER": str(devices_per_worker)}
     if cpu:
         return [asked | {"CUDA_VISIBLE_DEVICES": _NO_GPU}] * workers
@@ -54,3 +57,20 @@ def device_environments(
             fix=f"Use --devices-per-worker {len(gpus) // workers} or fewer, fewer workers, or --cpu to run on the CPU.",
         )
     return [asked | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank * share : (rank + 1) * share])} for rank in range(workers)]
+
+
+def _environments_of_parts(
+    workers: int, logical_gpus: int, devices_per_worker: int | None, gpus: list[str], cpu: bool
+) -> list[dict[str, str]]:
+    if cpu or devices_per_worker is not None:
+        option = "--cpu" if cpu else "--devices-per-worker"
+        raise errors.value_error(f"argument --logical-gpus: cannot be given with {option}: it splits a GPU of each worker.")
+    if not gpus:
+        raise errors.value_error(
+            "argument --logical-gpus: there is no GPU to split.",
+            logical_gpus=logical_gpus,
+            fix=f"--devices-per-worker {logical_gpus} splits the CPU instead.",
+        )
+    sharing = -(-workers // len(gpus))
+    asked = {"TFDIST_LOGICAL_GPUS": str(logical_gpus), "TFDIST_WORKERS_PER_GPU": str(sharing)}
+    return [asked | {"CUDA_VISIBLE_DEVICES": gpus[rank // sharing]} for rank in range(workers)]

@@ -2,6 +2,7 @@
 
 from tfdist.mesh.device_mesh import MESH_AXES, Coordinate, DeviceMesh, current_mesh
 from tfdist.mesh.devices import are_cpus, default_devices, resolve_devices, use_logical_cpus, uses_physical_gpus, worker_devices
+from tfdist.mesh.logical_gpus import use_logical_gpus
 
 __all__ = [
     "MESH_AXES",
@@ -12,6 +13,7 @@ __all__ = [
     "default_devices",
     "resolve_devices",
     "use_logical_cpus",
+    "use_logical_gpus",
     "uses_physical_gpus",
     "worker_devices",
 ]

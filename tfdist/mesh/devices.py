@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.mesh.device_mesh import canonical
-from tfdist.runtime.tf_config import devices_per_worker_setting
+from tfdist.mesh.logical_gpus import split_gpu_as_asked
+from tfdist.runtime.tf_config import devices_per_worker_setting, logical_gpus_setting
 from tfdist.runtime.threads import share_cores
 
 
@@ -50,6 +51,7 @@ def use_logical_cpus(n: int) -> list[str]:
 
 def default_devices() -> list[str]:
     """Returns all logical GPUs, or all logical CPUs where there is no GPU."""
+    split_gpu_as_asked()
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     return [device.name for device in devices]
 
@@ -60,14 +62,15 @@ def worker_devices() -> tuple[str, int]:
     It does not initialise TensorFlow, which would be too early: a worker's server must start first. Without GPUs the CPU is one
     device, or as many as `use_logical_cpus` or the launcher's `--devices-per-worker` have asked for.
     """
-    gpus = tf.config.list_physical_devices("GPU")
+    split_gpu_as_asked()
+    gpus = tf.config.get_visible_devices("GPU")
     if gpus:
-        return "GPU", sum(len(tf.config.get_logical_device_configuration(gpu) or [None]) for gpu in gpus)
+        return "GPU", sum(_parts_of(gpu) for gpu in gpus)
     cpu = tf.config.list_physical_devices("CPU")[0]
     asked = devices_per_worker_setting()
     if asked is not None and not tf.config.get_logical_device_configuration(cpu):
         use_logical_cpus(asked)
-    return "CPU", len(tf.config.get_logical_device_configuration(cpu) or [None])
+    return "CPU", _parts_of(cpu)
 
 
 def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
@@ -118,10 +121,17 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def uses_physical_gpus(devices: Sequence[str]) -> bool:
-    """Whether every one of `devices` is a whole physical GPU (NCCL refuses two logical GPUs on one card)."""
-    if any(tf.DeviceSpec.from_string(device).device_type != "GPU" for device in devices):
+    """Whether every one of `devices` is a whole physical GPU (NCCL refuses two logical GPUs on one card).
+
+    Where the launcher splits the cards (`--logical-gpus`), workers may share one, so that none counts as whole.
+    """
+    if logical_gpus_setting() or any(tf.DeviceSpec.from_string(device).device_type != "GPU" for device in devices):
         return False
-    return len(tf.config.list_logical_devices("GPU")) <= len(tf.config.list_physical_devices("GPU"))
+    return all(_parts_of(card) == 1 for card in tf.config.get_visible_devices("GPU"))
+
+
+def _parts_of(device: tf.config.PhysicalDevice) -> int:
+    return len(tf.config.get_logical_device_configuration(device) or [None])
 
 
 def are_cpus(devices: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -101,15 +102,37 @@ def _is_address(value: Any) -> bool:
     return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
+@dataclasses.dataclass(frozen=True)
+class LogicalGpus:
+    """How the launcher wants the GPU of each worker to be split."""
+
+    number: int  # logical GPUs of a worker
+    workers_per_gpu: int  # that share a card
+
+
+def logical_gpus_setting() -> LogicalGpus | None:
+    """Returns what the launcher asks for (TFDIST_LOGICAL_GPUS, TFDIST_WORKERS_PER_GPU), None when it asks for nothing.
+
+    Raises:
+        ValueError: a variable is set to something other than a positive integer.
+    """
+    number = _number_setting("TFDIST_LOGICAL_GPUS")
+    return None if number is None else LogicalGpus(number, _number_setting("TFDIST_WORKERS_PER_GPU") or 1)
+
+
 def devices_per_worker_setting() -> int | None:
     """Returns what the launcher asks for (TFDIST_DEVICES_PER_WORKER), None when it asks for nothing.
 
     Raises:
         ValueError: the variable is set to something other than a positive integer.
     """
-    text = os.environ.get("TFDIST_DEVICES_PER_WORKER", "").strip()
+    return _number_setting("TFDIST_DEVICES_PER_WORKER")
+
+
+def _number_setting(name: str) -> int | None:
+    text = os.environ.get(name, "").strip()
     if not text:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise errors.value_error("TFDIST_DEVICES_PER_WORKER must be a positive integer.", TFDIST_DEVICES_PER_WORKER=text)
+        raise errors.value_error(f"{name} must be a positive integer.", **{name: text})
     return int(text)

@@ -1,7 +1,6 @@
 """Which transport is chosen. GPUs are pretended."""
 
 import pytest
-import tensorflow as tf
 from ranks import strategy_on
 
 from tfdist.collectives import NCCL, RING, choose_transport
@@ -31,12 +30,3 @@ def test_nccl_on_physical_gpus_only(monkeypatch, physical):
     monkeypatch.setattr(choice, "uses_physical_gpus", lambda devices: asked.append(devices) or physical)
     assert choose_transport(["GPU:0", "GPU:1"]) is (NCCL if physical else RING)
     assert asked == [["GPU:0", "GPU:1"]]
-
-
-@pytest.mark.parametrize(("cards", "expected"), [(2, NCCL), (1, RING)])
-def test_virtual_gpus_take_the_ring(monkeypatch, cards, expected):
-    physical = [tf.config.PhysicalDevice(f"/physical_device:GPU:{index}", "GPU") for index in range(cards)]
-    logical = [tf.config.LogicalDevice(f"/device:GPU:{index}", "GPU") for index in range(2)]
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: physical)
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: logical)
-    assert choose_transport(["/device:GPU:0", "/device:GPU:1"]) is expected
