@@ -59,6 +59,7 @@ def main(argv=None):
     args = parse_args(argv)
     strategy = train_gpt.make_strategy(
         args.devices,
+        args.logical_gpus,
         pipeline_parallel_size=args.pipeline_parallel_size,
         tensor_parallel_size=args.tensor_parallel_size,
         zero_stage=args.zero_stage,

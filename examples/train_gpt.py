@@ -218,11 +218,14 @@ def build_optimizer(learning_rate, steps):
     return keras.optimizers.AdamW(schedule)
 
 
-def make_strategy(count, **settings):
-    """Returns a strategy over all workers of a TF_CONFIG job, else over `count` GPUs or logical CPUs of this machine."""
+def make_strategy(count, logical_gpus=None, **settings):
+    """Returns a strategy over all workers of a TF_CONFIG job, else over `count` GPUs or logical CPUs of this machine.
+
+    With `logical_gpus` the first GPU is split in so many, which count as GPUs.
+    """
     if os.environ.get("TF_CONFIG"):
         return tfdist.MultiWorkerShardedStrategy(**settings)
-    gpus = len(tf.config.list_physical_devices("GPU"))
+    gpus = len(tfdist.use_logical_gpus(logical_gpus) if logical_gpus else tf.config.list_physical_devices("GPU"))
     if gpus >= count:
         return tfdist.ShardedStrategy([f"GPU:{i}" for i in range(count)], **settings)
     if gpus:
@@ -234,6 +237,7 @@ def add_arguments(parser):
     """Adds the flags of model, data, training and devices."""
     parser.add_argument("--zero-stage", type=int, default=3, choices=range(4), help="0 shards nothing, 3 everything")
     parser.add_argument("--devices", type=int, default=2, help="GPUs to use, or parts to split the CPU in")
+    parser.add_argument("--logical-gpus", type=int, metavar="N", help="split one GPU in N first, to try N ranks on one card")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps-per-epoch", type=int, default=250)
     parser.add_argument("--batch-size", type=int, default=32, help="windows of one step, over all devices")
@@ -252,6 +256,8 @@ def check_arguments(parser, args):
     for name, value in vars(args).items():
         if name not in ("zero_stage", "seed") and isinstance(value, (int, float)) and value <= 0:
             parser.error(f"argument --{name.replace('_', '-')}: must be positive. Received: {value}")
+    if args.logical_gpus and args.logical_gpus < args.devices:
+        parser.error(f"argument --logical-gpus: must be at least --devices {args.devices}. Received: {args.logical_gpus}")
     if args.width % args.heads:
         parser.error(f"argument --width: {args.width} must be divisible by --heads {args.heads}")
 
@@ -270,7 +276,8 @@ def parse_args(argv):
 
 def main(argv=None):
     args = parse_args(argv)
-    strategy = make_strategy(args.devices, zero_stage=args.zero_stage)  # first: a worker must join its job before anything else
+    # First: a worker must join its job before anything else.
+    strategy = make_strategy(args.devices, args.logical_gpus, zero_stage=args.zero_stage)
     cluster = getattr(strategy, "cluster", None)  # None on one machine
     is_chief = cluster is None or cluster.is_chief
     say = print if is_chief else lambda *_, **__: None

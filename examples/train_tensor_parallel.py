@@ -107,7 +107,7 @@ def parse_args(argv):
 def main(argv=None):
     args = parse_args(argv)
     settings = {"tensor_parallel_size": args.tensor_parallel_size, "zero_stage": args.zero_stage}
-    strategy = train_gpt.make_strategy(args.devices, **settings)
+    strategy = train_gpt.make_strategy(args.devices, args.logical_gpus, **settings)
     tokens = load_tokens(args)
     curves = {}
     keras.utils.set_random_seed(args.seed)

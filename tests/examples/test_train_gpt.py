@@ -58,6 +58,7 @@ def train_gpt(monkeypatch):
     [
         ("--batch-size 5 --devices 2", "--batch-size: 5 must be divisible by --devices 2"),
         ("--width 10 --heads 4", "--width: 10 must be divisible by --heads 4"),
+        ("--logical-gpus 2 --devices 4", "--logical-gpus: must be at least --devices 4. Received: 2"),
         ("--epochs 0", "--epochs: must be positive. Received: 0"),
         ("--zero-stage 4", "--zero-stage: invalid choice: 4"),
     ],
