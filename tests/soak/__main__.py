@@ -6,6 +6,7 @@ import argparse
 import collections
 import dataclasses
 import fnmatch
+import functools
 import json
 import os
 
@@ -16,6 +17,7 @@ import platform
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ from collections.abc import Iterator
 import tabulate
 import tqdm
 
+from tests import workers
 from tests.soak import hosts, judging
 from tests.soak.faults import Fault, Phases, Planned
 from tests.soak.jobs import Job
@@ -77,7 +80,8 @@ def run(rows: list[tuple[Fault, Job, int]], out: pathlib.Path, *, keep: bool = F
                 continue
             row = one(fault, job, seed, folder / f"{number}_{fault.name}", references)
             done.append(row)
-            file.write(json.dumps({"at": time.strftime("%F %T"), "machine": machine(), **dataclasses.asdict(row)}) + "\n")
+            made = {"at": time.strftime("%F %T"), "tree": tree(), "machine": machine()}
+            file.write(json.dumps({**made, **dataclasses.asdict(row)}) + "\n")
             file.flush()
             words = "" if row.holds else f"\n         {'; '.join(row.problems)}\n         {folder / f'{number}_{fault.name}'}"
             took = f", {row.seconds} s, {row.repeated} steps again" if row.seconds is not None else ""
@@ -140,6 +144,13 @@ def _why_not(fault: Fault, job: Job) -> str:
     if fault.needs_root and os.geteuid() != 0:
         return "needs root"
     return ""
+
+
+@functools.cache
+def tree() -> str:
+    """Returns the commit that is disturbed, with "-dirty" behind it if something is not committed; "" outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=workers.ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def machine() -> str:

@@ -21,7 +21,7 @@ from tests.soak.faults import (
 from tests.soak.jobs import Job, grid
 
 # Without a launcher nobody knows of a worker that ends before it connects, for as long as others wait for it.
-_SHORT = {"launch": "fork", "rendezvous_timeout_seconds": 20.0}
+_SHORT = {"launch": "fork", "rendezvous_timeout_seconds": 10.0}
 _FORKS = [Job(launch="fork"), Job("tensor", launch="fork"), Job("pipeline", launch="fork"), Job(workers=3, launch="fork")]
 _OWN = [Job(loop="own", launch="fork"), Job("tensor", loop="own", launch="fork")]
 _VARIANTS = [
