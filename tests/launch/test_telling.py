@@ -1,8 +1,10 @@
-"""Workers that wait for each other to start are told at once when one of them has ended; who was stopped is woken for its end."""
+"""Workers that wait for each other to start are told at once when one of them has ended; who was stopped is woken."""
 
 import time
 
 import pytest
+
+from tfdist.launch import stops
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,3 +49,40 @@ def test_a_stopped_worker_may_end_by_itself(run):
     ended = run(source, "--workers", "2", "--grace-seconds", "50")
     assert ended.code == 1 and ended.out == ["[worker 1] awake"]
     assert ended.own[-1].startswith("worker 1 (")
+
+
+def test_a_worker_that_was_stopped_alone_is_woken(run, monkeypatch):
+    """Also where all others have ended: it stayed for ever."""
+    monkeypatch.setattr(stops, "WAKE_LOOKS", 2)
+    source = """
+        if rank == 1:
+            wait_for_end(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            print("awake")
+    """
+    ended = run(source, "--workers", "2")
+    assert ended.code == 0 and ended.out == ["[worker 1] awake"]
+    assert "worker 1 was stopped alone for " in ended.own[1]
+
+
+class _Process:
+    """A worker, as `Stops` sees it."""
+
+    def __init__(self, exit_code=None, is_stopped=False):
+        self.exit_code = exit_code
+        self.is_stopped = is_stopped
+
+
+def test_who_is_woken(monkeypatch):
+    monkeypatch.setattr(stops, "LOOK_SECONDS", -1.0)  # always time to look
+    monkeypatch.setattr(stops, "WAKE_LOOKS", 3)
+
+    def woken(*workers):
+        seen = stops.Stops()
+        return [seen.overdue(workers) for _ in range(4)]
+
+    runs, stopped, ended = _Process(), _Process(is_stopped=True), _Process(exit_code=0)
+    assert woken(runs, stopped, ended) == [[], [], [stopped], []]
+    assert woken(ended, stopped) == [[], [], [stopped], []]
+    assert woken(stopped, _Process(is_stopped=True)) == [[]] * 4, "the job is paused"
+    assert woken(runs, ended) == [[]] * 4

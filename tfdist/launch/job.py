@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from tfdist.errors import PEER_FAILED_EXIT_CODE
 from tfdist.launch.output import Output, say
 from tfdist.launch.signals import Signals
+from tfdist.launch.stops import LOOK_SECONDS, WAKE_LOOKS, Stops
 from tfdist.launch.tasks import tasks_on_free_ports
 from tfdist.launch.worker import Worker
 from tfdist.runtime.cluster import Cluster, Task
@@ -143,11 +144,17 @@ class Attempt:
                 for source, pipe in worker.pipes.items():
                     on_output = functools.partial(self._on_output, selector, worker, source)
                     selector.register(pipe, selectors.EVENT_READ, on_output)
+            stops = Stops()
             while self._running():
-                timeout = max(0.0, self._plan[0][0] - time.monotonic()) if self._plan else None
+                timeout = LOOK_SECONDS
+                if self._plan:
+                    timeout = min(timeout, max(0.0, self._plan[0][0] - time.monotonic()))
                 if self._untold:
                     self._tell()
-                    timeout = _TELL_SECONDS if timeout is None else min(timeout, _TELL_SECONDS)
+                    timeout = min(timeout, _TELL_SECONDS)
+                for worker in stops.overdue(self._workers):
+                    say(f"{worker.task.name} was stopped alone for {WAKE_LOOKS * LOOK_SECONDS:.0f} s: it is woken, by SIGCONT")
+                    worker.signal(signal.SIGCONT)
                 for key, _ in selector.select(timeout):
                     key.data()
                 if self._plan and self._plan[0][0] <= time.monotonic():

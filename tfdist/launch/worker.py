@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pathlib
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +56,12 @@ class Worker:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process (SIGSTOP, SIGTSTP): it does nothing until SIGCONT."""
+        # "pid (name) state ...", where the name may hold anything.
+        return pathlib.Path(f"/proc/{self.pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[0] == "T"
 
     def read(self, source: str) -> bytes | None:
         """Passes on what lies in the pipe "stdout" or "stderr"; returns it: b"" at the end, None if nothing is there yet."""
