@@ -42,6 +42,35 @@ class Blocks(keras.Model):
         return self.head(self.dropout(x, training=training))
 
 
+class Pair(keras.Model):
+    """Two parts, each with an optimizer of its own; `model.optimizer` is Keras's default, and does nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.Sequential([keras.Input((8,)), keras.layers.Dense(5, activation="tanh"), keras.layers.Dropout(0.3)])
+        self.second = keras.layers.Dense(3)
+        self.build((None, 8))
+
+    def build(self, shape):
+        self.second.build((None, 5))
+        super().build(shape)
+
+    def call(self, x, training=None):
+        return self.second(self.first(x, training=training))
+
+    def compile(self, optimizer, loss, metrics):
+        super().compile(loss=loss)
+        self.second_optimizer, self.in_list = optimizer, [keras.optimizers.Adam(0.01)]
+
+    def train_step(self, data):
+        x, y = data
+        for part, optimizer in ((self.second, self.second_optimizer), (self.first, self.in_list[0])):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            optimizer.apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
+        return {"loss": loss}
+
+
 def layers():
     return keras.Sequential(
         [
@@ -73,6 +102,7 @@ MODELS = {
     "plan": by_plan,
     "pipeline": lambda: tfdist.PipelineModel(layers(), num_microbatches=2),
     "blocks": lambda: tfdist.PipelineModel(Blocks(), num_microbatches=2, blocks="blocks"),
+    "pair": Pair,
 }
 
 
@@ -107,7 +137,8 @@ def _fit(strategy, model, optimizer, save_freq, callbacks, watch):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(24, seed=3).batch(5)
     backup = keras.callbacks.BackupAndRestore(watch.backup, save_freq=save_freq)
     made.fit(data, epochs=2, shuffle=False, callbacks=[backup, *(make() for make in callbacks), watch], verbose=0)
-    variables = [*made.variables, *made.optimizer.variables]
+    optimizers = [made.second_optimizer, *made.in_list] if model == "pair" else [made.optimizer]
+    variables = [*made.variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
     return [(variable.path, [one.numpy() for one in variable._value.values]) for variable in variables]
 
 

@@ -187,6 +187,10 @@ def with_keras_augmentation():
     return {"x": rows().batch(BATCH).map(lambda x, y: (layer(x, training=True), y))}
 
 
+def with_validation_of_a_generator():
+    return {**arrays()(), "validation_data": generator()["x"], "validation_steps": 2}
+
+
 def with_validation():
     return {**arrays()(), "validation_data": rows().shuffle(ROWS).batch(BATCH), "validation_steps": 2}
 
@@ -220,6 +224,7 @@ DATA = {
     "generator": generator,
     "from_generator": from_generator,
     "validation": with_validation,
+    "validation of a generator": with_validation_of_a_generator,
 }
 IN_EVERY_RUN = ["shuffled rows", "shuffled before repeat", "of unknown length", "PyDataset"]
 

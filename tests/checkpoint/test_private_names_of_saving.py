@@ -207,6 +207,7 @@ def test_what_the_extra_state_stands_on():
     assert [generator.state for generator in dropout._seed_generators] == [dropout.seed_generator.state]
     assert int(model.optimizer._iterations) == 0 and isinstance(dropout.seed_generator.state._value, tf.Variable)
     assert any(part is model.optimizer for part in tf.train.TrackableView(model).descendants())
+    assert model.optimizer._trainable_variables == model.trainable_variables
     assert "seed_generator_0" not in dropout._trackable_children("checkpoint"), "of no tfdist strategy"
     stored = {}
 
@@ -219,3 +220,5 @@ def test_what_the_extra_state_stands_on():
     saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=visited)
     # Layers store their variables as they are, and what is visited is not asked.
     assert {id(value) for value in stored.values()} == {id(variable) for variable in model.weights}
+    model.in_list = [keras.optimizers.SGD()]
+    assert dict(saving_lib._walk_saveable(model))["in_list"] == model.in_list

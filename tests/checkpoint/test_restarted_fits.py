@@ -1,6 +1,7 @@
 """A `fit` that goes on from the middle of an epoch and of an accumulation ends as if it had never stopped, bit by bit."""
 
 import math
+import warnings
 
 import keras
 import pytest
@@ -8,7 +9,7 @@ from grids import exhaustive
 
 import tfdist
 from tests.checkpoint import restarted_fits
-from tests.checkpoint.restarted_fits import MODELS, OPTIMIZERS
+from tests.checkpoint.restarted_fits import OPTIMIZERS
 from tests.workers import job
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
@@ -23,7 +24,7 @@ SETTINGS = {
 BY_DEFAULT = ("pipeline", "scaled", SETTINGS["pipeline"][1])
 CASES = [
     (model, optimizer, settings)
-    for model in MODELS
+    for model in SETTINGS
     for optimizer in OPTIMIZERS
     for settings in SETTINGS[model]
     if not (optimizer == "several" and model in ("pipeline", "blocks"))  # Keras's wants all gradients of the model at once
@@ -50,6 +51,13 @@ def test_averages_that_are_swapped(save_freq, zero_stage, tmp_path, cpus):
 
     strategy = on(cpus, {"zero_stage": zero_stage})
     assert restarted_fits.differences(strategy, "layers", "averages", tmp_path, save_freq, [swap], step=7) == []
+
+
+@pytest.mark.parametrize("zero_stage", [3, exhaustive(0), exhaustive(1)])
+def test_optimizers_beside_that_of_the_model(zero_stage, tmp_path, cpus):
+    """They began anew: Keras builds `model.optimizer` alone, and loads no state into one that is not built."""
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        assert restarted_fits.differences(on(cpus, {"zero_stage": zero_stage}), "pair", "momentum", tmp_path) == []
 
 
 # Two workers: all in one job, because its start takes longest.

@@ -33,7 +33,14 @@ from keras.src.utils import file_utils, io_utils
 from tfdist import errors
 from tfdist.checkpoint import backup_file
 from tfdist.checkpoint.callback_states import callback_states, restore_callback_states
-from tfdist.checkpoint.extra_state import extra_state, metrics_state, restore_extra_state, restore_metrics_state
+from tfdist.checkpoint.extra_state import (
+    build_optimizers,
+    extra_state,
+    metrics_state,
+    restore_extra_state,
+    restore_metrics_state,
+    trained_variables,
+)
 from tfdist.checkpoint.saving import write_on_chief
 from tfdist.checkpoint.staging import copy_file, write_bytes
 from tfdist.checkpoint.writing_role import all_workers_inside, is_chief
@@ -111,7 +118,7 @@ class FitBackup:
         if found["path"] is None:
             return
         self._path, state = found["path"], found["state"]
-        self._load_weights()
+        self._load_weights(state)
         if state is None:  # of Keras without tfdist, which has set the epoch
             return
         self._model._initial_epoch = state["epoch"]
@@ -227,15 +234,21 @@ class FitBackup:
                 fix="Give all workers the same directory of a shared file system.",
             )
 
-    def _load_weights(self) -> None:
-        """Loads the weights, as Keras does."""
-        callback = self._callback
-        latest = callback._weights_path
-        callback._weights_path = self._path
-        try:
-            callback._load_model()
-        finally:
-            callback._weights_path = latest
+    def _load_weights(self, state: State | None) -> None:
+        """Loads the weights, and the state of optimizers, which are built for it; Keras would build `model.optimizer` alone."""
+        if not self._model.built:
+            raise errors.value_error(
+                "`BackupAndRestore` needs a model that is built before `fit`.",
+                model=self._model.name,
+                fix="Call the model on a batch, in `strategy.scope()`, before `fit`.",
+            )
+        optimizer = self._model.optimizer
+        with self._strategy.scope():
+            if state is not None and "optimizers" in state:
+                build_optimizers(self._model, state["optimizers"])
+            elif optimizer is not None and not optimizer.built:
+                optimizer.build(self._model.trainable_variables)
+        self._model.load_weights(self._path)
 
     def _restore_extra(self) -> None:
         extra = backup_file.read_arrays(self._path, "extra")
@@ -304,6 +317,7 @@ class FitBackup:
             "validations": self._data.validations(),
             "logs": _plain(self._logs),
             "callbacks": numbers,
+            "optimizers": trained_variables(self._model),
             "stop_training": bool(self._model.stop_training),
             "run": this_run().to_json(),
             **more,

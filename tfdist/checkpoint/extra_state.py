@@ -13,19 +13,20 @@ themselves (`metrics_state`), since `fit` empties them when an epoch begins. Wha
 
 A state is a dictionary of arrays; its names are the same in every run of one program. All workers call these functions at once.
 
-Keras's walk and `_iterations`, `_value` are private to Keras: tests/checkpoint/test_private_names_of_saving.py fails when they
-change.
+Keras's walk and `_iterations`, `_trainable_variables`, `_value` are private to Keras:
+tests/checkpoint/test_private_names_of_saving.py fails when they change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.saving import saving_lib
+from keras.src.saving.keras_saveable import KerasSaveable
 
 from tfdist import errors
 from tfdist.checkpoint.discarding import DiscardingStore
@@ -72,6 +73,33 @@ def restore_metrics_state(model: Any, state: State) -> None:
     _assign(_numbered("metrics", model.metrics_variables), state)
 
 
+def trained_variables(model: Any) -> list[list[int]]:
+    """Returns what `build_optimizers` needs: for each optimizer of `model` the numbers of the variables that it trains; none of
+    one that is not built, or trains other variables than the model's."""
+    numbers = {id(variable): number for number, variable in enumerate(model.variables)}
+    trained = [[numbers.get(id(variable)) for variable in optimizer._trainable_variables] for optimizer in _optimizers(model)]
+    return [[] if None in of_one else of_one for of_one in trained]
+
+
+def build_optimizers(model: Any, trained: list[list[int]]) -> None:
+    """Builds the optimizers of `model` for the variables that they have trained: Keras loads no state into one that is not built,
+    and builds `model.optimizer` alone.
+
+    Raises:
+        ValueError: `model` has other optimizers, or fewer variables.
+    """
+    optimizers, variables = _optimizers(model), model.variables
+    if len(optimizers) != len(trained) or any(number >= len(variables) for of_one in trained for number in of_one):
+        raise errors.value_error(
+            f"The state to restore is that of another model: it has {len(trained)} optimizers, and the model has "
+            f"{len(optimizers)}, of {len(variables)} variables.",
+            fix="Restore it into the model, compiled as it was, that it was taken of.",
+        )
+    for optimizer, numbers in zip(optimizers, trained, strict=True):
+        if numbers and not optimizer.built:
+            optimizer.build([variables[number] for number in numbers])
+
+
 # Which
 
 
@@ -88,11 +116,27 @@ def _variables(model: Any) -> dict[str, Any]:
 
 
 def _optimizers(model: Any) -> list[Any]:
-    """Returns the optimizers of a model, and those within them."""
-    found = [part for part in tf.train.TrackableView(model).descendants() if isinstance(part, keras.optimizers.Optimizer)]
+    """Returns the optimizers of a model, those that Keras alone sees, as in a list, and those within them."""
+    parts = [*tf.train.TrackableView(model).descendants(), *_saveables(model, set())]
+    found = list({id(part): part for part in parts if isinstance(part, keras.optimizers.Optimizer)}.values())
     for optimizer in found:  # grows: TensorFlow does not see those in a `MultiOptimizer`
         found += [one for one in getattr(optimizer, "optimizers", ()) if one not in found]
     return found
+
+
+def _saveables(part: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields what Keras's walk over a model finds, in its order."""
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if isinstance(part, KerasSaveable):
+        yield part
+        children = [child for _, child in saving_lib._walk_saveable(part)]
+    else:
+        children = list(part.values() if isinstance(part, dict) else part)
+    for child in children:
+        if isinstance(child, KerasSaveable | list | dict | tuple):
+            yield from _saveables(child, seen)
 
 
 def _numbered(group: str, variables: Iterable[Any]) -> dict[str, Any]:

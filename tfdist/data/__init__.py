@@ -4,7 +4,7 @@ from tfdist.data import parts, steps
 from tfdist.data.device_iterators import DistributedDataset, DistributedDatasetsFromFunction
 from tfdist.data.ends import Ends
 from tfdist.data.fit_data import FitData
-from tfdist.data.position import steps_of
+from tfdist.data.position import first_batch, is_generator, steps_of
 from tfdist.data.signature import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.data.split import split_batches
 
@@ -16,6 +16,8 @@ __all__ = [
     "FitData",
     "dataset_signature",
     "difference",
+    "first_batch",
+    "is_generator",
     "parts",
     "split_batches",
     "steps",

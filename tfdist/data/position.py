@@ -87,6 +87,11 @@ def is_generator(iterator: Any) -> bool:
     return isinstance(iterator.data_adapter, GeneratorDataAdapter)
 
 
+def first_batch(iterator: Any) -> Any:
+    """Returns the first batch of a generator, which Keras has read when it made its `iterator`, and will yield again."""
+    return iterator.data_adapter._first_batches[0]
+
+
 def position_of(iterator: Any, batches: int) -> dict[str, Any]:
     """Returns a place in the data of Keras's `iterator`, as what JSON can carry: `batches` of the epoch that runs, 0 its end."""
     signature = _signature(iterator)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.checkpoint import tfdist_strategy
-from tfdist.data import FitData, steps, steps_of
+from tfdist.data import FitData, first_batch, is_generator, steps, steps_of
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.layers import layer_strategy, sharded_tensors
 from tfdist.metrics.adoption import adopt
@@ -118,7 +118,9 @@ def _build_on_symbols(original: Callable[..., None], self: Any, iterator: Any, d
     # What is not built yet is built in the first step, as on one device: steps of one's own use the data in their own way.
     if self.run_eagerly or any(_is_own(self, step) for step in ("train_step", "test_step")):
         return
-    if iterator is not None:
+    if iterator is not None and is_generator(iterator):
+        data_batch = first_batch(iterator)  # to read another one would move the generator on
+    elif iterator is not None:
         data_batch = tf.nest.map_structure(_spec_of_one_rank, iterator._distributed_dataset.element_spec)
         specs = tf.nest.flatten(data_batch)
         if any(isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec) for spec in specs):
@@ -139,6 +141,16 @@ def _epoch_iterator(original: Callable[..., None], self: Any, distribute_strateg
     if config_of(distribute_strategy) is not None:
         extended = distribute_strategy.extended
         steps.check_same(extended.tell_all("the steps of an epoch", steps.description(self)), extended.names_of_processes)
+
+
+@replaces(_EPOCH_ITERATOR, "reset", signature="(self)")
+def _reset(original: Callable[..., None], self: Any) -> None:
+    """Each validation would have a generator's first batches again, and then go on behind those that the one before it has read
+    ahead: how many these are differs from worker to worker."""
+    running = self._current_iterator
+    original(self)
+    if config_of(self._distribute_strategy) is not None and is_generator(self):
+        self._current_iterator = running
 
 
 @replaces(_EPOCH_ITERATOR, "catch_stop_iteration", signature="(self)")
