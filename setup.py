@@ -31,7 +31,7 @@ setup(
     package_data={"tfdist": ["py.typed"]},
     python_requires=f">={PYTHONS[0]},<3.{int(PYTHONS[-1].removeprefix('3.')) + 1}",
     install_requires=["tensorflow>=2.21,<2.22", "keras>=3.15,<3.16", "tensorflow-datasets", "numpy", "h5py"],
-    entry_points={"console_scripts": ["tfdist=tfdist.launch.cli:main"]},
+    entry_points={"console_scripts": ["tfdist=tfdist.__main__:main"]},
     extras_require={"examples": EXAMPLES, "test": TEST + EXAMPLES},
     keywords=["tensorflow", "keras", "distributed training", "ZeRO", "FSDP", "sharding"],
     classifiers=[

@@ -32,7 +32,8 @@ LEVELS = {
     "strategy": 7,
     "tensor_plans": 8,
     "launch": 9,
-    "__main__": 10,
+    "doctor": 10,
+    "__main__": 11,
     "profiling": 9,
     "testing": 9,
 }
@@ -77,7 +78,7 @@ PRIVATE = {
 # Rooms without which everything else runs, with those that may know them.
 OPTIONAL = {"kernels": {"keras_hooks"}}
 RAW_COLLECTIVES = {f"collectives/transports/{name}.py" for name in ("kernels", "kernel_messages", "member_order")}
-TF_CONFIG = {"mesh/devices.py", "mesh/logical_gpus.py", "runtime/threads.py"}
+TF_CONFIG = {"mesh/devices.py", "mesh/device_details.py", "mesh/logical_gpus.py", "runtime/threads.py"}
 MAX_LINES = 400
 
 

@@ -1,8 +1,15 @@
-"""`python -m tfdist`: the commands of `tfdist/launch/cli.py`."""
+"""`python -m tfdist`: the commands of `tfdist/launch/cli.py`, and the doctor."""
 
 import sys
 
-from tfdist.launch.cli import main
+from tfdist.doctor.command import add_doctor
+from tfdist.launch import cli
+
+
+def main() -> int:
+    """Runs the command of this process's arguments; returns its exit code."""
+    return cli.main(more=[add_doctor])
+
 
 if __name__ == "__main__":
     sys.exit(main())

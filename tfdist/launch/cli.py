@@ -8,14 +8,13 @@ import pathlib
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfdist.launch.arguments import non_negative_int, positive_int, seconds
 from tfdist.launch.gpus import device_environments, visible_gpus
 from tfdist.launch.job import KILL_SECONDS, Job, run_job
 from tfdist.launch.schedule_command import add_schedule
-
-_LONGEST_GRACE = 24 * 3600.0  # seconds
 
 _RUN_DESCRIPTION = """\
 Starts N processes of a training script on this machine, with the TF_CONFIG that a multi-worker strategy reads, and watches
@@ -42,11 +41,12 @@ exit code:
   130 after Ctrl-C, 143 after SIGTERM: the workers get the signal and the grace time; a second Ctrl-C kills them at once."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, more: Sequence[Callable[[Any], None]] = ()) -> int:
     """Runs a command; returns its exit code.
 
     Args:
         argv: arguments without the program's name; None: those of this process.
+        more: functions that add commands of their own, given argparse's subparsers: of packages that this one does not know.
 
     Raises:
         SystemExit: with code 2, for wrong arguments; with code 0, after `--help`.
@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
     add_schedule(commands)
+    for add in more:
+        add(commands)
     args = parser.parse_args(argv)
     try:
         return args.command(args)
@@ -74,17 +76,17 @@ def _add_run(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--workers", type=_positive_int, required=True, metavar="N", help="processes in all")
+    parser.add_argument("--workers", type=positive_int, required=True, metavar="N", help="processes in all")
     parser.add_argument("--chief", action="store_true", help="the first process is the task chief 0, not worker 0")
     parser.add_argument(
         "--devices-per-worker",
-        type=_positive_int,
+        type=positive_int,
         metavar="D",
         help="GPUs of each worker (default: an equal share), or logical devices that it splits the CPU in",
     )
     parser.add_argument(
         "--logical-gpus",
-        type=_positive_int,
+        type=positive_int,
         metavar="L",
         help="split one GPU of each worker in L logical ones (tfdist.use_logical_gpus); workers share a GPU where there are more "
         "of them: to try on one card what needs many",
@@ -92,7 +94,7 @@ def _add_run(commands: Any) -> None:
     parser.add_argument("--cpu", action="store_true", help="hide the GPUs from the workers")
     parser.add_argument(
         "--max-restarts",
-        type=_non_negative_int,
+        type=non_negative_int,
         default=0,
         metavar="R",
         help="after a failure, start all workers again, so many times at most (default: 0). The script is to go on from "
@@ -100,7 +102,7 @@ def _add_run(commands: Any) -> None:
     )
     parser.add_argument(
         "--grace-seconds",
-        type=_grace_seconds,
+        type=seconds,
         default=20.0,
         metavar="S",
         help=f"what the others get to end by themselves when a worker fails, before SIGTERM and, {KILL_SECONDS:g} s later, "
@@ -141,25 +143,3 @@ def _job(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Job:
         name=os.environ.get("TFDIST_JOB") or (uuid.uuid4().hex if args.max_restarts else ""),
         log_dir=args.log_dir,
     )
-
-
-def _positive_int(text: str) -> int:
-    return _number(int, text, least=1, expected="a positive integer")
-
-
-def _non_negative_int(text: str) -> int:
-    return _number(int, text, least=0, expected="an integer of at least 0")
-
-
-def _grace_seconds(text: str) -> float:
-    return _number(float, text, least=0, most=_LONGEST_GRACE, expected=f"a number of seconds from 0 to {_LONGEST_GRACE:g}")
-
-
-def _number(kind: type, text: str, *, least: float, most: float = float("inf"), expected: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"must be {expected}. Received: {text}")
-    return value

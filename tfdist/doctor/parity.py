@@ -1,0 +1,187 @@
+"""Whether each technique gives on these devices what one of them alone gives: a small model, the same weights and batches.
+
+Compared are the losses, how far each weight has moved, and each variable of the optimizer. SGD with momentum is linear in the
+gradient, so that a gradient which is wrong by a factor is wrong here by the same factor (Adam would hide it).
+
+The tolerance is that of the dtype in which products are taken. On CPUs deviations of 1e-6 (float32), 1e-3 (float16) and
+2e-2 (bfloat16) were seen; a lost or doubled part of a gradient is an error of at least a half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.doctor.check import Check, Finding, LeftOutError
+from tfdist.doctor.session import Session
+from tfdist.mesh.device_details import details_of, tensor_float_32, tensor_float_32_is_on
+from tfdist.pipeline import PipelineModel
+from tfdist.tensor_plans import parallelize
+
+# Of what is compared, in units of its largest element.
+TOLERANCES = {"float32": 2e-5, "tensor_float_32": 2e-2, "mixed_float16": 2e-2, "mixed_bfloat16": 0.15}
+
+_FEATURES, _HIDDEN, _CLASSES = 33, 48, 7
+_STEPS = 4
+_ROWS_PER_RANK = 4
+_FIRST_WITH_TENSOR_FLOAT_32 = (8, 0)
+
+
+def _as_it_is(model: keras.Model) -> keras.Model:
+    return model
+
+
+def _over_tensor_ranks(model: keras.Model) -> keras.Model:
+    return parallelize(model, {"up": "column", "down": "row"}, print_fn=None)
+
+
+def _as_pipeline(model: keras.Model) -> keras.Model:
+    return PipelineModel(model, num_microbatches=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Technique:
+    """One way to train.
+
+    Attributes:
+        settings: of the strategy.
+        dtype: a name of `TOLERANCES`: a dtype policy of Keras, or "tensor_float_32".
+        prepare: what is done with the Keras model in the strategy's scope.
+        divisor: what must divide the number of devices.
+    """
+
+    settings: dict[str, Any]
+    dtype: str = "float32"
+    prepare: Callable[[keras.Model], keras.Model] = _as_it_is
+    divisor: int = 1
+
+
+TECHNIQUES = {
+    **{f"zero_stage_{stage}": Technique({"zero_stage": stage}) for stage in range(4)},
+    "tensor_parallel_2": Technique({"tensor_parallel_size": 2}, prepare=_over_tensor_ranks, divisor=2),
+    "pipeline_2": Technique({"pipeline_parallel_size": 2}, prepare=_as_pipeline, divisor=2),
+    "mixed_float16": Technique({"zero_stage": 2}, "mixed_float16"),
+    "mixed_bfloat16": Technique({"zero_stage": 2}, "mixed_bfloat16"),
+    "tensor_float_32": Technique({"zero_stage": 2}, "tensor_float_32"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What training leaves behind, as NumPy arrays in float64.
+
+    Attributes:
+        losses: one a step.
+        moves: of each weight, its last value minus its first.
+        slots: the optimizer's variables.
+        names: of the losses, the moves and the slots, in words.
+    """
+
+    losses: np.ndarray
+    moves: list[np.ndarray]
+    slots: list[np.ndarray]
+    names: list[str]
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [self.losses, *self.moves, *self.slots]
+
+
+def parity_checks() -> list[Check]:
+    """Returns a check for each technique."""
+    # Every technique on one device once in a process, by dtype.
+    references: dict[str, Trained] = {}
+    return [Check(f"parity/{name}", functools.partial(_compare, name, references)) for name in TECHNIQUES]
+
+
+def _compare(name: str, references: dict[str, Trained], session: Session) -> Finding:
+    technique = TECHNIQUES[name]
+    if technique.divisor > 1:
+        session.needs_several(name, technique.divisor)
+    if technique.dtype == "tensor_float_32":
+        _check_tensor_float_32(session)
+    rows = _ROWS_PER_RANK * session.world_size
+    with tensor_float_32(technique.dtype == "tensor_float_32"):
+        if technique.dtype not in references:
+            references[technique.dtype] = _train(tf.distribute.get_strategy(), technique.dtype, rows, _as_it_is)
+        found = _train(session.strategy(**technique.settings), technique.dtype, rows, technique.prepare)
+    return compared(found, references[technique.dtype], TOLERANCES[technique.dtype])
+
+
+def _check_tensor_float_32(session: Session) -> None:
+    """Raises LeftOutError where the chief's devices do not use it: all workers must decide alike."""
+    capabilities = [details.compute_capability for details in details_of(session.local_devices)]
+    reason = "" if tensor_float_32_is_on() else "TensorFloat-32 is switched off"
+    if not all(capability and capability >= _FIRST_WITH_TENSOR_FLOAT_32 for capability in capabilities):
+        reason = "these devices have no TensorFloat-32"
+    if reason := session.base.share("doctor: why not TensorFloat-32", reason):
+        raise LeftOutError(reason)
+
+
+def _model() -> keras.Model:
+    inputs = keras.Input((_FEATURES,))
+    hidden = keras.layers.Dense(_HIDDEN, activation="gelu", name="up")(inputs)
+    hidden = keras.layers.Dense(_FEATURES, name="down")(hidden)
+    x = keras.layers.LayerNormalization(name="norm")(keras.layers.add([inputs, hidden]))
+    return keras.Model(inputs, keras.layers.Dense(_CLASSES, dtype="float32", name="head")(x))
+
+
+def _train(strategy: Any, dtype: str, rows: int, prepare: Callable[[keras.Model], keras.Model]) -> Trained:
+    """Trains for some steps with `fit`, with the same weights, on the same batches of `rows` examples."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(_STEPS * rows, _FEATURES)).astype("float32")
+    y = rng.integers(0, _CLASSES, size=len(x))
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(dtype if dtype.startswith("mixed") else "float32")
+    try:
+        with strategy.scope():
+            model = prepare(_model())
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            # What XLA makes of a step on one device is another question: strategies do not compile steps.
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=False)
+            model.optimizer.build(model.trainable_variables)
+    finally:
+        keras.config.set_dtype_policy(policy)
+    before = model.get_weights()
+    losses: list[float] = []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=[record])
+    slots = [np.asarray(variable.numpy(), np.float64) for variable in model.optimizer.variables]
+    return Trained(
+        np.asarray(losses, np.float64),
+        [np.float64(last) - first for last, first in zip(model.get_weights(), before, strict=True)],
+        slots,
+        [
+            "losses",
+            *(f"the change of {variable.path}" for variable in model.weights),
+            *(f"the optimizer's {variable.path}" for variable in model.optimizer.variables),
+        ],
+    )
+
+
+def compared(found: Trained, expected: Trained, tolerance: float) -> Finding:
+    """Returns how far `found` is from `expected`, and in what. Raises RuntimeError when one device has learnt nothing."""
+    if not all(np.abs(move).max() > 0 for move in expected.moves):
+        raise RuntimeError("one device has not changed every weight in these steps: there is nothing to compare")
+    deviations = [_deviation(mine, theirs) for mine, theirs in zip(found.arrays, expected.arrays, strict=True)]
+    worst = int(np.argmax(deviations))
+    summary = f"deviation {deviations[worst]:.1e} of at most {tolerance:.1e}, in {expected.names[worst]}"
+    data = {"deviation": deviations[worst], "tolerance": tolerance, "in": expected.names[worst]}
+    return Finding(summary, data, deviations[worst] <= tolerance)
+
+
+def _deviation(mine: np.ndarray, theirs: np.ndarray) -> float:
+    """Returns the largest difference, in units of the largest element of `theirs`; infinity where one is not finite."""
+    if mine.shape != theirs.shape or not np.isfinite(mine).all():
+        return math.inf
+    scale = float(np.abs(theirs).max(initial=0.0))
+    return float(np.abs(mine - theirs).max(initial=0.0)) / (scale or 1.0)

@@ -1,0 +1,30 @@
+"""Types of command line arguments: text in, a value in its range out, or what the parser says of a wrong one."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+_LONGEST_TIME = 24 * 3600.0  # seconds
+
+
+def positive_int(text: str) -> int:
+    return _number(int, text, least=1, expected="a positive integer")
+
+
+def non_negative_int(text: str) -> int:
+    return _number(int, text, least=0, expected="an integer of at least 0")
+
+
+def seconds(text: str) -> float:
+    return _number(float, text, least=0, most=_LONGEST_TIME, expected=f"a number of seconds from 0 to {_LONGEST_TIME:g}")
+
+
+def _number(kind: type, text: str, *, least: float, most: float = float("inf"), expected: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"must be {expected}. Received: {text}")
+    return value
