@@ -16,6 +16,7 @@ from saved_models import X, Y, sequential
 from test_saving import no_files_beyond
 
 from tfdist.checkpoint import backups
+from tfdist.checkpoint.seal import BLOCK_BYTES
 from tfdist.strategy import ShardedStrategy
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
@@ -213,6 +214,12 @@ def backup(tmp_path_factory):
     return put
 
 
+def unseal(path):
+    """Makes a sealed file one of a program that seals none, which may be changed."""
+    with open(path, "r+b") as file:
+        file.write(bytes(BLOCK_BYTES))
+
+
 class Begun(keras.callbacks.Callback):
     """Notes what a run begins with, and ends it."""
 
@@ -337,9 +344,14 @@ def test_an_unreadable_backup_gives_way_to_the_previous_one(tmp_path, monkeypatc
     for has_epoch in (True, False):
         directory = tmp_path / str(has_epoch)
         shutil.copytree(tmp_path / "made", directory)
-        (directory / "latest.weights.h5").write_bytes(b"\x89HDF no")
-        if not has_epoch:
+        with open(directory / "latest.weights.h5", "r+b") as file:  # one number of the weights or the like, which HDF5 reads
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)[0]
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
+        if not has_epoch:  # as Keras without tfdist writes it
             (directory / "training_metadata.json.bkp").unlink()
+            unseal(directory / "latest.weights.h5.bkp")
             with h5py.File(directory / "latest.weights.h5.bkp", "r+") as file:
                 del file.attrs["tfdist_training_state"], file["tfdist/fit"]
         for epoch, restored in begin(monkeypatch, directory, double_checkpoint=True):
@@ -354,6 +366,26 @@ def test_without_a_previous_one_an_unreadable_backup_is_said_to_be_so(tmp_path, 
     said = capsys.readouterr().out
     assert f"the backup {tmp_path}/latest.weights.h5 cannot be read: " in said
     assert "; there is none before it, and training begins anew" in said
+    shutil.copy(tmp_path / "latest.weights.h5", tmp_path / "latest.weights.h5.bkp")
+    assert [epoch for epoch, _ in begin(monkeypatch, tmp_path)] == [0, 0]
+    assert "; nor can the one before it: OSError: " in capsys.readouterr().out
+
+
+def test_a_backup_of_another_model_is_refused_by_name(tmp_path, monkeypatch, backup):
+    backup(tmp_path)
+
+    def program(worker):
+        with worker.strategy.scope():
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(6), keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+            model.compile("sgd", "mse")
+        fit(model, [keras.callbacks.BackupAndRestore(str(tmp_path))])
+
+    chief, reader, _ = two_workers.run(monkeypatch, program)
+    said = [str(worker.error) for worker in (chief, reader) if not isinstance(worker.error, threading.BrokenBarrierError)]
+    assert said
+    for message in said:
+        assert message.startswith("The backup cannot be loaded into this model: ")
+        assert f"path='{tmp_path}/latest.weights.h5'" in message
 
 
 def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch, backup):

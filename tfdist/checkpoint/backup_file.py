@@ -1,6 +1,7 @@
 """The file of a backup: Keras's weights, and beside them what else a run goes on from.
 
     latest.weights.h5
+        seal                                    the checksum of all that follows
         layers, optimizer, ...                  Keras's
         tfdist/extra, metrics, callbacks        arrays that Keras does not save
         tfdist/fit                              the state of `fit`: epoch, batch, place in the data, ..., as JSON
@@ -21,6 +22,7 @@ import h5py
 import numpy as np
 from keras.src.utils import file_utils
 
+from tfdist.checkpoint import seal
 from tfdist.checkpoint.saving import save_backup
 from tfdist.checkpoint.stored_state import put_state, take_state
 
@@ -52,12 +54,13 @@ def _plain(value: Any) -> Any:
         return str(value)
 
 
-def read_state(path: str) -> dict[str, Any] | None:
-    """Returns the state of `fit` in a file; None where there is none, as in a file of Keras without tfdist.
+def why_unreadable(path: str) -> str:
+    """Returns why no run can go on from the file, "" where one can; a remote file is not looked at."""
+    return "" if file_utils.is_remote_path(path) else seal.damage(path)
 
-    Raises:
-        OSError: the file is torn.
-    """
+
+def read_state(path: str) -> dict[str, Any] | None:
+    """Returns the state of `fit` in a file that can be read; None where there is none, as in a file of Keras without tfdist."""
     if file_utils.is_remote_path(path):
         return None
     with h5py.File(path, "r") as file:

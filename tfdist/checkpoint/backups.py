@@ -168,27 +168,32 @@ class FitBackup:
         state, torn = _read(callback._weights_path)
         if torn:
             lines.append(f"the backup {callback._weights_path} cannot be read: {torn}")
-            if self._bring_back_previous():
+            if not file_utils.exists(callback._prev_weights_path):
+                lines[-1] += "; there is none before it, and training begins anew"
+            elif why := _read(callback._prev_weights_path)[1]:
+                lines[-1] += f"; nor can the one before it: {why}; training begins anew"
+            else:
                 lines[-1] += "; the one before it is taken"
+                self._bring_back_previous()
                 state, torn = _read(callback._weights_path)
         has_latest = file_utils.exists(callback._weights_path)
         is_there = has_latest and not torn
         if is_there and state is None and file_utils.exists(callback._training_metadata_path):
             with file_utils.File(callback._training_metadata_path, "r") as file:
                 state = json.loads(file.read())
-        if torn:
-            lines[-1] += "; there is none before it, and training begins anew"
         over = is_there and state is not None and state.get("fit", 0) > self._number
         mark, run = self._mark(self._number), this_run()
         if file_utils.exists(mark):
-            mark_state, torn = _read(mark)
+            mark_state, why = _read(mark)
             if mark_state is not None and (over or run.restarts(mark_state["run"])):
                 lines.append(f"this `fit` has ended before the restart, and is passed by: its weights are those of {mark}")
                 return {"path": mark, "state": mark_state, "is_over": True, "lines": lines, "has_latest": has_latest}
             if mark_state is None or mark_state["run"]["process"] != run.process:
                 self._remove_marks()
                 lines.append(
-                    f"{self._directory} had the end of an earlier run, not of this job: this run trains from its beginning"
+                    f"{mark} cannot be read: {why}; it is removed, and this `fit` trains"
+                    if why
+                    else f"{self._directory} had the end of an earlier run, not of this job: this run trains from its beginning"
                 )
         if not is_there:
             return {"path": None, "state": None, "is_over": False, "lines": lines, "has_latest": has_latest}
@@ -208,25 +213,22 @@ class FitBackup:
         for path in glob.glob("finished-*.weights.h5", root_dir=self._directory):
             os.remove(os.path.join(self._directory, path))
 
-    def _bring_back_previous(self) -> bool:
-        """Puts the previous backup in the place of the latest; returns whether there is one."""
+    def _bring_back_previous(self) -> None:
+        """Puts the previous backup in the place of the latest."""
         callback = self._callback
-        if not file_utils.exists(callback._prev_weights_path):
-            return False
         file_utils.copy(callback._prev_weights_path, callback._weights_path)
         if file_utils.exists(callback._prev_training_metadata_path):
             file_utils.copy(callback._prev_training_metadata_path, callback._training_metadata_path)
         elif file_utils.exists(callback._training_metadata_path):
             file_utils.remove(callback._training_metadata_path)
-        return True
 
     def _check_is_shared(self, found: State) -> None:
         """Raises RuntimeError on a worker that does not see what the chief sees."""
         path = found["path"]
         same = file_utils.exists(self._callback._weights_path) == found["has_latest"]
         if same and path is not None and not self._is_chief:
-            state = _read(path)[0] if file_utils.exists(path) else None
-            same = file_utils.exists(path) and (state is None or state == found["state"])
+            state, why = _read(path)
+            same = file_utils.exists(path) and not why and (state is None or state == found["state"])
         if not same:
             raise errors.runtime_error(
                 "`backup_dir` must be on a file system that all workers share: the chief found another backup there.",
@@ -248,7 +250,14 @@ class FitBackup:
                 build_optimizers(self._model, state["optimizers"])
             elif optimizer is not None and not optimizer.built:
                 optimizer.build(self._model.trainable_variables)
-        self._model.load_weights(self._path)
+        try:
+            self._model.load_weights(self._path)
+        except Exception as error:  # the file is whole, as `_find` has seen
+            raise errors.value_error(
+                f"The backup cannot be loaded into this model: {str(error).partition(chr(10))[0]}",
+                path=self._path,
+                fix="Give each model a `backup_dir` of its own, or remove the backup to begin anew.",
+            ) from error
 
     def _restore_extra(self) -> None:
         extra = backup_file.read_arrays(self._path, "extra")
@@ -375,13 +384,15 @@ class FitBackup:
 
 
 def _read(path: str) -> tuple[State | None, str]:
-    """Returns the state that a file has, and why it cannot be read."""
+    """Returns the state that a file has, and why it cannot be read; None and "" where there is no file."""
     if not file_utils.exists(path):
         return None, ""
+    if why := backup_file.why_unreadable(path):
+        return None, why
     try:
         return backup_file.read_state(path), ""
-    except OSError as error:
-        return None, str(error)
+    except Exception as error:  # a file that has lost its seal, too
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _write_bytes(path: str, content: bytes) -> None:

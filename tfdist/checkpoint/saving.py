@@ -74,9 +74,9 @@ def save_weights(
         if max_shard_size is not None:
             write(path)
             return []
-        with UnfailingStore(path) as store:
+        add = _addition.get()
+        with UnfailingStore(path, is_sealed=add is not None) as store:
             _read_state(model, store, None, skipped=objects_to_skip or ())
-            add = _addition.get()
             if add is not None:
                 add(store.h5_file)
         return [store.io_file]
@@ -97,7 +97,7 @@ def save_model_to_hdf5(model: Any, filepath: Any, write: Callable[[Any], None]) 
 
 
 def save_backup(model: Any, filepath: str, add: Callable[[h5py.File], None]) -> None:
-    """Saves a model's weights as `model.save_weights` does, in a directory that is made if need be.
+    """Saves a model's weights as `model.save_weights` does, sealed, in a directory that is made if need be.
 
     All workers call it.
 

@@ -15,6 +15,7 @@ from typing import Any
 import h5py
 from keras.src.saving import saving_lib
 
+from tfdist.checkpoint.seal import BLOCK_BYTES, put_seal
 from tfdist.checkpoint.staging import not_written
 
 
@@ -94,14 +95,26 @@ class UnfailingFile(io.RawIOBase):
 
 
 class UnfailingStore(saving_lib.H5IOStore):
-    """Keras's store of weights in an HDF5 file, in an `UnfailingFile`: `io_file`."""
+    """Keras's store of weights in an HDF5 file, in an `UnfailingFile`: `io_file`.
 
-    def __init__(self, path: str):
+    Args:
+        path: of a new file, or of one that is overwritten.
+        is_sealed: whether the file gets a seal when it is closed.
+    """
+
+    def __init__(self, path: str, is_sealed: bool = False):
+        self._is_sealed = is_sealed
         super().__init__(path, mode="w")
 
     def _get_h5_file(self, path_or_io: Any, mode: str | None = None) -> h5py.File:
         self.io_file = UnfailingFile(str(path_or_io))
-        return h5py.File(self.io_file, "w")
+        return h5py.File(self.io_file, "w", userblock_size=BLOCK_BYTES if self._is_sealed else 0)
+
+    def close(self) -> None:
+        self.h5_file.close()
+        if self._is_sealed:
+            put_seal(self.io_file)
+        super().close()
 
     def __enter__(self) -> UnfailingStore:
         return self
