@@ -35,6 +35,8 @@ def test_it_is_one_device(tmp_path):
         for name, numbers in expected.items():
             for stage in stages:
                 assert_same_tree(found[f"{name}, {stage}"], numbers, f"{name}, {stage}")
+    written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/ckpt-*.index"))
+    assert written == ["of_all/ckpt-1.index", "own_0/ckpt-1.index", "own_1/ckpt-1.index"]
     exported = {
         str(path): results[0][f"exported, {stage}"].tolist()
         for stage in stages

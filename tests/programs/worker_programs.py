@@ -39,8 +39,9 @@ def run_all(folder: str, stages: list[int]) -> dict[str, Any]:
         strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
         for name, program in PROGRAMS.items():
             found[f"{name}, {stage}"] = run(program, strategy)
-        own = pathlib.Path(folder) / f"own_{strategy.cluster.worker_index}"  # of TensorFlow's checkpoints each worker writes one
-        program = functools.partial(test_deferred_restore.going_on, optimizer="adam", folder=str(own / f"{stage}"))
+        # TensorFlow's checkpoints: of each worker in a folder of its own, then of the chief for all.
+        saved = pathlib.Path(folder) / (f"own_{strategy.cluster.worker_index}" if stage == 1 else "of_all")
+        program = functools.partial(test_deferred_restore.going_on, optimizer="adam", folder=str(saved))
         found[f"restored, {stage}"] = run(program, strategy)
         model = run(test_exports.dense, strategy)
         shared = pathlib.Path(folder) / f"stage_{stage}"

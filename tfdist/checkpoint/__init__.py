@@ -1,6 +1,6 @@
 """Level 6: saving a model that several workers hold, and exporting one that is sharded."""
 
-from tfdist.checkpoint import checkpoint_children, plain_variables, saving
+from tfdist.checkpoint import checkpoint_children, plain_variables, saving, tensorflow_checkpoints
 from tfdist.checkpoint.backups import FitBackup
 from tfdist.checkpoint.log_rows import keep_rows_before
 from tfdist.checkpoint.writing_role import (
@@ -24,6 +24,7 @@ __all__ = [
     "keep_rows_before",
     "plain_variables",
     "saving",
+    "tensorflow_checkpoints",
     "tfdist_strategy",
     "writing_role",
 ]

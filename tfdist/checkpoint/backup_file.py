@@ -54,20 +54,23 @@ def _plain(value: Any) -> Any:
         return str(value)
 
 
-def why_unreadable(path: str) -> str:
-    """Returns why no run can go on from the file, "" where one can; a remote file is not looked at."""
-    return "" if file_utils.is_remote_path(path) else seal.damage(path)
+def read(path: str) -> tuple[dict[str, Any] | None, str]:
+    """Returns the state of `fit` in a file, and why no run can go on from the file: "" if one can.
 
-
-def read_state(path: str) -> dict[str, Any] | None:
-    """Returns the state of `fit` in a file that can be read; None where there is none, as in a file of Keras without tfdist."""
-    if file_utils.is_remote_path(path):
-        return None
-    with h5py.File(path, "r") as file:
-        stored = take_state(file, _FIT)
-        if stored is not None:
-            return json.loads(stored["json"].tobytes())
-        return json.loads(file.attrs.get(_ATTRIBUTE, "null"))
+    The state is None where there is none: of a file of Keras without tfdist, a remote one, which is not looked at, and no file.
+    """
+    if file_utils.is_remote_path(path) or not file_utils.exists(path):
+        return None, ""
+    if why := seal.damage(path):
+        return None, why
+    try:
+        with h5py.File(path, "r") as file:
+            stored = take_state(file, _FIT)
+            if stored is not None:
+                return json.loads(stored["json"].tobytes()), ""
+            return json.loads(file.attrs.get(_ATTRIBUTE, "null")), ""
+    except Exception as error:  # a file that has lost its seal, too
+        return None, f"{type(error).__name__}: {error}"
 
 
 def read_arrays(path: str, name: str) -> dict[str, np.ndarray] | None:

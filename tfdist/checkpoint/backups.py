@@ -165,17 +165,17 @@ class FitBackup:
     def _find(self) -> State:
         """Returns what this `fit` begins with: the path of a file, if there is any, its state, and lines for the user."""
         callback, lines = self._callback, []
-        state, torn = _read(callback._weights_path)
+        state, torn = backup_file.read(callback._weights_path)
         if torn:
             lines.append(f"the backup {callback._weights_path} cannot be read: {torn}")
             if not file_utils.exists(callback._prev_weights_path):
                 lines[-1] += "; there is none before it, and training begins anew"
-            elif why := _read(callback._prev_weights_path)[1]:
+            elif why := backup_file.read(callback._prev_weights_path)[1]:
                 lines[-1] += f"; nor can the one before it: {why}; training begins anew"
             else:
                 lines[-1] += "; the one before it is taken"
                 self._bring_back_previous()
-                state, torn = _read(callback._weights_path)
+                state, torn = backup_file.read(callback._weights_path)
         has_latest = file_utils.exists(callback._weights_path)
         is_there = has_latest and not torn
         if is_there and state is None and file_utils.exists(callback._training_metadata_path):
@@ -184,7 +184,7 @@ class FitBackup:
         over = is_there and state is not None and state.get("fit", 0) > self._number
         mark, run = self._mark(self._number), this_run()
         if file_utils.exists(mark):
-            mark_state, why = _read(mark)
+            mark_state, why = backup_file.read(mark)
             if mark_state is not None and (over or run.restarts(mark_state["run"])):
                 lines.append(f"this `fit` has ended before the restart, and is passed by: its weights are those of {mark}")
                 return {"path": mark, "state": mark_state, "is_over": True, "lines": lines, "has_latest": has_latest}
@@ -227,7 +227,7 @@ class FitBackup:
         path = found["path"]
         same = file_utils.exists(self._callback._weights_path) == found["has_latest"]
         if same and path is not None and not self._is_chief:
-            state, why = _read(path)
+            state, why = backup_file.read(path)
             same = file_utils.exists(path) and not why and (state is None or state == found["state"])
         if not same:
             raise errors.runtime_error(
@@ -381,18 +381,6 @@ class FitBackup:
         ):
             if file_utils.exists(path):
                 file_utils.remove(path)
-
-
-def _read(path: str) -> tuple[State | None, str]:
-    """Returns the state that a file has, and why it cannot be read; None and "" where there is no file."""
-    if not file_utils.exists(path):
-        return None, ""
-    if why := backup_file.why_unreadable(path):
-        return None, why
-    try:
-        return backup_file.read_state(path), ""
-    except Exception as error:  # a file that has lost its seal, too
-        return None, f"{type(error).__name__}: {error}"
 
 
 def _write_bytes(path: str, content: bytes) -> None:

@@ -47,9 +47,10 @@ def cluster_strategy(model: Any) -> Any | None:
     return _over_workers(_strategies(model))
 
 
-def cluster_strategy_of(variables: Iterable[Any]) -> Any | None:
-    """Returns the tfdist strategy over several workers that made one of the Keras `variables`, None where there is none."""
-    return _over_workers(getattr(variable._value, "distribute_strategy", None) for variable in variables)
+def cluster_strategy_of(parts: Iterable[Any]) -> Any | None:
+    """Returns the tfdist strategy over several workers that made one of the variables, of Keras or TensorFlow, among `parts`;
+    None where there is none."""
+    return _over_workers(getattr(getattr(part, "_value", part), "distribute_strategy", None) for part in parts)
 
 
 def _over_workers(strategies: Iterable[Any]) -> Any | None:

@@ -14,6 +14,7 @@ from tfdist.checkpoint import (
     cluster_strategy_of,
     plain_variables,
     saving,
+    tensorflow_checkpoints,
     writing_role,
 )
 from tfdist.keras_hooks.table import replaces
@@ -115,6 +116,58 @@ def _optimizer_children(original: Callable[..., Any], self: Any, save_type: str 
     """`tf.train.Checkpoint` does not see the optimizers within: a run that goes on from one would begin with new moments."""
     children = original(self, save_type, **kwargs)
     return {**children, **checkpoint_children.inner_optimizers(self)} if save_type == "checkpoint" else children
+
+
+_ONE_PATH = """Every worker would write, record and remove the same files of a `tf.train.Checkpoint` at once, and fail over each
+other's."""
+
+
+@replaces("tensorflow.python.checkpoint.checkpoint.Checkpoint", "_write", why=_ONE_PATH)
+def _write_checkpoint(original: Callable[..., Any], self: Any, file_prefix: str, options: Any = None) -> Any:
+    return tensorflow_checkpoints.write_checkpoint(self, file_prefix, lambda: original(self, file_prefix, options))
+
+
+@replaces("tensorflow.python.checkpoint.checkpoint.Checkpoint", "_async_checkpointer")
+def _in_background(original: Callable[..., Any], self: Any) -> Any:
+    """A thread would write, by itself on every worker, what only all can read together."""
+    tensorflow_checkpoints.refuse_background(self)
+    return original(self)
+
+
+@replaces("tensorflow.python.checkpoint.functional_saver.MultiDeviceSaver", "save", why=_ONE_PATH)
+def _save_tensors(original: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:
+    if not tensorflow_checkpoints.only_reads():
+        return original(self, file_prefix, options)
+    return tensorflow_checkpoints.read_tensors(self)
+
+
+@replaces("tensorflow.python.checkpoint.checkpoint_management", "update_checkpoint_state_internal", why=_ONE_PATH)
+def _record(
+    original: Callable[..., None],
+    save_dir: str,
+    model_checkpoint_path: str,
+    all_model_checkpoint_paths: Any = None,
+    latest_filename: Any = None,
+    save_relative_paths: bool = False,
+    all_model_checkpoint_timestamps: Any = None,
+    last_preserved_timestamp: Any = None,
+) -> None:
+    if not tensorflow_checkpoints.only_reads():
+        original(
+            save_dir,
+            model_checkpoint_path,
+            all_model_checkpoint_paths,
+            latest_filename,
+            save_relative_paths,
+            all_model_checkpoint_timestamps,
+            last_preserved_timestamp,
+        )
+
+
+@replaces("tensorflow.python.checkpoint.checkpoint_management", "_delete_file_if_exists", why=_ONE_PATH)
+def _remove(original: Callable[..., None], filespec: str) -> None:
+    if not tensorflow_checkpoints.only_reads():
+        original(filespec)
 
 
 _PLAIN = """What is exported would read the variables of several devices, or shards, which a SavedModel cannot hold: while it is
