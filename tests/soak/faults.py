@@ -63,6 +63,11 @@ def in_training(rng: random.Random, phases: Phases, worker: int) -> dict[str, An
     return at_random(rng, {worker: epochs}, worker)
 
 
+def before_the_end(rng: random.Random, phases: Phases, worker: int) -> dict[str, Any]:
+    """A moment at which the others need `worker` still: before the last two marks, "saved" and "end"."""
+    return at_random(rng, {worker: phases[worker][:-2]}, worker)
+
+
 def outside(act: str, moment: Moment = at_random, **more: Any) -> Plan:
     """Returns the plan of an act from outside on a worker of the first attempt, at a moment."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 
 from tests.soak.faults import (
@@ -9,6 +10,7 @@ from tests.soak.faults import (
     Fault,
     around,
     at_mark,
+    before_the_end,
     both,
     cut,
     in_second_attempt,
@@ -36,6 +38,10 @@ _VARIANTS = [
 ]
 _ONCE = [Job(max_restarts=0), Job(workers=3, launch="plain", max_restarts=0)]  # what is said, and when all have ended
 _ONCE_OF_ALL = [*_ONCE, Job("tensor", workers=3, launch="fork", max_restarts=0), Job("pipeline", launch="fork", max_restarts=0)]
+_STOPPED = [
+    dataclasses.replace(job, rendezvous_timeout_seconds=20.0)
+    for job in (Job(launch="plain", max_restarts=0), *_ONCE_OF_ALL[1:])  # the launcher wakes who is stopped
+]
 _HOSTS = [Job(launch="hosts", max_restarts=0)]
 _HOSTS_OF_ALL = [*_HOSTS, Job("pipeline", workers=3, launch="hosts", max_restarts=0)]
 _OF_GENERATOR = [Job(launch="fork", data=data, max_restarts=0) for data in ("from_generator", "generator")]
@@ -71,6 +77,7 @@ FAULTS = [
     Fault("interrupt", "SIGINT to one worker", outside("interrupt", in_training), [Job(), Job(launch="plain")]),
     Fault("stop_for_5_s", "SIGSTOP for 5 s", outside("stop", seconds=5), [*_FORKS, *_OWN]),
     Fault("stop_for_15_s", "SIGSTOP for 15 s", outside("stop", in_training, seconds=15), [Job(launch="fork")]),
+    Fault("stop_under_the_launcher", "SIGSTOP for ever", outside("stop", seconds=None), [Job(), Job("pipeline", workers=3)]),
     Fault("slow_start", "a worker that starts 15 s late", inside("sleep", "start", seconds=15), [Job()]),
     Fault("slow_data", "a worker that waits 15 s for data", inside("sleep", "step", seconds=15), [Job()]),
     Fault(
@@ -96,7 +103,12 @@ FAULTS = [
     # What ends the job: it is not started again.
     Fault("killed", "SIGKILL", outside("kill", in_training), _ONCE_OF_ALL, "fails", says=_NAMED + ".*died"),
     Fault(
-        "stop", "SIGSTOP for ever", outside("stop"), [*_ONCE_OF_ALL, Job(launch="plain", max_restarts=0)], "fails", says=_NAMED
+        "stop",
+        "SIGSTOP for ever",
+        outside("stop", before_the_end),
+        _STOPPED,
+        "fails",
+        says=f"{_NAMED}|did not come",
     ),
     Fault(
         "hang",
