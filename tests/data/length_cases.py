@@ -46,20 +46,39 @@ def rows() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, y, np.linspace(0.2, 1.5, 54).astype("float32")
 
 
-def dataset_of(data: Batches, *, weighted: bool, known: bool, static: bool = False) -> tf.data.Dataset:
+def dataset_of(data: Batches, *, weighted: bool, known: bool, static: bool = False, sequences: bool = False) -> tf.data.Dataset:
     x, y, weights = rows()
     columns = (x, y, weights) if weighted else (x, y)
     specs = tuple(tf.TensorSpec((4 if static else None, *column.shape[1:]), column.dtype) for column in columns)
     made = tf.data.Dataset.from_generator(
         lambda: (tuple(column[batch] for column in columns) for batch in data), output_signature=specs
     )
+    if sequences:
+        made = made.map(lambda x, *others: (as_sequence(x), *others))
     return made.apply(tf.data.experimental.assert_cardinality(len(data))) if known else made
 
 
-def compiled(strategy: Any, **arguments: Any) -> keras.Model:
+def as_sequence(x: tf.Tensor) -> tf.Tensor:
+    """Repeats the features in each place of a sequence, whose length is another one in a partial batch."""
+    return tf.tile(x[:, tf.newaxis, :], [1, 5 + tf.shape(x)[0], 1])
+
+
+def of_sequences() -> keras.Model:
+    """A model whose first layer bears no sequence of fewer than 5 places."""
+    return keras.Sequential(
+        [
+            keras.Input((None, training.FEATURES)),
+            keras.layers.Conv1D(6, 5, activation="tanh"),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(training.CLASSES),
+        ]
+    )
+
+
+def compiled(strategy: Any, sequences: bool = False, **arguments: Any) -> keras.Model:
     keras.utils.set_random_seed(5)
     with strategy.scope():
-        model = training.small()
+        model = of_sequences() if sequences else training.small()
         model.compile(
             keras.optimizers.Adam(0.01),
             training.loss_function(),
@@ -73,7 +92,7 @@ def compiled(strategy: Any, **arguments: Any) -> keras.Model:
 def ask(strategy: Any, data: Callable[..., Any], case: dict[str, Any]) -> dict[str, Any]:
     """What `fit`, `evaluate` and `predict` make of the data of a case; `data(name, weighted=...)` makes them."""
     name, weighted = case["parts"], case.get("weighted", False)
-    model = compiled(strategy, steps_per_execution=case.get("steps_per_execution", 1))
+    model = compiled(strategy, case.get("sequences", False), steps_per_execution=case.get("steps_per_execution", 1))
     found: dict[str, Any] = {}
     fitted = {"validation_data": data("validation", weighted=weighted)} if "fit" in case["asked"] else {}
     if "class_weight" in case:
@@ -99,7 +118,8 @@ def train_parts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             def own_part(context: tf.distribute.InputContext) -> tf.data.Dataset:
                 own = PARTS[name][context.input_pipeline_id]
                 known = context.input_pipeline_id in case.get("known", (0, 1, 2))
-                return dataset_of(own, weighted=weighted, known=known, static=name == "of full batches")
+                sequences = case.get("sequences", False)
+                return dataset_of(own, weighted=weighted, known=known, static=name == "of full batches", sequences=sequences)
 
             return strategy.distribute_datasets_from_function(own_part)
 

@@ -35,6 +35,8 @@ MOST = [
     {"parts": "4 and 5", "zero_stage": 0, "weighted": True, **FIT},
     {"parts": "5 and 4", "known": (1,), "weighted": True, "steps_per_execution": 2, **FIT},
     {"parts": "one is empty", "asked": ["evaluate"]},
+    {"parts": "one is empty", "sequences": True, **FIT},
+    {"parts": "4 and 5", "sequences": True, "known": (), "zero_stage": 0, **FIT},
     {
         "parts": "of full batches",
         "class_weight": {label: 0.2 * label + 0.1 for label in range(training.CLASSES)},
@@ -54,7 +56,8 @@ def expected_of(case, pipelines, devices):
     """One device on the rows that the job has in each step."""
 
     def data(name, *, weighted):
-        return length_cases.dataset_of(length_cases.global_batches(name, pipelines, devices), weighted=weighted, known=True)
+        batches, sequences = length_cases.global_batches(name, pipelines, devices), case.get("sequences", False)
+        return length_cases.dataset_of(batches, weighted=weighted, known=True, sequences=sequences)
 
     return length_cases.ask(training.one_device(), data, case)
 

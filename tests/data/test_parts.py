@@ -61,14 +61,42 @@ def test_batches_without_rows():
         "text": tf.TensorSpec([None], tf.string),
         "nothing": tf.NoneTensorSpec(),
     }
-    empty = parts.without_rows(spec)
-    assert empty["dense"].shape == [0, 1, 3] and empty["ragged"].shape.as_list() == [0, None, None, 2]
+    assert parts.num_unknown_sizes(spec) == 1
+    empty = parts.without_rows(spec, [7])
+    assert empty["dense"].shape == [0, 7, 3] and empty["ragged"].shape.as_list() == [0, None, None, 2]
     assert empty["sparse"].dense_shape.numpy().tolist() == [0, 5] and empty["text"].shape == [0] and empty["nothing"] is None
     for name, of_kind in spec.items():
         if empty[name] is not None:
             assert of_kind.is_compatible_with(empty[name]) or name == "dense"
     with pytest.raises(NotImplementedError, match="no OptionalSpec without rows"):
-        parts.without_rows(tf.OptionalSpec(tf.TensorSpec([3])))
+        parts.without_rows(tf.OptionalSpec(tf.TensorSpec([3])), [])
+
+
+def test_sizes_that_a_spec_does_not_know():
+    spec = {
+        "dense": tf.TensorSpec([None, None, 3, None]),
+        "ragged": tf.RaggedTensorSpec([None, None, None, None], ragged_rank=2),
+        "scalar": tf.TensorSpec([]),
+        "sparse": tf.SparseTensorSpec([None, None]),
+    }
+    ragged = tf.RaggedTensor.from_nested_row_splits(tf.zeros([5, 6]), [[0, 2], [0, 2, 5]])
+    sparse = tf.sparse.from_dense(np.ones((2, 8)))
+    batch = {"dense": tf.zeros([2, 4, 3, 5]), "ragged": ragged, "scalar": tf.constant(0.0), "sparse": sparse}
+    sizes = parts.unknown_sizes(batch, spec)
+    assert parts.num_unknown_sizes(spec) == 4 and sizes.numpy().tolist() == [4, 5, 6, 8]
+    empty = parts.without_rows(spec, tf.unstack(sizes))
+    assert empty["dense"].shape == [0, 4, 3, 5] and empty["ragged"].flat_values.shape == [0, 6]
+    assert empty["sparse"].dense_shape.numpy().tolist() == [0, 8]
+
+
+def test_where_sizes_are_unknown_every_step_asks():
+    varying = Dataset.from_generator(
+        lambda: iter([np.zeros((2, 3)), np.zeros((2, 4))]), output_signature=tf.TensorSpec([None, None])
+    )
+    for lengths in ((2, 1), (2, 0)):
+        datasets = [varying.take(length).apply(tf.data.experimental.assert_cardinality(length)) for length in lengths]
+        assert [(steps, isinstance(ends, Ends)) for _, steps, ends in made_alike(datasets)] == [(2, True)] * 2
+    assert [ends for _, _, ends in made_alike([varying.apply(tf.data.experimental.assert_cardinality(2))] * 2)] == [None] * 2
 
 
 def test_elements_are_repeated_with_their_structure():

@@ -25,7 +25,7 @@ from tfdist import errors
 from tfdist.collectives import cross_replica_of
 from tfdist.data.ends import Ends
 from tfdist.data.in_turn import InTurn, share_memory
-from tfdist.data.parts import without_rows
+from tfdist.data.parts import num_unknown_sizes, unknown_sizes, without_rows
 
 
 class _IteratorSpec(input_lib.DistributedIteratorSpec):
@@ -115,16 +115,17 @@ class DistributedIterator(input_lib.DistributedIterator):
             )
         optionals = self._optionals()
         end = self._get_next_no_partial_batch_handling
-        return _cond(self._any_has_next(optionals), lambda: self._values(optionals), end)
+        has_next, sizes = self._any_has_next(optionals)
+        return _cond(has_next, lambda: self._values(optionals, sizes), end)
 
     def get_next_as_optional(self) -> tf.experimental.Optional:
         """Returns the next batch of every device, or none when no worker has one."""
         optionals = self._optionals()
-        has_next = optionals[0].has_value() if self._ends is None else self._any_has_next(optionals)
+        has_next, sizes = (optionals[0].has_value(), []) if self._ends is None else self._any_has_next(optionals)
         optional = tf.experimental.Optional
         return _cond(
             has_next,
-            lambda: optional.from_value(self._values(optionals)),
+            lambda: optional.from_value(self._values(optionals, sizes)),
             lambda: optional.empty(self.element_spec),
         )
 
@@ -136,23 +137,40 @@ class DistributedIterator(input_lib.DistributedIterator):
                 found += iterator.get_next_as_optional_list()
         return found
 
-    def _any_has_next(self, optionals: list[tf.experimental.Optional]) -> tf.Tensor:
-        """Returns whether any worker has another batch; all call it, and all raise if workers that end together do not."""
+    def _any_has_next(self, optionals: list[tf.experimental.Optional]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Returns whether any worker has another batch, and what `unknown_sizes` the first worker's has that has one.
+
+        All workers call it, and all raise if workers that end together do not.
+        """
         ends = self._ends
-        have_next = ends.flags(tf.reduce_any([optional.has_value() for optional in optionals]))
+        told = ends.flags(tf.reduce_any([optional.has_value() for optional in optionals]))[:, tf.newaxis]
+        number = num_unknown_sizes(optionals[0].element_spec)
+        if number:
+            told *= tf.concat([[tf.constant(1, tf.int64)], self._sizes(optionals[0], number)], axis=0)
         if len(ends.tasks) > 1:
-            have_next = cross_replica_of(self._strategy).sum_over_workers(have_next, "data/have next")
+            told = cross_replica_of(self._strategy).sum_over_workers(told, "data/have next")
+        have_next = told[:, 0]
+        sizes = tf.unstack(told[tf.argmax(have_next), 1:], number) if number else []
         with tf.device(self._host):
             tf.raw_ops.AssignAddVariableOp(resource=self.batches, value=have_next)
             batches = tf.raw_ops.ReadVariableOp(resource=self.batches, dtype=tf.int64)
             with tf.control_dependencies(ends.checks(have_next, batches)):
-                return tf.reduce_any(have_next > 0)
+                return tf.reduce_any(have_next > 0), sizes
+
+    def _sizes(self, optional: tf.experimental.Optional, number: int) -> tf.Tensor:
+        """Returns the `unknown_sizes` of a batch, zeros if there is none; the first device has one if any has."""
+        spec = optional.element_spec
+        return _cond(
+            optional.has_value(),
+            lambda: tf.ensure_shape(unknown_sizes(optional.get_value(), spec), [number]),
+            lambda: tf.zeros([number], tf.int64),
+        )
 
     @property
     def _host(self) -> str:
         return device_util.get_host_for_device(self._input_workers.worker_devices[0])
 
-    def _values(self, optionals: list[tf.experimental.Optional]) -> Any:
+    def _values(self, optionals: list[tf.experimental.Optional], sizes: list[tf.Tensor]) -> Any:
         devices = [d for index in range(self._input_workers.num_workers) for d in self._devices_of(index)]
         found = []
         for optional, device in zip(optionals, devices, strict=True):
@@ -160,7 +178,7 @@ class DistributedIterator(input_lib.DistributedIterator):
                 if self._ends is None:
                     found.append(optional.get_value())
                 else:
-                    empty = functools.partial(without_rows, optional.element_spec)
+                    empty = functools.partial(without_rows, optional.element_spec, sizes)
                     found.append(_cond(optional.has_value(), optional.get_value, empty))
         return input_lib._create_per_replica(found, self._strategy)
 

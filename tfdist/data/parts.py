@@ -94,6 +94,8 @@ def as_long_as_others(
     if steps == UNKNOWN:
         return (of_any_rows(dataset), steps, ends) if len(numbers) > 1 or devices > 1 else (dataset, steps, None)
     dataset = of_known_length(dataset)
+    if any(number != steps * devices for number in numbers) and num_unknown_sizes(dataset.element_spec):
+        return of_any_rows(dataset), steps, ends  # a batch without rows has the sizes of another worker's, which are told
     if len(set(numbers)) == len(set(specs)) == 1 and (steps == ENDLESS or numbers[0] == steps * devices):
         return dataset, steps, None
     return padded(dataset, steps if steps == ENDLESS else steps * devices), steps, None
@@ -117,7 +119,7 @@ def padded(dataset: tf.data.Dataset, num_batches: int) -> tf.data.Dataset:
     if missing == 0:
         return any_rows
     spec = any_rows.element_spec
-    return any_rows.concatenate(_cast(tf.data.Dataset.from_tensors(without_rows(spec)), spec).repeat(missing))
+    return any_rows.concatenate(_cast(tf.data.Dataset.from_tensors(without_rows(spec, [])), spec).repeat(missing))
 
 
 def of_any_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -139,19 +141,51 @@ def rows_unknown(element_spec: Any) -> Any:
     return tf.nest.map_structure(of_leaf, element_spec)
 
 
-def without_rows(element_spec: Any) -> Any:
-    """Returns a batch of `element_spec` that has no rows. An axis of unknown size has one element: few layers bear none."""
+def _unknown_axes(spec: Any) -> list[int]:
+    """Returns the axes, but for that of the rows and ragged ones, whose sizes a tensor's `spec` does not know."""
+    if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec) or spec.shape.rank is None:
+        return []
+    first = 1 + getattr(spec, "ragged_rank", 0)
+    return [axis for axis, size in enumerate(spec.shape) if axis >= first and size is None]
+
+
+def num_unknown_sizes(element_spec: Any) -> int:
+    """Returns how many `unknown_sizes` a batch of `element_spec` has."""
+    return sum(len(_unknown_axes(spec)) for spec in tf.nest.flatten(element_spec))
+
+
+def unknown_sizes(batch: Any, element_spec: Any) -> tf.Tensor:
+    """Returns the sizes of a batch that its `element_spec` does not know, but for the rows: int64, one after the other."""
+    sizes = []
+    for spec, leaf in zip(tf.nest.flatten(element_spec), tf.nest.flatten(batch), strict=True):
+        for axis in _unknown_axes(spec):
+            if isinstance(leaf, tf.SparseTensor):
+                sizes.append(leaf.dense_shape[axis])
+            elif isinstance(leaf, tf.RaggedTensor):
+                sizes.append(tf.shape(leaf.flat_values, out_type=tf.int64)[axis - leaf.ragged_rank])
+            else:
+                sizes.append(tf.shape(leaf, out_type=tf.int64)[axis])
+    return tf.stack(sizes)
+
+
+def without_rows(element_spec: Any, sizes: Sequence[Any]) -> Any:
+    """Returns a batch of `element_spec` that has no rows, and the `unknown_sizes` `sizes`."""
+    remaining = iter(sizes)
+
+    def shape_of(spec: Any, first: int = 1) -> list[Any]:
+        unknown = _unknown_axes(spec)
+        return [next(remaining) if axis in unknown else spec.shape[axis] for axis in range(first, spec.shape.rank)]
 
     def of_leaf(spec: Any) -> Any:
         if isinstance(spec, tf.RaggedTensorSpec):
-            values = tf.zeros([0, *_sizes(spec.shape[spec.ragged_rank + 1 :])], spec.dtype)
+            values = tf.zeros([0, *shape_of(spec, spec.ragged_rank + 1)], spec.dtype)
             splits = [tf.zeros([1], spec.row_splits_dtype)] * spec.ragged_rank
             return tf.RaggedTensor.from_nested_row_splits(values, splits, validate=False) if splits else values
         if isinstance(spec, tf.SparseTensorSpec):
-            shape = [0, *_sizes(spec.shape[1:])]
-            return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)
+            shape = tf.stack([tf.cast(size, tf.int64) for size in [0, *shape_of(spec)]])
+            return tf.SparseTensor(tf.zeros([0, spec.shape.rank], tf.int64), tf.zeros([0], spec.dtype), shape)
         if isinstance(spec, tf.TensorSpec):
-            return tf.zeros([0, *_sizes(spec.shape[1:])] if spec.shape.rank else [], spec.dtype)
+            return tf.zeros([0, *shape_of(spec)] if spec.shape.rank else [], spec.dtype)
         if isinstance(spec, tf.NoneTensorSpec):
             return None
         raise errors.not_implemented(
@@ -161,10 +195,6 @@ def without_rows(element_spec: Any) -> Any:
         )
 
     return tf.nest.map_structure(of_leaf, element_spec)
-
-
-def _sizes(shape: tf.TensorShape) -> list[int]:
-    return [1 if size is None else size for size in shape]
 
 
 def _cast(dataset: tf.data.Dataset, element_spec: Any) -> tf.data.Dataset:

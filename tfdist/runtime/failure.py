@@ -15,10 +15,12 @@ class Failure:
     Attributes:
         worker_index: the worker it started on; None: all wait for each other, and none is behind.
         what: a clause about this worker ("raised ValueError: ..."), or a sentence's beginning where there is none.
+        is_of_program: whether the program, or what it stands on, is at fault: started again as it is, it would fail again.
     """
 
     worker_index: int | None
     what: str
+    is_of_program: bool = False
 
     def to_word(self) -> dict[str, Any]:
         return {"failed": dataclasses.asdict(self)}
@@ -35,7 +37,8 @@ class Failure:
         else:
             which = "This worker" if self.worker_index == here else f"Worker {self.worker_index}"
             who = f"{which}, {cluster.tasks[self.worker_index]}, {self.what}"
+        again = "Mend that, and start the job again" if self.is_of_program else "Start the job again"
         return (
-            f"tfdist: {who}. {cluster.task} ends too: no worker can train without the others. Start the job again; with "
+            f"tfdist: {who}. {cluster.task} ends too: no worker can train without the others. {again}; with "
             "`keras.callbacks.BackupAndRestore` it continues from its last backup."
         )

@@ -38,7 +38,7 @@ from tfdist.runtime.first_line import first_line, is_of_python
 from tfdist.runtime.interrupts import Interrupts
 from tfdist.runtime.peers import Peers, Word
 from tfdist.runtime.rendezvous import WorkerFailedError, wait_for_workers
-from tfdist.runtime.standing import any_is_in_tensorflow, main_is_in_tensorflow, where_it_stands
+from tfdist.runtime.standing import any_is_in_tensorflow, main_is_in_tensorflow, where_beside, where_it_stands
 
 # How long the thread waits for words before it looks at this worker itself.
 _LOOK_SECONDS = 0.5
@@ -149,7 +149,7 @@ class FailureWatch:
         self._awaited = (awaited, now)
         # What it has written before its end has been read meanwhile.
         if self._failure is None and now - self._ended.get(awaited, now) > _AWAITED_SECONDS:
-            self._learn(Failure(awaited, f"ended its program while {self._cluster.task} was waiting for it"))
+            self._learn(Failure(awaited, f"ended its program while {self._cluster.task} was waiting for it", is_of_program=True))
         if self._failure is not None:
             raise RuntimeError(self._failure.message(self._cluster))
 
@@ -158,9 +158,10 @@ class FailureWatch:
 
         `awaited` is the worker that did not come to where this one has waited for it, and whose fault it is.
         """
-        failure = Failure(self._cluster.worker_index, f"raised RuntimeError: {message}")
+        failure = Failure(self._cluster.worker_index, f"raised RuntimeError: {message}", is_of_program=True)
         if awaited is not None:
-            failure = Failure(awaited, f"did not come to where others waited for it{self._standing(awaited)}; {message}")
+            what = f"did not come to where others waited for it{self._standing(awaited)}; {message}"
+            failure = Failure(awaited, what, is_of_program=True)
         self._raised = awaited is None
         self._learn(failure)
 
@@ -214,7 +215,10 @@ class FailureWatch:
         awaited, asked = self._awaited
         is_waiting = bool(waiting) or self._is_ending or (awaited is not None and now - asked < _AWAITED_SECONDS)
         self._idle_since = now if is_waiting else self._idle_since
-        self._peers.tell({"beat": {"at": where_it_stands(), "idle": now - self._idle_since}}, may_be_lost=True)
+        self._peers.tell({"beat": self._own_beat()}, may_be_lost=True)
+
+    def _own_beat(self) -> Word:
+        return {"at": where_it_stands(), "beside": where_beside(), "idle": time.monotonic() - self._idle_since}
 
     def _silent(self) -> Failure | None:
         """Returns the failure of a worker that has been silent for too long, and does not answer."""
@@ -240,7 +244,8 @@ class FailureWatch:
         """Returns a failure when a rank of this worker waits in a collective for too long."""
         for seconds, limit, program in waiting:
             if seconds > _ENDED_SECONDS and self._ended:
-                return Failure(min(self._ended), f"ended its program while {self._cluster.task} was waiting for it in {program}")
+                what = f"ended its program while {self._cluster.task} was waiting for it in {program}"
+                return Failure(min(self._ended), what, is_of_program=True)
             if seconds > limit:
                 return self._behind(seconds, program)
         return None
@@ -255,13 +260,16 @@ class FailureWatch:
         idle = {index: beat["idle"] for index, beat in self._beats.items() if index in silences}
         index = max(idle, key=idle.__getitem__, default=None)
         if index is not None and idle[index] > 0:
-            return Failure(index, f"did not join the others{self._standing(index)}; {waited}")
-        places = [f"worker {index} at {beat['at']}" for index, beat in sorted(self._beats.items())]
-        return Failure(None, f"No worker makes progress: {waited}; the others wait as well: {'; '.join(places)}")
+            return Failure(index, f"did not join the others{self._standing(index)}; {waited}", is_of_program=True)
+        beats = self._beats | {self._cluster.worker_index: self._own_beat()}
+        places = "; ".join(f"worker {index} at {_both_places(beat)}" for index, beat in sorted(beats.items()))
+        alone = [index for index, beat in beats.items() if beat["beside"]]
+        reads = f", and worker {alone[0]} alone runs code of its own, which the others may wait for" if len(alone) == 1 else ""
+        return Failure(None, f"No worker makes progress: {waited}{reads}: {places}", is_of_program=True)
 
     def _standing(self, index: int) -> str:
-        place = self._beats.get(index, {}).get("at")
-        return f": its main thread is at {place}" if place else ""
+        beat = self._beats.get(index)
+        return f": its main thread is at {_both_places(beat)}" if beat else ""
 
     def _waiting(self) -> list[tuple[float, float, Any]]:
         """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and the program."""
@@ -278,7 +286,9 @@ class FailureWatch:
         """Ends a process whose main thread does not see that Ctrl-C was pressed: it waits in TensorFlow, for no collective."""
         is_deaf = not self._servers_run or (main_is_in_tensorflow() and not waiting)
         if self._interrupts.unhandled_seconds() > _INTERRUPT_SECONDS and is_deaf:
-            failure = Failure(self._cluster.worker_index, f"was interrupted: its main thread was at {where_it_stands()}")
+            failure = Failure(
+                self._cluster.worker_index, f"was interrupted: its main thread was at {_both_places(self._own_beat())}"
+            )
             self._learn(failure)
             self._say(failure)
             _end_process(_INTERRUPTED_EXIT_CODE)
@@ -314,7 +324,8 @@ class FailureWatch:
         failure = self._cause() if is_collective else self._failure
         if failure is None:
             self._raised = True
-            failure = Failure(here, f"raised {first_line(kind, value, traceback)}")
+            is_of_program = not is_collective and kind is not KeyboardInterrupt
+            failure = Failure(here, f"raised {first_line(kind, value, traceback)}", is_of_program)
             self._learn(failure)
         if self._raised:
             previous(kind, value, traceback)
@@ -352,6 +363,10 @@ class FailureWatch:
     def _say(self, failure: Failure) -> None:
         _flush()
         print(failure.message(self._cluster), file=sys.stderr, flush=True)
+
+
+def _both_places(beat: Word) -> str:
+    return f"{beat['at']}, with another thread at {beat['beside']}" if beat["beside"] else str(beat["at"])
 
 
 def _flush() -> None:

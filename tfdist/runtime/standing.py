@@ -18,18 +18,20 @@ _TENSORFLOW = f"{os.sep}tensorflow{os.sep}python{os.sep}"
 
 
 def where_it_stands() -> str:
-    """Returns where the main thread is, in the program's own code: "train.py:33, in load".
+    """Returns where the main thread is, in the program's own code: "train.py:33, in load"."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "its end" if main is None else _place(_own(main) or main)
 
-    Where it is in a call of TensorFlow, and another thread in the program's own code, as one that reads data: where that is, too.
-    """
+
+def where_beside() -> str:
+    """Returns where another thread is in the program's own code, as one that reads data, while the main thread is in a call of
+    TensorFlow; "" where none is."""
     frames = sys._current_frames()
     main = frames.pop(threading.main_thread().ident or 0, None)
     frames.pop(threading.get_ident(), None)
-    if main is None:
-        return "its end"
-    place = _place(_own(main) or main)
-    beside = [own for own in map(_own, frames.values()) if own is not None] if _is_in_tensorflow(main) else []
-    return f"{place}, with another thread at {_place(beside[0])}" if beside else place
+    if main is None or not _is_in_tensorflow(main):
+        return ""
+    return next((_place(own) for own in map(_own, frames.values()) if own is not None), "")
 
 
 def main_is_in_tensorflow() -> bool:
