@@ -43,7 +43,7 @@ CASES: dict[int, dict[str, tuple[tuple[str, int], bool, dict[str, Any], dict[str
             ("branches", 4),
             False,
             {"pipeline_parallel_size": 2, "zero_stage": 3},
-            {"num_microbatches": 1, "reshard_after_microbatch": True},
+            {"num_microbatches": 2, "reshard_after_microbatch": True},
         ),
         "2 x 2 x 2": (("tensor parallel", 4), True, {**MESH, "zero_stage": 1}, {"num_microbatches": 2}),
     },

@@ -1,13 +1,13 @@
-"""Programs of this folder over two workers: losses of the whole batch, steps in branches, exports, an early restore."""
+"""Programs of this folder over two workers: losses of the whole batch, steps in branches, exports, recomputation."""
 
 import pathlib
 
 import pytest
-from training import one_device
+from training import one_device, strategy_for
 
 from tests import workers
 from tests.parity.comparison import assert_same_tree
-from tests.programs import test_deferred_restore, test_exports, worker_programs
+from tests.programs import test_deferred_restore, test_exports, test_recomputation_everywhere, worker_programs
 from tests.programs.comparing import run
 
 pytestmark = pytest.mark.as_traced
@@ -30,11 +30,13 @@ def test_it_is_one_device(tmp_path):
     with workers.job(tmp_path, 2, "tests.programs.worker_programs:run_all", str(tmp_path), stages) as job:
         expected = {name: run(program, one_device()) for name, program in worker_programs.PROGRAMS.items()}
         expected["restored"] = run(lambda strategy: test_deferred_restore.going_on(strategy, "adam"), one_device())
+        pipelined = run(test_recomputation_everywhere.in_a_pipeline, strategy_for(2, 0, pipeline_parallel_size=2))
         results = job.results(250)
     for found in results:
         for name, numbers in expected.items():
             for stage in stages:
                 assert_same_tree(found[f"{name}, {stage}"], numbers, f"{name}, {stage}")
+        assert_same_tree(found["recomputed in a pipeline"], pipelined)
     written = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/ckpt-*.index"))
     assert written == ["of_all/ckpt-1.index", "own_0/ckpt-1.index", "own_1/ckpt-1.index"]
     exported = {

@@ -2,10 +2,12 @@
 
 import collections
 import math
+import re
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from grids import exhaustive
 from ranks import strategy_on
 from training import one_device
@@ -100,7 +102,8 @@ def moved(strategy, rank):
 def test_bytes(anew, num_microbatches):
     """A layer's shards are sent once a step, whatever the number of microbatches; or once for each forward and backward of one.
 
-    The first layer of a model needs no weights backward. Gradients are sent once, all of a rank's in one message.
+    The first layer of a model needs no weights backward. Gradients are sent once, all of a rank's in one message; or once for
+    each backward.
     """
     strategy, _ = stacked(num_microbatches, anew)
     for rank in range(4):
@@ -108,7 +111,30 @@ def test_bytes(anew, num_microbatches):
         gathers = 2 * num_microbatches if anew else 1
         layers_gathered = 2 * gathers - (num_microbatches if anew and rank % 2 == 0 else 0)
         assert (elements["unshard"], count["unshard"]) == (layers_gathered * SHARD, layers_gathered)
-        assert (elements["reduce_scatter"], count["reduce_scatter"]) == (2 * LAYER, 1)
+        sums = num_microbatches if anew else 1
+        assert (elements["reduce_scatter"], count["reduce_scatter"]) == (2 * LAYER * sums, sums)
+
+
+@pytest.mark.parametrize("anew", [exhaustive(False), True])
+def test_whole_gradients_that_outlive_their_action(anew):
+    """What a rank adds up over microbatches, and what it hands to the optimizer, are whole gradients, or shards."""
+    strategy, model = stacked(3, anew)
+    step = tf.function(lambda x: strategy.run(lambda x: model.train_step((x, x))["loss"], args=(x,)))
+    operations = step.get_concrete_function(tf.ones((12, 6))).graph.get_operations()
+
+    def action(operation):
+        return re.search(r"PP/\d(\w)\d|$", operation.name)
+
+    readers = [
+        (output, reader)
+        for operation in operations
+        if action(operation).group(1) == "B"
+        for output in operation.outputs
+        if output.shape in ((6, 6), (6,))
+        for reader in output.consumers()
+        if action(reader).group() != action(operation).group()
+    ]
+    assert len(readers) == (0 if anew else 4 * 4 * 3)  # ranks, parameters of a rank, microbatches
 
 
 def test_memory():
@@ -156,3 +182,49 @@ def test_eager_steps_of_data_ranks(exact):
 
     expected = losses(one_device())
     assert_same_tree(losses(strategy_on(2, zero_stage=3), run_eagerly=True), expected)
+
+
+def loop_that_changes_gradients(strategy, **settings):
+    """Gradients of biases are halved, which a shard can be; those of matrices are centred, which takes the whole."""
+    model = compiled(strategy, "tied", num_microbatches=2, **settings)
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+
+    def on_rank(x, y):
+        loss, gradients = model.compute_gradients(x, y)
+        model.optimizer.apply_gradients(
+            [(g - tf.reduce_mean(g) if len(v.shape) == 2 else g / 2, v) for g, v in gradients if g is not None]
+        )
+        return loss
+
+    step = tf.function(lambda x, y: strategy.reduce("SUM", strategy.run(on_rank, args=(x, y)), axis=None))
+    x, y, _ = data("tied")
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(24).take(3)
+    return [float(step(*batch)) for batch in strategy.experimental_distribute_dataset(dataset)], model.get_weights()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("pipe", "anew"), [(2, True), (1, True), (2, False)])
+def test_gradients_that_a_loop_changes(exact, pipe, anew):
+    strategy = strategy_on(2 * pipe, pipeline_parallel_size=pipe, zero_stage=3)
+    found = loop_that_changes_gradients(strategy, reshard_after_microbatch=anew)
+    assert_same_tree(found, loop_that_changes_gradients(one_device()))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("anew", [True, False])
+def test_gradients_that_a_loop_returns(exact, anew):
+    """What ranks return are summands: the caller adds them up."""
+
+    def gradients(strategy, **settings):
+        model = compiled(strategy, "plain", num_microbatches=2, **settings)
+        model.optimizer.build(model.trainable_variables)
+        on_rank = lambda x, y: [tf.convert_to_tensor(g) for g, _ in model.compute_gradients(x, y)[1]]  # noqa: E731
+        step = tf.function(lambda x, y: strategy.reduce("SUM", strategy.run(on_rank, args=(x, y)), axis=None))
+        x, y, _ = data("plain")
+        dataset = tf.data.Dataset.from_tensor_slices((x[:24], y[:24])).batch(24)
+        (batch,) = strategy.experimental_distribute_dataset(dataset)
+        return [np.asarray(gradient) for gradient in step(*batch)]
+
+    found = gradients(strategy_on(2, zero_stage=3), reshard_after_microbatch=anew)
+    assert_same_tree(found, gradients(one_device()))

@@ -13,13 +13,20 @@ import tfdist
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))  # as pytest has it, where tests are imported
 
-from tests.programs import test_deferred_restore, test_exports, test_losses_over_the_batch, test_steps_in_branches
+from tests.programs import (
+    test_deferred_restore,
+    test_exports,
+    test_losses_over_the_batch,
+    test_recomputation_everywhere,
+    test_steps_in_branches,
+)
 from tests.programs.comparing import Program, run
 
 PROGRAMS: dict[str, Program] = {
     "branches": test_steps_in_branches.fitted(test_steps_in_branches.TrainsInABranch),
     "several branches": test_steps_in_branches.fitted(test_steps_in_branches.OneOfSeveral, "accumulating"),
     "adversaries": test_steps_in_branches.adversaries,
+    "recomputed": test_recomputation_everywhere.dense_blocks,
 }
 LOSSES: dict[str, Program] = {
     "two towers": test_losses_over_the_batch.STEPPING["traced"],
@@ -48,4 +55,6 @@ def run_all(folder: str, stages: list[int]) -> dict[str, Any]:
         shared.mkdir(exist_ok=True)
         found[f"exported, {stage}"] = model.predict(test_exports.X, verbose=0)
         test_exports.exported(model, shared)
+    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=0, pipeline_parallel_size=2)
+    found["recomputed in a pipeline"] = run(test_recomputation_everywhere.in_a_pipeline, strategy)
     return found

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 PROGRAM_ATTRIBUTE = "_tfdist_program"  # of a replica context
 
 
-class CollectiveOnTrialError(Exception):
-    """A collective stands in what is traced on trial: see `RankProgram.on_trial`."""
+class NotOnTrialError(Exception):
+    """What is traced on trial holds what must not be: see `RankProgram.on_trial`."""
 
 
 class RankProgram:
@@ -111,8 +111,7 @@ class RankProgram:
 
     def begin(self, op: str, x: tf.Tensor | tf.TensorSpec, ranks: Ranks, label: str, source: int | None = None) -> Any:
         """Registers one collective and returns its instance key: a tensor where `x` has a size known when it runs only."""
-        if self.root._is_on_trial:
-            raise CollectiveOnTrialError(f"{op} {label!r} on trial")
+        self.not_on_trial(f"{op} {label!r}")
         if self._is_draft:
             return 0
         self.compare_branches(ranks)
@@ -238,7 +237,7 @@ class RankProgram:
 
     @contextlib.contextmanager
     def on_trial(self, *, is_on: bool = True) -> Iterator[None]:
-        """Within it a collective raises `CollectiveOnTrialError`, and is not in the plan: what is traced may be dropped.
+        """Within it `not_on_trial` raises, and no collective is in the plan: what is traced may be dropped.
 
         With `is_on=False` what is made `outermost` within such a block, and stays, may hold collectives.
         """
@@ -248,6 +247,11 @@ class RankProgram:
             yield
         finally:
             root._is_on_trial = before
+
+    def not_on_trial(self, what: str) -> None:
+        """Raises `NotOnTrialError` in a block `on_trial`: for what only the graph of the step can hold, such as a collective."""
+        if self.root._is_on_trial:
+            raise NotOnTrialError(f"{what} on trial")
 
     def draft(self) -> RankProgram:
         """Returns the program of what is traced to be thrown away: of its collectives the plan knows nothing."""

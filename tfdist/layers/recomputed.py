@@ -21,21 +21,23 @@ def recompute(model: keras.Model, layers: str | Sequence[keras.Layer]) -> keras.
     Of such a layer only what it takes and returns is kept from forward to backward. When backward comes to it, its forward runs
     again, once that of the layers behind it is through: of one layer at a time all is there. It costs a forward of these layers
     in each step, a third more work at most, and hardly a message: at `zero_stage=3` the weights that backward gathers anyway
-    serve both. Dropout draws its mask once, statistics move on once, and the results are those of the model as it was.
+    serve both, but for those in front of a message between tensor ranks. Dropout draws its mask once, statistics move on once,
+    and the results are those of the model as it was.
 
         model = build_gpt()                    # in `strategy.scope()`
         tfdist.recompute(model, "block")       # every layer that has "block" in its name
         model.compile(...)
 
     `keras.RematScope(mode="full")` around the making of a layer, and `keras.remat(function)`, do the same under a tfdist
-    strategy. Steps that run eagerly keep everything. What loops, branches, nested `tf.function`s and messages between ranks
-    return is kept.
+    strategy; in a pipeline, too, where a stage with such layers is traced once for each microbatch. Steps that run eagerly keep
+    everything. What loops, branches, nested `tf.function`s and messages between ranks return is kept.
 
     The mistake to avoid: naming each small layer instead of the block of them: a Dense layer by itself keeps little else than
     what it takes and returns.
 
     Args:
-        model: made in the scope of a tfdist strategy. A `PipelineModel` has an argument of its own, `recompute=True`.
+        model: made in the scope of a tfdist strategy; a `PipelineModel`, too, which has an argument of its own, `recompute=True`,
+            for whole stages.
         layers: a regular expression that is searched in the path of each layer, such as "block"; of layers within each other the
             outermost is meant. Or the layers themselves.
 
@@ -43,16 +45,16 @@ def recompute(model: keras.Model, layers: str | Sequence[keras.Layer]) -> keras.
         `model`.
 
     Raises:
-        ValueError: the model was made in the scope of no tfdist strategy or is a pipeline, or there is no such layer in it.
+        ValueError: the model was made in the scope of no tfdist strategy, or there is no such layer in it.
 
     Source: Chen et al. 2016, *Training Deep Nets with Sublinear Memory Cost*; PyTorch's `checkpoint_wrapper`.
     """
     config = config_of(getattr(model, "distribute_strategy", None))
-    if config is None or config.pipeline_parallel_size > 1:
+    if config is None:
         raise errors.value_error(
-            "`model` must be a Keras model that was made in the scope of a tfdist strategy without a pipeline.",
+            "`model` must be a Keras model that was made in the scope of a tfdist strategy.",
             model=getattr(model, "name", model),
-            fix="Make it in `strategy.scope()`; of a pipeline say `tfdist.PipelineModel(..., recompute=True)`.",
+            fix="Make it in `strategy.scope()`.",
         )
     for layer in _found(model, layers):
         layer._remat_mode = _FULL

@@ -29,6 +29,7 @@ from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, floats
 from tfdist.sharding import tape
 from tfdist.sharding.held_parameters import HeldParameters
+from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.variable import NotHereError
 
 _NOT_OF_THIS_STAGE = (
@@ -85,7 +86,6 @@ class Executor:
 
     Attributes:
         pipe_rank: the rank's coordinate on the mesh axis "pipe".
-        gradients: after `run`, the sums over the microbatches of the weights' gradients.
         end: after `run`, operations at whose end all of the rank's actions have ended.
     """
 
@@ -98,6 +98,7 @@ class Executor:
     functions: StageFunctions | None  # which compute stages; None: every microbatch's operations are traced for themselves
     training: bool  # whether there is a backward
     recompute: bool  # whether a forward keeps its stage's inputs only, and is computed again for the backward
+    gradients: GradientSum  # to which each backward adds those of its stage's weights
     gathers_anew: bool = False  # whether every action gathers its stage's weights (stage 3); else one step gathers them once
     clock: ActionClock | None = None  # is read when an action starts and when it has ended
 
@@ -111,8 +112,8 @@ class Executor:
         self._held_back: dict[tuple[int, int], _Gradients] = {}
         self.end: Sequence[tf.Operation] = []  # of the action that was made last
         self._end_of_one_before: Sequence[tf.Operation] = []
-        self.gradients = GradientSum()
         self._held = None if program is None else program.attachment(HeldParameters)
+        self._recomputation = None if program is None else program.attachment(Recomputation)
 
     def run(self) -> None:
         """Computes the rank's actions in the schedule's order."""
@@ -237,6 +238,8 @@ class Executor:
         weights, inputs = self.weights[stage.index], floats(forward.stage_inputs)
         if forward.call is None:
             of_inputs, of_weights = _gradients_of_tape(forward, upstream, inputs, weights)
+            if self._recomputation is not None:
+                self._recomputation.settle_apart()
             if self._held is not None:
                 self._held.move_backward(forward.weights)
         else:

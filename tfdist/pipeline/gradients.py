@@ -7,6 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives import RankProgram, assign_buckets
+from tfdist.optimizers.reduction import summand_of_sum
+from tfdist.optimizers.step import reduce_gradients
+from tfdist.optimizers.target import Target
+from tfdist.sharding import MeshConfig, ShardedVariable, UnshardSchedule
+
 
 class GradientSum:
     """A running sum of gradients for each variable.
@@ -32,6 +38,66 @@ class GradientSum:
     def of(self, variable: Any) -> Any:
         """Returns the sum for `variable`, None if the variable had no gradient."""
         return self._sums.get(id(variable))
+
+    def shape_of(self, variable: Any) -> tf.TensorShape:
+        """Returns the shape of the sum for `variable`, without a read of its value, which may have to be gathered."""
+        return variable._value.shape
+
+    def handed_out(self, variable: Any, total: Any) -> Any:
+        """Returns what an optimizer is given for `variable`, of which `total` is the sum, over all stages that use it."""
+        if total is None or not _is_data_sharded(variable):
+            return total
+        return tf.ensure_shape(tf.convert_to_tensor(total), variable._value.shape)  # also of rows of a table
+
+
+class ScatteredSum(GradientSum):
+    """A running sum of gradients of which this rank keeps its shard, where the parameter is sharded over the data axis.
+
+    The gradients of each `add` are summed over the data ranks at once: no gradient is whole for longer than the action that makes
+    it, for as many times the bytes as there are microbatches.
+    """
+
+    def __init__(self, program: RankProgram, config: MeshConfig):
+        super().__init__()
+        self._program = program
+        self._config = config
+        self._schedule: UnshardSchedule = program.attachment(UnshardSchedule)
+
+    def add(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:
+        parts = list(gradients)
+        sent: list[tf.Tensor] = []
+        for bucket in self._buckets(variables, gradients):
+            members = [variables[place] for place in bucket]
+            with tf.control_dependencies(sent):  # packed when the one before has left: else all would be there a second time
+                sent = reduce_gradients([gradients[place] for place in bucket], members, self._config, self._program)
+            for place, shard in zip(bucket, sent, strict=True):
+                parts[place] = shard
+        return super().add(variables, parts)
+
+    def _buckets(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[list[int]]:
+        """Returns the places of gradients that travel together, those of the last layers first, which backward makes first."""
+        given = zip(variables, gradients, strict=True)
+        places = [place for place, (v, grad) in enumerate(given) if grad is not None and _is_data_sharded(v)][::-1]
+        dtypes = [gradients[place].dtype for place in places]
+        sizes = [variables[place]._value.layout.local_elements * gradients[place].dtype.size for place in places]
+        return [[places[index] for index in bucket] for bucket in assign_buckets(sizes, self._config.bucket_bytes, dtypes)]
+
+    def shape_of(self, variable: Any) -> tf.TensorShape:
+        return (
+            tf.TensorShape(variable._value.layout.component_shape) if _is_data_sharded(variable) else super().shape_of(variable)
+        )
+
+    def handed_out(self, variable: Any, total: Any) -> Any:
+        """Returns a tensor of the parameter's shape, by which an optimizer finds this rank's shard of the sum."""
+        if total is None or not _is_data_sharded(variable):
+            return total
+        target = Target.of(variable, self._config, self._program)
+        return self._schedule.stub_of(target.variable, total, summand_of_sum(total, target))
+
+
+def _is_data_sharded(variable: Any) -> bool:
+    value = variable._value
+    return isinstance(value, ShardedVariable) and value.layout.is_data_sharded
 
 
 def added(one: Any, other: Any) -> Any:

@@ -69,8 +69,9 @@ class PipelineModel(keras.Model):
         recompute: True keeps, of a microbatch, only what arrives at each stage, and computes the stage's forward again for its
             backward: a third more work, and the same gradients (random numbers and statistics are those of the first time).
         reshard_after_microbatch: at `zero_stage=3`: False gathers the weights of a rank's stages once a step and keeps them until
-            its last microbatch is through; True gathers them for each forward and each backward of a microbatch, and keeps those
-            of one stage and direction at once: 2 `num_microbatches` times the messages.
+            its last microbatch is through, and so it does with the sums of whole gradients; True gathers weights for each forward
+            and each backward of a microbatch, keeps those of one stage and direction at once, and reduces gradients after each
+            backward: 2 `num_microbatches` times the messages of weights, `num_microbatches` times those of gradients.
         name: the model's name.
 
     Raises:

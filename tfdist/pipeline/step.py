@@ -16,12 +16,13 @@ from tfdist.losses.sliced_batch import SlicedBatch
 from tfdist.metrics import updates
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.executor import Executor
+from tfdist.pipeline.gradients import GradientSum, ScatteredSum
 from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageFunctions
 from tfdist.pipeline.stages.staged_model import StagedModel
-from tfdist.sharding import ShardedVariable, tape
+from tfdist.sharding import config_of, tape
 from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.sharded_activations import gathered, held_spec, mark_as_held, may_hold_parts
 
@@ -66,6 +67,7 @@ class Step:
             functions=None if may_hold_parts(program) else StageFunctions(program, weights, training),
             training=training,
             recompute=model.recompute,
+            gradients=self._gradient_sum(),
             gathers_anew=model.reshard_after_microbatch,
             clock=clock,
         )
@@ -105,19 +107,23 @@ class Step:
 
         The gradient of a weight that stages share is the sum over all of these stages, on each of their ranks.
         """
-        found = []
+        found, sums = [], self._executor.gradients
         for variable in self._staged.weights_of_rank(self._executor.pipe_rank):
-            gradient = self._executor.gradients.of(variable)
+            gradient = sums.of(variable)
             owners = self._staged.owners(variable)
-            value = variable._value
-            if gradient is not None and isinstance(value, ShardedVariable) and value.layout.is_data_sharded:
-                gradient = tf.ensure_shape(tf.convert_to_tensor(gradient), value.shape)  # also of rows of a table
             if len(owners) > 1:
-                gradient = self._sum_over(owners, variable, gradient)
+                gradient = self._sum_over(owners, variable, gradient, sums.shape_of(variable))
+            gradient = sums.handed_out(variable, gradient)
             found.append((gradient if self._program is not None else self._after_reads(gradient), variable))
         # A loss that depends on no weight of this rank is none of the other ranks' mistakes.
         has_any = any(gradient is not None for gradient, _ in found)
         return found if has_any or self._staged.schedule.num_ranks == 1 else []
+
+    def _gradient_sum(self) -> GradientSum:
+        config = config_of(tf.distribute.get_strategy())
+        if self._program is None or config is None or not self._model.reshard_after_microbatch:
+            return GradientSum()
+        return ScatteredSum(self._program, config)
 
     def _after_reads(self, gradient: Any) -> Any:
         """Returns a gradient that exists when all actions have ended, and so have read the weights; for Keras's own optimizer.
@@ -130,11 +136,11 @@ class Step:
         with tf.control_dependencies(self._executor.end):
             return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
-    def _sum_over(self, owners: Sequence[int], variable: Any, gradient: Any) -> tf.Tensor:
+    def _sum_over(self, owners: Sequence[int], variable: Any, gradient: Any, shape: tf.TensorShape) -> tf.Tensor:
         """Returns the sum of the gradients of a weight that several ranks use, added in the same order on each of them."""
         program, here = self._program, self._executor.pipe_rank
-        mine = tf.zeros(variable.shape, variable.dtype) if gradient is None else tf.convert_to_tensor(gradient)
-        mine = tf.ensure_shape(mine, variable._value.shape)  # not of its value, which may have to be gathered
+        mine = tf.zeros(shape, variable.dtype) if gradient is None else tf.convert_to_tensor(gradient)
+        mine = tf.ensure_shape(mine, shape)
         ranks, label = program.group_ranks("pipe"), f"pipe/tied/{variable.path}"
         for owner in owners:
             if owner != here:

@@ -54,6 +54,11 @@ class GradientStubs:
         self._wholes: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}  # of an eager rank: whole gradients and their shards
         program.summands.append(self._own)
 
+    @property
+    def are_made(self) -> bool:
+        """Whether there are any."""
+        return bool(self._stubs)
+
     def make(self, variable: Any, full: tf.Tensor) -> tf.Tensor:
         """Returns a stub for the gradient of `variable`, of which `full` is this rank's summand."""
         layout = variable.layout

@@ -80,13 +80,15 @@ class Recomputation:
         Where there is no backward, or it is not traced in the graph of `strategy.run`, the function is just called.
         """
         program = self._program
-        if program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
-            return function(*args, **kwargs)
         before = tape.operations_so_far()
         result = function(*args, **kwargs)
         leaves = tf.nest.flatten(result, expand_composites=True)
-        outputs = [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.dtype.is_floating and program.exists_here(leaf)]
-        if not outputs or not tape.tapes_watching(outputs):
+        outputs = [leaf for leaf in leaves if tf.is_tensor(leaf) and leaf.dtype.is_floating]
+        if program.is_eager or not outputs or not tape.tapes_watching(outputs):
+            return result
+        program.not_on_trial("recomputation")  # of which the graph of a step alone knows the order
+        outputs = [output for output in outputs if program.exists_here(output)]
+        if tf.compat.v1.get_default_graph() is not program.graph or not outputs:
             return result
         region = self._region(tape.operations_since(before), outputs)
         with tape.stop_recording():
@@ -134,6 +136,14 @@ class Recomputation:
         self.idle = {op.name for op in made - tape.ancestors(read, list(made), by_control=False)}
         for earlier, later in zip(repetitions, repetitions[1:], strict=False):
             self._order(earlier, later, numbers)
+
+    def settle_apart(self) -> None:
+        """As `settle`, of a backward that is through and has a place of its own in the step, as an action of a pipeline has.
+
+        What comes after it may run before parts of it, which then wait for their turn: it is not put behind them.
+        """
+        self.settle()
+        self._regions = [region for region in self._regions if not region.repetitions]
 
     def _order(self, earlier: Repetition, later: Repetition, numbers: Mapping[str, int]) -> None:
         """Lets the repetition of one region wait until backward has read that of the region before: else both would be held.

@@ -164,6 +164,15 @@ class UnshardSchedule:
         """Returns this rank's shard of `gradient`: of what a tape has returned, or of an elementwise function of that."""
         return self._stubs.shard_of(gradient)
 
+    def stub_of(self, variable: Any, shard: tf.Tensor, summand: tf.Tensor) -> tf.Tensor:
+        """Returns what stands for the gradient of `variable`, of whose sum over the data ranks this rank has `shard`.
+
+        `summand`, of the parameter's shape, is what this rank adds to that sum, where somebody adds up what ranks return.
+        """
+        stub = self._stubs.make(variable, summand)
+        self._stubs.note_reduced(stub, shard)
+        return stub
+
     def is_of_sums(self, gradient: tf.Tensor) -> bool:
         """Whether `gradient` is computed from what a tape has returned: it is then whole, and the same on all ranks."""
         self.flush(below := self._stubs.below(gradient))
@@ -228,10 +237,11 @@ class UnshardSchedule:
                 has its place, those of layers that are not frozen are taken to be wanted: kept until the end, all full
                 gradients would exist at once.
         """
-        if self._emitting or not (self._units or self._pending):
+        if self._emitting or not (self._units or self._pending or self._stubs.are_made):
             return
-        self._recomputation.settle()
-        self._reduce_and_regather(gradients)
+        if self._units or self._pending:
+            self._recomputation.settle()
+            self._reduce_and_regather(gradients)
         with self._own_emission():
             self._stubs.fill_what_is_read()
 

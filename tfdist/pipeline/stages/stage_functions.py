@@ -16,6 +16,7 @@ Not every stage is a function of its inputs. As if this file were not there, eac
 * that gives `add_loss` something: the loss has the microbatch's weight,
 * that writes statistics, or does anything else that counts how often it is traced; a loop may,
 * that sends messages, each of which has a name of its own: of layers that look at all data ranks, for instance,
+* with layers within it that are computed again in backward (`tfdist.recompute`, `keras.RematScope`), one after the other,
 * whose layers may hand on parts of their outputs (`sharding.sharded_activations.may_hold_parts`): such layers send messages,
 * that is computed again from an earlier state (`recompute=True` with dropout).
 
@@ -33,7 +34,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.collectives.program import CollectiveOnTrialError
+from tfdist.collectives.program import NotOnTrialError
 from tfdist.pipeline.stages.masks import get_keras_mask, set_keras_mask
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.sharding import tape
@@ -92,7 +93,7 @@ class StageFunctions:
         try:
             with contextlib.nullcontext() if self._program is None else self._program.on_trial():
                 graph = tf.function(compute, autograph=False).get_concrete_function(*specs).graph
-        except CollectiveOnTrialError:
+        except NotOnTrialError:
             return None
         keys = {} if self._program is None else self._held().names
         if not tape.can_be_called_again(graph, keys) or stage.added_losses():
@@ -104,8 +105,8 @@ class StageFunctions:
         return self._program.attachment(HeldParameters)
 
     def _trace(self, stage: StageLayer, given: list[Any], stage_inputs: list[Any], model_inputs: list[Any]) -> _Trace:
-        with tf.GradientTape() as recorder:
-            recorder.watch(floats(stage_inputs))
+        with tf.GradientTape(watch_accessed_variables=self._training) as recorder:
+            recorder.watch(floats(stage_inputs) if self._training else [])
             outputs = stage(stage_inputs, model_inputs, training=self._training)
         forward_count = tape.operations_so_far()
         is_last = stage.index == len(self._weights) - 1
