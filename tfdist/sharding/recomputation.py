@@ -138,7 +138,7 @@ class Recomputation:
             self._order(earlier, later, numbers)
 
     def settle_apart(self) -> None:
-        """As `settle`, of a backward that is through and has a place of its own in the step, as an action of a pipeline has.
+        """As `settle`, of a backward that is through, and has a place of its own in the order of the step.
 
         What comes after it may run before parts of it, which then wait for their turn: it is not put behind them.
         """
