@@ -4,6 +4,7 @@ from tfdist.data import parts, steps
 from tfdist.data.device_iterators import DistributedDataset, DistributedDatasetsFromFunction
 from tfdist.data.ends import Ends
 from tfdist.data.fit_data import FitData
+from tfdist.data.generators import Tape
 from tfdist.data.position import first_batch, is_generator, steps_of
 from tfdist.data.signature import DatasetSignature, dataset_signature, difference, unordered, unseeded
 from tfdist.data.split import split_batches
@@ -14,6 +15,7 @@ __all__ = [
     "DistributedDatasetsFromFunction",
     "Ends",
     "FitData",
+    "Tape",
     "dataset_signature",
     "difference",
     "first_batch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.checkpoint import tfdist_strategy
-from tfdist.data import FitData, first_batch, is_generator, steps, steps_of
+from tfdist.data import FitData, Tape, first_batch, is_generator, steps, steps_of
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.layers import layer_strategy, sharded_tensors
 from tfdist.metrics.adoption import adopt
@@ -22,6 +23,7 @@ from tfdist.pipeline.deferred_weights import is_deferred
 from tfdist.pipeline.model import PipelineModel, check_is_pipelined
 from tfdist.sharding import config_of
 
+_TAPE = "_tfdist_tape"
 _EPOCH_ITERATOR = "keras.src.backend.tensorflow.trainer.TFEpochIterator"
 
 
@@ -136,7 +138,11 @@ def _build_on_symbols(original: Callable[..., None], self: Any, iterator: Any, d
 
 @replaces(_EPOCH_ITERATOR, "__init__")
 def _epoch_iterator(original: Callable[..., None], self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Each worker takes as many steps as its own data, or its own arguments, say."""
+    """Each worker takes as many steps as its own data, or its own arguments, say; and loses what is read ahead of a generator."""
+    x = kwargs.get("x")
+    if config_of(distribute_strategy) is not None and isinstance(x, types.GeneratorType):
+        tape = vars(self)[_TAPE] = Tape.of(x)
+        kwargs["x"] = tape.batches(x)
     original(self, distribute_strategy, *args, **kwargs)
     if config_of(distribute_strategy) is not None:
         extended = distribute_strategy.extended
@@ -177,8 +183,11 @@ def build_for_backup(model: Any) -> None:
 
 @replaces("keras.src.trainers.epoch_iterator.EpochIterator", "_enumerate_iterator")
 def _enumerate_iterator(original: Callable[..., Any], self: Any) -> Any:
-    """A `fit` that goes on from a backup begins where its data were then."""
-    return steps_of(self, lambda: original(self))
+    """A `fit` that goes on from a backup begins where its data were then; what no step has taken of a generator is given back."""
+    tape = vars(self).get(_TAPE)
+    if tape is None:
+        return steps_of(self, lambda: original(self))
+    return steps_of(self, lambda: tape.used_by(original(self), self.steps_per_execution))
 
 
 @replaces(TRAINER, "_get_metrics_result_or_logs")
