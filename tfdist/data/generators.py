@@ -21,7 +21,7 @@ from typing import Any
 class Tape:
     """What a call reads of a generator: behind what the call before it has read, and no step has taken."""
 
-    _tapes: weakref.WeakKeyDictionary[types.GeneratorType, Tape] = weakref.WeakKeyDictionary()
+    _tapes: weakref.WeakKeyDictionary[types.GeneratorType[Any, Any, Any], Tape] = weakref.WeakKeyDictionary()
 
     def __init__(self, given_back: Iterable[Any]):
         self._unused = collections.deque(given_back)
@@ -29,13 +29,13 @@ class Tape:
         self._lock = threading.Lock()  # steps are another thread's
 
     @classmethod
-    def of(cls, generator: types.GeneratorType) -> Tape:
+    def of(cls, generator: types.GeneratorType[Any, Any, Any]) -> Tape:
         """Returns the tape of a call that is given `generator`; that of the call before is over."""
         before = cls._tapes.get(generator)
         tape = cls._tapes[generator] = cls(() if before is None else before._unused)
         return tape
 
-    def batches(self, generator: types.GeneratorType) -> Iterator[Any]:
+    def batches(self, generator: types.GeneratorType[Any, Any, Any]) -> Iterator[Any]:
         """Yields what was given back, and then the batches of `generator`, which stays open; a generator itself."""
         yield from list(self._unused)
         for batch in generator:
