@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import layer_strategy
-from tfdist.layers.statistics import note_assigned
+from tfdist.layers.statistics import note_assigned, value_to_assign
 from tfdist.pipeline import deferred_weights
 from tfdist.sharding import ShardedVariable, kept_placement, placement
 from tfdist.sharding.apart import outside_ranks
@@ -49,9 +49,9 @@ def _assign(original: Callable[..., Any], self: Any, value: Any) -> Any:
 
 @replaces("keras.Variable", "_direct_assign")
 def _direct_assign(original: Callable[..., None], self: Any, value: Any) -> None:
-    """Each rank's running statistics are of its own examples: those that were assigned in a step are averaged at its end. The
+    """What a step assigns is of a rank's own examples: it becomes that of the global batch, or is averaged at the step's end. The
     variable of TensorFlow below sees no difference to one that a program assigns itself, and that stays each rank's."""
-    original(self, value)
+    original(self, value_to_assign(self, value))
     note_assigned(self._value)
 
 

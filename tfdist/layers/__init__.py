@@ -4,7 +4,8 @@ Of the modules below nothing is called by hand. Inside `strategy.run` of a tfdis
 
 * data ranks draw different random numbers from one seed: a dropout mask is not repeated on every part of the batch
   (`randomness`);
-* running statistics, such as those of `BatchNormalization`, are averaged over the ranks at the end of a step (`statistics`);
+* what a step assigns to variables is what one device would assign, or, as the moving statistics of `BatchNormalization`, averaged
+  over the ranks at its end (`statistics`);
 * `BatchNormalization(synchronized=True)` normalises over the global batch (`normalization`);
 * convolutions and poolings work on ranks whose piece of the batch is empty (`empty_batches`);
 * activations that a tensor-parallel layer leaves sharded are whole for those who want them whole (`sharded_tensors`).

@@ -1,18 +1,16 @@
-"""Running statistics: variables that a layer assigns in a step, each rank from its own examples. They stay equal on all ranks.
+"""Variables that a step assigns, each rank from its own examples: they stay equal on all ranks, and are those of one device.
 
-A moving mean of `BatchNormalization`, a centre, a running maximum: not trainable, floating, without an `aggregation`. Under
-tf.distribute each rank keeps its own, they drift apart, and what is saved is the first one's. Here, at the end of a step, each is
-replaced on all ranks by the ranks' mean, weighted by how much each rank has seen:
+In a traced step what is assigned is computed of the global batch (see `batch_values`): sums, means, maxima, queues of rows. Where
+that cannot be told, in branches, eager steps, and of `BatchNormalization`, whose moving statistics nobody reads in the step, a
+floating variable that is not trainable is replaced on all ranks, at the end of the step, by the ranks' mean, weighted by how much
+each rank has seen:
 
     v = sum_r w_r v_r / sum_r w_r      w_r: elements that the rank's statistics are of (BatchNormalization), else its rows
 
-All of them travel in one all-reduce. Within a step a read gives the rank's own value. A statistic that is a mean over examples
-is then that of the global batch; other ones (a variance, a maximum) are the mean of the ranks'. A rank without rows has weight 0;
-where no rank has any, each keeps what it has assigned.
+All of these travel in one all-reduce. Until then a read gives the rank's own value. A rank without rows has weight 0; where no
+rank has any, each keeps what it has assigned.
 
-Left alone: what has an `aggregation` (metrics), integers (seeds, step counters), what an optimizer assigns, the states of
-recurrent layers, and variables that were made trainable, frozen or not. A counter of examples is a sum, not a mean: give it
-`aggregation="sum"` and add with `counter.value.assign_add(...)` (Keras's own `assign_add` would sum the ranks' old values, too).
+Left alone: what has an `aggregation` (metrics), what an optimizer assigns, and the states of recurrent layers.
 
 The mistake to avoid: a nested `tf.function` around the assignment. It is traced once, and a second trace of the step that reuses
 it does not see the assignment.
@@ -20,15 +18,22 @@ it does not see the assignment.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops, rank_program
+from tfdist.layers.batch_values import BatchValues, NotKnownError
+from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.rank_batch import RankBatch
 from tfdist.sharding import keras_scope
+
+_told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: variables compare by value
 
 
 class Statistics:
@@ -53,6 +58,26 @@ class Statistics:
     def agree(self, variables: Iterable[keras.Variable]) -> None:
         """Says that all ranks assign the same to `variables`."""
         self._agreed.update(id(variable._value) for variable in variables)
+
+    def value_of_batch(self, variable: keras.Variable, value: Any) -> Any:
+        """Returns what this rank assigns to `variable`, for which it has computed `value`."""
+        program, key = self._program, id(variable._value)
+        if key in self._weights or not (tf.is_symbolic_tensor(value) and program.exists_here(value)):
+            return value
+        if program.graph is not tf.compat.v1.get_default_graph() or is_given_everywhere():
+            return value
+        values = program.attachment(BatchValues)
+        if not values.depends_on_rows(value):
+            return value
+        try:
+            whole = values.of(value)
+        except NotKnownError as error:
+            self._agreed.discard(key)
+            _warn(variable, error)
+            return value
+        self._agreed.add(key)
+        whole.set_shape(value.shape)
+        return whole
 
     def _average(self, outputs: Any) -> None:
         variables = [variable for key, variable in self._assigned.items() if key not in self._agreed]
@@ -81,21 +106,57 @@ class Statistics:
         return weight if self._program.exists_here(weight) else rows
 
 
+def value_to_assign(variable: keras.Variable, value: Any) -> Any:
+    """Returns what a rank that has computed `value` for `variable` assigns: of the global batch, where that can be told."""
+    program = rank_program(peers_on="data")
+    if program is None or program.is_eager or not _is_same_on_all(variable._value) or _is_of_rank():
+        return value
+    return program.attachment(Statistics).value_of_batch(variable, value)
+
+
 def note_assigned(variable: tf.Variable) -> None:
     """Notes that this rank has assigned to `variable`, of any kind: if it is a running statistic, it will be averaged."""
     program = rank_program(peers_on="data")
     if program is None or not _is_statistic(variable):
         return
-    if not isinstance(keras_scope.current_layer(), keras.layers.RNN | keras.optimizers.Optimizer):
+    if not _is_of_rank():
         program.attachment(Statistics).assigned(variable)
+
+
+def _is_of_rank() -> bool:
+    """Whether what is assigned here is a rank's own, or its optimizer's."""
+    return isinstance(keras_scope.current_layer(), keras.layers.RNN | keras.optimizers.Optimizer)
+
+
+def _is_same_on_all(variable: tf.Variable) -> bool:
+    return (
+        isinstance(variable, tf.distribute.DistributedValues)
+        and variable.aggregation == tf.VariableAggregation.NONE
+        and variable.synchronization != tf.VariableSynchronization.ON_READ
+    )
 
 
 def _is_statistic(variable: tf.Variable) -> bool:
     return (
-        isinstance(variable, tf.distribute.DistributedValues)
+        _is_same_on_all(variable)
         and not variable.layout.is_data_sharded
         and variable.dtype.is_floating
         and not variable.trainable
-        and variable.aggregation == tf.VariableAggregation.NONE
-        and variable.synchronization != tf.VariableSynchronization.ON_READ
+    )
+
+
+def _warn(variable: keras.Variable, error: NotKnownError) -> None:
+    """Warns, once for `variable`, that what is assigned to it is no value of the global batch."""
+    if id(variable) in _told:
+        return
+    _told[id(variable)] = variable
+    what = "the mean over the devices" if _is_statistic(variable._value) else "its own value on each device"
+    warnings.warn(
+        errors.message(
+            f"Variable {variable.path!r} is assigned what a device has computed of its own rows, and what that is of the global "
+            f"batch cannot be told ({error}). It becomes {what}.",
+            fix="Reduce what depends on rows (`tfdist.collectives.all_reduce`), or gather the rows "
+            "(`tfdist.collectives.all_gather(x, uneven=True)`), before it is assigned.",
+        ),
+        stacklevel=2,
     )

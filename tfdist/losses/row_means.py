@@ -63,6 +63,10 @@ class RowMeans:
             self._sums.add(loss.name)
         return loss
 
+    def is_mean(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is a loss that counts as a mean over the rank's rows."""
+        return tensor.name in self._means
+
     def fault_of(self, loss: tf.Tensor) -> str | None:
         """Returns what in `loss` is no mean over rows, in words; None: nothing, as far as can be seen."""
         if not tf.is_symbolic_tensor(loss) or not self._program.exists_here(loss):

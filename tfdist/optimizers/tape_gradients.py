@@ -73,6 +73,10 @@ class TapeGradients:
         """Notes that `grad` is a sum, whole and the same on all ranks."""
         self._wholes.add(grad.name)
 
+    def is_gradient(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is a sum, or linear in summands."""
+        return bool(self._summands or self._wholes) and (tensor.name in self._wholes or self._linear_in(tensor) is not None)
+
     def whole_of(self, grad: tf.Tensor) -> tf.Tensor | None:
         """Returns the sum, whole, where `grad` is computed from sums, or linear in gradients with known sums; else None."""
         if not tf.is_symbolic_tensor(grad):
