@@ -16,7 +16,7 @@ from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.rows import can_be_gathered, gather_rows
-from tfdist.collectives.transports import NCCL, RING, choose_transport, find_member_orders
+from tfdist.collectives.transports import NCCL, RING, choose_transport, find_member_orders, make_groups
 from tfdist.collectives.transports.shared_memory import abort_shared_memory, connect_shared_memory
 from tfdist.collectives.where import Where, at_every_call, current_program, in_loop, rank_program, where
 
@@ -46,6 +46,7 @@ __all__ = [
     "cross_replica_of",
     "current_program",
     "find_member_orders",
+    "make_groups",
     "gather_rows",
     "gather_to_master_all_reduce",
     "in_loop",

@@ -54,7 +54,8 @@ class Communicator:
         self._group_numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         self._tokens: dict[int, tf.Variable] = {}
         self._message_tokens: dict[int, tf.Variable] = {}
-        self._running: dict[int, tf.Variable] = {}
+        self._running: dict[int, tf.Variable] = {}  # the number of each rank's program
+        self._started: dict[int, tf.Variable] = {}  # how many each has started
 
     @property
     def is_multi_worker(self) -> bool:
@@ -96,10 +97,11 @@ class Communicator:
         """Returns the resource handle that every message of `rank` to or from another process writes when it has moved."""
         return self._made(self._message_tokens, rank).handle
 
-    def _made(self, tokens: dict[int, tf.Variable], rank: int) -> tf.Variable:
+    def _made(self, tokens: dict[int, tf.Variable], rank: int, *, on_host: bool = False) -> tf.Variable:
         if rank not in tokens:
+            device = self.mesh.devices[rank]
             # `ResourceVariable` itself, because `tf.Variable` would ask the active strategy, which mirrors it.
-            with tf.init_scope(), tf.device(self.mesh.devices[rank]):
+            with tf.init_scope(), tf.device(host_of(device) if on_host else device):
                 tokens[rank] = resource_variable_ops.ResourceVariable(tf.zeros([], tf.int64), trainable=False)
         return tokens[rank]
 
@@ -115,13 +117,23 @@ class Communicator:
 
         It stands on the rank's chain: after the collectives before it, and before those after it.
         """
-        running = self._made(self._running, rank).handle
-        one, number = tf.constant(1, tf.int64), tf.constant(0 if plan is None else 1 + self.programs.index(plan), tf.int64)
-        if plan is None:
-            with tf.control_dependencies([tf.raw_ops.AssignAddVariableOp(resource=self.token(rank), value=one)]):
-                return tf.raw_ops.AssignVariableOp(resource=running, value=number)
-        with tf.control_dependencies([tf.raw_ops.AssignVariableOp(resource=running, value=number)]):
+        # On the host: to read a GPU's variable is to wait for all that the GPU has queued, while a watch asks whether it hangs.
+        running = self._made(self._running, rank, on_host=True).handle
+        started = self._made(self._started, rank, on_host=True).handle
+        one, number = tf.constant(1, tf.int64), 0 if plan is None else 1 + self.programs.index(plan)
+
+        def step_on_chain() -> tf.Operation:
             return tf.raw_ops.AssignAddVariableOp(resource=self.token(rank), value=one)
+
+        def note() -> tf.Operation:
+            with tf.device(self._running[rank].device):
+                assigned = tf.raw_ops.AssignVariableOp(resource=running, value=tf.constant(number, tf.int64))
+                counted = tf.raw_ops.AssignAddVariableOp(resource=started, value=tf.constant(int(plan is not None), tf.int64))
+                return tf.group(assigned, counted)
+
+        first, second = (step_on_chain, note) if plan is None else (note, step_on_chain)
+        with tf.control_dependencies([first()]):
+            return second()
 
     def running(self) -> dict[int, tuple[int, CollectivePlan]]:
         """Returns, per local rank that is running collectives at this moment, a count of its programs so far and the plan.
@@ -131,7 +143,14 @@ class Communicator:
         """
         found = {}
         for rank, running in list(self._running.items()):
-            count, number = int(self._tokens[rank].numpy()), int(running.numpy())
+            with tf.device(running.device):  # else a GPU, where there is one, copies what is read
+                count, number = int(self._started[rank].numpy()), int(running.numpy())
             if number:
                 found[rank] = (count, self.programs[number - 1])
         return found
+
+
+def host_of(device: str) -> str:
+    """Returns the CPU of the process that has `device`: of a GPU; a CPU is its own."""
+    spec = tf.DeviceSpec.from_string(device)
+    return device if spec.device_type == "CPU" else spec.replace(device_type="CPU", device_index=0).to_string()

@@ -6,6 +6,7 @@
 Those two stand in the order of the rank's collectives, as a broadcast in a group of two. Messages (`send_message`,
 `receive_message`) have no order with the collectives on the rank's chain, nor among each other: sender and receiver find each
 other by a label. They have no gradient. How a message travels is its pair's transport: in one process along an edge of the graph.
+On GPUs messages between processes do have an order, that of `send` and `receive` (`messages_are_in_order`).
 """
 
 from __future__ import annotations
@@ -144,6 +145,14 @@ def receive_message(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, 
 def message_holds_thread(program: RankProgram, source: int) -> bool:
     """Whether to receive from `source` holds a thread that runs operations until the message is there."""
     return _transport(program, source).holds_thread
+
+
+def messages_are_in_order(program: RankProgram, other: int) -> bool:
+    """Whether messages to and from rank `other` stand in the order of the rank's collectives, as `send` and `receive` do.
+
+    Then the ranks must all take part in them in one order: none may be received later than in its turn.
+    """
+    return _transport(program, other).is_in_order
 
 
 def _transport(program: RankProgram, other: int) -> MessageTransport:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.communicator import Communicator, host_of
 from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks
 from tfdist.mesh import are_cpus
@@ -109,8 +109,19 @@ class RankProgram:
         """Returns how the collectives of the group of `ranks` travel."""
         return self.communicator.transport_of(ranks)
 
-    def begin(self, op: str, x: tf.Tensor | tf.TensorSpec, ranks: Ranks, label: str, source: int | None = None) -> Any:
-        """Registers one collective and returns its instance key: a tensor where `x` has a size known when it runs only."""
+    def begin(
+        self,
+        op: str,
+        x: tf.Tensor | tf.TensorSpec,
+        ranks: Ranks,
+        label: str,
+        source: int | None = None,
+        rows: tf.Tensor | None = None,
+    ) -> Any:
+        """Registers one collective and returns its instance key: a tensor where `x` has a size known when it runs only.
+
+        That size is `rows`, an int32 scalar, where `x` is a spec.
+        """
         self.not_on_trial(f"{op} {label!r}")
         if self._is_draft:
             return 0
@@ -121,8 +132,11 @@ class RankProgram:
         self.plan.add(self.rank, record)
         self.root._mark_start()
         key = self.communicator.instance_keys.key(record)
+        if None not in record.shape:
+            return key
         # A key is bound to one shape for the life of the process: every power of two has its own.
-        return key + log2_ceiling(tf.shape(x)[record.shape.index(None)]) if None in record.shape else key
+        with self.on_host():
+            return key + log2_ceiling(tf.shape(x)[record.shape.index(None)] if rows is None else rows)
 
     def begin_message(self, spec: tf.TensorSpec, source: int, destination: int, label: str) -> int:
         """Registers one message between two ranks, of which this is one; returns its key, as `InstanceKeys.key` does.
@@ -150,6 +164,12 @@ class RankProgram:
             with tf.control_dependencies(None), tf.device(self.device):
                 self._constants[key] = tf.constant(value, tf.int32)
         return self._constants[key]
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Places arithmetic with sizes on the host, where a GPU's rank has them: on the GPU each step of it would be a kernel."""
+        with contextlib.nullcontext() if self.is_on_cpu else tf.device(host_of(self.device)):
+            yield
 
     def token(self) -> tf.Tensor:
         return self.communicator.token(self.rank)

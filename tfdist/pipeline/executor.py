@@ -1,7 +1,8 @@
 """Runs one rank's part of a schedule: any schedule, one action after the other.
 
 An action begins when the action before it on its rank has ended: that is what bounds the activations in flight. An action that
-needs a message of another rank begins when the message has arrived. Transfers belong to no action, and so overlap with them.
+needs a message of another rank begins when the message has arrived. Transfers belong to no action, and so overlap with them;
+where they wait for each other, they stand in one order of all ranks (`schedules.messages`).
 
     F   the stage's inputs, and the batch -> the stage's outputs, sent on; or the loss, on the last stage
     B   gradients of the outputs -> gradients of the inputs, sent back; gradients of the weights, added up
@@ -24,6 +25,8 @@ from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.gradients import GradientSum, added
 from tfdist.pipeline.microbatches import Microbatches
 from tfdist.pipeline.schedules.actions import Action, Phase
+from tfdist.pipeline.schedules.dataflow import inputs_of
+from tfdist.pipeline.schedules.messages import Message, events
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, floats
@@ -105,8 +108,12 @@ class Executor:
     def __post_init__(self) -> None:
         program = self.program
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
+        self._rank = 0 if program is None else program.rank
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
-        self._handed_on: dict[tuple[str, int, int], list[tf.Tensor]] = {}  # messages between stages of this rank
+        self._actions = frozenset(action for actions in self.schedule.orders.values() for action in actions)
+        self._made: dict[Action, list[tf.Tensor]] = {}  # by the action, what other actions begin with, of this rank or another
+        self._arrived: dict[Action, list[tf.Tensor]] = {}  # by the action that takes it, what was received ahead of its turn
+        self._output_specs: dict[tuple[int, int], list[tf.TensorSpec]] = {}  # of the gradients that a forward's outputs will have
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._to_recompute: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
         self._held_back: dict[tuple[int, int], _Gradients] = {}
@@ -123,14 +130,18 @@ class Executor:
             Phase.BACKWARD_INPUT: self._backward_input,
             Phase.BACKWARD_WEIGHT: self._backward_weight,
         }
-        for action in self.schedule.actions(self.pipe_rank):
+        for event in events(self.schedule, self.pipe_rank):
+            action = event.source if isinstance(event, Message) else event
             if action.microbatch >= self.data.count or not (self.training or action.phase is Phase.FORWARD):
                 continue
             before = self.end
-            if self._held is not None and self.gathers_anew:
-                self._held.renew(self.end)
             try:
                 with tf.name_scope(f"PP/{action}"):
+                    if isinstance(event, Message):
+                        self._transfer(event)
+                        continue
+                    if self._held is not None and self.gathers_anew:
+                        self._held.renew(self.end)
                     run_phase[action.phase](action)
                     self._read_clock(action)
             except Exception as error:
@@ -144,7 +155,9 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage_index], action.microbatch
-        stage_inputs = self._receive_inputs(stage, microbatch)
+        stage_inputs = self._receive(action)
+        if stage.index > 0:
+            self.work.annotate(stage, microbatch, stage_inputs)
         self._read_clock(action, stage_inputs)
         with tf.control_dependencies(self.end):
             if self.training and not self.recompute:
@@ -159,7 +172,8 @@ class Executor:
                 losses = self.work.losses(stage.index, microbatch, outputs)
             self.work.observe(stage.index, microbatch, outputs, losses)
         if stage.index < len(self.stages) - 1:
-            self._send("F", stage.index, stage.index + 1, microbatch, outputs)
+            self._made[action] = outputs
+            self._output_specs[stage.index, microbatch] = [tf.TensorSpec(x.shape, x.dtype) for x in floats(outputs)]
         self._end_after([*outputs, *losses])
 
     def _backward(self, action: Action) -> None:
@@ -229,10 +243,10 @@ class Executor:
                 self._record(stage, action.microbatch, stage_inputs, is_past=bool(state))
 
     def _take_gradients(self, action: Action) -> _Gradients:
-        """Takes the gradients of the stage's weights and of its inputs, and sends the latter back."""
+        """Takes the gradients of the stage's weights and of its inputs."""
         stage, microbatch = self.stages[action.stage_index], action.microbatch
         forward = self._forwards.pop((stage.index, microbatch))
-        upstream = self._receive_gradients(stage, forward, microbatch)
+        upstream = self._receive(action)
         self._read_clock(action, upstream)
         before = tape.operations_so_far()
         weights, inputs = self.weights[stage.index], floats(forward.stage_inputs)
@@ -252,49 +266,47 @@ class Executor:
         made = tape.operations_since(before)
         before_forward = tape.ancestors(tape.operations_since(forward.began)[: -len(made) or None], made)
         if stage.index > 0:
-            self._send("B", stage.index, stage.index - 1, microbatch, of_inputs)
+            self._made[action] = of_inputs
         made = [operation for operation in made if operation not in before_forward]
         in_turn = [operation for operation in made if tape.has_a_turn(operation)] if forward.call is None else []
         return _Gradients(of_inputs, of_weights, made, in_turn)
 
     # Messages between stages
 
-    def _receive_inputs(self, stage: StageLayer, microbatch: int) -> list[tf.Tensor]:
-        if stage.index == 0:
+    def _receive(self, action: Action) -> list[tf.Tensor]:
+        """Returns what `action` begins with, of another stage: the stage's inputs, or the gradients of its outputs."""
+        source = next((one for one in inputs_of(action, self._actions) if one.stage_index != action.stage_index), None)
+        if source is None:
             return []
-        received = self._receive("F", stage.index - 1, microbatch, self.work.input_specs(stage, microbatch))
-        self.work.annotate(stage, microbatch, received)
-        return received
+        if self._rank_of(source) == self._rank:
+            return self._made.pop(source)
+        return self._arrived.pop(action) if action in self._arrived else self._posted(Message(source, action))
 
-    def _receive_gradients(self, stage: StageLayer, forward: _Forward, microbatch: int) -> list[tf.Tensor]:
-        if stage.index == len(self.stages) - 1:
-            return []
-        specs = [tf.TensorSpec(x.shape, x.dtype) for x in floats(forward.outputs)]
-        return self._receive("B", stage.index + 1, microbatch, specs)
+    def _transfer(self, message: Message) -> None:
+        """Sends a message in its turn; receives it where that has to be in turn, else `_receive` will."""
+        source, destination = self._rank_of(message.source), self._rank_of(message.taker)
+        if source == self._rank:
+            for place, x in enumerate(self._made.pop(message.source)):
+                point_to_point.send_message(self.program, x, destination, f"{_label(message.source)}/{place}")
+        elif point_to_point.messages_are_in_order(self.program, source):
+            self._arrived[message.taker] = self._posted(message)
 
-    def _send(self, phase: str, source: int, destination: int, microbatch: int, tensors: Sequence[tf.Tensor]) -> None:
-        """Sends what stage `source` has made of a microbatch to stage `destination`."""
-        pipe_rank = self.schedule.rank_of(destination)
-        if pipe_rank == self.pipe_rank:
-            self._handed_on[phase, source, microbatch] = list(tensors)
-            return
-        for place, x in enumerate(tensors):
-            point_to_point.send_message(self.program, x, self._ranks[pipe_rank], f"pipe/{source}{phase}{microbatch}/{place}")
-
-    def _receive(self, phase: str, source: int, microbatch: int, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
-        """Returns what stage `source` has made of a microbatch."""
-        pipe_rank = self.schedule.rank_of(source)
-        if pipe_rank == self.pipe_rank:
-            return self._handed_on.pop((phase, source, microbatch))
-        rank, rows, label = self._ranks[pipe_rank], self.data.fed_rows[microbatch], f"pipe/{source}{phase}{microbatch}"
+    def _posted(self, message: Message) -> list[tf.Tensor]:
+        stage, microbatch = self.stages[message.taker.stage_index], message.taker.microbatch
+        is_forward = message.taker.phase is Phase.FORWARD
+        specs = self.work.input_specs(stage, microbatch) if is_forward else self._output_specs[stage.index, microbatch]
+        rank, rows = self._rank_of(message.source), self.data.fed_rows[microbatch]
         # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
         # would wait: that action may need it.
         is_held = point_to_point.message_holds_thread(self.program, rank)
         with tf.control_dependencies(self.end if is_held else self._end_of_one_before):
             return [
-                point_to_point.receive_message(self.program, spec, rows, rank, f"{label}/{place}")
+                point_to_point.receive_message(self.program, spec, rows, rank, f"{_label(message.source)}/{place}")
                 for place, spec in enumerate(specs)
             ]
+
+    def _rank_of(self, action: Action) -> int:
+        return self._ranks[self.schedule.rank_of(action.stage_index)]
 
     # Order
 
@@ -307,6 +319,12 @@ class Executor:
         if not tf.executing_eagerly():
             made = [x for x in made if x is not None]
             self.end = [tf.group(*made)] if made else self.end
+
+
+def _label(source: Action) -> str:
+    """Returns what the message with the result of `source` is for. A backward that is split in two sends from its first part."""
+    direction = "F" if source.phase is Phase.FORWARD else "B"
+    return f"pipe/{source.stage_index}{direction}{source.microbatch}"
 
 
 def _gradients_of_tape(

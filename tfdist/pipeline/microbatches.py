@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -26,6 +28,7 @@ class Microbatches:
         data: the rank's batch.
         total: how many microbatches the schedule has.
         replicas: the number of data ranks.
+        on_host: the scope in which numbers of rows are computed, such as `RankProgram.on_host`.
 
     Attributes:
         count: how many microbatches are computed, the first ones of `total`.
@@ -35,16 +38,19 @@ class Microbatches:
         may_be_empty: whether one that is computed may have no rows.
     """
 
-    def __init__(self, data: Any, total: int, *, replicas: int = 1):
+    def __init__(
+        self, data: Any, total: int, *, replicas: int = 1, on_host: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ):
         leaves = [leaf for leaf in tf.nest.flatten(data) if tf.is_tensor(leaf)]
         self.known_rows = known = leaves[0].shape[0]
-        all_rows = tf.shape(leaves[0], out_type=tf.int64)[0] if known is None else tf.constant(known, tf.int64)
         is_short = known is not None and known < total
         self.count = count = max(1, known) if is_short and replicas == 1 else total
         self.may_be_empty = known is None or known < count
-        bounds = [tf.cast(all_rows * index // count, tf.int32) for index in range(count + 1)]
-        self._spans = list(itertools.pairwise(bounds + [bounds[-1]] * (total - count)))
-        self.rows = [stop - start for start, stop in self._spans]
+        with on_host():
+            all_rows = tf.shape(leaves[0], out_type=tf.int64)[0] if known is None else tf.constant(known, tf.int64)
+            bounds = [tf.cast(all_rows * index // count, tf.int32) for index in range(count + 1)]
+            self._spans = list(itertools.pairwise(bounds + [bounds[-1]] * (total - count)))
+            self.rows = [stop - start for start, stop in self._spans]
         self._sizes: list[int | None] = [None] * total
         if known is not None:
             self._sizes = [known * (i + 1) // count - known * i // count for i in range(count)] + [0] * (total - count)
@@ -52,10 +58,11 @@ class Microbatches:
         self._fed = [inputs for inputs, *_ in self._own[:count]]
         self.fed_rows = self.rows
         if self.may_be_empty:
-            self.fed_rows = [tf.maximum(rows, 1) for rows in self.rows]
-            last = tf.maximum(bounds[-1] - 1, 0)
-            starts = [tf.minimum(start, last) for start, _ in self._spans[:count]]
-            spans = [(start, tf.maximum(stop, start + 1)) for start, (_, stop) in zip(starts, self._spans, strict=False)]
+            with on_host():
+                self.fed_rows = [tf.maximum(rows, 1) for rows in self.rows]
+                last = tf.maximum(bounds[-1] - 1, 0)
+                starts = [tf.minimum(start, last) for start, _ in self._spans[:count]]
+                spans = [(start, tf.maximum(stop, start + 1)) for start, (_, stop) in zip(starts, self._spans, strict=False)]
             inputs = _with_a_row(data[0]) if replicas > 1 else data[0]
             self._fed = [_slices(inputs, span, self.fed_size(index)) for index, span in enumerate(spans)]
 

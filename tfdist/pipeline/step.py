@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +48,9 @@ class Step:
         schedule, weights = staged.schedule, staged.weights
         replicas = 1 if program is None else program.mesh.data_parallel_size
         x, *rest = data
-        self._data = Microbatches((staged.flat_inputs(x), *rest), schedule.num_microbatches, replicas=replicas)
+        on_host = contextlib.nullcontext if program is None else program.on_host
+        inputs = staged.flat_inputs(x)
+        self._data = Microbatches((inputs, *rest), schedule.num_microbatches, replicas=replicas, on_host=on_host)
         self._batch = SlicedBatch(program, self._data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
         self._outputs: list[list[tf.Tensor]] = []
@@ -142,15 +145,15 @@ class Step:
         mine = tf.zeros(shape, variable.dtype) if gradient is None else tf.convert_to_tensor(gradient)
         mine = tf.ensure_shape(mine, shape)
         ranks, label = program.group_ranks("pipe"), f"pipe/tied/{variable.path}"
-        for owner in owners:
-            if owner != here:
-                point_to_point.send_message(program, mine, ranks[owner], label)
         spec = tf.TensorSpec(mine.shape, mine.dtype)
-        parts = [
-            mine if owner == here else point_to_point.receive_message(program, spec, tf.constant(0), ranks[owner], label)
-            for owner in owners
-        ]
-        return tf.add_n(parts)
+        parts = {here: mine}
+        # All ranks send and receive in this order: on GPUs messages wait for each other (`schedules.messages`).
+        for source, destination in itertools.permutations(owners, 2):
+            if source == here:
+                point_to_point.send_message(program, mine, ranks[destination], label)
+            elif destination == here:
+                parts[source] = point_to_point.receive_message(program, spec, tf.constant(0), ranks[source], label)
+        return tf.add_n([parts[owner] for owner in owners])
 
     # What the executor asks: see `Work`
 

@@ -9,7 +9,14 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_utils, mirrored_strategy, values
 
 from tfdist import errors
-from tfdist.collectives import CollectivePlan, PlanAgreement, connect_shared_memory, find_member_orders
+from tfdist.collectives import (
+    NCCL,
+    CollectivePlan,
+    PlanAgreement,
+    connect_shared_memory,
+    find_member_orders,
+    make_groups,
+)
 from tfdist.data import DatasetSignature, dataset_signature, difference, parts, unordered, unseeded
 from tfdist.mesh import are_cpus
 from tfdist.runtime import Cluster, Coordination
@@ -59,6 +66,16 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
 
     # Devices
 
+    def _update_config_proto(self, config_proto: Any) -> Any:
+        """Returns how this worker's server runs collectives: with NCCL where the devices do.
+
+        A kernel's own hint is not enough. The worker that leads a group is asked about a collective without it, looks for a ring,
+        and fails for a reduce-scatter, of which there is none.
+        """
+        config = super()._update_config_proto(config_proto)
+        config.experimental.collective_nccl = self.communicator.transport is NCCL
+        return config
+
     def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
         if self._cluster is None:
             self._initialize_local(cluster_resolver, devices=self._local_devices())
@@ -98,8 +115,11 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     # Running
 
     def _check_agreement(self, plan: CollectivePlan) -> None:
-        if self._agreement is not None:
-            self._agreement.check(plan)
+        if self._agreement is None:
+            return
+        self._agreement.check(plan)
+        if self.communicator.transport is NCCL:
+            make_groups(self.communicator, plan)
 
     # Reductions over all workers, from cross-replica code
 

@@ -1,18 +1,31 @@
-"""Messages between two processes by TensorFlow's kernels: a broadcast in a group of two, one group for each direction.
+"""Messages between two processes by TensorFlow's kernels: a broadcast in a group of two.
 
-TensorFlow has no other point-to-point transport between processes. Messages are not on the chain of collectives: each writes a
-token of its own, because a kernel whose output nobody reads is pruned, so that its peer waits for ever.
+TensorFlow has no other point-to-point transport between processes. Over the ring messages are not on the chain of collectives,
+and each direction has a group of its own. Each message writes a token of its own, because a kernel whose output nobody reads is
+pruned, so that its peer waits for ever.
+
+With NCCL they are on the chain. A GPU runs one of NCCL's kernels at a time, and one that has begun holds the GPU until its other
+side has come. So two ranks that begin two messages, or a message and a collective, in different orders wait for each other for
+ever; and in which order TensorFlow begins what is not on a chain, nobody can tell.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives.instance_keys import log2_ceiling, power_of_two
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, keep, kernel_arguments
+from tfdist.collectives.transports.kernel_settings import (
+    as_bytes,
+    byte_dtype,
+    from_bytes,
+    keep,
+    kernel_arguments,
+    on_chain,
+)
 from tfdist.collectives.transports.transport import MessageTransport
 
 # Dtypes that no collective carries, and those in which they travel.
@@ -32,33 +45,57 @@ class KernelMessages(MessageTransport):
     def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
         padded = None
         if x.shape.rank and x.shape[0] is None:
-            rows = tf.shape(x)[0]
-            padded = power_of_two(rows)
+            with program.on_host():
+                rows = tf.shape(x)[0]
+                padded = power_of_two(rows)
             x = tf.ensure_shape(tf.pad(x, [[0, padded - rows]] + [[0, 0]] * (x.shape.rank - 1)), x.shape)
         x = tf.cast(x, WIDENED.get(x.dtype, x.dtype))
         carried = as_bytes(x)
         spec = tf.TensorSpec(carried.shape, carried.dtype)
         arguments = self._begin(program, spec, padded, program.rank, destination, label)
-        keep(program.communicator.message_token(program.rank), tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments))
+        self._move(program, lambda: tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments))
 
     def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
         dtype = WIDENED.get(spec.dtype, spec.dtype)
         carried, padded = tf.TensorSpec(spec.shape, byte_dtype(dtype)), None
         if spec.shape.rank and spec.shape[0] is None:
-            padded, inner = power_of_two(rows), spec.shape[1:].as_list()
-            shape = tf.concat([[padded], tf.constant(inner, tf.int32)], 0)
+            with program.on_host():
+                padded = power_of_two(rows)
+                shape = tf.concat([[padded], tf.constant(spec.shape[1:].as_list(), tf.int32)], 0)
         else:
             shape = tf.constant(spec.shape.as_list(), tf.int32)
         arguments = self._begin(program, carried, padded, source, program.rank, label)
-        received = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
-        keep(program.communicator.message_token(program.rank), received)
+        received = self._move(program, lambda: tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments))
         received = from_bytes(tf.ensure_shape(received, spec.shape), dtype)
         return tf.cast(received if padded is None else received[:rows], spec.dtype)
+
+    def _move(self, program: RankProgram, emit: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Has what `emit` makes run, although nobody may read it."""
+        moved = emit()
+        keep(program.communicator.message_token(program.rank), moved)
+        return moved
 
     def _begin(
         self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor | None, source: int, destination: int, label: str
     ) -> dict[str, Any]:
         key = program.begin_message(spec, source, destination, label)
         if rows is not None:
-            key += log2_ceiling(rows)
+            with program.on_host():
+                key += log2_ceiling(rows)
         return kernel_arguments(program, self._hint, 2, program.communicator.message_key(source, destination), key)
+
+
+class OrderedMessages(KernelMessages):
+    """Messages on the chain of the rank's collectives, in the plan as what `send` emits: a pair has one group for both ways."""
+
+    is_in_order = True
+
+    def _move(self, program: RankProgram, emit: Callable[[], tf.Tensor]) -> tf.Tensor:
+        return on_chain(program, emit)
+
+    def _begin(
+        self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor | None, source: int, destination: int, label: str
+    ) -> dict[str, Any]:
+        pair = (min(source, destination), max(source, destination))
+        key = program.begin("send", spec, pair, label, source, rows=rows)
+        return kernel_arguments(program, self._hint, 2, program.communicator.group_key(pair), key)

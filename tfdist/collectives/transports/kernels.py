@@ -29,8 +29,8 @@ import tensorflow as tf
 
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.kernel_messages import KernelMessages
-from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, keep, kernel_arguments
+from tfdist.collectives.transports.kernel_messages import KernelMessages, OrderedMessages
+from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, kernel_arguments, on_chain
 from tfdist.collectives.transports.member_order import in_group_order, in_kernel_order
 from tfdist.collectives.transports.transport import Transport, sum_dtype
 
@@ -46,9 +46,10 @@ class Kernels(Transport):
     """What the ring and NCCL have in common."""
 
     hint: str  # `communication_hint` of the kernels
+    messages_kind: type[KernelMessages] = KernelMessages
 
     def __init__(self) -> None:
-        self.messages = KernelMessages(self.hint)
+        self.messages = self.messages_kind(self.hint)
 
     def exchanges(self, program: RankProgram, ranks: Ranks) -> bool:
         """Whether `ranks` have an all-to-all."""
@@ -89,15 +90,14 @@ class Kernels(Transport):
         is_source = program.rank == source
         carried = as_bytes(x) if is_source else tf.TensorSpec(x.shape, byte_dtype(x.dtype))
         arguments = self._begin(program, op, carried, ranks, label, source)
-        # The broadcast kernels take no ordering token, and a send or receive whose output nobody reads is pruned, so that its
-        # peer waits for ever. Reading the token before and writing it after puts them on the chain and keeps them alive.
-        with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)]):
+
+        def emit() -> tf.Tensor:
             if is_source:
-                moved = tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
-            else:
-                shape = tf.constant(x.shape.as_list(), tf.int32)
-                moved = tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
-        keep(program.token(), moved)
+                return tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
+            shape = tf.constant(x.shape.as_list(), tf.int32)
+            return tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
+
+        moved = on_chain(program, emit)
         return from_bytes(moved if is_source else tf.ensure_shape(moved, x.shape), x.dtype)
 
     def _begin(
@@ -150,6 +150,7 @@ class Nccl(Kernels):
     """NCCL, between whole physical GPUs."""
 
     hint = "nccl"
+    messages_kind = OrderedMessages
 
     def exchanges(self, program: RankProgram, ranks: Ranks) -> bool:
         return set(ranks) <= set(program.communicator.local_ranks)

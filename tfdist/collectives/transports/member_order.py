@@ -11,7 +11,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.collectives.communicator import Communicator
-from tfdist.collectives.plan import Ranks
+from tfdist.collectives.plan import CollectivePlan, Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_settings import TIMEOUT_SECONDS
 from tfdist.mesh import MESH_AXES
@@ -23,6 +23,17 @@ def find_member_orders(communicator: Communicator) -> None:
         for ranks in communicator.mesh.groups(mesh_axis):
             if len(ranks) > 1 and set(ranks) & set(communicator.local_ranks):
                 _order(communicator, ranks)
+
+
+def make_groups(communicator: Communicator, plan: CollectivePlan) -> None:
+    """Has the groups of `plan` that span workers meet for the first time, those that have not. All workers call it at once.
+
+    A group's first collective with NCCL waits for all members, and meanwhile its process makes no other group. So two workers
+    that come to two groups in different orders, each by a device of its own, would wait for each other: here the order is one.
+    """
+    for ranks in sorted(plan.sequences()):
+        if set(ranks) - set(communicator.local_ranks):
+            _order(communicator, ranks)
 
 
 def in_kernel_order(program: RankProgram, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:

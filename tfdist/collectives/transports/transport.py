@@ -25,8 +25,9 @@ from tfdist.collectives.program import RankProgram
 
 
 class MessageTransport(abc.ABC):
-    """How messages between two ranks travel: each has a label, and messages have no order among each other."""
+    """How messages between two ranks travel: each has a label, and messages have no order among each other, but where they do."""
 
+    is_in_order = False  # whether messages stand on the chain of the rank's collectives, in program order
     holds_thread = False  # whether to receive holds one of the threads that run operations until the message is there
 
     @abc.abstractmethod

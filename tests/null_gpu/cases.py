@@ -1,0 +1,110 @@
+"""The kinds of steps that run on null GPUs. Each is a function that makes a strategy and returns it with one step to call.
+
+Batches have static shapes: what TensorFlow computes of an unknown one on a GPU is anything, since kernels compute nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import tfdist
+
+Step = Callable[[], Any]
+Case = Callable[[], tuple[tf.distribute.Strategy, Step]]
+
+WIDTH, ROWS = 16, 4  # of the model's layers; of a replica's batch
+
+
+def make_strategy(**settings: Any) -> tf.distribute.Strategy:
+    """Over the workers of a job, or over this process's GPUs."""
+    cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec()
+    if cluster.jobs:
+        return tfdist.MultiWorkerShardedStrategy(**settings)
+    number = settings.pop("devices", None)
+    devices = None if number is None else [f"GPU:{index}" for index in range(number)]
+    return tfdist.ShardedStrategy(devices, **settings)
+
+
+def dense_model(layers: int = 4, tensor_parallel: bool = False) -> keras.Model:
+    """Dense layers, an even number; tensor-parallel ones in pairs."""
+    stack = [keras.Input((WIDTH,))]
+    for index in range(0, layers, 2):
+        if tensor_parallel:
+            stack.append(tfdist.layers.ColumnParallelDense(2 * WIDTH, gather_output=False, name=f"dense_{index}"))
+            stack.append(tfdist.layers.RowParallelDense(WIDTH, input_is_parallel=True, name=f"dense_{index + 1}"))
+        else:
+            stack += [keras.layers.Dense(2 * WIDTH, name=f"dense_{index}"), keras.layers.Dense(WIDTH, name=f"dense_{index + 1}")]
+    return keras.Sequential(stack)
+
+
+def step_of(strategy: tf.distribute.Strategy, model: keras.Model) -> Step:
+    """Returns one traced training step on a batch of zeros."""
+    model.optimizer.build(model.trainable_variables)
+    x, y = [strategy.experimental_distribute_values_from_function(lambda _: tf.zeros([ROWS, WIDTH])) for _ in range(2)]
+
+    @tf.function(autograph=False)
+    def step(x: Any, y: Any) -> Any:
+        return strategy.run(lambda x, y: model.train_step((x, y)), (x, y))
+
+    return functools.partial(step, x, y)
+
+
+def dense(optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(), policy: str = "float32", **settings: Any) -> Any:
+    strategy = make_strategy(**settings)
+    with strategy.scope():
+        keras.config.set_dtype_policy(policy)
+        try:
+            model = dense_model(tensor_parallel="tensor_parallel_size" in settings)
+        finally:
+            keras.config.set_dtype_policy("float32")
+        model.compile(optimizer(), loss="mse", auto_scale_loss=False)
+    return strategy, step_of(strategy, model)
+
+
+def pipeline(schedule: str = "1f1b", microbatches: int = 4, recompute: bool = False, **settings: Any) -> Any:
+    size = settings.setdefault("pipeline_parallel_size", 2)
+    strategy = make_strategy(**settings)
+    rounds = 2 if schedule == "interleaved" else 1
+    with strategy.scope():
+        model = tfdist.PipelineModel(
+            dense_model(2 * size * rounds, tensor_parallel="tensor_parallel_size" in settings),
+            num_microbatches=microbatches,
+            schedule=schedule,
+            stages_per_rank=rounds,
+            recompute=recompute,
+        )
+        model.compile(keras.optimizers.Adam(), loss="mse")
+    return strategy, step_of(strategy, model)
+
+
+def case(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Case:
+    return functools.partial(function, *arguments, **settings)
+
+
+CASES: dict[str, Case] = {
+    **{f"stage {stage}": case(dense, zero_stage=stage) for stage in range(4)},
+    "clipped": case(dense, lambda: keras.optimizers.AdamW(global_clipnorm=1.0), zero_stage=2),
+    "accumulation": case(dense, lambda: keras.optimizers.Adam(gradient_accumulation_steps=2), zero_stage=2),
+    "loss scale": case(
+        dense, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), policy="mixed_float16", zero_stage=2
+    ),
+    "mixed bfloat16, stage 3": case(dense, policy="mixed_bfloat16", zero_stage=3),
+    "owners": case(dense, lambda: keras.optimizers.Muon(), zero_stage=2),
+    "tensor 2": case(dense, zero_stage=2, tensor_parallel_size=2),
+    "tensor 2, stage 3": case(dense, zero_stage=3, tensor_parallel_size=2),
+    "pipeline 2": case(pipeline, zero_stage=2),
+    "pipeline 2, gpipe": case(pipeline, "gpipe", zero_stage=1),
+    "pipeline 2, stage 3": case(pipeline, zero_stage=3),
+    "pipeline 2, recomputed": case(pipeline, recompute=True, zero_stage=0),
+    "pipeline 2, tensor 2": case(pipeline, zero_stage=2, tensor_parallel_size=2),
+    "pipeline 4": case(pipeline, zero_stage=2, pipeline_parallel_size=4),
+    "pipeline 4, interleaved": case(pipeline, "interleaved", zero_stage=2, pipeline_parallel_size=4),
+    "pipeline 4, zero bubble": case(pipeline, "zero_bubble", zero_stage=2, pipeline_parallel_size=4),
+    "pipeline 4, tensor 2": case(pipeline, zero_stage=2, pipeline_parallel_size=4, tensor_parallel_size=2),
+    "2 x 2 x 2": case(pipeline, zero_stage=3, tensor_parallel_size=2),
+}
