@@ -23,7 +23,7 @@ _HALF = ("float16", "bfloat16")
 
 
 def _call_of(record: dict[str, Any], ranks_per_process: int) -> str:
-    """Returns by which of NCCL's calls a collective of the plan travels: sums of half precision by an all-to-all, where there is one."""
+    """Returns by which of NCCL's calls a collective travels: sums of half precision by an all-to-all, where there is one."""
     in_one_process = len({rank // ranks_per_process for rank in record["ranks"]}) == 1
     is_exchange = record["op"] == "reduce_scatter" and record["dtype"] in _HALF and in_one_process
     return "AllToAll" if is_exchange else CALL_OF[record["op"]]

@@ -123,7 +123,8 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
 def uses_physical_gpus(devices: Sequence[str]) -> bool:
     """Whether every one of `devices` is a whole physical GPU (NCCL refuses two logical GPUs on one card).
 
-    It does not initialise TensorFlow: a worker's server must start first. Where the launcher splits the cards (`--logical-gpus`), workers may share one, so that none counts as whole.
+    It does not initialise TensorFlow: a worker's server must start first. Where the launcher splits the cards
+    (`--logical-gpus`), workers may share one, so that none counts as whole.
     """
     if logical_gpus_setting() or any(tf.DeviceSpec.from_string(device).device_type != "GPU" for device in devices):
         return False
