@@ -14,7 +14,7 @@ CLUSTER = Cluster(tuple(Task("worker", index, f"host{index}:1") for index in ran
 @pytest.fixture
 def watch():
     made = FailureWatch(CLUSTER, lambda message: None, 30.0)
-    made._peers = types.SimpleNamespace(silences=lambda: {1: 0.0, 2: 0.0})
+    made._peers = types.SimpleNamespace(silences=lambda: {1: 0.0, 2: 0.0}, tell=lambda word: None)
     return made
 
 
@@ -41,6 +41,17 @@ def test_all_wait_and_one_reads(watch):
     assert "worker 2 at train.py:9, in step, with another thread at data.py:7, in read" in found.what
     watch._beats[1] = beat(beside="data.py:7, in read")
     assert "alone" not in watch._behind(600.0, "a step").what
+
+
+def test_who_has_ended_early(watch):
+    """As when the chief alone saves: it was not said where it does."""
+    watch._ended = {1: 0.0}
+    assert watch._stuck([(5.0, 600.0, "a step")]) is None
+    found = watch._stuck([(11.0, 600.0, "a step")])
+    assert found.worker_index == 1 and found.is_of_program
+    assert found.what.startswith("ended its program while worker 0 (host0:1) was waiting for it in a step, at /")
+    with pytest.raises(RuntimeError, match="Worker 1, .* was waiting for it, at .*: what one worker does, all must do"):
+        watch.check(awaited=1)
 
 
 def test_advice():

@@ -149,7 +149,7 @@ class FailureWatch:
         self._awaited = (awaited, now)
         # What it has written before its end has been read meanwhile.
         if self._failure is None and now - self._ended.get(awaited, now) > _AWAITED_SECONDS:
-            self._learn(Failure(awaited, f"ended its program while {self._cluster.task} was waiting for it", is_of_program=True))
+            self._learn(self._early(awaited))
         if self._failure is not None:
             raise RuntimeError(self._failure.message(self._cluster))
 
@@ -244,11 +244,15 @@ class FailureWatch:
         """Returns a failure when a rank of this worker waits in a collective for too long."""
         for seconds, limit, program in waiting:
             if seconds > _ENDED_SECONDS and self._ended:
-                what = f"ended its program while {self._cluster.task} was waiting for it in {program}"
-                return Failure(min(self._ended), what, is_of_program=True)
+                return self._early(min(self._ended), f" in {program}")
             if seconds > limit:
                 return self._behind(seconds, program)
         return None
+
+    def _early(self, index: int | None, program: str = "") -> Failure:
+        """Returns the failure of a worker whose program has ended, while this one waits for it."""
+        what = f"ended its program while {self._cluster.task} was waiting for it{program}, at {where_it_stands()}"
+        return Failure(index, f"{what}: what one worker does, all must do", is_of_program=True)
 
     def _behind(self, seconds: float, program: Any) -> Failure:
         """Returns the failure of the worker that others have waited for: it is silent, or waits for nobody."""
