@@ -47,9 +47,14 @@ def test_an_error_of_python_in_a_dataset():
     def no_row(number):
         raise KeyError("no row")
 
-    line, of_python = told(fit, reading(lambda number: tf.numpy_function(no_row, [number], tf.float32)))
-    assert line.startswith("KeyError: 'no row' (") and "test_first_line.py" in line
-    assert of_python
+    def spoil(x, y):
+        return tf.ensure_shape(tf.numpy_function(no_row, [x], tf.float32), (None, 5)), y
+
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(12).map(spoil)
+    for data in (reading(lambda number: tf.numpy_function(no_row, [number], tf.float32)), batches):
+        line, of_python = told(fit, data)
+        assert line.startswith("KeyError: 'no row' (") and "test_first_line.py" in line
+        assert of_python
 
 
 def test_a_file_that_is_missing():

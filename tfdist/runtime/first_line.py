@@ -17,7 +17,10 @@ import tensorflow as tf
 _LONGEST = 500  # characters
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_AROUND = re.compile(r"\{\{function_node [^}]*\}\}|\[Op:[^\]]*\]( name:.*)?$")
+_AROUND = re.compile(
+    r"\{\{function_node [^}]*\}\}|\[Op:[^\]]*\]( name:.*)?$|"
+    r"Error in user-defined function passed to \S+ transformation with iterator: \S+: "
+)
 _ROOT = re.compile(r"^\((\d+)\) ([A-Z_]+): *")
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _FILE = re.compile(r'^File "([^"]+)", line (\d+)')
