@@ -45,6 +45,7 @@ PRIVATE = {
     "collectives/communicator.py",
     "collectives/transports/shared_memory/python_calls.py",
     "collectives/automatic_order.py",
+    "collectives/nested_functions.py",
     "collectives/where.py",
     "sharding/tape.py",
     "sharding/keras_scope.py",

@@ -31,7 +31,7 @@ from tensorflow.python.distribute import (
     values_util,
 )
 from tensorflow.python.eager import record
-from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
 from tensorflow.python.ops import (
     control_flow_util_v2,
     control_flow_v2_func_graphs,
@@ -374,12 +374,17 @@ def test_the_branches_of_a_cond_operation():
         (cond,) = [op for op in x.graph.get_operations() if op.type in ("If", "StatelessIf")]
         assert cond.inputs[0].op.type == "Greater"
         assert cond.get_attr("then_branch").name == traced[0].name
+        assert (cond._true_graph is traced[0], cond._false_graph.outputs[0].op.type) == (True, "Identity")
         place = [tensor.name for tensor in cond.inputs[1:]].index(weight.name)
         for name, kind in (("then_branch", "Mul"), ("else_branch", "Sub")):
             graph = control_flow_util_v2.get_func_graph(
                 cond, [tensor.shape for tensor in cond.inputs[1:]], cond.get_attr(name).name
             )
             assert kind in [reader.type for reader in graph.inputs[place].consumers()]
+        tf.switch_case(tf.cast(x, tf.int32), [branch, branch])
+        (case,) = [op for op in x.graph.get_operations() if op.type in ("Case", "StatelessCase")]
+        assert len(case.get_attr("branches")) == 2
+        assert [case._branch_graph_0, case._branch_graph_1] == traced[1:]
         return x
 
     in_graph(step, tf.TensorSpec([]), tf.TensorSpec([]))
@@ -648,6 +653,30 @@ def test_functions_can_be_cloned():
 
 
 # tfdist/keras_hooks/variables.py, tfdist/sharding/keras_scope.py
+
+
+def test_what_a_function_says_of_itself():
+    """What a nested function of a rank is made of; its Python is converted with the function's own settings."""
+
+    class Module(tf.Module):
+        @tf.function
+        def method(self, x):
+            if x > 0:
+                x = x + 1.0
+            return x
+
+    method = Module().method
+    assert (method._autograph, method._jit_compile, method._experimental_autograph_options) == (True, None, None)
+    assert method.python_function.__module__ == __name__
+    assert (tf.function(abs, autograph=False)._autograph, tf.function(abs, jit_compile=True)._jit_compile) == (False, True)
+    converted = autograph_util.py_func_from_autograph(method.python_function, None)
+
+    @tf.autograph.experimental.do_not_convert
+    def plain(x):
+        with ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED, None):
+            return converted(x)
+
+    assert float(in_graph(plain, tf.constant(1.0))(tf.constant(1.0))) == 2.0
 
 
 def test_keras_casts_by_the_overridden_method():

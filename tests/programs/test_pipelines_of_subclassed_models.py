@@ -177,7 +177,7 @@ def test_it_is_one_device(name, pipe, data, schedule, recompute):
 
 
 def saved_and_looped(strategy, wraps=True):
-    """Saved and loaded, then trained in a loop of one's own."""
+    """Saved and loaded, then trained in a loop of one's own that clips."""
     with strategy.scope():
         model = GPT()
         model = tfdist.PipelineModel(model, num_microbatches=2, blocks="blocks") if wraps else model
@@ -196,15 +196,20 @@ def saved_and_looped(strategy, wraps=True):
             with tf.GradientTape() as tape:
                 loss = model.compute_loss(x, y, model(x, training=True))
             gradients = zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
-        model.optimizer.apply_gradients(gradients)
-        return loss
+        grads, weights = zip(*gradients, strict=True)
+        grads, norm = tfdist.clip_by_global_norm(grads, weights, 0.1)
+        model.optimizer.apply_gradients(zip(grads, weights, strict=True))
+        return loss, norm
 
     @tf.function
     def step(x, y):
-        return strategy.reduce("SUM", strategy.run(on_rank, args=(x, y)), axis=None)
+        loss, norm = strategy.run(on_rank, args=(x, y))
+        return strategy.reduce("SUM", loss, axis=None), strategy.reduce("MEAN", norm, axis=None)
 
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    return {"losses": [float(step(*batch)) for batch in strategy.experimental_distribute_dataset(dataset)], **state(model)}
+    found = [[float(x) for x in step(*batch)] for batch in strategy.experimental_distribute_dataset(dataset)]
+    assert max(norm for _, norm in found) > 0.1
+    return {"losses and norms": found, **state(model)}
 
 
 def plain_loop(strategy):
@@ -212,8 +217,10 @@ def plain_loop(strategy):
 
 
 @pytest.mark.exhaustive
-def test_saving_and_a_loop_of_ones_own():
-    assert_same_tree(run(saved_and_looped, strategy_on(2, pipeline_parallel_size=2, zero_stage=0)), on_one_device(plain_loop))
+@pytest.mark.parametrize(("devices", "zero_stage"), [(2, 0), (4, 2)])
+def test_saving_and_a_loop_of_ones_own(devices, zero_stage):
+    strategy = strategy_on(devices, pipeline_parallel_size=2, zero_stage=zero_stage)
+    assert_same_tree(run(saved_and_looped, strategy), on_one_device(plain_loop))
 
 
 @pytest.mark.parametrize("run_eagerly", [exhaustive(True), exhaustive(False)])

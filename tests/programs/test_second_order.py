@@ -197,7 +197,7 @@ def clipped_gradients_of_examples(strategy):
     return loop(strategy, model, on_rank)
 
 
-def jacobians(strategy):
+def jacobians(strategy, traced=tf.function):
     model, _ = made_small(strategy)
 
     def on_rank(x, y):
@@ -209,10 +209,10 @@ def jacobians(strategy):
         slowly = tape.jacobian(totals, model.trainable_variables, experimental_use_pfor=False)
         return [*tape.jacobian(totals, model.trainable_variables), *slowly, tf.reduce_sum(of_inputs, 0)]
 
-    return loop(strategy, model, on_rank)
+    return loop(strategy, model, on_rank, traced)
 
 
-def summed_by_hand(strategy):
+def summed_by_hand(strategy, traced=tf.function):
     """What every framework's first lesson has: all-reduce the gradients, and divide."""
     model, optimizer = made_small(strategy)
     number, loss_of = strategy.num_replicas_in_sync, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -228,13 +228,13 @@ def summed_by_hand(strategy):
         optimizer.apply(means, model.trainable_variables)
         return [loss, *means]
 
-    return loop(strategy, model, on_rank)
+    return loop(strategy, model, on_rank, traced)
 
 
-def loop(strategy, model, on_rank):
+def loop(strategy, model, on_rank, traced=tf.function):
     """Returns what `on_rank` returns, summed over the ranks, for each of four batches, and the weights."""
     batches = tf.data.Dataset.from_tensor_slices(vectors(4 * BATCH - 5)).batch(BATCH)
-    step = tf.function(lambda *batch: [strategy.reduce("SUM", x, axis=None) for x in strategy.run(on_rank, args=batch)])
+    step = traced(lambda *batch: [strategy.reduce("SUM", x, axis=None) for x in strategy.run(on_rank, args=batch)])
     found = [[x.numpy() for x in step(*batch)] for batch in strategy.experimental_distribute_dataset(batches)]
     return found, model.get_weights()
 
@@ -245,14 +245,51 @@ def test_gradients_of_a_rank_are_its_own(program, zero_stage):
     assert_as_on_one_device(program, zero_stage)
 
 
-def test_summing_again_what_an_eager_run_has_summed_is_refused():
+@pytest.mark.parametrize("zero_stage", (exhaustive(0), exhaustive(1), exhaustive(2), 3))
+@pytest.mark.parametrize("program", [jacobians, summed_by_hand])
+def test_gradients_of_an_eager_rank_are_its_own(program, zero_stage):
+    def eager(strategy):
+        return program(strategy, traced=lambda step: step)
+
+    assert_as_on_one_device(eager, zero_stage)
+
+
+@pytest.mark.parametrize("collective", ["tfdist", "context"])
+def test_summing_what_an_eager_run_has_computed_of_sums_is_refused(collective):
     strategy = strategy_for(2, 3)
     model, _ = made_small(strategy)
 
     def on_rank():
+        context = tf.distribute.get_replica_context()
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(tf.ones((2, 15))))
-        tfdist.collectives.all_reduce(tape.gradient(loss, model.trainable_variables)[0])
+        grads = tape.gradient(loss, model.trainable_variables)
+        context.all_reduce("SUM", [loss, *grads])
+        half = tf.reshape(grads[0] / 2, [-1])
+        return tfdist.collectives.all_reduce(half) if collective == "tfdist" else context.all_reduce("SUM", half)
 
-    with pytest.raises(NotImplementedError, match="summed already.*give the gradient to the optimizer"):
+    with pytest.raises(NotImplementedError, match="summed already.*the gradient as it left the tape"):
         strategy.run(on_rank)
+
+
+def returned_and_read(strategy, traced=tf.function):
+    """Gradients, and what is linear in them, are returned to be summed; something else reads their sum."""
+    model, optimizer = made_small(strategy)
+
+    def on_rank(x, y):
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x))
+            loss = tf.reduce_sum(losses) / BATCH
+        grads = tape.gradient(loss, model.trainable_variables)
+        halves = [tf.reshape(g / 2, [-1]) for g in grads]
+        optimizer.apply(tf.clip_by_global_norm(grads, 0.05)[0], model.trainable_variables)
+        rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+        norm = tf.linalg.global_norm(halves) * tf.cast(tf.equal(rank, 0), tf.float32)
+        return [loss, *grads, *halves, tf.add_n([tf.reduce_sum(h) for h in halves]), norm]
+
+    return loop(strategy, model, on_rank, traced)
+
+
+@pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
+def test_what_is_returned_is_a_summand_also_where_the_sum_is_read(zero_stage):
+    assert_as_on_one_device(returned_and_read, zero_stage)

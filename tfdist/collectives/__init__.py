@@ -3,7 +3,7 @@
 Used inside the function that `strategy.run` runs, for example `tfdist.collectives.all_reduce(x, "data")`.
 """
 
-from tfdist.collectives import activations
+from tfdist.collectives import activations, nested_functions
 from tfdist.collectives.agreement import PlanAgreement
 from tfdist.collectives.branches import trace_branches
 from tfdist.collectives.buckets import assign_buckets
@@ -51,6 +51,7 @@ __all__ = [
     "gather_to_master_all_reduce",
     "in_loop",
     "naive_master_bytes",
+    "nested_functions",
     "rank_program",
     "receive",
     "reduce_scatter",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import (
@@ -25,7 +27,7 @@ from tfdist.losses.step_gradients import gradient_of_means, weighted_in_gradient
 from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
 from tfdist.optimizers.application import noted
 from tfdist.pipeline.model import PipelineModel
-from tfdist.sharding import config_of
+from tfdist.sharding import UnshardSchedule, config_of
 
 _MODULE = "keras.src.losses.loss"
 
@@ -166,3 +168,20 @@ def _gradient(
         lambda seeds: original(self, target, sources, seeds, unconnected_gradients), target, sources, output_gradients
     )
     return noted(found, sources)
+
+
+@replaces("tensorflow.GradientTape", "jacobian")
+def _jacobian(
+    original: Callable[..., Any],
+    self: Any,
+    target: Any,
+    sources: Any,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    parallel_iterations: Any = None,
+    experimental_use_pfor: bool = True,
+) -> Any:
+    """A Jacobian is of a rank's own rows. In an eager run it is a gradient for each of them, which at stage 3 would be summed."""
+    program = rank_program()
+    is_eager = program is not None and program.is_eager
+    with program.attachment(UnshardSchedule).own_gradients() if is_eager else contextlib.nullcontext():
+        return original(self, target, sources, unconnected_gradients, parallel_iterations, experimental_use_pfor)

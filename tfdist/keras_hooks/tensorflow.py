@@ -6,9 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.autograph.core import config
 
-from tfdist.collectives import Where, trace_branches, where
+from tfdist.collectives import Where, nested_functions, rank_program, trace_branches, where
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
 from tfdist.runtime import coordination
@@ -56,6 +57,36 @@ def _indexed_case(
     return trace_branches(
         branch_index, branch_fns, lambda selector, functions: original(selector, functions, name, lower_using_switch_merge)
     )
+
+
+@replaces(
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function", "__call__", signature="(self, *args, **kwds)"
+)
+def _call(original: Callable[..., Any], self: Any, *args: Any, **kwds: Any) -> Any:
+    """A `tf.function` that a rank's function calls is a graph of its own, in which no gradient can be summed and no optimizer
+    step: what reads a gradient there, or comes out of it, would be of a device's own."""
+    return nested_functions.call(self, args, kwds, lambda: original(self, *args, **kwds))
+
+
+_SUMMED = """In an eager run TensorFlow stops all ranks for it, and looks at no value: gradients that are sums over the ranks
+already (stage 3) would be summed again."""
+
+
+@replaces("tensorflow.python.distribute.distribute_lib.ReplicaContext", "all_reduce", why=_SUMMED)
+def _all_reduce(original: Callable[..., Any], self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    return original(self, reduce_op, _summands(value), options)
+
+
+@replaces("tensorflow.python.distribute.distribute_lib.ReplicaContext", "all_gather", why=_SUMMED)
+def _all_gather(original: Callable[..., Any], self: Any, value: Any, axis: Any, options: Any = None) -> Any:
+    return original(self, _summands(value), axis, options)
+
+
+def _summands(value: Any) -> Any:
+    program = rank_program()
+    if program is None or not program.is_eager:
+        return value  # a traced one is tfdist's own
+    return tf.nest.map_structure(lambda x: program.summand(x) if tf.is_tensor(x) else x, value)
 
 
 @replaces("tensorflow.python.pywrap_tfe", "TFE_EnableCollectiveOps")

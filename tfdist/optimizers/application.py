@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import rank_program
+from tfdist.collectives import in_loop, nested_functions, rank_program
 from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients, whole_sums
 from tfdist.optimizers.support import is_elementwise
@@ -46,14 +46,25 @@ def noted(found: Any, sources: Any) -> Any:
     if len(flat) != len(variables):
         return found
     strategy = tf.distribute.get_strategy()
+    is_in_loop = in_loop(program.root.graph)
     places = [
         place
         for place, (grad, variable) in enumerate(zip(flat, variables, strict=True))
-        if grad is not None and _is_whole_parameter(variable, strategy)
+        if grad is not None and _is_parameter(variable, strategy, is_whole=not is_in_loop)
     ]
-    program = program.here() if places else None
-    if program is None or tf.compat.v1.get_default_graph() is not program.graph:
+    if is_in_loop:
+        for place in places:
+            flat[place] = tf.convert_to_tensor(flat[place])
+            program.attachment(TapeGradients).note_in_loop(flat[place])
+        return tf.nest.pack_sequence_as(found, flat)
+    if not places:
+        here = program.here()
+        if here is not None and here.outer is not None:  # a branch, whose gradients of sharded parameters may come out of it
+            here.attachment(TapeGradients).be_asked()
         return found
+    if (here := program.here()) is None or tf.compat.v1.get_default_graph() is not here.graph:
+        raise nested_functions.refusal(variable_of(variables[places[0]]))
+    program = here
     for place in places:
         flat[place] = tf.convert_to_tensor(flat[place])
     places = [place for place in places if flat[place].graph is program.graph]
@@ -66,11 +77,12 @@ def noted(found: Any, sources: Any) -> Any:
     return tf.nest.pack_sequence_as(found, flat)
 
 
-def _is_whole_parameter(variable: Any, strategy: tf.distribute.Strategy) -> bool:
+def _is_parameter(variable: Any, strategy: tf.distribute.Strategy, is_whole: bool) -> bool:
+    """Whether `variable` is one of the strategy; with `is_whole`, one that each rank holds whole."""
     value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
     if not isinstance(value, tf.Variable) or getattr(value, "distribute_strategy", None) is not strategy:
         return False
-    return hasattr(value, "layout") and not value.layout.is_data_sharded
+    return hasattr(value, "layout") and not (is_whole and value.layout.is_data_sharded)
 
 
 def apply(optimizer: Any, grads: Any, trainable_variables: Any, config: MeshConfig) -> None:

@@ -24,16 +24,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import RankProgram, group_ops
 from tfdist.optimizers.target import local_part
 from tfdist.sharding import gradient_graph, tape
-from tfdist.sharding.gradient_weight import GradientWeight
+from tfdist.sharding.carried_gradients import CarriedGradients
+from tfdist.sharding.gradient_weight import GradientWeight, weighted
 
 
 @dataclasses.dataclass(eq=False)
 class _Summand:
     tensor: tf.Tensor
-    variable: Any
+    variable: Any  # None: of what a loop or a branch has computed of gradients
     is_weighted: bool  # that the loss which was differentiated counted the rank's weight
     whole: tf.Tensor | None = None  # the sum, once it is read
 
@@ -53,21 +54,46 @@ class TapeGradients:
         self._own: set[str] = set()  # operations that are not the user's, by name
         self._is_own = False
         self._whole_sums: Callable[..., Sequence[tf.Tensor]] | None = None
+        self._is_asked = False
+        self._num_searched = 0  # operations of the graph that were looked at for gradients that come out of them
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._wholes)
 
     def note(self, grads: Sequence[tf.Tensor], variables: Sequence[Any], whole_sums: Callable[..., Sequence[tf.Tensor]]) -> None:
         """Notes what a tape has returned for `variables`; `whole_sums(grads, variables)` sums them over the ranks."""
-        if self._whole_sums is None:
-            self._program.before_collective.append(self.settle)
-            self._program.at_close.append(lambda _: self.settle())
-            self._program.before_branch.append(self._let_branch_read)
-            self._program.summands.append(self._read_as_summand)
+        self.be_asked()
         self._whole_sums = whole_sums
         is_weighted = self._program.attachment(GradientWeight).is_in_loss
         for grad, variable in zip(grads, variables, strict=True):
             self._summands[grad.name] = _Summand(grad, variable, is_weighted)
             self._parameters.add(self._program.graph.capture(local_part(variable, self._program).handle).name)
             self._own.update(operation.name for operation in grad.consumers())  # the backward pass itself goes on from it
+            if self._program.outer is not None:
+                self._program.attachment(CarriedGradients).note(grad)
+
+    def note_in_loop(self, grad: tf.Tensor) -> None:
+        """Notes what a tape has returned in a loop, where nothing can be summed: a rank's summand, of what may come out."""
+        self.be_asked()
+        self._program.attachment(CarriedGradients).note(grad)
+
+    def be_asked(self) -> None:
+        """Lets what comes out of loops and branches be looked at, in this program and in those around it."""
+        if self._program.outer is not None:
+            self._program.outer.attachment(TapeGradients).be_asked()
+        if not self._is_asked:
+            self._is_asked = True
+            self._program.before_collective.append(self.settle)
+            self._program.at_close.append(lambda _: self.settle())
+            self._program.before_branch.append(self._let_branch_read)
+            self._program.summands.append(self._read_as_summand)
+
+    def _find_carried(self) -> None:
+        """Finds the summands that have come out of loops and branches since it was called before."""
+        if self._is_asked:
+            operations = self._program.graph.get_operations()
+            for operation in operations[self._num_searched :]:
+                for output in self._program.attachment(CarriedGradients).out_of(operation):
+                    self._summands.setdefault(output.name, _Summand(output, None, is_weighted=False))
+            self._num_searched = len(operations)
 
     def note_whole(self, grad: tf.Tensor) -> None:
         """Notes that `grad` is a sum, whole and the same on all ranks."""
@@ -81,6 +107,7 @@ class TapeGradients:
         """Returns the sum, whole, where `grad` is computed from sums, or linear in gradients with known sums; else None."""
         if not tf.is_symbolic_tensor(grad):
             return None
+        self._find_carried()
         made_by = self._program.that_made(grad)
         if made_by not in (None, self._program):
             return made_by.attachment(TapeGradients).whole_of(grad)
@@ -94,6 +121,7 @@ class TapeGradients:
 
     def _read_as_summand(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns `tensor`, linear in summands, for the user's code to sum itself."""
+        self._find_carried()
         if not self._linear_in(tensor):
             return None
         with self._marked(), self._program.outermost():
@@ -106,6 +134,7 @@ class TapeGradients:
 
     def _let_branch_read(self, tensors: Sequence[tf.Tensor]) -> bool:
         """Whether some of `tensors`, read in a branch, are computed from gradients: of which it will read the sums."""
+        self._find_carried()
         if not (self._summands or self._wholes):
             return False
         sources = gradient_graph.Sources(lambda x: x.graph is self._program.graph and x.name in self._summands)
@@ -135,6 +164,7 @@ class TapeGradients:
 
     def settle(self) -> None:
         """Sums the gradients that the user's code has read so far by something that is not linear, and lets it read the sums."""
+        self._find_carried()
         reads = [] if self._is_own else self._reads()
         if not reads:
             return
@@ -152,11 +182,20 @@ class TapeGradients:
             self._sum([summand for summand in missing if summand.is_weighted])
 
     def _sum(self, summands: Sequence[_Summand]) -> None:
-        if summands:
-            grads, variables = [summand.tensor for summand in summands], [summand.variable for summand in summands]
-            for summand, whole in zip(summands, self._whole_sums(grads, variables), strict=True):
-                summand.whole = self._images[summand.tensor.name] = tf.identity(whole)
-                self._wholes.add(summand.whole.name)
+        carried = [summand for summand in summands if summand.variable is None]
+        others = [summand for summand in summands if summand.variable is not None]
+        grads, variables = [summand.tensor for summand in others], [summand.variable for summand in others]
+        wholes = list(self._whole_sums(grads, variables)) if others else []
+        for summand, whole in zip([*others, *carried], [*wholes, *map(self._sum_of_carried, carried)], strict=True):
+            summand.whole = self._images[summand.tensor.name] = tf.identity(whole)
+            self._wholes.add(summand.whole.name)
+
+    def _sum_of_carried(self, summand: _Summand) -> tf.Tensor:
+        program, grad = self._program, summand.tensor
+        wide = tf.cast(grad, tf.float32) if grad.dtype.size < 4 else grad
+        mine = weighted(wide, program.attachment(GradientWeight).of_wholes())
+        total = group_ops.all_reduce(program, mine, program.group_ranks("data"), "sum", "all_reduce/carried_gradient")
+        return tf.cast(total, grad.dtype)
 
     def _reads(self) -> list[tuple[tf.Operation, tf.Tensor]]:
         """Returns the operations that read, as one device would read a sum, what is linear in summands; and that."""

@@ -7,9 +7,9 @@ hands looks like one device's gradient; what becomes of it shows from what the c
     the same after elementwise operations (g / 4)          these are made again on the shard
     it is read by something else (a norm, a mask, a       the shards are gathered: the sum, whole, as one device has it, and the
     centred gradient, a histogram)                         same on all ranks
-    it is only returned from the function of the rank,     the rank's own summand, as at other stages: the caller sums
-    added to a variable in a loop of one's own, or given
-    to a collective by the user's code, which sums it
+    it is returned from the function of the rank, added    the rank's own summand, as at other stages: the caller sums
+    to a variable in a loop of one's own, or given to a
+    collective by the user's code, which sums it
 
 Gathering makes all gradients exist whole, as at stage 1, and adds a third to what a step sends.
 """
@@ -22,9 +22,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import errors
 from tfdist.collectives import RankProgram
 from tfdist.sharding import gradient_graph, tape
+from tfdist.sharding.carried_gradients import CarriedGradients
+from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
@@ -38,6 +39,7 @@ class _Stub:
     weight: tf.Tensor | None  # which it has been given already
     shard: tf.Tensor | None = None  # of the sum; None until it is reduced
     is_connected: bool = False  # to what its readers get
+    is_whole: bool = False  # what they get is the sum
 
 
 class GradientStubs:
@@ -51,7 +53,6 @@ class GradientStubs:
         self._linear: dict[str, bool] = {}  # what `_is_linear` has found, by name
         self._images: dict[str, tf.Tensor] = {}  # shards by the name of the whole tensor that they are of
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._stubs)
-        self._wholes: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}  # of an eager rank: whole gradients and their shards
         program.summands.append(self._own)
 
     @property
@@ -71,22 +72,13 @@ class GradientStubs:
         self._stubs[tensor.name].shard = shard
         self._images[tensor.name] = shard
 
-    def note_whole(self, whole: tf.Tensor, shard: tf.Tensor) -> None:
-        """Notes that an eager rank has the sum `whole`, and that `shard` is its own of it."""
-        self._wholes[id(whole)] = (whole, shard)
-
     def _own(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns this rank's summand of `tensor`, where that is a gradient, or linear in gradients.
 
-        Raises NotImplementedError in an eager run, where what follows from a sum cannot be told from what follows from a summand.
+        Raises NotImplementedError in an eager run for what was computed of gradients.
         """
         if not tf.is_symbolic_tensor(tensor):
-            if id(tensor) in self._wholes:
-                raise errors.not_implemented(
-                    "A gradient of a sharded parameter is given to a collective in an eager run, where it is summed already.",
-                    fix="Put `@tf.function` around `strategy.run`; or give the gradient to the optimizer, which sums it.",
-                )
-            return None
+            return self._program.attachment(EagerSums).summand_of(tensor)
         if not self._stubs or not self._is_linear(tensor):
             return None
         with self._program.outermost():
@@ -99,7 +91,7 @@ class GradientStubs:
     def shard_of(self, gradient: tf.Tensor) -> tf.Tensor | None:
         """Returns this rank's shard of `gradient`: of a sum, or of what elementwise operations make of sums; None: of neither."""
         if not tf.is_symbolic_tensor(gradient):
-            return self._wholes.get(id(gradient), (None, None))[1]
+            return self._program.attachment(EagerSums).shard_of(gradient)
         return self._image(gradient) if gradient.graph is self._program.graph and self._layout_of(gradient) else None
 
     def below(self, tensor: tf.Tensor) -> list[tf.Tensor]:
@@ -130,6 +122,34 @@ class GradientStubs:
                 stub = self._stubs[tensor.name]
                 if not stub.is_connected and not self._is_read_whole(tensor):
                     self._connect(stub, self._summand(tensor))
+                    if self._program.outer is not None:
+                        self._program.attachment(CarriedGradients).note(tensor)
+
+    def return_summands(self, outputs: Sequence[tf.Tensor]) -> None:
+        """Lets what is returned be this rank's summands, too, where something else reads the sums: that goes on reading them."""
+        number = {op.name: number for number, op in enumerate(self._program.graph.get_operations())} if self._stubs else {}
+        # What is computed of another output comes before that.
+        for output in sorted({x.name: x for x in outputs}.values(), key=lambda x: -number.get(x.op.name, 0)):
+            if any(self._stubs[tensor.name].is_whole for tensor in self.below(output)) and self._is_linear(output):
+                with self._program.outermost(), tape.stop_recording():
+                    self._part(output)
+                if self._program.outer is not None:
+                    self._program.attachment(CarriedGradients).note(output)
+
+    def _part(self, output: tf.Tensor) -> None:
+        """Makes `output`, linear in stubs, of summands, and what reads it read the same of the sums."""
+        operation = output.op
+        if any(result.consumers() for result in operation.outputs):
+            again = tape.with_inputs(operation, list(operation.inputs))
+            for result, other in zip(operation.outputs, again.outputs, strict=True):
+                for reader in result.consumers():
+                    tape.reconnect(reader, result, other)
+        if output.name in self._stubs:
+            tape.reconnect(operation, operation.inputs[0], self._summand(output))
+            return
+        for source in list(operation.inputs):
+            if self._is_linear(source):
+                tape.reconnect(operation, source, self._summand(source))
 
     def _is_missing(self, stub: _Stub) -> bool:
         return stub.shard is not None and not stub.is_connected
@@ -218,6 +238,7 @@ class GradientStubs:
         with self._program.outermost(), tape.stop_recording():
             for place, whole in gather_shards_in_buckets(self._program, shards, layouts, 8 * 2**20, "all_gather/gradient"):
                 self._connect(stubs[place], whole)
+                stubs[place].is_whole = True
 
     def _connect(self, stub: _Stub, value: tf.Tensor) -> None:
         stub.is_connected = True

@@ -118,15 +118,20 @@ def loop_invariants(operation: tf.Operation, tensor: tf.Tensor) -> list[tf.Tenso
     """Returns the outputs of a while loop that are `tensor` itself, an input which the loop's body passes on unchanged."""
     if operation.type not in LOOPS:
         return []
-    body = while_v2._get_graph(operation, "body", "_body_graph")  # noqa: SLF001
+    inside = body(operation)
     unchanged = []
     # Not strict: the gradient adds inputs and outputs to a loop, at its end, and not the same number of each.
-    for passed, source, inside, result in zip(operation.outputs, operation.inputs, body.inputs, body.outputs, strict=False):
+    for passed, source, given, result in zip(operation.outputs, operation.inputs, inside.inputs, inside.outputs, strict=False):
         while result.op.type == "Identity":
             result = result.op.inputs[0]
-        if same(source, tensor) and same(result, inside):
+        if same(source, tensor) and same(result, given):
             unchanged.append(passed)
     return unchanged
+
+
+def body(operation: tf.Operation) -> tf.Graph:
+    """Returns the graph of the body of a traced loop, to be looked at; its inputs and outputs are those of the loop, in order."""
+    return while_v2._get_graph(operation, "body", "_body_graph")  # noqa: SLF001
 
 
 def made_for_loops(operations: Sequence[tf.Operation], since: int) -> set[tf.Operation]:
@@ -141,6 +146,13 @@ def branches(operation: tf.Operation) -> list[tf.Graph]:
     shapes = [tensor.shape for tensor in operation.inputs[1:]]
     names = [operation.get_attr(f"{branch}_branch").name for branch in ("then", "else")]
     return [control_flow_util_v2.get_func_graph(operation, shapes, name) for name in names]
+
+
+def traced_branches(operation: tf.Operation) -> list[tf.Graph]:
+    """Returns the graphs in which the branches of a `tf.cond` or `tf.switch_case` were traced; none of a copy."""
+    cases = range(len(operation.get_attr("branches"))) if operation.type.endswith("Case") else ()
+    names = [f"_branch_graph_{number}" for number in cases] or ["_true_graph", "_false_graph"]
+    return [getattr(operation, name) for name in names if hasattr(operation, name)]
 
 
 def clone(operation: tf.Operation, data: tf.Tensor) -> tf.Operation:

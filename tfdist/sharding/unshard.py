@@ -20,11 +20,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import errors
-from tfdist.collectives import RankProgram, in_loop, rank_program
+from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
 from tfdist.sharding import keras_scope, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
+from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_stubs import GradientStubs, second_order
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
@@ -54,6 +54,7 @@ class UnshardSchedule:
         self._live: list[Unit] = []
         self._pending: list[PendingGradient] = []
         self._emitting = False
+        self._takes_own = False
         self._config: MeshConfig | None = None
         self._has_regathered = False
         self._differentiated: set[int] = set()
@@ -88,19 +89,29 @@ class UnshardSchedule:
 
         def reduced(upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
             grad = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
-            if not tf.executing_eagerly():  # in a `tf.vectorized_map`: see `_on_gradient`
+            if self._takes_own or not tf.executing_eagerly():  # in a `tf.vectorized_map`: see `_on_gradient`
                 return [tf.cast(grad, variable.dtype)]
             self._differentiated.add(id(variable))
             with tape.stop_recording():
                 weight = program.attachment(GradientWeight).of_tape()
                 shards = scatter_sums(program, [grad], layouts, f"reduce_scatter/{variable.name}", config, variable.dtype, weight)
                 wholes = gather_shards(program, shards, layouts, f"all_gather/{variable.name}/gradient")
-            self._stubs.note_whole(wholes[0], shards[0])
+            own = program.attachment(GradientWeight).without_weight(tf.cast(grad, variable.dtype))
+            program.attachment(EagerSums).note(wholes[0], shards[0], own)
             tape.record_gradient("ReduceScatter", wholes, [grad], functools.partial(second_order, program, grad.dtype))
             return wholes
 
         tape.record_gradient("Unshard", [full], [shard], reduced)
         return full
+
+    @contextlib.contextmanager
+    def own_gradients(self) -> Iterator[None]:
+        """A block of an eager run in which tapes return this rank's summands, whole: a Jacobian, row by row."""
+        before, self._takes_own = self._takes_own, True
+        try:
+            yield
+        finally:
+            self._takes_own = before
 
     def invalidate(self) -> None:
         """Forgets what is gathered, because parameters are about to change: the next read gathers again."""
@@ -112,6 +123,10 @@ class UnshardSchedule:
     def has_gradient(self, variable: Any) -> bool:
         """Whether a tape of this trace was asked for the gradient of `variable`."""
         return id(variable) in self._differentiated
+
+    def has_sum_in(self, gradient: tf.Tensor, variable: Any) -> bool:
+        """Whether `gradient` of `variable`, in an eager run, is of a sum that a tape has returned, and of no collective since."""
+        return self.has_gradient(variable) and not self._program.attachment(EagerSums).is_of_collective(gradient)
 
     def _is_recorded(self, unit: Unit, variable: Any) -> bool:
         """Whether every tape that watches the variable knows the unit's output too; a tape opened since the gather does not."""
@@ -189,8 +204,11 @@ class UnshardSchedule:
                 self.is_of_sums(tensor)
 
     def _close(self, outputs: Any) -> None:
-        self._stubs.fill_what_is_returned([x for x in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(x)])
+        returned = [x for x in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(x)]
+        self._stubs.fill_what_is_returned(returned)
         self.flush()
+        with self._own_emission():
+            self._stubs.return_summands(returned)
 
     # Backward
 
@@ -211,11 +229,7 @@ class UnshardSchedule:
         if tape.in_vectorized_map() or in_loop(self._program.graph):
             return [tf.cast(full, variable.dtype)]
         if full.graph is not self._program.graph:
-            raise errors.not_implemented(
-                f"The gradient of sharded parameter {variable.name!r} is taken inside a nested `tf.function` of the function "
-                "given to `strategy.run`; with `zero_stage=3` it must be taken outside.",
-                fix="Put `@tf.function` on the outermost function only. Or use `zero_stage=2`.",
-            )
+            raise nested_functions.refusal(variable)
         self._differentiated.add(id(variable))
         with tape.stop_recording():
             stub = self._stubs.make(variable, full)

@@ -14,7 +14,7 @@ from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, Where, current_program, rank_program, where
+from tfdist.collectives import RankProgram, Where, current_program, nested_functions, rank_program, where
 from tfdist.sharding import keras_scope, packing, tape
 from tfdist.sharding.as_number import AsNumber
 from tfdist.sharding.assembly import assemble, is_elsewhere
@@ -158,6 +158,8 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
 
     def _assemble(self) -> tf.Tensor:
         """Returns the full value, to gradient tapes a read of this variable. See `assemble`."""
+        if len(self._values) > 1:
+            nested_functions.check_not_compiled(f"The variable {self.name!r}, of which several devices have a part, is read")
         full = kept_weights_of(self._distribute_strategy).read(self, assemble)
         return full if where() is Where.SYMBOLIC_BUILD else tape.read_of(self, full)
 

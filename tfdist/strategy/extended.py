@@ -61,7 +61,11 @@ class ShardedExtendedMixin(VariableCreation):
         return tf.executing_eagerly()
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if isinstance(fn, polymorphic_function.Function):
+        is_function = isinstance(fn, polymorphic_function.Function)
+        if self._sharding.mesh.world_size > 1:
+            is_compiled = is_function and collectives.nested_functions.is_compiled(fn)
+            collectives.nested_functions.check_not_compiled("`strategy.run` is called", is_compiled=is_compiled)
+        if is_function:
             return self._as_graph_function(fn)(*(args or ()), **(kwargs or {}))
         communicator = self.communicator
         if tf.executing_eagerly():
