@@ -123,3 +123,38 @@ def test_receivers_send_nothing():
         plan.add(rank, CollectiveRecord("send", (0, 1), (3,), "float32", "a", source=1))
         plan.add(rank, CollectiveRecord("broadcast", (0, 1), (5,), "float32", "b", source=0))
     assert (plan.sent_bytes(0), plan.sent_bytes(1)) == (20, 12)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_ranks_that_wait_in_a_circle(num_ranks):
+    """Each waits for the next; of every group all its ranks run the same."""
+    plan = CollectivePlan(num_ranks)
+    everyone = tuple(range(num_ranks))
+    if num_ranks == 2:
+        programs = {0: [(0, 1), (1, 0)], 1: [(1, 0), (0, 1)]}  # two groups of the same two
+    else:
+        pairs = [(rank, rank + 1) for rank in range(num_ranks - 1)] + [(0, num_ranks - 1)]
+        programs = {rank: [pairs[rank], pairs[rank - 1]] for rank in everyone}
+    for rank, groups in programs.items():
+        for group in (everyone, *groups) if num_ranks > 2 else groups:
+            plan.add(rank, record(ranks=group, label=f"of {group}"))
+    with pytest.raises(RuntimeError, match="Ranks would wait for each other for ever: rank 0 in all_reduce 'of ") as error:
+        plan.check_complete()
+    assert all(f"rank {rank} in all_reduce" in str(error.value) for rank in everyone)
+
+
+def test_a_rank_elsewhere_breaks_no_circle_and_makes_none():
+    plan = CollectivePlan(3, local_ranks=(0, 1))
+    for rank, groups in {0: [(0, 1), (0, 2)], 1: [(1, 2), (0, 1)]}.items():
+        for group in groups:
+            plan.add(rank, record(ranks=group))
+    plan.check_complete()  # rank 2 may run (1, 2) first
+
+
+def test_messages_without_an_order_wait_for_nobody():
+    plan = CollectivePlan(2)
+    message, both = record("message", source=0), record()
+    for rank, program in enumerate([[message, both], [both, message]]):
+        for one in program:
+            (plan.add_message if one is message else plan.add)(rank, one)
+    plan.check_complete()

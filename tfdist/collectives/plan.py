@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.collectives.circles import ranks_in_circles
 
 Ranks = tuple[int, ...]  # the members of a group, in group order
 TensorLike: TypeAlias = tf.Tensor | tf.TensorSpec  # a tensor, or the shape and dtype of one that is elsewhere
@@ -137,7 +138,7 @@ class CollectivePlan:
         return dict(self._agreed)
 
     def check_complete(self) -> None:
-        """Raises RuntimeError when a rank of a group ran fewer collectives than its peers: they would wait for it."""
+        """Raises RuntimeError when ranks would wait for ever: for one that ran fewer collectives, or for each other."""
         for attached in self._attachments.values():
             attached.check_complete()
         self._attachments.clear()  # they may hold tensors, and with them the graph, of a trace whose plan is kept
@@ -150,6 +151,13 @@ class CollectivePlan:
                     f"{agreed[counts[shortest]]}.",
                     fix="Every rank of a group must run the same collectives: look for code that branches on the replica id.",
                 )
+        waiting = ranks_in_circles({rank: self.records[rank] for rank in self.local_ranks})
+        if waiting:
+            places = ", ".join(f"rank {rank} in {one.op} {one.label!r} of {list(one.ranks)}" for rank, one in waiting.items())
+            raise errors.runtime_error(
+                f"Ranks would wait for each other for ever: {places}.",
+                fix="Ranks that are in several groups together must run the groups' collectives in one order.",
+            )
 
     def __str__(self) -> str:
         """What the first local rank runs, in words."""
