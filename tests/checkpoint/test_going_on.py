@@ -538,3 +538,27 @@ def test_a_later_fit_begins_at_its_own_epoch(tmp_path):
 @pytest.mark.parametrize("name", [name if name in IN_EVERY_RUN else exhaustive(name) for name in DATA])
 def test_the_place_in_the_data(name, tmp_path):
     assert_goes_on(program(), DATA[name], tmp_path / "backup", [(1, 2), (2, 3)], first=2)
+
+
+class Noise(keras.layers.Layer):
+    """Noise by TensorFlow's random operations, or by Keras's with a generator of the layer."""
+
+    def __init__(self, is_of_keras):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+        self.is_of_keras = is_of_keras
+
+    def call(self, x):
+        shape = tf.shape(x)
+        return x + (keras.random.normal(shape, seed=self.seeds) if self.is_of_keras else tf.random.normal(shape))
+
+
+@pytest.mark.parametrize("is_of_keras", [False, True])
+def test_draws_that_no_backup_has_are_told_of_once(is_of_keras, tmp_path):
+    with tfdist.ShardedStrategy(["CPU:0", "CPU:1"]).scope():
+        model = keras.Sequential([keras.Input((6,)), Noise(is_of_keras), keras.layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
+    told = [str(warning.message) for warning in caught if "TensorFlow's stateful random operations" in str(warning.message)]
+    assert len(told) == (0 if is_of_keras else 1)

@@ -23,8 +23,10 @@ import numpy as np
 from keras.src.utils import file_utils
 
 from tfdist.checkpoint import seal
+from tfdist.checkpoint.extra_state import tell_what_is_not_saved
 from tfdist.checkpoint.saving import save_backup
 from tfdist.checkpoint.stored_state import put_state, take_state
+from tfdist.checkpoint.writing_role import tfdist_strategy
 
 _ATTRIBUTE, _FIT = "tfdist_training_state", "fit"
 
@@ -43,6 +45,7 @@ def write(path: str, model: Any, state: Mapping[str, Any], arrays: Arrays) -> No
             put_state(file, name, group)
         file.attrs.create(_ATTRIBUTE, json.dumps({"epoch": state["epoch"], "batch": state["batch"]}))
 
+    tell_what_is_not_saved(tfdist_strategy(model))
     save_backup(model, path, add)
 
 

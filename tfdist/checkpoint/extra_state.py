@@ -19,6 +19,7 @@ tests/checkpoint/test_private_names_of_saving.py fails when they change.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -98,6 +99,20 @@ def build_optimizers(model: Any, trained: list[list[int]]) -> None:
     for optimizer, numbers in zip(optimizers, trained, strict=True):
         if numbers and not optimizer.built:
             optimizer.build([variables[number] for number in numbers])
+
+
+def tell_what_is_not_saved(strategy: Any) -> None:
+    """Warns of what a run does not find again when it goes on; once for what has been traced."""
+    extended = getattr(strategy, "extended", None)
+    if not getattr(extended, "draws_unsaved", False):
+        return
+    extended.draws_unsaved = False
+    warnings.warn(
+        "A step draws from TensorFlow's stateful random operations (`tf.random.normal`, `tf.nn.dropout`, ...), whose state no "
+        "backup has: a run that goes on from it draws again what it has drawn before. `keras.random` with a "
+        "`keras.random.SeedGenerator` of a layer goes on where it was.",
+        stacklevel=2,
+    )
 
 
 # Which

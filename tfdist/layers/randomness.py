@@ -86,6 +86,11 @@ class RankSeeds:
             keras_scope.set_global_generator(self._global)
 
     @property
+    def has_drawn(self) -> bool:
+        """Whether a rank has made a random operation of TensorFlow, which draws from a state that nobody saves."""
+        return bool(self._drawn)
+
+    @property
     def global_generator(self) -> keras.random.SeedGenerator:
         """The global generator of the thread that runs the ranks, made now if there is none."""
         if self._global is None:

@@ -53,6 +53,7 @@ class ShardedExtendedMixin(VariableCreation):
         self.kept_weights = KeptWeights(sharding.kept_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
+        self.draws_unsaved = False  # whether a step draws from what no backup has
 
     # Running
 
@@ -105,6 +106,7 @@ class ShardedExtendedMixin(VariableCreation):
 
         result = mirrored_run.call_for_each_replica(self._container_strategy(), run_rank, args, kwargs)
         seeds.take_back()
+        self.draws_unsaved |= seeds.has_drawn
         plan.check_complete()
         self.last_plan = plan
         return result
