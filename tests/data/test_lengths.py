@@ -31,7 +31,6 @@ WAYS = {
 FIT = {"asked": ["fit"]}
 ALL = {"asked": ["fit", "evaluate", "predict"]}
 MOST = [
-    {"parts": "5 and 4", **ALL},
     {"parts": "4 and 5", "zero_stage": 0, "weighted": True, **FIT},
     {"parts": "5 and 4", "known": (1,), "weighted": True, "steps_per_execution": 2, **FIT},
     {"parts": "one is empty", "asked": ["evaluate"]},

@@ -3,7 +3,6 @@
 import pathlib
 
 import pytest
-from grids import exhaustive
 
 from tests.models.families import FAMILIES
 from tests.models.ways import WAYS, on_one_device, on_several
@@ -32,10 +31,19 @@ COLUMNS = {
     "recompute": tuple(way for way in WAYS if way.startswith("recompute")),
 }
 
-CASES = [(family, way) for family in FAMILIES for way in WAYS]
+# With TensorFlow's graph optimizer: see tests/graph_optimizer.py.
+OPTIMIZED = {("GPT-2", "stage 3"), ("Gemma", "recompute, stage 3")}
 
 
-@pytest.mark.parametrize(("family", "way"), [case if case in DEFAULT else exhaustive(*case) for case in CASES])
+def _cases():
+    for family in FAMILIES:
+        for way in WAYS:
+            case = (family, way)
+            marks = [] if case in DEFAULT else [pytest.mark.exhaustive]
+            yield pytest.param(*case, marks=marks if case in OPTIMIZED else [*marks, pytest.mark.as_traced])
+
+
+@pytest.mark.parametrize(("family", "way"), list(_cases()))
 def test_it_is_one_device(family, way):
     if (family, way) in REFUSED:
         with pytest.raises(Exception, match=REFUSED[family, way]):

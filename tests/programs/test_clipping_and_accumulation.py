@@ -11,6 +11,8 @@ from training import BATCH, small, strategy_for, vectors
 import tfdist
 from tests.programs.comparing import assert_as_on_one_device
 
+pytestmark = pytest.mark.as_traced
+
 
 class Own(keras.optimizers.SGD):
     def apply(self, grads, trainable_variables=None):

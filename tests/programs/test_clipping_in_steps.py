@@ -11,7 +11,7 @@ from tests.parity.comparison import state
 from tests.programs.comparing import assert_as_on_one_device
 from tests.programs.test_custom_steps import Model, crossentropy, fit, grid
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 LIMIT = 0.3
 
 

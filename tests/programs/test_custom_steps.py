@@ -14,7 +14,7 @@ import tfdist
 from tests.parity.comparison import BatchLogs, state
 from tests.programs.comparing import assert_as_on_one_device
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
 BATCH = 16
 CASES = [(2, 0), (4, 1), (2, 2), (2, 3), (4, 3)]

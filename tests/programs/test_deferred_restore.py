@@ -14,6 +14,8 @@ from training import BATCH, one_device, small, vectors
 
 from tests.programs.comparing import assert_as_on_one_device
 
+pytestmark = pytest.mark.as_traced
+
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "averages": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9),

@@ -12,6 +12,8 @@ from keras import layers
 from tests.programs.comparing import assert_as_on_one_device
 from tests.programs.fitting import ROWS, Fitted, momentum, regression, tokens, with_head
 
+pytestmark = pytest.mark.as_traced
+
 IMAGE, SERIES, VECTOR = (6, 6, 3), (5, 4), (7,)
 
 

@@ -11,6 +11,8 @@ from tests.parity.comparison import BatchLogs, state
 from tests.programs.comparing import STAGES, assert_as_on_one_device
 from tests.programs.fitting import BATCH, ROWS, Fitted
 
+pytestmark = pytest.mark.as_traced
+
 CLASSES = 4
 
 

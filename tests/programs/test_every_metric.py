@@ -11,7 +11,7 @@ from grids import exhaustive
 from tests.parity.comparison import BatchLogs
 from tests.programs.comparing import assert_as_on_one_device
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
 
 kinds, ops = keras.metrics, keras.ops
 ROWS, CLASSES = 30, 4

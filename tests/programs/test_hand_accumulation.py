@@ -7,6 +7,8 @@ from training import BATCH, small, vectors
 
 from tests.programs.comparing import STAGES, assert_as_on_one_device
 
+pytestmark = pytest.mark.as_traced
+
 
 def in_a_loop(strategy):
     with strategy.scope():

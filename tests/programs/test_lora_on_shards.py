@@ -9,6 +9,8 @@ from grids import exhaustive
 import tfdist
 from tests.parity.comparison import assert_same_tree, state
 
+pytestmark = pytest.mark.as_traced
+
 layers = keras.layers
 LENGTH, VOCABULARY = 4, 9
 PLAN = {"table": "vocab", "attention": "column", "up": "column", "down": "row", "mix": "column", "back": "row", "head": "column"}
@@ -85,8 +87,16 @@ def saved(strategy, path):
     return trained
 
 
-@pytest.mark.parametrize("program", [before_sharding, after_training])
-@pytest.mark.parametrize(("tensor", "data_ranks", "zero_stage"), [(2, 1, 0), exhaustive(2, 2, 1), exhaustive(2, 2, 2), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("program", "tensor", "data_ranks", "zero_stage"),
+    [
+        (before_sharding, 2, 1, 0),
+        (after_training, 2, 1, 0),
+        (before_sharding, 2, 2, 3),
+        exhaustive(after_training, 2, 2, 3),
+        *(exhaustive(program, 2, 2, stage) for program in (before_sharding, after_training) for stage in (1, 2)),
+    ],
+)
 def test_it_is_one_device(program, tensor, data_ranks, zero_stage):
     assert_as_on_one_device(program, zero_stage, tensor * data_ranks, tensor_parallel_size=tensor)
 

@@ -13,7 +13,7 @@ import tfdist
 from tests.parity.comparison import BatchLogs, state
 from tests.programs.comparing import STAGES, assert_as_on_one_device
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
 ops = keras.ops
 OverGlobalBatch = tfdist.losses.OverGlobalBatch

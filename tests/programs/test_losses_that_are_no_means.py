@@ -14,7 +14,7 @@ from tests.programs.comparing import STAGES, assert_as_on_one_device, run
 from tests.programs.test_custom_steps import BATCH, Model, fit
 from tfdist.losses import warning
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
 
 @pytest.fixture(autouse=True)

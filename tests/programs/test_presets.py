@@ -7,7 +7,7 @@ import tensorflow as tf
 from grids import exhaustive
 from training import strategy_for
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
 
 VOCABULARY = 40
 rng = np.random.default_rng(0)

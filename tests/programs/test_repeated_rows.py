@@ -16,6 +16,8 @@ from training import one_device, strategy_for
 from tests.parity.comparison import assert_same_tree, state
 from tests.programs.comparing import run
 
+pytestmark = pytest.mark.as_traced
+
 OPTIMIZERS = {
     name: getattr(keras.optimizers, name)
     for name in (

@@ -11,7 +11,7 @@ from tests.parity.comparison import state
 from tests.programs.comparing import STAGES, assert_as_on_one_device
 from tests.programs.test_every_metric import Batches, Largest, f1_of_a_batch
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180)]
 
 X, Y = vectors(24)
 LABELS = (Y % 2).astype("float32")[:, None]

@@ -11,6 +11,8 @@ from training import BATCH, loss_function, small, vectors
 
 from tests.programs.comparing import assert_as_on_one_device
 
+pytestmark = pytest.mark.as_traced
+
 optimizers = keras.optimizers
 
 

@@ -14,7 +14,7 @@ from training import vectors
 from tests.parity.comparison import BatchLogs, state
 from tests.programs.comparing import assert_as_on_one_device
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(240), pytest.mark.usefixtures("float64")]
 
 BATCH, WIDTH = 16, 15
 EACH = pytest.mark.parametrize(("devices", "zero_stage"), [(2, 3), exhaustive(4, 0), exhaustive(2, 0), exhaustive(4, 2)])

@@ -14,6 +14,8 @@ from tests.parity.comparison import state
 from tests.programs.comparing import STAGES, assert_as_on_one_device
 from tests.programs.fitting import BATCH, ROWS
 
+pytestmark = pytest.mark.as_traced
+
 FIT = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
 

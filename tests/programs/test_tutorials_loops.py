@@ -9,6 +9,8 @@ from keras import layers, ops
 
 from tests.programs.comparing import STAGES, assert_as_on_one_device
 
+pytestmark = pytest.mark.as_traced
+
 ROWS, BATCH = 24, 8
 
 

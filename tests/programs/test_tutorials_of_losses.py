@@ -11,7 +11,7 @@ import tfdist
 from tests.parity.comparison import BatchLogs, state
 from tests.programs.comparing import assert_as_on_one_device
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
 ops = keras.ops
 ROWS, BATCH = 22, 8  # the last batch has 6 rows

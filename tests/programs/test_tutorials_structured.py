@@ -11,6 +11,8 @@ from tests.parity.comparison import BatchLogs, state
 from tests.programs.comparing import STAGES, assert_as_on_one_device
 from tests.programs.fitting import BATCH, ROWS, regression, tokens
 
+pytestmark = pytest.mark.as_traced
+
 FIT = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
 

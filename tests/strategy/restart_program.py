@@ -1,7 +1,8 @@
-"""A training program for the launcher: `restart_program.py FOLDER`; worker 1 is killed in each attempt but the last.
+"""A training program for the launcher: `restart_program.py FOLDER BATCHES`; worker 1 is killed in each attempt but the last.
 
-It trains twice, into one backup folder. In the first `fit` it is killed twice in one epoch, and once more behind the second. The
-last attempt finds both at their ends, and trains again without a backup and without being killed: what it is compared with.
+It trains twice, into one backup folder. In the first `fit` it is killed in the second epoch, behind each of the
+BATCHES ("3,5") in an attempt of its own, and once more behind the second `fit`. The last attempt finds both at their ends, and
+trains again without a backup and without being killed: what it is compared with.
 """
 
 import json
@@ -17,18 +18,21 @@ import tensorflow as tf
 import tfdist
 from tests import training
 
-EPOCHS, KILLED = 3, {0: (1, 3), 1: (1, 5)}  # by attempt: epoch and batch
-BEHIND = 2  # the attempt that is killed behind its training
+EPOCHS = 3
 
 
 class Killed(keras.callbacks.Callback):
-    """Kills this process without warning in the middle of an epoch."""
+    """Kills this process without warning in the middle of the second epoch."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self.moment = (1, batch)
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        if KILLED.get(int(os.environ["TFDIST_ATTEMPT"])) == (self.epoch, batch):
+        if self.moment == (self.epoch, batch):
             kill()
 
 
@@ -59,14 +63,16 @@ def train(strategy, callbacks):
     return curves, [*found, *values(model)]
 
 
-def main(folder):
+def main(folder, batches):
     strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=3)
     folder, is_victim = pathlib.Path(folder), strategy.cluster.worker_index == 1
     backup = keras.callbacks.BackupAndRestore(folder / "backup", save_freq=2)
-    curves, found = train(strategy, [backup, *([Killed()] if is_victim else [])])
-    if int(os.environ["TFDIST_ATTEMPT"]) == BEHIND and is_victim:
+    attempt = int(os.environ["TFDIST_ATTEMPT"])
+    killed = [Killed(batch) for batch in batches[attempt : attempt + 1] if is_victim]
+    curves, found = train(strategy, [backup, *killed])
+    if attempt == len(batches) and is_victim:
         kill()
-    if int(os.environ["TFDIST_ATTEMPT"]) == BEHIND:
+    if attempt == len(batches):
         return
     expected_curves, expected = train(strategy, [])
     if strategy.cluster.is_chief:
@@ -76,4 +82,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], [int(batch) for batch in sys.argv[2].split(",")])

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from grids import exhaustive
 
 from tests import launched
 from tests.strategy import restart_program
@@ -11,17 +12,18 @@ from tests.workers import ROOT
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_worker_changes_nothing(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("batches", "steps"), [("3", ["2"]), exhaustive("3,5", ["2", "4"])])
+def test_a_killed_worker_changes_nothing(batches, steps, tmp_path, monkeypatch, capsys):
     program = ROOT / "tests" / "strategy" / "restart_program.py"
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     options = ["--workers", "2", "--max-restarts", "3", "--cpu"]
-    code = launched.run([*options, str(program), str(tmp_path)], seconds=250)
+    code = launched.run([*options, str(program), str(tmp_path), batches], seconds=250)
     text = "".join(capsys.readouterr())
     assert code == 0, text[-5000:]
-    assert text.count("[worker 1] killed") == 3
+    assert text.count("[worker 1] killed") == 1 + len(steps)
     goes_on = f"tfdist: training goes on from the backup in {tmp_path}/backup: epoch 2, step "
-    assert [line.partition(goes_on)[2] for line in text.splitlines() if goes_on in line] == ["2", "4"]
+    assert [line.partition(goes_on)[2] for line in text.splitlines() if goes_on in line] == steps
     assert text.count("this `fit` has ended before the restart, and is passed by") == 2
     curves = json.loads((tmp_path / "curves.json").read_text())
     # Of the first `fit` what it returned in the attempt that ended it: from the epoch that it went on in.
