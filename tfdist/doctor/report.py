@@ -82,7 +82,7 @@ class Report:
 def _telling(log: Sequence[str]) -> Sequence[str]:
     """Returns the last lines, or those before Python's account of its threads, which a crash adds."""
     end = next((number for number, line in enumerate(log) if line.startswith("Fatal Python error")), len(log))
-    return log[:end][-_LAST_LINES:]
+    return [line for line in log[:end] if line.strip("^~ ")][-_LAST_LINES:]
 
 
 def _versions(seen: Seen) -> list[str]:
