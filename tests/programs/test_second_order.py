@@ -283,9 +283,11 @@ def returned_and_read(strategy, traced=tf.function):
         grads = tape.gradient(loss, model.trainable_variables)
         halves = [tf.reshape(g / 2, [-1]) for g in grads]
         optimizer.apply(tf.clip_by_global_norm(grads, 0.05)[0], model.trainable_variables)
+        flat = tf.concat(halves, axis=0)  # as a program has it that sends or writes one vector
+        parts = [*tf.split(flat[:100], 4), *tf.unstack(tf.stack([halves[1][:3], 2.0 * halves[1][:3]])), flat]
         rank = tf.distribute.get_replica_context().replica_id_in_sync_group
         norm = tf.linalg.global_norm(halves) * tf.cast(tf.equal(rank, 0), tf.float32)
-        return [loss, *grads, *halves, tf.add_n([tf.reduce_sum(h) for h in halves]), norm]
+        return [loss, *grads, *halves, *parts, tf.add_n([tf.reduce_sum(h) for h in halves]), norm]
 
     return loop(strategy, model, on_rank, traced)
 

@@ -26,11 +26,11 @@ _ELEMENTWISE = frozenset(
 )
 
 # Linear in all inputs together, in one of two, or in the first.
-_SUMS = frozenset("Add AddN AddV2 Sub".split())
+_SUMS = frozenset("Add AddN AddV2 Pack Sub".split())
 _PRODUCTS = frozenset("BatchMatMulV2 Einsum MatMul Mul".split())
 _LINEAR_IN_FIRST = frozenset(
     "BroadcastTo Cast Div DivNoNan ExpandDims Gather GatherV2 Identity Mean MulNoNan Neg Pad RealDiv Reshape Reverse ReverseV2 "
-    "Slice Squeeze StopGradient StridedSlice Sum Tile Transpose UnsortedSegmentSum".split()
+    "Slice SplitV Squeeze StopGradient StridedSlice Sum Tile Transpose Unpack UnsortedSegmentSum".split()
 )
 
 _WRITES = frozenset("AssignAddVariableOp AssignSubVariableOp AssignVariableOp".split())
@@ -48,7 +48,7 @@ def is_elementwise(operation: tf.Operation) -> bool:
 
 def may_be_linear(operation: tf.Operation) -> bool:
     """Whether `operation` is of a kind that may be linear in gradients."""
-    return operation.type in _SUMS or operation.type in _PRODUCTS or operation.type in _LINEAR_IN_FIRST
+    return operation.type in _SUMS | _PRODUCTS | _LINEAR_IN_FIRST | {"ConcatV2", "Split"}
 
 
 def is_linear(operation: tf.Operation, is_gradient: Callable[[tf.Tensor], bool]) -> bool:
@@ -60,6 +60,10 @@ def is_linear(operation: tf.Operation, is_gradient: Callable[[tf.Tensor], bool])
         return all(found)
     if operation.type in _PRODUCTS:
         return sum(found) == 1
+    if operation.type == "ConcatV2":  # the axis is last
+        return all(found[:-1]) and not found[-1]
+    if operation.type == "Split":  # the axis is first
+        return found[1] and not found[0]
     return found[0] and not any(found[1:])
 
 

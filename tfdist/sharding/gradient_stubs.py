@@ -128,13 +128,17 @@ class GradientStubs:
     def return_summands(self, outputs: Sequence[tf.Tensor]) -> None:
         """Lets what is returned be this rank's summands, too, where something else reads the sums: that goes on reading them."""
         number = {op.name: number for number, op in enumerate(self._program.graph.get_operations())} if self._stubs else {}
+        wanted = [
+            output
+            for output in {x.name: x for x in outputs}.values()
+            if any(self._stubs[tensor.name].is_whole for tensor in self.below(output)) and self._is_linear(output)
+        ]
         # What is computed of another output comes before that.
-        for output in sorted({x.name: x for x in outputs}.values(), key=lambda x: -number.get(x.op.name, 0)):
-            if any(self._stubs[tensor.name].is_whole for tensor in self.below(output)) and self._is_linear(output):
-                with self._program.outermost(), tape.stop_recording():
-                    self._part(output)
-                if self._program.outer is not None:
-                    self._program.attachment(CarriedGradients).note(output)
+        for output in sorted(wanted, key=lambda x: -number.get(x.op.name, 0)):
+            with self._program.outermost(), tape.stop_recording():
+                self._part(output)
+            if self._program.outer is not None:
+                self._program.attachment(CarriedGradients).note(output)
 
     def _part(self, output: tf.Tensor) -> None:
         """Makes `output`, linear in stubs, of summands, and what reads it read the same of the sums."""
