@@ -22,9 +22,9 @@ from tfdist.collectives import RankProgram, all_reduce
 from tfdist.collectives.rows import can_be_gathered, gather_rows
 from tfdist.losses.row_means import RowMeans
 from tfdist.losses.trainer_step import TrainerStep
-from tfdist.metrics.row_kinds import RowKind, RowKinds, reduced_axes
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.sharding import tape
+from tfdist.sharding.row_kinds import RowKind, RowKinds, reduced_axes
 
 _MOST_OPERATIONS = 100  # that are made again for one value: not a network
 _SAME_ON_ALL = ("CollectiveReduce", "CollectiveGather", "CollectiveBcast")

@@ -28,8 +28,10 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import all_gather, rank_program
+from tfdist.layers.batch_values import BatchValues
 from tfdist.layers.statistics import Statistics
 from tfdist.losses.own_rows import own_rows
+from tfdist.losses.row_means import RowMeans
 
 
 def moments(
@@ -56,10 +58,14 @@ def moments(
     if program is not None:
         program.attachment(Statistics).weigh(layer._non_trainable_variables, counted)
     moving = (layer.moving_mean, layer.moving_variance)
-    return tuple(
+    found = tuple(
         tf.where(elements > 0, moment, tf.cast(kept, moment.dtype))
         for moment, kept in zip(local_moments(inputs, mask), moving, strict=True)
     )
+    if program is not None:
+        program.attachment(RowMeans).take_for_same(*found)
+        program.attachment(BatchValues).take_for_same(*found)
+    return found
 
 
 def moments_over_ranks(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:

@@ -8,6 +8,7 @@ From the loss back, through operations on numbers:
     a sum over rows, divided by a constant or by nothing      too small by the number of ranks
     sum / sum (a masked mean, Dice), sqrt(mean) (RMSE), ...   a function of the whole batch: no mean of the ranks' own
     rows @ transposed rows, wherever the loss comes from      rows are compared with the rank's own alone
+    rows - mean over rows, reordered rows, all pairs          rows meet the rank's own alone (see `row_meetings`)
 
 In an eager run there is no graph, and nothing is known.
 """
@@ -19,12 +20,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.losses.row_meetings import RowMeetings
 from tfdist.losses.static_rows import before, has_rows
+from tfdist.sharding.row_kinds import RowKind
 
 SUM = "a sum over the rows of a batch"
 SUM_OVER_ROWS = "a Keras loss whose reduction is a sum, divided by the number of a device's rows"
 FUNCTION = "a function of the whole batch that is no mean over its rows"
 COMPARISON = "a product of rows with each other"
+MEETING = "rows that meet other rows of the batch (a mean or a sum over rows that goes back to rows, another order, all pairs)"
 
 _PASSING = frozenset(
     "AddN AddV2 Add BiasAdd Cast CheckNumerics ConcatV2 EnsureShape ExpandDims Identity Neg Pack Reshape Squeeze StopGradient "
@@ -48,6 +52,7 @@ class RowMeans:
         self._means: set[str] = set()
         self._sums: set[str] = set()
         self._arguments: set[str] = set()
+        self._same: set[str] = set()
         self._varying: set[str] = set()  # tensors that are known to depend on the batch
         self._same_on_all: set[str] = set()  # operations that are known not to
 
@@ -84,7 +89,25 @@ class RowMeans:
                 return found
             waiting.extend(found)
         is_first = self._program.local_index == 0  # of several ranks of one process, which compute the same
-        return COMPARISON if is_first and self._compares_rows(loss) else None
+        if not is_first:
+            return None
+        return COMPARISON if self._compares_rows(loss) else MEETING if self._meetings_of_rows().found_in(loss) else None
+
+    def take_for_same(self, *tensors: tf.Tensor) -> None:
+        """Lets `tensors` be taken for the same on all ranks, though they are statistics of each one's rows."""
+        self._same.update(tensor.name for tensor in tensors if tf.is_symbolic_tensor(tensor))
+
+    def _meetings_of_rows(self) -> RowMeetings:
+        leaves = [leaf for leaf in tf.nest.flatten(self._program.arguments) if tf.is_symbolic_tensor(leaf)]
+        rows = {leaf.name for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank}
+
+        def of_source(tensor: tf.Tensor) -> RowKind | None:
+            if tensor.name in self._arguments:
+                return RowKind.ROWS if tensor.name in rows else RowKind.OTHER
+            is_same = tensor.name in self._same or tensor.op.type in ("Placeholder", "ReadVariableOp")
+            return RowKind.SAME if is_same or tensor.op.type.startswith("Collective") else None
+
+        return RowMeetings(of_source)
 
     def _look_at(self, tensor: tf.Tensor) -> str | list[tf.Tensor]:
         """Returns the fault of the operation that `tensor` comes from, or the tensors to look at next."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram
 from tfdist.losses.given_batch import is_given_everywhere
-from tfdist.losses.row_means import COMPARISON, FUNCTION, SUM, SUM_OVER_ROWS, RowMeans
+from tfdist.losses.row_means import COMPARISON, FUNCTION, MEETING, SUM, SUM_OVER_ROWS, RowMeans
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 _local = threading.local()
@@ -39,6 +39,11 @@ _FIXES = {
     COMPARISON: (
         "Each device has a part of the rows, and compares them with its own alone, where one device compares all.",
         "Let the loss have all rows: `tfdist.losses.OverGlobalBatch(loss)`, called with what is compared.",
+    ),
+    MEETING: (
+        "Each device has a part of the rows, and lets them meet its own alone, where on one device all meet.",
+        "In a loss, let it have all rows: `tfdist.losses.OverGlobalBatch(loss)`. In a layer or a step, reduce or gather over the "
+        'devices: `tfdist.collectives.all_reduce(x, "data")`, `tfdist.collectives.all_gather(x, uneven=True)`.',
     ),
 }
 

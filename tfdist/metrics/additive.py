@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.metrics.arguments import Arguments
-from tfdist.metrics.row_kinds import RowKind, RowKinds
+from tfdist.sharding.row_kinds import RowKind, RowKinds
 
 _FUNCTIONS = frozenset("Case If PartitionedCall StatefulPartitionedCall StatelessCase StatelessIf StatelessWhile While".split())
 _ASSIGNMENTS = {"AssignVariableOp": False, "AssignAddVariableOp": True, "AssignSubVariableOp": True}  # whether of a summand
