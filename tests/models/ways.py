@@ -109,6 +109,11 @@ WAYS = {
     "recompute, stage 3": Way(2, {"zero_stage": 3}, recomputed),
     "recompute by `keras.RematScope`, stage 3": Way(2, {"zero_stage": 3}, in_a_scope),
     "recompute, LoRA": Way(2, {"zero_stage": 3}, functools.partial(recomputed, builds=with_lora), "LoRA"),
+    "recompute, pipeline 2, stage 3": Way(
+        4,
+        {"zero_stage": 3, "pipeline_parallel_size": 2},
+        functools.partial(staged, builds=recomputed, reshard_after_microbatch=True),
+    ),
     "recompute, tensor 2": Way(
         4, {"zero_stage": 3, "tensor_parallel_size": 2}, functools.partial(recomputed, builds=everything_sharded)
     ),

@@ -167,7 +167,7 @@ def half(strategy, is_recomputed, policy, statistics, scale=2.0**17):
     weights = np.where(np.arange(len(Y)) < 9, 60.0, 1.0)
     scales = []
     scale_of = lambda: float(getattr(model.optimizer, "dynamic_scale", 0.0))  # noqa: E731
-    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: scales.append(scale_of()))
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: scales.append(scale_of()))
     arguments = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [record]}
     history = model.fit(X[:, 0], Y, sample_weight=weights, **arguments).history
     drawn = [variable.numpy() for variable in model.non_trainable_variables]

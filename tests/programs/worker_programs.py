@@ -26,7 +26,6 @@ PROGRAMS: dict[str, Program] = {
     "branches": test_steps_in_branches.fitted(test_steps_in_branches.TrainsInABranch),
     "several branches": test_steps_in_branches.fitted(test_steps_in_branches.OneOfSeveral, "accumulating"),
     "adversaries": test_steps_in_branches.adversaries,
-    "recomputed": test_recomputation_everywhere.dense_blocks,
 }
 LOSSES: dict[str, Program] = {
     "two towers": test_losses_over_the_batch.STEPPING["traced"],
@@ -38,6 +37,15 @@ def run_losses(stage: int) -> dict[str, Any]:
     keras.config.set_floatx("float64")
     strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
     return {name: run(program, strategy) for name, program in LOSSES.items()}
+
+
+def run_recomputed() -> dict[str, Any]:
+    keras.config.set_floatx("float64")
+    pipelined = tfdist.MultiWorkerShardedStrategy(zero_stage=0, pipeline_parallel_size=2)
+    return {
+        "data ranks": run(test_recomputation_everywhere.dense_blocks, tfdist.MultiWorkerShardedStrategy(zero_stage=3)),
+        "pipe ranks": run(test_recomputation_everywhere.in_a_pipeline, pipelined),
+    }
 
 
 def run_all(folder: str, stages: list[int]) -> dict[str, Any]:
@@ -55,6 +63,4 @@ def run_all(folder: str, stages: list[int]) -> dict[str, Any]:
         shared.mkdir(exist_ok=True)
         found[f"exported, {stage}"] = model.predict(test_exports.X, verbose=0)
         test_exports.exported(model, shared)
-    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=0, pipeline_parallel_size=2)
-    found["recomputed in a pipeline"] = run(test_recomputation_everywhere.in_a_pipeline, strategy)
     return found
