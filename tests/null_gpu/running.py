@@ -27,6 +27,7 @@ class Machine:
         bytes: memory of each.
         product_us: microseconds that a matrix product takes.
         message_us: microseconds that a collective takes once all of its ranks have come.
+        message_us_per_mib: and so many more for each MiB that a rank sends in a ring.
         timeout_seconds: after which a collective that waits for a rank is reported as a deadlock.
     """
 
@@ -34,6 +35,7 @@ class Machine:
     bytes: int = 256 << 20
     product_us: int = 0
     message_us: int = 0
+    message_us_per_mib: int = 0
     timeout_seconds: int = 30
 
 
@@ -71,6 +73,7 @@ def run(folder: pathlib.Path, machine: Machine, program: list[str], workers_numb
         "NULL_GPU_BYTES": str(machine.bytes),
         "NULL_GPU_PRODUCT_US": str(machine.product_us),
         "NULL_GPU_MESSAGE_US": str(machine.message_us),
+        "NULL_GPU_MESSAGE_US_PER_MIB": str(machine.message_us_per_mib),
         "NULL_GPU_TIMEOUT_S": str(machine.timeout_seconds),
         "NULL_GPU_FOLDER": str(folder),
         "TF_CPP_MIN_LOG_LEVEL": "2",

@@ -73,6 +73,18 @@ static void move(operation *one) {
   }
 }
 
+/* What a rank sends in a ring. */
+static size_t sent_bytes(operation *one) {
+  size_t others = one->comm->size - 1;
+  if (one->kind == BROADCAST) return one->bytes;
+  return one->kind == ALL_REDUCE ? 2 * one->bytes * others / one->comm->size : one->bytes * others;
+}
+
+static long microseconds(operation *one) {
+  double mib = sent_bytes(one) / 1048576.0;
+  return null_gpu_setting("NULL_GPU_MESSAGE_US", 0) + (long)(mib * null_gpu_setting("NULL_GPU_MESSAGE_US_PER_MIB", 0));
+}
+
 static void run(void *argument) {
   operation *one = argument;
   ncclComm_t comm = one->comm;
@@ -84,7 +96,7 @@ static void run(void *argument) {
                             is_source ? one->from : NULL, brings);
   if (is_met) {
     snprintf(one->line + strlen(one->line), 32, "%.1f", null_gpu_now());
-    null_gpu_nap(null_gpu_setting("NULL_GPU_MESSAGE_US", 0));
+    null_gpu_nap(microseconds(one));
     move(one);
     pthread_mutex_unlock(device); /* else the device stays held: what is queued behind must not seem to go on */
   } else {

@@ -7,6 +7,7 @@
  *   NULL_GPU_BYTES        memory of each
  *   NULL_GPU_PRODUCT_US   microseconds that a matrix product takes
  *   NULL_GPU_MESSAGE_US   microseconds that a collective takes once all of its ranks have come
+ *   NULL_GPU_MESSAGE_US_PER_MIB  and so many more for each MiB that a rank sends in a ring
  *   NULL_GPU_TIMEOUT_S    seconds after which a collective that is waited for is a deadlock: the process says who waits, and ends
  *   NULL_GPU_FOLDER       where processes log, and where ranks of different processes meet
  */
