@@ -1,6 +1,6 @@
 """Trains one model under several strategies on null GPUs, with marks in their log. See `benchmarks.gpu_timeline`.
 
-    python -m benchmarks.gpu_timeline_child CASES PENDING    (JSON: {name: {"layers": 12, "width": 512, "steps": 3, ...}})
+python -m benchmarks.gpu_timeline_child CASES PENDING    (JSON: {name: {"layers": 12, "width": 512, "steps": 3, ...}})
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ class Message:
 
     op: str
     span: Span
-    queued: float
 
 
 @dataclasses.dataclass(frozen=True)

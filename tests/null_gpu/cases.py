@@ -82,6 +82,10 @@ def pipeline(schedule: str = "1f1b", microbatches: int = 4, recompute: bool = Fa
     return strategy, step_of(strategy, model)
 
 
+def loss_scaled() -> Any:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+
+
 def case(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Case:
     return functools.partial(function, *arguments, **settings)
 
@@ -90,10 +94,9 @@ CASES: dict[str, Case] = {
     **{f"stage {stage}": case(dense, zero_stage=stage) for stage in range(4)},
     "clipped": case(dense, lambda: keras.optimizers.AdamW(global_clipnorm=1.0), zero_stage=2),
     "accumulation": case(dense, lambda: keras.optimizers.Adam(gradient_accumulation_steps=2), zero_stage=2),
-    "loss scale": case(
-        dense, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), policy="mixed_float16", zero_stage=2
-    ),
-    "mixed bfloat16, stage 3": case(dense, policy="mixed_bfloat16", zero_stage=3),
+    "loss scale": case(dense, loss_scaled, policy="mixed_float16", zero_stage=2),
+    **{f"mixed float16, stage {stage}": case(dense, loss_scaled, policy="mixed_float16", zero_stage=stage) for stage in range(4)},
+    **{f"mixed bfloat16, stage {stage}": case(dense, policy="mixed_bfloat16", zero_stage=stage) for stage in range(4)},
     "owners": case(dense, lambda: keras.optimizers.Muon(), zero_stage=2),
     "tensor 2": case(dense, zero_stage=2, tensor_parallel_size=2),
     "tensor 2, stage 3": case(dense, zero_stage=3, tensor_parallel_size=2),
