@@ -13,6 +13,8 @@ Batches whose size is a power of two, or known (`drop_remainder=True`), cost no 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -20,6 +22,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import group_ops
 from tfdist.collectives.instance_keys import power_of_two
+from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.program import RankProgram
 
 
@@ -83,9 +86,10 @@ def _as_rows(x: tf.Tensor, outer: int = 0) -> tuple[tf.Tensor, Callable[[tf.Tens
     if not unknown:
         return x, lambda moved, _: moved
     first, inner = list(x.shape[:outer]), list(x.shape[unknown[-1] + 1 :])
-    length = tf.reduce_prod(tf.shape(x)[outer : unknown[-1] + 1])
-    padding = power_of_two(length) - length
-    rows = tf.pad(tf.reshape(x, [*first, length, *inner]), [[0, 0]] * outer + [[0, padding]] + [[0, 0]] * len(inner))
+    # Not `tf.reduce_prod`: a GPU computes that, and the host would wait for it.
+    length = functools.reduce(operator.mul, tf.unstack(tf.shape(x)[outer : unknown[-1] + 1]))
+    rows = tf.ensure_shape(tf.reshape(x, [*first, length, *inner]), [*first, None, *inner])
+    rows = with_zeros(rows, power_of_two(length) - length, outer)
 
     def restore(moved: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
         return tf.ensure_shape(tf.reshape(moved[:length], tf.shape(like)), like.shape)

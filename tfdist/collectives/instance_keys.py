@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives.plan import CollectiveRecord
 
 # A collective whose length is known at run time only uses one key per power of two: instance_key + log2(length).
 KEYS_PER_COLLECTIVE = 32
+_POWERS = np.array([1 << k for k in range(KEYS_PER_COLLECTIVE - 1)], np.int32)
 
 # Key 0 is for the question about the order of a group (`transports.member_order`). The upper half is for unknown lengths.
 _FIRST_BLOCK = 1 << 30
@@ -51,10 +53,18 @@ class InstanceKeys:
 
 def power_of_two(length: tf.Tensor) -> tf.Tensor:
     """Returns the least power of two that is at least `length`, a positive int32 scalar."""
-    return tf.bitwise.left_shift(1, log2_ceiling(length))
+    return 1 + tf.reduce_sum(_POWERS * _is_below(length))  # 1 + 1 + 2 + 4 + ...
 
 
 def log2_ceiling(length: tf.Tensor) -> tf.Tensor:
     """Returns the least k, as int32, with 2**k >= `length`, a positive int32 scalar."""
-    powers = tf.constant([1 << k for k in range(KEYS_PER_COLLECTIVE - 1)], tf.int32)
-    return tf.reduce_sum(tf.cast(powers < length, tf.int32))
+    return tf.reduce_sum(_is_below(length))
+
+
+def _is_below(length: tf.Tensor) -> tf.Tensor:
+    """Returns 1 for each of `_POWERS` that is less than `length`, else 0.
+
+    By arithmetic, which GPUs do on the host for int32: keys and shapes are wanted there. Of a comparison and a cast the host would
+    have to wait for the GPU.
+    """
+    return tf.minimum(tf.maximum(length - _POWERS, 0), 1)

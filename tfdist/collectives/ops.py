@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import group_ops
 from tfdist.collectives.instance_keys import power_of_two
+from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.where import current_program
@@ -109,7 +110,7 @@ def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axi
     inner = x.shape[1:]
     keep = tf.reshape(tf.sequence_mask(lengths, rows), [-1])
     # The padding and the mask are ordinary differentiable ops; only the trip in the middle needs an adjoint.
-    padded = tf.pad(x, [[0, rows - length]] + [[0, 0]] * inner.rank)
+    padded = with_zeros(x, rows - length)
 
     def gather(padded: tf.Tensor) -> tf.Tensor:
         return group_ops.all_gather(program, tf.ensure_shape(padded, [None, *inner]), ranks, label)
@@ -147,11 +148,11 @@ def reduce_scatter(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "reduc
     mine = max(0, min((index + 1) * chunk, rows) - index * chunk)
 
     def scatter(x: tf.Tensor) -> tf.Tensor:
-        stacked = tf.reshape(_pad(x, chunk * size), [size, chunk, *x.shape[1:]])
+        stacked = tf.reshape(with_zeros(x, chunk * size - rows), [size, chunk, *x.shape[1:]])
         return group_ops.reduce_scatter(program, stacked, ranks, label)[:mine]
 
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
-        return all_gather(_pad(upstream, chunk), mesh_axis, label=f"{label}/gradient")[:rows]
+        return all_gather(with_zeros(upstream, chunk - mine), mesh_axis, label=f"{label}/gradient")[:rows]
 
     return with_adjoint(scatter, gradient, x)
 
@@ -213,10 +214,6 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
         return total if program.rank == ranks[root] else tf.zeros_like(total)
 
     return with_adjoint(lambda x: group_ops.broadcast(program, x, x.shape, ranks, ranks[root], label), gradient, x)
-
-
-def _pad(x: tf.Tensor, rows: int) -> tf.Tensor:
-    return tf.pad(x, [[0, rows - x.shape[0]]] + [[0, 0]] * (x.shape.rank - 1))
 
 
 def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tensor, tuple[int, ...]]:

@@ -70,7 +70,7 @@ def _strategy_of(model: Any, scope: tf.distribute.Strategy | None) -> tf.distrib
 def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
     if model.jit_compile:
         raise errors.not_implemented(
-            "`jit_compile=True` is not supported under a tfdist strategy: XLA has no collectives on CPU.",
+            "`jit_compile=True` is not supported under a tfdist strategy: XLA compiles no step that holds collectives.",
             jit_compile=model.jit_compile,
             fix='Use `jit_compile="auto"` (the default) or `False`.',
         )

@@ -82,10 +82,11 @@ def _agreed(grads: Sequence[tf.Tensor], config: MeshConfig, program: RankProgram
             finite = [tf.reduce_all(tf.abs(grad) <= limit) for grad, limit in zip(grads, limits, strict=True)]
         else:
             finite = [tf.reduce_all(tf.math.is_finite(grad)) for grad in grads]
-        together = tf.cast(tf.reduce_all(tf.stack(finite)), tf.int32)
+        # As a float: a GPU has no sums of int32, and keeps int32 in the host's memory.
+        together = tf.cast(tf.reduce_all(tf.stack(finite)), tf.float32)
         for mesh_axis in MESH_AXES:
             if mesh_axis == "data" and not (is_partial or isinstance(config.placements.optimizer_state, Shard)):
                 continue  # all data ranks have seen the same
             label = "is_finite" if mesh_axis == "data" else f"is_finite/{mesh_axis}"
             together = group_ops.all_reduce(program, together, program.group_ranks(mesh_axis), "min", label)
-        return tf.equal(together, 1)
+        return tf.equal(together, 1.0)

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.instance_keys import log2_ceiling, power_of_two
+from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_settings import (
     as_bytes,
@@ -48,7 +49,7 @@ class KernelMessages(MessageTransport):
             with program.on_host():
                 rows = tf.shape(x)[0]
                 padded = power_of_two(rows)
-            x = tf.ensure_shape(tf.pad(x, [[0, padded - rows]] + [[0, 0]] * (x.shape.rank - 1)), x.shape)
+            x = tf.ensure_shape(with_zeros(x, padded - rows), x.shape)
         x = tf.cast(x, WIDENED.get(x.dtype, x.dtype))
         carried = as_bytes(x)
         spec = tf.TensorSpec(carried.shape, carried.dtype)

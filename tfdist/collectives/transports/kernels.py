@@ -27,6 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_messages import KernelMessages, OrderedMessages
@@ -124,7 +125,7 @@ class Kernels(Transport):
         """Sums `x`: each rank sums its part of what it is sent, and all gather the sums, in x's dtype. See the note above."""
         elements = x.shape.num_elements()
         count = tf.size(x) if elements is None else elements
-        flat = tf.pad(tf.reshape(x, [-1]), [[0, -count % len(ranks)]])
+        flat = with_zeros(tf.reshape(x, [-1]), -count % len(ranks))
         parts = tf.reshape(flat, [len(ranks), -1])  # (N, ceil(n/N))
         part = self._sum_of_exchanged(program, parts, ranks, f"{label}/scatter", x.dtype)
         whole = self.all_gather(program, part, ranks, f"{label}/gather")
