@@ -65,7 +65,7 @@ ALLOWED = (
     # What no one waits for on the host
     Allowed("to the GPU", "(bool|int32|int64|uint64) .*", "shapes, ids, masks and the keys of random numbers"),
     Allowed("to the GPU", "int8 CudnnRNNV3 -> ZerosLike", "what cuDNN keeps on the host for its backward pass", "LSTM|GRU"),
-    Allowed("across", r"GPU to GPU: float(16|32) \w+ -> Identity", "messages of a pipeline in one process", "pipeline|2x2x2"),
+    Allowed("across", r"GPU to GPU: b?float(16|32) \w+ -> Identity", "messages of a pipeline in one process", "pipeline|2x2x2"),
     Allowed(
         "across", "GPU to host: float32 DivNoNan -> AddN", "`strategy.reduce` of a loss outside the ranks", "loop of one's own"
     ),

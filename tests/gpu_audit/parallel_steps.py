@@ -50,12 +50,13 @@ for _dtypes in ("mixed_float16", "mixed_bfloat16"):
     STEPS[f"tensor parallel/{_dtypes}"] = functools.partial(_tensor, 2, _dtypes)
 
 
-def blocks(**settings: Any) -> keras.Model:
+def blocks(sequence_parallel: bool = False) -> keras.Model:
     parallel = tfdist.layers
+    block = functools.partial(parallel.ParallelTransformerBlock, 2, 3 * WIDTH, sequence_parallel=sequence_parallel)
     inputs = keras.Input((LENGTH,), dtype="int32")
-    x = parallel.VocabParallelEmbedding(WORDS, WIDTH, mask_zero=True)(inputs)
-    x = parallel.ParallelTransformerBlock(2, 3 * WIDTH, gather_output=False, dropout=0.1, **settings)(x)
-    x = parallel.ParallelTransformerBlock(2, 3 * WIDTH, input_is_parallel=True, **settings)(x)
+    x = parallel.VocabParallelEmbedding(WORDS, WIDTH, mask_zero=sequence_parallel)(inputs)
+    x = block(gather_output=not sequence_parallel, dropout=0.1)(x)
+    x = block(input_is_parallel=sequence_parallel)(x)
     return keras.Model(inputs, parallel.ColumnParallelDense(WORDS, gather_output=False)(x))
 
 

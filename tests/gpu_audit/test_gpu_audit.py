@@ -113,15 +113,15 @@ def _collective(x, operation="CollectiveReduceV2", dtype=tf.bfloat16, hint="ring
         (_collective, Finding("refused", "CollectiveReduceV2 of bfloat16")),
         (lambda x: _collective(x, dtype=tf.int32), Finding("refused", "CollectiveReduceV2 of int32")),
         (
-            lambda x: _collective(x, "CollectiveGatherV2", hint="nccl"),
-            Finding("refused", "NCCL: CollectiveGatherV2 of bfloat16"),
+            lambda x: _collective(x, "CollectiveAllToAllV2", hint="nccl"),
+            Finding("refused", "NCCL: CollectiveAllToAllV2 of bfloat16"),
         ),
         (
             lambda x: _collective(x, "CollectiveReduceScatterV2", tf.float32),
             Finding("refused", "CollectiveReduceScatterV2 on the ring"),
         ),
         (lambda x: tf.zeros(tf.cast(x[:2], tf.int32)), Finding("to the host", "int32 Cast -> Fill")),
-        (lambda x: tf.cast(tf.size(x), tf.float32), Finding("to the GPU", "int32 Size -> Cast")),
+        (lambda x: tf.cast(tf.raw_ops.Size(input=x), tf.float32), Finding("to the GPU", "int32 Size -> Cast")),
         (lambda x: tf.function(lambda y: y + 1, jit_compile=True)(x), Finding("compiled", "without collectives")),
         (
             lambda x: tf.function(lambda y: tf.pad(tf.cast(y, tf.int64), [[0, 1]]))(x),
