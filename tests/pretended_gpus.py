@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from tfdist.collectives import program
+import tensorflow as tf
+
+from tfdist.collectives import communicator, program
 from tfdist.collectives.transports import choice
 from tfdist.strategy import multi_worker_extended
 
@@ -18,4 +20,11 @@ def pretended_gpus(*, are_whole: bool) -> Iterator[None]:
         stack.enter_context(mock.patch.object(choice, "uses_physical_gpus", lambda devices: are_whole))
         for module in (program, multi_worker_extended):
             stack.enter_context(mock.patch.object(module, "are_cpus", lambda devices: False))
+        for module in (communicator, program):
+            stack.enter_context(mock.patch.object(module, "host_of", _host_of))
         yield
+
+
+def _host_of(device: str) -> str:
+    """Returns the process's first CPU."""
+    return tf.DeviceSpec.from_string(device).replace(device_index=0).to_string()

@@ -97,7 +97,7 @@ def _of(placed: Placed, folded: Folded) -> list[Finding]:
         found += _on_gpu(placed, folded)
     elif device == HOST:
         for x in operation.inputs:
-            if placed.device_of(x).startswith("gpu") and x.dtype not in ON_HOST:
+            if placed.device_of(x).startswith("gpu") and not registry.output_is_on_host(x):
                 found.append(Finding("across", f"GPU to host: {_edge(x, operation)}"))
     return found
 
@@ -114,8 +114,9 @@ def _on_gpu(placed: Placed, folded: Folded) -> list[Finding]:
         if x.dtype in ON_HOST or folded(x.op) or source == NOWHERE:
             continue
         if source != device:
-            where = "host to GPU" if source == HOST else "GPU to GPU"
-            found.append(Finding("across", f"{where}: {_edge(x, operation)}"))
+            if source != HOST or not registry.input_is_on_host(operation, place):
+                where = "host to GPU" if source == HOST else "GPU to GPU"
+                found.append(Finding("across", f"{where}: {_edge(x, operation)}"))
             continue
         wanted, is_there = registry.input_is_on_host(operation, place), registry.output_is_on_host(x)
         if wanted != is_there:

@@ -400,3 +400,20 @@ def _() -> tf.Graph:
         return [*results, collectives.all_reduce(large), collectives.all_gather(tf.ones([3]), uneven=True)]
 
     return tf.function(lambda: on.run(on_rank), autograph=False).get_concrete_function().graph
+
+
+@step("collectives of unknown lengths")
+def _() -> tf.Graph:
+    """As of the activations of a batch of unknown size: the lengths are made into keys and padding."""
+    on = strategy(2, tensor_parallel_size=2)
+
+    def on_rank(x: tf.Tensor) -> list[tf.Tensor]:
+        program, doubled = collectives.current_program("a step"), 2 * x
+        return [
+            collectives.activations.all_reduce(program, doubled, "tensor", "sum"),
+            collectives.activations.all_gather(program, doubled, "tensor", 1, "gather"),
+            collectives.activations.reduce_scatter(program, doubled, "tensor", 1, "scatter"),
+        ]
+
+    step = tf.function(lambda x: on.run(on_rank, args=(x,)), autograph=False)
+    return step.get_concrete_function(tf.TensorSpec([None, 4, 5])).graph

@@ -38,6 +38,7 @@ pytestmark = [
         ("nccl", "loss scale, accumulation/stage 2"),
         ("nccl", "pipeline/1f1b"),
         ("nccl", "collectives of every dtype"),
+        ("nccl", "collectives of unknown lengths"),
         ("ring", "stage 2/mixed_float16"),
         ("ring", "collectives of every dtype"),
     ],

@@ -135,8 +135,10 @@ class RankProgram:
         if None not in record.shape:
             return key
         # A key is bound to one shape for the life of the process: every power of two has its own.
+        if rows is None:
+            rows = tf.shape(x)[record.shape.index(None)]  # where `x` is, or all of it would go to the host
         with self.on_host():
-            return key + log2_ceiling(tf.shape(x)[record.shape.index(None)] if rows is None else rows)
+            return key + log2_ceiling(rows)
 
     def begin_message(self, spec: tf.TensorSpec, source: int, destination: int, label: str) -> int:
         """Registers one message between two ranks, of which this is one; returns its key, as `InstanceKeys.key` does.

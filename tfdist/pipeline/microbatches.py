@@ -46,8 +46,9 @@ class Microbatches:
         is_short = known is not None and known < total
         self.count = count = max(1, known) if is_short and replicas == 1 else total
         self.may_be_empty = known is None or known < count
+        found = tf.shape(leaves[0])[0] if known is None else known  # where the data are, or all of them would go to the host
         with on_host():
-            all_rows = tf.shape(leaves[0], out_type=tf.int64)[0] if known is None else tf.constant(known, tf.int64)
+            all_rows = tf.cast(found, tf.int64)
             bounds = [tf.cast(all_rows * index // count, tf.int32) for index in range(count + 1)]
             self._spans = list(itertools.pairwise(bounds + [bounds[-1]] * (total - count)))
             self.rows = [stop - start for start, stop in self._spans]

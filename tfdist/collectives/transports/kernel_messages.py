@@ -46,8 +46,8 @@ class KernelMessages(MessageTransport):
     def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
         padded = None
         if x.shape.rank and x.shape[0] is None:
+            rows = tf.shape(x)[0]
             with program.on_host():
-                rows = tf.shape(x)[0]
                 padded = power_of_two(rows)
             x = tf.ensure_shape(with_zeros(x, padded - rows), x.shape)
         x = tf.cast(x, WIDENED.get(x.dtype, x.dtype))
