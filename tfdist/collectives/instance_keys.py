@@ -64,7 +64,7 @@ def log2_ceiling(length: tf.Tensor) -> tf.Tensor:
 def _is_below(length: tf.Tensor) -> tf.Tensor:
     """Returns 1 for each of `_POWERS` that is less than `length`, else 0.
 
-    By arithmetic, which GPUs do on the host for int32: keys and shapes are wanted there. Of a comparison and a cast the host would
-    have to wait for the GPU.
+    By arithmetic, which GPUs do on the host for int32: keys and shapes are wanted there. Of a comparison and a cast the host
+    would have to wait for the GPU.
     """
     return tf.minimum(tf.maximum(length - _POWERS, 0), 1)
