@@ -291,3 +291,9 @@ def test_public_names_have_docstrings():
                 assert own and not own.startswith(f"{value.__name__}("), f"{name} has no docstring"
                 checked += 1
     assert checked > 20
+
+
+def test_names_of_test_files_are_unique():
+    """Without packages pytest imports them by their names alone, and refuses a second one."""
+    names = [path.name for path in (ROOT.parent / "tests").rglob("test_*.py")]
+    assert len(set(names)) == len(names), sorted(name for name in set(names) if names.count(name) > 1)

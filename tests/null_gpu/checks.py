@@ -34,7 +34,8 @@ ON_THE_HOST = {
     **dict.fromkeys(("_Arg", "_DeviceArg", "_Retval", "_DeviceRetval"), "arguments and results of the function"),
     **dict.fromkeys(("_Send", "_Recv", "_HostSend", "_HostRecv"), "edges to other devices"),
     **dict.fromkeys(("NoOp", "Identity", "Const", "VarHandleOp"), "order, constants, handles"),
-    **dict.fromkeys(("AssignVariableOp", "AssignAddVariableOp"), "the marks of running programs, which a watch reads"),
+    **dict.fromkeys(("AssignVariableOp", "AssignAddVariableOp"), "the marks of running programs"),
+    "ReadVariableOp": "the watch, which reads those marks while a step runs",
 }
 
 
@@ -52,7 +53,7 @@ class Branch:
 
 BRANCHES = {
     "accumulation": Branch("whether this step updates", DtoH=(1,)),
-    "loss scale": Branch("whether all gradients are finite: how many ranks say so, and whether they all do", (4,), (1,)),
+    "loss scale": Branch("whether all gradients are finite", DtoH=(1,)),
 }
 _NONE = Branch("no branch")
 
