@@ -132,6 +132,7 @@ def wait_for_data(does_wait: bool, **timeouts: float) -> list[Any]:
 
     Returns the programs that ranks were in after each epoch.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and so their children, ignore it
     strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=0, **timeouts)
     x, y = training.vectors()
 

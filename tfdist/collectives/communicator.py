@@ -118,8 +118,8 @@ class Communicator:
         It stands on the rank's chain: after the collectives before it, and before those after it.
         """
         # On the host: to read a GPU's variable is to wait for all that the GPU has queued, while a watch asks whether it hangs.
+        started = self._made(self._started, rank, on_host=True).handle  # first: the watch looks for it where `running` is there
         running = self._made(self._running, rank, on_host=True).handle
-        started = self._made(self._started, rank, on_host=True).handle
         one, number = tf.constant(1, tf.int64), 0 if plan is None else 1 + self.programs.index(plan)
 
         def step_on_chain() -> tf.Operation:
