@@ -23,6 +23,11 @@ def test_what_runs_can_be_asked_while_its_marks_are_made(monkeypatch):
         return variable
 
     monkeypatch.setattr(communicator, "_made", make_and_look)
-    tf.function(lambda: communicator.mark_running(1, plan))()
+
+    @tf.function(autograph=False)
+    def step():
+        communicator.mark_running(1, plan)
+
+    step()
     assert looks and not any(looks[:2])
     assert communicator.running() == {1: (1, plan)}
