@@ -88,7 +88,8 @@ def test_too_late(configured, monkeypatch):
         tfdist.use_logical_gpus(2)
 
 
-def test_without_a_gpu():
+def test_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [])
     with pytest.raises(RuntimeError, match=r"needs a GPU .* there is none. Received: n=2. `tfdist.use_logical_cpus\(n\)`"):
         tfdist.use_logical_gpus(2)
 

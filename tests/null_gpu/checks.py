@@ -35,7 +35,6 @@ ON_THE_HOST = {
     **dict.fromkeys(("_Send", "_Recv", "_HostSend", "_HostRecv"), "edges to other devices"),
     **dict.fromkeys(("NoOp", "Identity", "Const", "VarHandleOp"), "order, constants, handles"),
     **dict.fromkeys(("AssignVariableOp", "AssignAddVariableOp"), "the marks of running programs"),
-    "ReadVariableOp": "the watch, which reads those marks while a step runs",
 }
 
 

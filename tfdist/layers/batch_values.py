@@ -42,17 +42,12 @@ class BatchValues:
         self._program = program
         self._kinds = RowKinds(self._kind_of_source, trusts_loops=True)
         self._of_batch: dict[str, tf.Tensor] = {}
-        self._same: set[str] = set()
         leaves = [leaf for leaf in tf.nest.flatten(program.arguments) if tf.is_symbolic_tensor(leaf)]
         self._rows = {leaf.name for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank}
         parts = tf.nest.flatten(program.arguments, expand_composites=True)
         self._arguments = {leaf.name for leaf in parts if tf.is_symbolic_tensor(leaf)}
         static = {leaf.shape[0] for leaf in leaves if leaf.name in self._rows}
         self._static_rows = static.pop() if len(static) == 1 else None
-
-    def take_for_same(self, *tensors: tf.Tensor) -> None:
-        """Lets `tensors` be taken for the same on all ranks, though they are statistics of each one's rows."""
-        self._same.update(tensor.name for tensor in tensors if tf.is_symbolic_tensor(tensor))
 
     def depends_on_rows(self, tensor: tf.Tensor) -> bool:
         return self._kinds.kind(tensor) is not RowKind.SAME
@@ -123,7 +118,8 @@ class BatchValues:
         op = tensor.op
         if tensor.name in self._arguments:
             return RowKind.ROWS if tensor.name in self._rows else RowKind.OTHER
-        if tensor.name in self._same or op.type in ("Placeholder", "ReadVariableOp") or op.type.startswith(_SAME_ON_ALL):
+        is_same = self._program.attachment(RowMeans).is_taken_for_same(tensor)
+        if is_same or op.type in ("Placeholder", "ReadVariableOp") or op.type.startswith(_SAME_ON_ALL):
             return RowKind.SAME
         if self._program.attachment(TapeGradients).is_gradient(tensor):
             return RowKind.SAME

@@ -28,7 +28,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import all_gather, rank_program
-from tfdist.layers.batch_values import BatchValues
 from tfdist.layers.statistics import Statistics
 from tfdist.losses.own_rows import own_rows
 from tfdist.losses.row_means import RowMeans
@@ -64,7 +63,6 @@ def moments(
     )
     if program is not None:
         program.attachment(RowMeans).take_for_same(*found)
-        program.attachment(BatchValues).take_for_same(*found)
     return found
 
 

@@ -97,6 +97,9 @@ class RowMeans:
         """Lets `tensors` be taken for the same on all ranks, though they are statistics of each one's rows."""
         self._same.update(tensor.name for tensor in tensors if tf.is_symbolic_tensor(tensor))
 
+    def is_taken_for_same(self, tensor: tf.Tensor) -> bool:
+        return tensor.name in self._same
+
     def _meetings_of_rows(self) -> RowMeetings:
         leaves = [leaf for leaf in tf.nest.flatten(self._program.arguments) if tf.is_symbolic_tensor(leaf)]
         rows = {leaf.name for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank}

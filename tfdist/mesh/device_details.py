@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from tfdist.mesh.devices import short_name
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceDetails:
@@ -65,22 +67,17 @@ def _machine_bytes() -> int:
 
 def allocated_bytes(device: str) -> int:
     """Returns what the allocator of a GPU has given out now. Raises ValueError for a CPU, whose allocator does not count."""
-    return int(tf.config.experimental.get_memory_info(_short(device))["current"])
+    return int(tf.config.experimental.get_memory_info(short_name(device))["current"])
 
 
 def peak_bytes(device: str) -> int:
     """Returns the most bytes that the allocator of a GPU had given out at once since `reset_peak_bytes`."""
-    return int(tf.config.experimental.get_memory_info(_short(device))["peak"])
+    return int(tf.config.experimental.get_memory_info(short_name(device))["peak"])
 
 
 def reset_peak_bytes(device: str) -> None:
     """Begins to count the peak of a GPU's allocator anew."""
-    tf.config.experimental.reset_memory_stats(_short(device))
-
-
-def _short(device: str) -> str:
-    spec = tf.DeviceSpec.from_string(device)
-    return f"{spec.device_type}:{spec.device_index}"
+    tf.config.experimental.reset_memory_stats(short_name(device))
 
 
 def tensor_float_32_is_on() -> bool:

@@ -106,7 +106,7 @@ def resolve_devices(devices: Sequence[str] | None) -> tuple[str, ...]:
     unknown = [device for device, name in zip(devices, names, strict=True) if name not in known]
     if unknown:
         raise errors.value_error(
-            f"`devices` names devices that this machine does not have: {unknown}. It has {[_short(name) for name in known]}.",
+            f"`devices` names devices that this machine does not have: {unknown}. It has {[short_name(name) for name in known]}.",
             devices=list(devices),
             fix="Without GPUs, `tfdist.use_logical_cpus(n)` at the top of the program makes n CPU devices.",
         )
@@ -140,6 +140,7 @@ def are_cpus(devices: Sequence[str]) -> bool:
     return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
+    """Returns a device's name within its process, such as "GPU:0"."""
     spec = tf.DeviceSpec.from_string(name)
     return f"{spec.device_type}:{spec.device_index}"

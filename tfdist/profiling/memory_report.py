@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.mesh import short_name
 from tfdist.sharding import config_of
 from tfdist.tensor_plans.tables import size_text, table_lines
 
@@ -116,8 +117,7 @@ def _devices(model: keras.Model) -> list[str]:
 
 def _short_name(device: str) -> str:
     """Returns "CPU:0", or "worker 1 CPU:0" where there are several workers."""
-    spec = tf.DeviceSpec.from_string(device)
-    name = f"{spec.device_type}:{spec.device_index}"
+    spec, name = tf.DeviceSpec.from_string(device), short_name(device)
     return name if spec.job in (None, "localhost") else f"{spec.job} {spec.task} {name}"
 
 
