@@ -106,7 +106,7 @@ def timeline_of(log: Log, step: str) -> Timeline:
     records = [record for record in log.between(f"{step} begins", f"{step} ends").records if record.device == 0]
     products = [(record.began, record.ended) for record in records if record.kind == "product"]
     calls = sorted(Log(records).calls(), key=lambda call: call.met)
-    return Timeline(products, [Message(call.op, (call.met, call.record.ended)) for call in calls])
+    return Timeline(products, [Message(call.op, (call.met, call.record.ended), call.bytes) for call in calls])
 
 
 def record_of(args: argparse.Namespace, link: str, name: str, timelines: list[Timeline]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 Span = tuple[float, float]  # from, to; microseconds
+_MOST_OF_NUMBERS = 1024  # bytes: losses, counts and flags, not gradients
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
@@ -35,6 +36,11 @@ class Message:
 
     op: str
     span: Span
+    bytes: int
+
+    @property
+    def reduces_gradients(self) -> bool:
+        return self.op in ("AllReduce", "ReduceScatter") and self.bytes > _MOST_OF_NUMBERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +78,9 @@ class Timeline:
 
         That is the last reduction, and the gathers of parameters that follow it at stages 1 and 2.
         """
-        reductions = [place for place, message in enumerate(self.messages) if message.op in ("AllReduce", "ReduceScatter")]
-        last = reductions[-1] if reductions else len(self.messages)
+        last = max(
+            (place for place, message in enumerate(self.messages) if message.reduces_gradients), default=len(self.messages)
+        )
         is_first = bool(self.messages) and self.messages[0].op == "AllGather"
         return length(message.span for message in (*self.messages[:is_first], *self.messages[last:]))
 

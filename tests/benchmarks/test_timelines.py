@@ -11,8 +11,8 @@ from tests.null_gpu import building
 pytestmark = pytest.mark.timeout(300)
 
 
-def message(op, begin, end):
-    return Message(op, (begin, end))
+def message(op, begin, end, size=1 << 20):
+    return Message(op, (begin, end), size)
 
 
 def test_spans():
@@ -43,6 +43,13 @@ def test_parameters_that_follow_the_last_gradient_cannot_hide():
         [(0, 10)], [message("ReduceScatter", 5, 7), message("ReduceScatter", 10, 12), message("AllGather", 12, 15)]
     )
     assert timeline.cannot_hide_us == 5 and timeline.can_hide_us == 2 and timeline.hidden_share == 1 and timeline.waits(1) == 0
+
+
+def test_the_sum_of_a_loss_is_no_gradient():
+    """It ends every step, and would be taken for the last reduction."""
+    messages = [message("AllReduce", 5, 7), message("AllReduce", 10, 14), message("AllReduce", 14, 15, size=4)]
+    timeline = Timeline([(0, 10)], messages)
+    assert timeline.cannot_hide_us == 5 and timeline.can_hide_us == 2 and timeline.ideal_us == 15
 
 
 def test_a_slow_link_cannot_hide_behind_less_than_it_takes():
