@@ -15,6 +15,7 @@ from tests.soak.outside import OF_ALL
 from tests.soak.running import Run
 
 MISSED = "the fault's moment did not come: the job was quicker than the undisturbed one"
+_OVER = ("saved", "end")  # marks at which no worker needs another one any more
 _SAID = re.compile(r"^(tfdist: .*|\w+(?:\.\w+)*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
 
 
@@ -45,7 +46,8 @@ class Row:
 
 def judge(fault: Fault, seed: int, run: Run, reference: pathlib.Path) -> Row:
     outcome = run.outcome
-    problems = [f"left behind: {', '.join(outcome.left)}"] if outcome.left else []
+    left = [f"left behind: {', '.join(outcome.left)}"] if outcome.left else []
+    problems = list(left)
     if outcome.timed_out:
         problems.append("did not end: the driver ended it")
     seconds = [strike.seconds for strike in outcome.strikes if strike.seconds is not None]
@@ -74,6 +76,9 @@ def judge(fault: Fault, seed: int, run: Run, reference: pathlib.Path) -> Row:
     repeated = sum(map(len, steps)) - len(set().union(*steps))
     if fault.repeats is not None and repeated > fault.repeats:
         problems.append(f"{repeated} steps were done again")
+    is_late = bool(outcome.strikes) and all(strike.mark in _OVER for strike in outcome.strikes)
+    if fault.ends == "fails" and outcome.exit_code == 0 and is_late:
+        problems = [*left, MISSED]
     return Row(
         fault=fault.name,
         job=run.job.name,

@@ -23,10 +23,9 @@ import numpy as np
 from keras.src.utils import file_utils
 
 from tfdist.checkpoint import seal
-from tfdist.checkpoint.extra_state import tell_what_is_not_saved
 from tfdist.checkpoint.saving import save_backup
 from tfdist.checkpoint.stored_state import put_state, take_state
-from tfdist.checkpoint.writing_role import tfdist_strategy
+from tfdist.checkpoint.unsaved import tell_what_is_not_saved
 
 _ATTRIBUTE, _FIT = "tfdist_training_state", "fit"
 
@@ -45,7 +44,7 @@ def write(path: str, model: Any, state: Mapping[str, Any], arrays: Arrays) -> No
             put_state(file, name, group)
         file.attrs.create(_ATTRIBUTE, json.dumps({"epoch": state["epoch"], "batch": state["batch"]}))
 
-    tell_what_is_not_saved(tfdist_strategy(model))
+    tell_what_is_not_saved(model)
     save_backup(model, path, add)
 
 

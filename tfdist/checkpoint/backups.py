@@ -43,6 +43,7 @@ from tfdist.checkpoint.extra_state import (
 )
 from tfdist.checkpoint.saving import write_on_chief
 from tfdist.checkpoint.staging import copy_file, write_bytes
+from tfdist.checkpoint.unsaved import note_optimizers
 from tfdist.checkpoint.writing_role import all_workers_inside, is_chief
 from tfdist.runtime import random_states, remove_after_success, set_random_states, this_run
 
@@ -107,6 +108,7 @@ class FitBackup:
         """Restores what is found, before the other callbacks begin."""
         self._model._initial_epoch = None  # Keras keeps it for the next `fit`
         self._data.begin()
+        note_optimizers(self._model)
         self._check_data()
         if not all(layer.built for layer in self._model._flatten_layers(include_self=True)):
             self._build(self._model)
@@ -373,12 +375,8 @@ class FitBackup:
             if file_utils.exists(self._directory):
                 file_utils.rmtree(self._directory)
             return
-        for path in (
-            callback._weights_path,
-            callback._training_metadata_path,
-            callback._prev_weights_path,
-            callback._prev_training_metadata_path,
-        ):
+        latest = callback._weights_path, callback._training_metadata_path
+        for path in (*latest, callback._prev_weights_path, callback._prev_training_metadata_path):
             if file_utils.exists(path):
                 file_utils.remove(path)
 

@@ -19,7 +19,6 @@ tests/checkpoint/test_private_names_of_saving.py fails when they change.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -78,7 +77,7 @@ def trained_variables(model: Any) -> list[list[int]]:
     """Returns what `build_optimizers` needs: for each optimizer of `model` the numbers of the variables that it trains; none of
     one that is not built, or trains other variables than the model's."""
     numbers = {id(variable): number for number, variable in enumerate(model.variables)}
-    trained = [[numbers.get(id(variable)) for variable in optimizer._trainable_variables] for optimizer in _optimizers(model)]
+    trained = [[numbers.get(id(variable)) for variable in optimizer._trainable_variables] for optimizer in optimizers_of(model)]
     return [[] if None in of_one else of_one for of_one in trained]
 
 
@@ -89,7 +88,7 @@ def build_optimizers(model: Any, trained: list[list[int]]) -> None:
     Raises:
         ValueError: `model` has other optimizers, or fewer variables.
     """
-    optimizers, variables = _optimizers(model), model.variables
+    optimizers, variables = optimizers_of(model), model.variables
     if len(optimizers) != len(trained) or any(number >= len(variables) for of_one in trained for number in of_one):
         raise errors.value_error(
             f"The state to restore is that of another model: it has {len(trained)} optimizers, and the model has "
@@ -101,20 +100,6 @@ def build_optimizers(model: Any, trained: list[list[int]]) -> None:
             optimizer.build([variables[number] for number in numbers])
 
 
-def tell_what_is_not_saved(strategy: Any) -> None:
-    """Warns of what a run does not find again when it goes on; once for what has been traced."""
-    extended = getattr(strategy, "extended", None)
-    if not getattr(extended, "draws_unsaved", False):
-        return
-    extended.draws_unsaved = False
-    warnings.warn(
-        "A step draws from TensorFlow's stateful random operations (`tf.random.normal`, `tf.nn.dropout`, ...), whose state no "
-        "backup has: a run that goes on from it draws again what it has drawn before. `keras.random` with a "
-        "`keras.random.SeedGenerator` of a layer goes on where it was.",
-        stacklevel=2,
-    )
-
-
 # Which
 
 
@@ -122,7 +107,7 @@ def _variables(model: Any) -> dict[str, Any]:
     """Returns the variables, of Keras or TensorFlow, of a model, of its optimizers, and of what it draws from; no metrics'."""
     found = _numbered("model", model.variables)
     parts = list(tf.train.TrackableView(model).descendants())
-    for number, optimizer in enumerate(_optimizers(model)):
+    for number, optimizer in enumerate(optimizers_of(model)):
         found |= _numbered(f"optimizer_{number}", optimizer.variables)
     of_keras = {id(variable._value) for variable in [*found.values(), *model.metrics_variables]}
     found |= _numbered("tensorflow", [part for part in parts if _is_of_tensorflow(part) and id(part) not in of_keras])
@@ -130,7 +115,7 @@ def _variables(model: Any) -> dict[str, Any]:
     return found if generator is None else found | _numbered("keras.random", [generator.state])
 
 
-def _optimizers(model: Any) -> list[Any]:
+def optimizers_of(model: Any) -> list[Any]:
     """Returns the optimizers of a model, those that Keras alone sees, as in a list, and those within them."""
     parts = [*tf.train.TrackableView(model).descendants(), *_saveables(model, set())]
     found = list({id(part): part for part in parts if isinstance(part, keras.optimizers.Optimizer)}.values())
@@ -178,7 +163,7 @@ class _Recorder(DiscardingStore):
 
 def _saved_by_keras(model: Any) -> set[int]:
     """Returns the ids of the variables that come back from Keras's weights file as they are on every rank."""
-    optimizers = _optimizers(model)
+    optimizers = optimizers_of(model)
     store = _Recorder()
     # Optimizers read their variables to save them, and save them all.
     visited = {id(optimizer) for optimizer in optimizers}

@@ -40,6 +40,7 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     original(self, variables)  # averages and accumulators: elementwise, whatever the optimizer
     if config is not None:
         assign_owners_if_needed(self, variables, config)
+        self._distribution_strategy.extended.optimizers.setdefault(self, 0)
 
 
 @replaces("keras.optimizers.Nadam", "build")

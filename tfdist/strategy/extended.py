@@ -54,6 +54,8 @@ class ShardedExtendedMixin(VariableCreation):
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
         self.draws_unsaved = False  # whether a step draws from what no backup has
+        # Those that were built for its variables: of each, how many steps are known to be behind it (`checkpoint.unsaved`).
+        self.optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     # Running
 
