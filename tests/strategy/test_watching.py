@@ -102,6 +102,21 @@ def test_a_watch_that_breaks_ends_the_job(tmp_path):
             assert "cannot watch the others: IndexError: list index out of range" in said(worker)
 
 
+@pytest.mark.parametrize("is_known", [exhaustive(True), False])
+def test_a_callback_that_saves_on_the_chief_alone(tmp_path, is_known):
+    """The others wait in the next step, or in the message before it: all waited for `step_timeout_seconds`, 600 s."""
+    each = [{"folder": str(tmp_path), "saves": index == 0, "is_known": is_known} for index in range(3)]
+    with workers.job(tmp_path, 3, f"{CASES}:fit_and_save", each=each) as job:
+        job.workers[0].wait_for("acting", 120)
+        started = time.monotonic()
+        job.wait(60)
+        assert time.monotonic() - started < SECONDS_TO_END
+        for worker in job.workers:
+            assert "worker 0 (localhost:" in worker.output
+            assert "waits at a point where all workers must meet" in worker.output
+            assert "give every worker the same callbacks" in worker.output
+
+
 @pytest.mark.parametrize(
     ("act", "code", "words"),
     [

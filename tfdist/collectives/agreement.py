@@ -33,7 +33,7 @@ class PlanAgreement:
         self._instance_keys = instance_keys
         self._timeout_seconds = timeout_seconds
         self._ranks_per_worker = ranks_per_worker
-        self._known: set[str] = set()
+        self._known: dict[str, int] = {}  # the place of each digest, the same on all workers
 
     def check(self, plan: CollectivePlan) -> None:
         """Compares `plan` with the other workers' plans of this moment.
@@ -50,10 +50,11 @@ class PlanAgreement:
         # Workers of different groups differ in these; only what concerns a common group is compared.
         essence = {ranks: [entry[:-1] for entry in entries] for ranks, entries in groups.items()}
         digest = hashlib.sha256(json.dumps([essence, plan.notes]).encode()).hexdigest()
-        if digest in self._known:
+        is_known = digest in self._known
+        place = self._known.setdefault(digest, 1 + len(self._known))
+        plan.name = f"step {place}"
+        if is_known:
             return
-        self._known.add(digest)
-        place = len(self._known)
         # Before the digest: who reads a digest finds the text.
         self._coordination.put(f"plan/{place}/{self._coordination.cluster.worker_index}", _packed([groups, plan.notes]))
         digests = self._coordination.meet("a training, test or predict step", digest, self._timeout_seconds)

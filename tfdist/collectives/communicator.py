@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -56,6 +57,7 @@ class Communicator:
         self._message_tokens: dict[int, tf.Variable] = {}
         self._running: dict[int, tf.Variable] = {}  # the number of each rank's program
         self._started: dict[int, tf.Variable] = {}  # how many each has started
+        self._completed: dict[int, dict[int, tf.Variable]] = {}  # how often each has come to the end of one, by its number
 
     @property
     def is_multi_worker(self) -> bool:
@@ -105,33 +107,36 @@ class Communicator:
                 tokens[rank] = resource_variable_ops.ResourceVariable(tf.zeros([], tf.int64), trainable=False)
         return tokens[rank]
 
-    def new_plan(self) -> CollectivePlan:
-        """Returns the plan of a new trace."""
+    def new_plan(self, name: str = "") -> CollectivePlan:
+        """Returns the plan of a new trace; `name` is that of the program, if it has the same on all workers that run it."""
         plan = CollectivePlan(self.mesh.world_size, self.local_ranks)
+        plan.name = name
         if self.is_multi_worker:
             self.programs.append(plan)
         return plan
 
-    def mark_running(self, rank: int, plan: CollectivePlan | None) -> tf.Operation:
-        """Emits the operation that notes which program `rank` runs from here on, None if it has ended.
+    def mark_running(self, rank: int, plan: CollectivePlan, *, ends: bool = False) -> tf.Operation:
+        """Emits the operation that notes that `rank` runs the program of `plan` from here on, or that it `ends` here.
 
         It stands on the rank's chain: after the collectives before it, and before those after it.
         """
         # On the host: to read a GPU's variable is to wait for all that the GPU has queued, while a watch asks whether it hangs.
         started = self._made(self._started, rank, on_host=True).handle  # first: the watch looks for it where `running` is there
         running = self._made(self._running, rank, on_host=True).handle
-        one, number = tf.constant(1, tf.int64), 0 if plan is None else 1 + self.programs.index(plan)
+        one, number = tf.constant(1, tf.int64), 1 + self.programs.index(plan)
+        completed = self._made(self._completed.setdefault(number, {}), rank, on_host=True).handle
 
         def step_on_chain() -> tf.Operation:
             return tf.raw_ops.AssignAddVariableOp(resource=self.token(rank), value=one)
 
         def note() -> tf.Operation:
             with tf.device(self._running[rank].device):
-                assigned = tf.raw_ops.AssignVariableOp(resource=running, value=tf.constant(number, tf.int64))
-                counted = tf.raw_ops.AssignAddVariableOp(resource=started, value=tf.constant(int(plan is not None), tf.int64))
+                now = tf.constant(0 if ends else number, tf.int64)
+                assigned = tf.raw_ops.AssignVariableOp(resource=running, value=now)
+                counted = tf.raw_ops.AssignAddVariableOp(resource=completed if ends else started, value=one)
                 return tf.group(assigned, counted)
 
-        first, second = (step_on_chain, note) if plan is None else (note, step_on_chain)
+        first, second = (step_on_chain, note) if ends else (note, step_on_chain)
         with tf.control_dependencies([first()]):
             return second()
 
@@ -147,6 +152,16 @@ class Communicator:
                 count, number = int(self._started[rank].numpy()), int(running.numpy())
             if number:
                 found[rank] = (count, self.programs[number - 1])
+        return found
+
+    def completed(self) -> dict[str, int]:
+        """Returns how often the first local rank has come to the end of each program that has a name. For another thread, too."""
+        found: collections.Counter[str] = collections.Counter()
+        for number, variables in list(self._completed.items()):
+            variable = variables.get(self.local_ranks[0])
+            if variable is not None and self.programs[number - 1].name:
+                with tf.device(variable.device):
+                    found[self.programs[number - 1].name] += int(variable.numpy())
         return found
 
 

@@ -80,7 +80,7 @@ class CrossReplica:
         """Sums one `value` per worker over the workers; returns it on this one."""
         members = self._communicator.first_ranks
         emit = functools.partial(group_ops.all_reduce, ranks=members, reduce_op="sum", label=label)
-        return self.call(("workers", label), lambda p, v: _carried(emit, p, v), [value], members)[0]
+        return self.call(("workers", label), lambda p, v: _carried(emit, p, v), [value], members, name=label)[0]
 
     def from_chief(self, value: tf.Tensor, label: str = "broadcast/chief") -> tf.Tensor:
         """Returns the first worker's `value` on every worker; the others give one of the same shape and dtype."""
@@ -111,26 +111,26 @@ class CrossReplica:
         return self.call(("from_first_owner", label, tuple(firsts)), lambda p, v: _carried(emit, p, v), [value], firsts)[0]
 
     def call(
-        self, key: Hashable, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None = None
+        self, key: Hashable, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None = None, name: str = ""
     ) -> list[tf.Tensor]:
         """Runs `emit(program, value)` for every local rank (of `members`, if given), which has one of `values`, all at once.
 
         Eagerly, calls with one key share traced functions, one per shape: it must tell apart what `emit` does.
         """
         if not tf.executing_eagerly():
-            return self._emit(emit, values, members)
+            return self._emit(emit, values, members, name)
         # Concrete functions, because TensorFlow warns of a function that is traced for many shapes.
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
         key = (key, *((tuple(spec.shape), spec.dtype) for spec in specs))
         if key not in self._functions:
-            traced = tf.function(lambda *values: self._emit(emit, values, members), autograph=False)
+            traced = tf.function(lambda *values: self._emit(emit, values, members, name), autograph=False)
             self._functions[key] = traced.get_concrete_function(*specs)
         return self._functions[key](*values)
 
-    def _emit(self, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None) -> list[tf.Tensor]:
+    def _emit(self, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None, name: str) -> list[tf.Tensor]:
         communicator = self._communicator
         ranks = [rank for rank in communicator.local_ranks if members is None or rank in members]
-        plan = communicator.new_plan()
+        plan = communicator.new_plan(name)
         results = []
         for rank, value in zip(ranks, values, strict=True):
             program = RankProgram(communicator, rank, tf.compat.v1.get_default_graph(), plan, [value])

@@ -86,6 +86,7 @@ class CollectivePlan:
         records: the collectives of each rank.
         notes: what else all ranks must agree on, in words.
         steps: the steps that each rank's optimizers take, as lists that print (`tfdist.optimizers.plan`).
+        name: that of the program, the same on all workers that run it; "": it has none.
     """
 
     def __init__(self, world_size: int, local_ranks: Iterable[int] | None = None):
@@ -93,6 +94,7 @@ class CollectivePlan:
         self.records: list[list[CollectiveRecord]] = [[] for _ in range(world_size)]
         self.notes: list[str] = []
         self.steps: list[list[Any]] = [[] for _ in range(world_size)]
+        self.name = ""
         self._agreed: dict[Ranks, list[CollectiveRecord]] = collections.defaultdict(list)
         self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
         self._attachments: dict[type, Any] = {}
@@ -132,6 +134,10 @@ class CollectivePlan:
         """Notes something that no collective shows and in which workers must agree; the first local rank speaks for all."""
         if rank == self.local_ranks[0]:
             self.notes.append(text)
+
+    def concerns(self, ranks: Iterable[int]) -> bool:
+        """Whether a local rank runs a collective with one of `ranks`."""
+        return any(set(ranks) & set(record.ranks) for rank in self.local_ranks for record in self.records[rank])
 
     def sequences(self) -> dict[Ranks, list[CollectiveRecord]]:
         """Returns, per group of the local ranks, its collectives in order."""

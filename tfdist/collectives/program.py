@@ -304,21 +304,21 @@ class RankProgram:
         """
         for callback in self.at_close:
             callback(outputs)
-        return [self._mark(None)] if self._is_marked else []
+        return [self._mark(ends=True)] if self._is_marked else []
 
     # Marks on the chain, before the program's first collective and after its last, tell a watching thread that the rank is in it.
     def _mark_start(self) -> None:
         if self.communicator.is_multi_worker and not self._is_marked:
             self._is_marked = True
-            self._mark(self.plan)
+            self._mark(ends=False)
 
-    def _mark(self, plan: CollectivePlan | None) -> tf.Operation:
+    def _mark(self, *, ends: bool) -> tf.Operation:
         inputs = tf.nest.flatten(self.arguments, expand_composites=True)
         inputs = [leaf for leaf in inputs if tf.is_symbolic_tensor(leaf) and leaf.graph is self.graph]
         # In the graph of all ranks, also where the first collective stands in a branch: of an accumulation, whose other steps
         # send nothing. When the data have run out, nothing of the step happens, and so the rank is not in it.
         with self.graph.as_default(), tf.control_dependencies(None), tf.control_dependencies(inputs), tf.device(self.device):
-            return self.communicator.mark_running(self.rank, plan)
+            return self.communicator.mark_running(self.rank, self.plan, ends=ends)
 
     def install(self, replica_context: tf.distribute.ReplicaContext) -> None:
         """Makes this the program of `replica_context`, which `current_program` finds."""

@@ -14,6 +14,7 @@ from tfdist.runtime.leftovers import remove_after_success
 from tfdist.runtime.python_random import random_states, set_random_states
 from tfdist.runtime.tf_config import read_cluster
 from tfdist.runtime.threads import operations_at_once, share_cores
+from tfdist.runtime.watched import Watched
 
 __all__ = [
     "Cluster",
@@ -21,6 +22,7 @@ __all__ = [
     "FailureWatch",
     "JobRun",
     "Task",
+    "Watched",
     "before_first_use",
     "begin_use",
     "coordination",

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import contextvars
 import ctypes
-import itertools
 import json
 import os
 import signal
@@ -135,6 +134,10 @@ class Coordination:
             when waiting has become pointless. None: nothing to check.
         report: called with the message of an error that ends the job, before it is raised, and the index of the worker that did
             not come, None for an error of this one. None: nobody to tell.
+
+    Attributes:
+        meetings: how many meetings this worker has come to.
+        waits_at: the words for the meeting at which it waits for others, "" where it does not.
     """
 
     def __init__(
@@ -148,7 +151,8 @@ class Coordination:
         self._check = check or (lambda _: None)
         self._report = report or (lambda *_: None)
         self._prefix = f"tfdist/{prefix}"
-        self._meetings = itertools.count()
+        self.meetings = 0
+        self.waits_at = ""
 
     def put(self, key: str, value: str) -> bool:
         """Writes `value`; returns False, and changes nothing, when the key has been written."""
@@ -213,8 +217,10 @@ class Coordination:
             RuntimeError: another worker is at a point of another kind, or does not come: the workers run different programs.
         """
         here = self.cluster.worker_index
-        key = f"meeting/{next(self._meetings)}"
+        key = f"meeting/{self.meetings}"
         self.put(f"{key}/{here}", json.dumps([what, value]))
+        self.meetings += 1
+        self.waits_at = _pointed(what, value)
         try:
             answers = self._values(key, [0] if with_chief_only else range(self.cluster.num_workers), timeout_seconds)
         except NoAnswerError as error:
@@ -224,6 +230,8 @@ class Coordination:
                 "code that only one worker runs, such as `if is_chief: model.evaluate(...)`.",
                 awaited=error.missing[0],
             )
+        finally:
+            self.waits_at = ""
         values = []
         for index, (theirs, their_value) in enumerate(answers):
             if theirs != what:

@@ -8,6 +8,7 @@ thread does:
     a worker is silent             no word for the peer timeout: it is stopped, or its machine or the network is gone
     a worker hangs                 its words say that it waits for nobody, when others have waited for the step timeout
     a worker's program has ended   it has said so, and its peers wait in a collective for it
+    a worker waits elsewhere       its words say at which meeting, which its peers, in a collective, have not come to
 
 A word every other second tells what a worker is doing. Who learns of a failure tells all others, so that all tell the same
 story. Then collectives are aborted, so that the training loop raises, and a process that has not ended some seconds later is
@@ -25,7 +26,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -39,6 +40,7 @@ from tfdist.runtime.interrupts import Interrupts
 from tfdist.runtime.peers import Peers, Word
 from tfdist.runtime.rendezvous import WorkerFailedError, wait_for_workers
 from tfdist.runtime.standing import any_is_in_tensorflow, main_is_in_tensorflow, where_beside, where_it_stands
+from tfdist.runtime.watched import Watched, meeting_of, who_never_comes
 
 # How long the thread waits for words before it looks at this worker itself.
 _LOOK_SECONDS = 0.5
@@ -52,6 +54,8 @@ _LAST_SECONDS = 3600.0
 # A program that waits for a worker whose own program has ended is given this long: the end may have come just after it, and a
 # busy machine can take seconds for the rest.
 _ENDED_SECONDS = 10.0
+# A program has run for so long before it is compared with where others wait.
+_APART_SECONDS = 4.0
 # The main thread has so long to handle Ctrl-C itself.
 _INTERRUPT_SECONDS = 3.0
 _INTERRUPTED_EXIT_CODE = 130
@@ -69,10 +73,6 @@ _COLLECTIVE_ERRORS = (
     tf.errors.InternalError,
     tf.errors.UnknownError,
 )
-
-# Per rank of this process that runs a program of collectives at this moment: a count that is another for its next program, and
-# the program, whose `str` describes it.
-Running = Callable[[], Mapping[int, tuple[int, Any]]]
 
 
 class FailureWatch:
@@ -94,7 +94,7 @@ class FailureWatch:
         self._peers = Peers()
         self._beats: dict[int, Word] = {}  # the last word of each other worker about itself
         self._ended: dict[int, float] = {}  # whose programs have ended, and when
-        self._watched: list[tuple[Running, float]] = []
+        self._watched: list[Watched] = []
         self._since: dict[tuple[int, int], tuple[int, float]] = {}
         self._idle_since = time.monotonic()
         self._awaited: tuple[int | None, float] = (None, 0.0)  # whom the main thread waits for outside of steps, and when it did
@@ -139,9 +139,9 @@ class FailureWatch:
         self._known.set()
         self._peers.close()
 
-    def add(self, running: Running, step_timeout_seconds: float) -> None:
-        """Watches the progress of what is `running`, whose collectives may wait for others so long."""
-        self._watched.append((running, step_timeout_seconds))
+    def add(self, watched: Watched) -> None:
+        """Watches the progress of a strategy; all workers add theirs in the same order."""
+        self._watched.append(watched)
 
     def check(self, awaited: int | None = None) -> None:
         """Raises RuntimeError when the job has failed, or worker `awaited` has ended: for code that waits for another worker."""
@@ -218,7 +218,8 @@ class FailureWatch:
         self._peers.tell({"beat": self._own_beat()}, may_be_lost=True)
 
     def _own_beat(self) -> Word:
-        return {"at": where_it_stands(), "beside": where_beside(), "idle": time.monotonic() - self._idle_since}
+        idle = time.monotonic() - self._idle_since
+        return {"at": where_it_stands(), "beside": where_beside(), "idle": idle, "meeting": meeting_of(self._watched)}
 
     def _silent(self) -> Failure | None:
         """Returns the failure of a worker that has been silent for too long, and does not answer."""
@@ -243,11 +244,26 @@ class FailureWatch:
     def _stuck(self, waiting: list[tuple[float, float, Any]]) -> Failure | None:
         """Returns a failure when a rank of this worker waits in a collective for too long."""
         for seconds, limit, program in waiting:
+            if seconds > _APART_SECONDS and (apart := self._apart(program)):
+                return apart
             if seconds > _ENDED_SECONDS and self._ended:
                 return self._early(min(self._ended), f" in {program}")
             if seconds > limit:
                 return self._behind(seconds, program)
         return None
+
+    def _apart(self, program: Any) -> Failure | None:
+        """Returns the failure of workers that wait for each other at different points, of which this one's is `program`."""
+        index, meeting = who_never_comes(self._watched, self._beats, program)
+        if index is None:
+            return None
+        return Failure(
+            None,
+            f"{self._cluster.tasks[index]} waits at a point where all workers must meet, {meeting}{self._standing(index)}; "
+            f"meanwhile {self._cluster.task} waits for it in {program}, at {where_it_stands()}. What one worker does, all "
+            "must do: give every worker the same callbacks, and save and evaluate on all of them, or on none",
+            is_of_program=True,
+        )
 
     def _early(self, index: int | None, program: str = "") -> Failure:
         """Returns the failure of a worker whose program has ended, while this one waits for it."""
@@ -279,10 +295,10 @@ class FailureWatch:
         """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and the program."""
         now, found = time.monotonic(), {}
         # A step that ended with an error, as when its data have run out, may have noted its beginning and no end.
-        for number, (running, limit) in enumerate(self._watched if any_is_in_tensorflow() else ()):
-            for rank, (count, program) in running().items():
+        for number, watched in enumerate(self._watched if any_is_in_tensorflow() else ()):
+            for rank, (count, program) in watched.progress.running().items():
                 before, since = self._since.get((number, rank), (None, now))
-                found[number, rank] = (count, since if before == count else now, limit, program)
+                found[number, rank] = (count, since if before == count else now, watched.step_timeout_seconds, program)
         self._since = {key: (count, since) for key, (count, since, _, _) in found.items()}
         return [(now - since, limit, program) for _, since, limit, program in found.values()]
 

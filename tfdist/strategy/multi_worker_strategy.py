@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import abort_shared_memory
 from tfdist.mesh import worker_devices
-from tfdist.runtime import Cluster, Coordination, FailureWatch, coordination, read_cluster, share_cores
+from tfdist.runtime import Cluster, Coordination, FailureWatch, Watched, coordination, read_cluster, share_cores
 from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
 from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, takes_settings
@@ -139,8 +139,9 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
     def _meet(self, name: str, timeout_seconds: float) -> None:
         """Waits for all workers, compares their settings, and starts to watch them."""
         watch = MultiWorkerShardedStrategy._watch
-        watch.add(self.extended.communicator.running, self._step_timeout_seconds)
+        communicator = self.extended.communicator
         self._coordination = Coordination(self._cluster, name, watch.check, watch.report)
+        watch.add(Watched(communicator, self._coordination, self._step_timeout_seconds, len(communicator.local_ranks)))
         mine = self._settings()
         try:
             answers = self._coordination.all_gather("hello", mine, timeout_seconds)
