@@ -137,6 +137,89 @@ def test_four_workers_on_a_mesh_of_two_by_two(odd, other, bystanders):
     assert [errors[rank] for rank in bystanders] == [None, None]
 
 
+def chained_plan(local_ranks, orders, world_size):
+    """The plan of some ranks, each of which runs an all-reduce of every group in `orders[rank]`, in that order."""
+    made = CollectivePlan(world_size, local_ranks=local_ranks)
+    for rank in local_ranks:
+        for group in orders[rank]:
+            made.add(rank, CollectiveRecord("all_reduce", group, (8,), "float32", "of " + "".join(map(str, group))))
+    made.check_complete()  # within each worker all is well
+    return made
+
+
+def compare_orders(orders, ranks_per_worker=1):
+    workers = range(len(orders) // ranks_per_worker)
+    ranks = [range(each * ranks_per_worker, (each + 1) * ranks_per_worker) for each in workers]
+    plans = [chained_plan(tuple(local), orders, len(orders)) for local in ranks]
+    return compare([lambda a, plan=plan: a.check(plan) for plan in plans], ranks_per_worker=ranks_per_worker)
+
+
+AB, CD, AC, BD = (0, 1), (2, 3), (0, 2), (1, 3)  # of a 2 x 2 mesh
+
+
+@pytest.mark.parametrize("ranks_per_worker", [1, 2])
+def test_ranks_of_workers_that_wait_in_a_circle(ranks_per_worker):
+    """AB before AC, AC before CD, CD before BD, and BD before AB: no worker can see that for itself."""
+    errors = compare_orders([[AB, AC], [BD, AB], [AC, CD], [CD, BD]], ranks_per_worker)
+    for worker, error in enumerate(errors):
+        assert "Ranks would wait for each other for ever: rank 0 (worker 0 (host0:1)) in" in error
+        assert "must run the groups' collectives in one order" in error
+        for rank, first in enumerate([AB, BD, AC, CD]):
+            there, label = rank // ranks_per_worker, "of " + "".join(map(str, first))
+            what = f"all_reduce {label!r} of {list(first)}" if there == worker else f"one of {list(first)}"
+            assert f"rank {rank} (worker {there} (host{there}:1)) in {what}" in error
+
+
+@pytest.mark.parametrize("ranks_per_worker", [1, 2])
+def test_one_order_is_no_circle(ranks_per_worker):
+    assert compare_orders([[AB, AC], [AB, BD], [CD, AC], [CD, BD]], ranks_per_worker) == [None] * (4 // ranks_per_worker)
+    assert compare_orders([[AB, AC], [AB, BD], [AC, CD], [BD, CD]], ranks_per_worker) == [None] * (4 // ranks_per_worker)
+
+
+def test_a_circle_among_some_workers_is_told_to_all():
+    """The last one has no part in it."""
+    everyone, first, second, third = (0, 1, 2, 3), (0, 1), (1, 2), (0, 2)
+    errors = compare_orders([[everyone, first, third], [everyone, second, first], [everyone, third, second], [everyone]])
+    assert all("Ranks would wait for each other for ever" in error and "rank 3" not in error for error in errors)
+
+
+def test_workers_that_run_the_same_stand_for_each_other():
+    """Two pairs of workers, of which the pairs differ; within a pair the same groups, but for those of each worker alone."""
+    halves = [(0, 2), (1, 3)], [(4, 6), (5, 7)]
+    everyone = tuple(range(8))
+    own = [(rank // 2 * 2, rank // 2 * 2 + 1) for rank in range(8)]
+    half = [halves[rank // 4][rank % 2] for rank in range(8)]
+    good = [[everyone, own[rank], half[rank]] for rank in range(8)]
+    assert compare_orders(good, 2) == [None] * 4
+    # In the second pair of workers one device has its own group first, the other last.
+    bad = [[everyone, half[rank], own[rank]] if rank in (4, 7) else chain for rank, chain in enumerate(good)]
+    errors = compare_orders(bad, 2)
+    assert all("Ranks would wait for each other for ever" in error for error in errors)
+    assert all(f"rank {rank} (" in error for rank in (4, 5, 6, 7) for error in errors[2:])
+
+
+def test_what_moves_within_one_worker_is_looked_at_again():
+    """One worker traces a step once more, and only the collectives of its own devices are elsewhere: nobody is asked."""
+    orders = [[AB, AC], [AB, BD], [AC, CD], [CD, BD]]
+    moved = [[AC, AB], [BD, AB], *orders[2:]], [[AB, AC], [BD, AB], *orders[2:]]
+
+    def check(local, *all_orders):
+        return lambda agreement: [agreement.check(chained_plan(local, one, 4)) for one in all_orders]
+
+    assert compare([check((0, 1), orders, moved[0]), check((2, 3), orders)], ranks_per_worker=2) == [None, None]
+    errors = compare([check((0, 1), orders, moved[1]), check((2, 3), orders)], ranks_per_worker=2)
+    assert "Ranks would wait for each other for ever" in errors[0] and errors[1] is None
+
+
+def test_programs_that_differ_elsewhere_are_no_circle():
+    """Rank 1 runs one collective more than rank 2: those two are told, and the first worker has no part in it."""
+    orders = [[(0, 3)], [(1, 2), (1, 2)], [(1, 2)], [(0, 3)]]
+    errors = compare_orders(orders)
+    assert [errors[0], errors[3]] == [None, None]
+    assert all("collective 1 of ranks [1, 2] is" in error for error in errors[1:3])
+    assert "collective 0 of ranks [1, 2] is missing" in compare_orders([[(0, 3)], [(1, 2)], [], [(0, 3)]])[2]
+
+
 def test_notes_must_agree_too():
     notes = [["the optimizer is Adam()"], ["the optimizer is Adam()"], ["the optimizer is SGD()"]]
     errors = compare([lambda a, r=rank: a.check(plan(r, *SAME, notes=notes[r])) for rank in range(3)])

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tfdist
 from tests import training
+from tests.ranks import rank_id
 from tfdist.runtime import coordination, failure_watch
 
 
@@ -254,6 +255,20 @@ def different_collectives(worker_index: int, odd: int, axis: str) -> None:
     tf.function(lambda: strategy.run(on_rank, args=(gather, 2)))()
     print("agreed", flush=True)
     tf.function(lambda: strategy.run(on_rank, args=(reduce if worker_index == odd else gather, 3)))()
+    print("not caught", flush=True)
+
+
+def circle() -> None:
+    """On a 2 x 2 mesh each worker has an order of its devices' collectives, and both together have none."""
+    strategy = tfdist.MultiWorkerShardedStrategy(tensor_parallel_size=2)
+
+    def on_rank() -> tf.Tensor:
+        total = tf.ones([3])
+        for axis in ("data", "tensor") if rank_id() in (0, 3) else ("tensor", "data"):
+            total = tfdist.collectives.all_reduce(total, axis)
+        return total
+
+    tf.function(lambda: strategy.run(on_rank))()
     print("not caught", flush=True)
 
 

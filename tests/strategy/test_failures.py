@@ -101,6 +101,16 @@ def test_different_programs_on_a_mesh_are_told_before_they_hang(tmp_path, number
         assert "of ranks [2, 3]" in worker.output or axis == "data" and "of ranks [1, 3]" in worker.output or number == 2
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(200)
+def test_ranks_of_two_workers_in_a_circle_are_told_before_they_hang(tmp_path):
+    with workers.job(tmp_path, 2, f"{CASES}:circle", devices_per_worker=2) as job:
+        codes = job.wait(100)
+    for code, worker in zip(codes, job.workers, strict=True):
+        assert code not in (0, -9) and "not caught" not in worker.output, worker.output[-3000:]
+        assert "Ranks would wait for each other for ever: rank 0 (worker 0 (" in last_lines(worker), worker.output[-3000:]
+
+
 @pytest.mark.timeout(200)
 def test_settings_that_differ(tmp_path):
     with workers.job(tmp_path, 2, f"{CASES}:settings_differ", each=[{"worker_index": index} for index in range(2)]) as job:

@@ -7,23 +7,28 @@ coordination service: every worker writes the sequence of collectives of its tra
 from __future__ import annotations
 
 import base64
+import collections
 import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.collectives.circles import Ranks, ranks_in_circles
 from tfdist.collectives.instance_keys import InstanceKeys
-from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
+from tfdist.collectives.plan import ONE_ORDER, CollectivePlan, CollectiveRecord
 from tfdist.runtime import Coordination
+
+Chains = Mapping[int, Sequence[Ranks]]  # by rank, the groups of its collectives, in order
 
 
 class PlanAgreement:
-    """Compares the plans of one strategy over its workers.
+    """Compares the plans of one strategy over its workers, and finds ranks that would wait for each other (see `circles`).
 
     Every plan is compared once: a step that is traced again with the same collectives (for a last batch of another size) asks
-    nobody, because the other workers may not trace it again. The communicator's `instance_keys` must agree, too.
+    nobody, because the other workers may not trace it again. Collectives of groups within a worker may differ then: they are
+    looked at beside what the others have written the first time. The communicator's `instance_keys` must agree, too.
     """
 
     def __init__(
@@ -33,35 +38,76 @@ class PlanAgreement:
         self._instance_keys = instance_keys
         self._timeout_seconds = timeout_seconds
         self._ranks_per_worker = ranks_per_worker
-        self._known: dict[str, int] = {}  # the place of each digest, the same on all workers
+        # By the digest of what is compared: its place, the same on all workers, and the other workers' chains.
+        self._known: dict[str, tuple[int, Chains]] = {}
 
     def check(self, plan: CollectivePlan) -> None:
         """Compares `plan` with the other workers' plans of this moment.
 
         Raises:
-            RuntimeError: on every worker: the first entry that differs, and the workers; or, on a worker that waits in vain, who
-                has not come.
+            RuntimeError: on every worker: the first entry that differs, and the workers; or the ranks that would wait for each
+                other; or, on a worker that waits in vain, who has not come.
         """
-        groups = {
-            json.dumps(ranks): [self._entry(record) for record in records]
-            for ranks, records in plan.sequences().items()
-            if set(ranks) - set(plan.local_ranks)
-        }
+        shared = {ranks: records for ranks, records in plan.sequences().items() if set(ranks) - set(plan.local_ranks)}
+        groups = {json.dumps(ranks): [self._entry(record) for record in records] for ranks, records in shared.items()}
+        chains = {rank: [one.ranks for one in chain] for rank, chain in plan.chains().items()}
         # Workers of different groups differ in these; only what concerns a common group is compared.
         essence = {ranks: [entry[:-1] for entry in entries] for ranks, entries in groups.items()}
-        digest = hashlib.sha256(json.dumps([essence, plan.notes]).encode()).hexdigest()
-        is_known = digest in self._known
-        place = self._known.setdefault(digest, 1 + len(self._known))
+        orders = _numbered([[ranks for ranks in chain if ranks in shared] for chain in chains.values()])
+        digest = _digest([essence, plan.notes, orders])
+        place, others = self._known.get(digest, (1 + len(self._known), None))
         plan.name = f"step {place}"
-        if is_known:
-            return
+        if others is None:
+            others = self._exchanged(place, digest, groups, plan.notes, list(chains.values()))
+            self._known[digest] = place, others
+        if others:
+            self._look_for_circles(plan, {**others, **chains})
+
+    def _exchanged(
+        self, place: int, digest: str, groups: dict[str, Any], notes: list[str], chains: Sequence[Sequence[Ranks]]
+    ) -> Chains:
+        """Tells the others what this worker runs, compares it with what they run, and returns their chains.
+
+        Of workers that run the same one is enough: in the others the same stands before the same.
+        """
+        here = self._coordination.cluster.worker_index
+        names, numbers = _numbered(chains)
+        # Workers that share all other groups are told apart by the ranks in groups of their own.
+        alike = [ranks if json.dumps(ranks) in groups else ["own", *self._within(ranks, here)] for ranks in names]
+        mine = _digest([digest, alike, numbers])
         # Before the digest: who reads a digest finds the text.
-        self._coordination.put(f"plan/{place}/{self._coordination.cluster.worker_index}", _packed([groups, plan.notes]))
-        digests = self._coordination.meet("a training, test or predict step", digest, self._timeout_seconds)
-        for index, theirs in enumerate(digests):
-            if theirs != digest:
+        self._coordination.put(f"plan/{place}/{here}", _packed([groups, notes, names, numbers]))
+        digests = self._coordination.meet("a training, test or predict step", mine, self._timeout_seconds)
+        others: dict[int, list[Ranks]] = {}
+        for theirs in dict.fromkeys(digests):
+            if theirs != mine:
+                index = digests.index(theirs)
                 text = self._coordination.get(f"plan/{place}/{index}", self._timeout_seconds)
-                self._compare([groups, plan.notes], _unpacked(text), index)
+                their_groups, their_notes, their_names, their_numbers = _unpacked(text)
+                self._compare([groups, notes], [their_groups, their_notes], index)
+                their_names = [tuple(ranks) for ranks in their_names]
+                for rank, chain in enumerate(their_numbers, index * self._ranks_per_worker):
+                    others[rank] = [their_names[number] for number in chain]
+        return others
+
+    def _within(self, ranks: Ranks, worker_index: int) -> list[int]:
+        return [rank - worker_index * self._ranks_per_worker for rank in ranks]
+
+    def _look_for_circles(self, plan: CollectivePlan, chains: Chains) -> None:
+        counts = {rank: collections.Counter(chain) for rank, chain in chains.items()}
+        for ranks in {ranks for count in counts.values() for ranks in count}:
+            if len({counts[rank][ranks] for rank in ranks if rank in counts}) > 1:
+                return  # two others run different programs, and will say so
+        waiting = ranks_in_circles(chains)
+        if not waiting:
+            return
+        mine, tasks = plan.chains(), self._coordination.cluster.tasks
+        places = ", ".join(
+            f"rank {rank} ({tasks[rank // self._ranks_per_worker]}) in "
+            + (mine[rank][place].name if rank in mine else f"one of {list(chains[rank][place])}")
+            for rank, place in sorted(waiting.items())
+        )
+        self._coordination.fail(f"Ranks would wait for each other for ever: {places}.", fix=ONE_ORDER)
 
     def _entry(self, record: CollectiveRecord) -> list[Any]:
         shape = [-1 if size is None else size for size in record.shape]
@@ -100,6 +146,16 @@ def _described(entries: Sequence[Sequence[Any]], place: int) -> str:
         return f"missing (there are {len(entries)})"
     op, shape, dtype, _, key, label = entries[place]
     return f"{op} {label!r} of {dtype}{shape} (key {key})"
+
+
+def _numbered(chains: Sequence[Sequence[Ranks]]) -> tuple[list[Ranks], list[list[int]]]:
+    """Returns the groups of `chains`, and each chain as their numbers: what is short to send."""
+    numbers = {ranks: number for number, ranks in enumerate(dict.fromkeys(itertools.chain(*chains)))}
+    return list(numbers), [[numbers[ranks] for ranks in chain] for chain in chains]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _packed(value: Any) -> str:

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives.circles import ranks_in_circles
+from tfdist.collectives.circles import Ranks, ranks_in_circles
 
-Ranks = tuple[int, ...]  # the members of a group, in group order
 TensorLike: TypeAlias = tf.Tensor | tf.TensorSpec  # a tensor, or the shape and dtype of one that is elsewhere
+ONE_ORDER = "Ranks that are in several groups together must run the groups' collectives in one order."  # what mends a circle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,11 @@ class CollectiveRecord:
     def signature(self) -> tuple[Any, ...]:
         """What all members of the group in one process must agree on."""
         return (*self.kind, self.label)
+
+    @property
+    def name(self) -> str:
+        """What an error calls it."""
+        return f"{self.op} {self.label!r} of {list(self.ranks)}"
 
 
 class CollectivePlan:
@@ -157,13 +162,15 @@ class CollectivePlan:
                     f"{agreed[counts[shortest]]}.",
                     fix="Every rank of a group must run the same collectives: look for code that branches on the replica id.",
                 )
-        waiting = ranks_in_circles({rank: self.records[rank] for rank in self.local_ranks})
+        chains = self.chains()
+        waiting = ranks_in_circles({rank: [one.ranks for one in chain] for rank, chain in chains.items()})
         if waiting:
-            places = ", ".join(f"rank {rank} in {one.op} {one.label!r} of {list(one.ranks)}" for rank, one in waiting.items())
-            raise errors.runtime_error(
-                f"Ranks would wait for each other for ever: {places}.",
-                fix="Ranks that are in several groups together must run the groups' collectives in one order.",
-            )
+            places = ", ".join(f"rank {rank} in {chains[rank][place].name}" for rank, place in waiting.items())
+            raise errors.runtime_error(f"Ranks would wait for each other for ever: {places}.", fix=ONE_ORDER)
+
+    def chains(self) -> dict[int, list[CollectiveRecord]]:
+        """Returns, per local rank, its collectives that begin one after the other: all but messages that have no order."""
+        return {rank: [one for one in self.records[rank] if one.op != "message"] for rank in self.local_ranks}
 
     def __str__(self) -> str:
         """What the first local rank runs, in words."""

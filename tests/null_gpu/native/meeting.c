@@ -61,9 +61,9 @@ static int wait_for_all(meeting *where, const char *name, int rank, int size, lo
   }
 }
 
-void meeting_join(meeting *where, const char *name, int rank, int size) {
+int meeting_join(meeting *where, const char *name, int rank, int size) {
   where->members[rank].has_joined = 1;
-  wait_for_all(where, name, rank, size, -1, "the making of the communicator,");
+  return wait_for_all(where, name, rank, size, -1, "the making of the communicator,");
 }
 
 int meeting_hold(meeting *where, const char *name, int rank, int size, long number, const char *words, const void *payload,

@@ -28,7 +28,7 @@ typedef struct {
 } meeting;
 
 meeting *meeting_open(const char *name);
-void meeting_join(meeting *where, const char *name, int rank, int size); /* waits for all */
+int meeting_join(meeting *where, const char *name, int rank, int size); /* waits for all; 0: one has not come */
 int meeting_hold(meeting *where, const char *name, int rank, int size, long number, const char *words, const void *payload,
                  size_t bytes); /* waits for all; 0: one of them differs, or has not come */
 
