@@ -18,10 +18,10 @@ over, so each of its members has run what its own chain has before it, and begin
 there is none, "stands before" on the chains has a circle, and each collective of a circle waits for the one before it.
 
 The ranks of a program have such a sequence: the program. All trace one function, and who has no part in a collective leaves it
-out. Ranks of a pipeline run different actions, but those of one stage run the same, and all take what they do and their
-messages from one sequence, the schedule's in time (`pipeline.schedules.messages`). A branch that is not taken leaves
-collectives out for all their members, and a part of a sequence is one. A rank begins a step when the one before has ended
-there, so that the steps' sequences stand one behind the other.
+out. Ranks along the axis "pipe" have different layers, but those with the same ones run the same, and all take what they do and
+their messages from one sequence, that of the schedule in time. A branch that is not taken leaves collectives out for all their
+members, and a part of a sequence is one. A rank begins a step when the one before has ended there, so that the steps' sequences
+stand one behind the other.
 
 A user's own collectives may have no such sequence. So each traced step is looked at before it runs: the chains of a process's
 ranks by `CollectivePlan`, those of all processes by `PlanAgreement`. Both walk along the chains as the ranks would.
