@@ -19,9 +19,9 @@ PIP     = $(BIN)/python -m pip --disable-pip-version-check --quiet
 train: $(VENV)/.installed-examples
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-# Three processes for two cores: tests of failures and restarts wait more than they compute.
+# Four processes for two cores: tests of failures and restarts wait more than they compute.
 test: lint
-	$(BIN)/python -m slipcover -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m slipcover -m pytest -n 4 --dist worksteal $(ARGS)
 	@awk 'END { print "coverage: " $$4 " % of the lines of tfdist; each file: coverage.txt" }' coverage.txt
 
 test-exhaustive:

@@ -156,7 +156,7 @@ def test_what_an_optimizer_is_asked_for(optimizer, data, zero_stage):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [exhaustive(1), 2, 4])
+@pytest.mark.parametrize("number", [exhaustive(1), 2, exhaustive(4)])
 def test_other_processes(number, tmp_path):
     """One with 8 devices, two with one each, four with two each."""
     target = "tests.pipeline.pipeline_worker_cases:train_all"

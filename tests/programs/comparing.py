@@ -20,6 +20,7 @@ from tests.parity.comparison import RTOL, assert_same_tree
 Program = Callable[[tf.distribute.Strategy], Any]
 
 STAGES = (0, exhaustive(1), exhaustive(2), 3)  # values of a parameter `zero_stage`
+SHARDED = (*map(exhaustive, (0, 1, 2)), 3)  # of programs in which whole weights could make no difference
 
 
 def run(program: Program, strategy: tf.distribute.Strategy) -> Any:

@@ -11,7 +11,7 @@ from grids import exhaustive
 from training import CLASSES, FEATURES, vectors
 
 from tests.parity.comparison import state
-from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tests.programs.comparing import SHARDED, STAGES, assert_as_on_one_device
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
@@ -76,7 +76,7 @@ def semi_supervised(unlabelled, labelled, drop_remainder):
 
 
 @pytest.mark.filterwarnings("ignore:The parts of a batch")
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize(
     ("unlabelled", "labelled", "devices", "drop_remainder"),
     [

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from training import strategy_for
 
-from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tests.programs.comparing import SHARDED, assert_as_on_one_device
 from tfdist.sharding import assembly
 
 X = np.random.default_rng(5).normal(size=(12, 6)).astype("float32")
@@ -164,7 +164,7 @@ def episodes(strategy):
 PROGRAMS = [between_all_that_changes_weights, samples_in_a_callback, grouped_convolutions, episodes]
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_they_are_those_of_one_device(program, zero_stage):
     assert_as_on_one_device(program, zero_stage)

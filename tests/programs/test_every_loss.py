@@ -8,7 +8,7 @@ from grids import exhaustive
 from keras import layers, losses
 
 from tests.parity.comparison import BatchLogs, state
-from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tests.programs.comparing import SHARDED, assert_as_on_one_device
 from tests.programs.fitting import BATCH, ROWS, Fitted
 
 pytestmark = pytest.mark.as_traced
@@ -167,7 +167,7 @@ def in_one_step(run_eagerly):
 IN_ONE_STEP = {"traced": in_one_step(False), "eager": in_one_step(True)}
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("name", ["traced", exhaustive("eager")])
 def test_masked_and_weighted_in_a_step_of_ones_own(name, zero_stage):
     assert_as_on_one_device(IN_ONE_STEP[name], zero_stage, rtol=1e-4)
@@ -193,7 +193,7 @@ def of_sequences(weighted):
 SEQUENCES = [of_sequences(False), of_sequences(True)]
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("program", [SEQUENCES[1], exhaustive(SEQUENCES[0])], ids=["weighted", "not weighted"])
 def test_sequences(program, zero_stage):
     assert_as_on_one_device(program, zero_stage, rtol=1e-4)

@@ -8,7 +8,7 @@ from keras import layers
 from training import CLASSES, FEATURES, loss_function, strategy_for, vectors
 
 from tests.parity.comparison import state
-from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tests.programs.comparing import SHARDED, assert_as_on_one_device
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(200)]
 
@@ -172,7 +172,7 @@ def test_as_on_one_device(program, zero_stage):
     assert_as_on_one_device(program, zero_stage, rtol=1e-4 if "quantized" in program.__name__ else 1e-5)
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 def test_a_pretrained_backbone(zero_stage, tmp_path):
     """Its weights come from a file, but for those of a head of another size."""
     file = tmp_path / "pretrained.weights.h5"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tests.programs.comparing import SHARDED, assert_as_on_one_device
 
 X = np.random.default_rng(5).normal(size=(12, 6)).astype("float32")
 Y = np.random.default_rng(6).normal(size=(12, 1)).astype("float32")
@@ -124,7 +124,7 @@ def of_an_eager_step(strategy):
     return {"weights": model.get_weights(), "seen": model.seen[-1]}
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("program", [of_a_callback, of_an_eager_step], ids=lambda program: program.__name__)
 def test_they_are_those_of_one_device(program, zero_stage):
     assert_as_on_one_device(program, zero_stage)

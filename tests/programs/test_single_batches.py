@@ -8,7 +8,7 @@ from grids import exhaustive
 from training import vectors
 
 from tests.parity.comparison import state
-from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tests.programs.comparing import SHARDED, assert_as_on_one_device
 from tests.programs.test_every_metric import Batches, Largest, f1_of_a_batch
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180)]
@@ -151,7 +151,7 @@ def test_compiled(name, zero_stage, devices):
     assert_as_on_one_device(COMPILED[name], zero_stage, devices, rtol=3e-5)
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("step_losses", ["mean", exhaustive("sum")])
 @pytest.mark.parametrize("name", ["traced", exhaustive("eager")])
 def test_steps_of_ones_own(name, zero_stage, step_losses):
