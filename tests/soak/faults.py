@@ -87,7 +87,7 @@ def inside(act: str, at: str, *, worker: int | None = -1, steps: tuple[int, int]
 
     def plan(rng: random.Random, job: Job, phases: Phases) -> Planned:
         who = rng.randrange(job.workers) if worker == -1 else worker
-        number = rng.randint(*steps) if at in ("step", "data", "data ends") else 0
+        number = rng.randint(*steps) if at in ("step", "save", "data", "data ends") else 0
         return [{"act": act, "at": at, "number": number, "attempt": 0, "worker": who, "with": more}]
 
     return plan

@@ -175,6 +175,23 @@ FAULTS = [
         says="{victim}",
     ),
     Fault(
+        "other_data",
+        "a generator that yields other rows",
+        inside("other", "other data"),
+        _OF_GENERATOR,
+        "fails",
+        says="Workers read different data: batch 0 .*{victim}",
+    ),
+    Fault(
+        "save_on_one",
+        "a callback that saves on one worker",
+        inside("save", "save"),
+        [Job(max_restarts=0), *_ONCE_OF_ALL[2:]],
+        "fails",
+        says="{victim} .* waits at a point where all workers must meet, save",
+        seconds=20.0,
+    ),
+    Fault(
         "nan",
         "NaN with `TerminateOnNaN`",
         inside("nan", "rows", worker=None),

@@ -86,12 +86,13 @@ def _data(job: Job, strategy: Any, faults: inside.Faults) -> Any:
         return strategy.distribute_datasets_from_function(lambda context: _part(context, x, y, faults))
 
     def batches(endless: bool) -> Iterator[Any]:
+        shift = 1 if faults.commits("other data", 0) else 0
         for number in itertools.count() if endless else range(STEPS):
             faults.at("data", number)
             if faults.commits("data ends", number):
                 return
             rows = slice(number % STEPS * BATCH, (number % STEPS + 1) * BATCH)
-            yield x[rows], y[rows]
+            yield np.roll(x, shift, axis=0)[rows], y[rows]
 
     if job.data == "generator":
         return batches(endless=True)
@@ -124,6 +125,8 @@ class _Log(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         for number in range(batch, min(batch + self._steps, STEPS)):
             self._faults.at("step", self._epoch * STEPS + number)
+            if self._faults.commits("save", self._epoch * STEPS + number):
+                self.model.save_weights(pathlib.Path(marks.spec()["backup"]).with_name("own.weights.h5"))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         marks.log(f"step {self._epoch} {batch}", _numbers(logs))

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 import tfdist
@@ -108,6 +109,38 @@ def fit_and_save(folder: str, saves: bool, is_known: bool) -> None:
     data = data if is_known else data.filter(lambda x, y: True)
     callbacks = [Save(f"{folder}/model.weights.h5")] if saves else []
     model.fit(data, epochs=1000, verbose=0, callbacks=callbacks)
+
+
+def fit_generator(seed: int, batches: int, way: str) -> None:
+    """Trains on what Python draws from a seed: a generator, a dataset of one, or a `PyDataset`."""
+    failure_watch._GRACE_SECONDS = 2.0
+    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=1)
+    rng = np.random.default_rng(seed)
+
+    def batch() -> Any:
+        return rng.normal(size=(12, training.FEATURES)).astype("float32"), rng.integers(0, training.CLASSES, size=12)
+
+    class Drawn(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return batches
+
+        def __getitem__(self, index: int) -> Any:
+            return batch()
+
+    def generator() -> Any:
+        for _ in range(batches):
+            yield batch()
+
+    specs = (tf.TensorSpec((None, training.FEATURES)), tf.TensorSpec((None,), tf.int64))
+    made = {
+        "generator": generator,
+        "from_generator": lambda: tf.data.Dataset.from_generator(generator, output_signature=specs),
+        "sequence": Drawn,
+    }
+    with strategy.scope():
+        model = training.small()
+        model.compile("sgd", training.loss_function())
+    model.fit(made[way](), epochs=1 if way == "generator" else 2, verbose=0)
 
 
 def say() -> None:

@@ -102,6 +102,25 @@ def test_a_watch_that_breaks_ends_the_job(tmp_path):
             assert "cannot watch the others: IndexError: list index out of range" in said(worker)
 
 
+@pytest.mark.parametrize("way", ["generator", exhaustive("from_generator"), exhaustive("sequence")])
+def test_python_code_that_draws_other_data(tmp_path, way):
+    """Each worker kept its rows of a batch of its own, and nobody noticed."""
+    each = [{"seed": index, "batches": 200, "way": way} for index in range(3)]
+    with workers.job(tmp_path, 3, f"{CASES}:fit_generator", each=each) as job:
+        job.wait(120)
+        for worker in job.workers:
+            words = said(worker)
+            assert "Workers read different data: batch 0 of a dataset that runs Python code" in words, worker.output[-3000:]
+            assert "seed what the code draws" in words
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["generator", "from_generator", "sequence"])
+def test_python_code_that_draws_the_same_data(tmp_path, way):
+    with workers.job(tmp_path, 3, f"{CASES}:fit_generator", each=[{"seed": 0, "batches": 9, "way": way}] * 3) as job:
+        job.results(120)
+
+
 @pytest.mark.parametrize("is_known", [exhaustive(True), False])
 def test_a_callback_that_saves_on_the_chief_alone(tmp_path, is_known):
     """The others wait in the next step, or in the message before it: all waited for `step_timeout_seconds`, 600 s."""

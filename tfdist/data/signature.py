@@ -7,7 +7,8 @@ A signature lists the transformations of a dataset from its end to its sources, 
     RandomUniform in MapDataset    seed, seed2                                  an op that draws, in the function of the map
     MapDataset                     functions                                    a checksum of the function's ops
     ShuffleDataset                 buffer_size, seed, seed2, ...
-    TensorSliceDataset             element_spec, cardinality, head              a source, with a checksum of its first values
+    TensorSliceDataset             element_spec, cardinality, head, floats      a source, with a checksum of its first values
+                                                                                and a digest of all
 
 Note: seeds
     TensorFlow derives two numbers from the global seed (`keras.utils.set_random_seed`) and an op's own `seed` when the op or the
@@ -17,7 +18,7 @@ Note: seeds
 
 Note: what is not seen
     A signature does not show Python code (generators, `py_function`); the state of a `tf.random.Generator` or of Keras's random
-    layers; what a function captures; floats; `interleave(deterministic=False)`; the choices of `choose_from_datasets`, which
+    layers; what a function captures; `interleave(deterministic=False)`; the choices of `choose_from_datasets`, which
     TensorFlow hides in a `VariantDataset`; how often a dataset was iterated before (each iteration moves its reshuffling on);
     random ops in a parallel `map`, which draw in the order in which they happen to run.
 
@@ -40,6 +41,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.data.comparison import Digest, digest_of, is_same
 
 _Values = dict[str, Any]
 
@@ -53,6 +55,8 @@ _ATTRIBUTES = """
 
 # Datasets that pass every element on, in order: workers may differ in them.
 _TRANSPARENT = {"PrefetchDataset", "OptionsDataset"}
+
+_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}  # operations that call it
 
 _HEAD_VALUES = 64  # so many values of a source, or of a constant, are compared
 
@@ -114,6 +118,17 @@ def unordered(signature: DatasetSignature) -> list[str]:
     ]
 
 
+def runs_python(dataset: tf.data.Dataset) -> bool:
+    """Whether Python code makes, or computes, elements of `dataset`: a signature does not show what they are."""
+    waiting = [dataset]
+    while waiting:
+        node, _ = unwrapped(waiting.pop())
+        if any(op.type in _PYTHON for op in operations_of(node)):
+            return True
+        waiting += inputs_of(node)
+    return False
+
+
 def difference(mine: DatasetSignature, theirs: DatasetSignature) -> str | None:
     """Returns the first difference of two signatures in words ("here" is `mine`, "there" is `theirs`), None if they are equal."""
     for one, other in itertools.zip_longest(mine.entries, theirs.entries):
@@ -123,9 +138,15 @@ def difference(mine: DatasetSignature, theirs: DatasetSignature) -> str | None:
             here, there = (_text(*entry) if entry else "nothing more" for entry in (one, other))
             return f"{here} here, {there} there"
         name, mine_, theirs_ = one[0], one[1], other[1]
-        key = next(key for key in [*mine_, *theirs_] if mine_.get(key) != theirs_.get(key))
-        return f"{name}: {key}={mine_.get(key)!r} here, {key}={theirs_.get(key)!r} there"
+        for key in dict.fromkeys([*mine_, *theirs_]):
+            here, there = mine_.get(key), theirs_.get(key)
+            if here != there and not (key == "floats" and _may_be_same(here, there)):
+                return f"{name}: {key}={here!r} here, {key}={there!r} there"
     return None
+
+
+def _may_be_same(here: Digest | None, there: Digest | None) -> bool:
+    return here is None or there is None or is_same(here, there)
 
 
 def _text(name: str, values: _Values) -> str:
@@ -158,7 +179,8 @@ def _walk(dataset: tf.data.Dataset) -> Iterator[tuple[str, _Values]]:
         if len(inputs) > 1:
             values["num_inputs"] = len(inputs)
         if not inputs:
-            values |= {"element_spec": str(node.element_spec), "cardinality": node.cardinality(), "head": _head(node)}
+            values |= {"element_spec": str(node.element_spec), "cardinality": node.cardinality()}
+            values |= {"head": _head(node), "floats": _floats(node)}
         yield name, _known(**values)
 
 
@@ -199,8 +221,9 @@ def _known(**values: Any) -> _Values:
 def _head(source: tf.data.Dataset) -> int | None:
     """Returns a checksum of the first values of a source in memory; None where there are none that can be compared.
 
-    Integers and strings only: they are the file names, labels and tokens, and equal bit for bit when they are equal. Floats may
-    differ in the last bit between machines. Of paths the last part counts: folders may be mounted elsewhere.
+    Integers and strings only: they are the file names, labels and tokens, and equal bit for bit when they are equal; of floats,
+    which may differ in the last bit between machines, there is a digest. Of paths the last part counts: folders may be mounted
+    elsewhere.
     """
     values: list[Any] = []
     for tensor in getattr(source, "_tensors", ())[:_HEAD_VALUES]:
@@ -210,6 +233,16 @@ def _head(source: tf.data.Dataset) -> int | None:
             values += head.numpy().tolist()
     values = [posixpath.basename(value) if isinstance(value, bytes) else value for value in values]
     return _checksum(values) if values else None
+
+
+def _floats(source: tf.data.Dataset) -> Digest | None:
+    """Returns a digest of the floats of a source in memory; None where there are none."""
+    found = []
+    for tensor in getattr(source, "_tensors", ())[:_HEAD_VALUES]:
+        if hasattr(tensor, "numpy") and tensor.dtype.is_floating:
+            with tf.init_scope(), tf.device(tensor.device):
+                found += digest_of([tensor])
+    return found or None
 
 
 def _checksum(values: list[Any]) -> int:

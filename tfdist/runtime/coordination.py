@@ -24,6 +24,7 @@ from tensorflow.python.framework import errors_impl, random_seed
 
 from tfdist import errors
 from tfdist.runtime.cluster import Cluster, Task
+from tfdist.runtime.comparisons import Difference
 
 # TensorFlow's service has heartbeats of its own, at whose end it breaks collectives off, in words that name nobody. The failure
 # watch is to be first.
@@ -134,6 +135,7 @@ class Coordination:
             when waiting has become pointless. None: nothing to check.
         report: called with the message of an error that ends the job, before it is raised, and the index of the worker that did
             not come, None for an error of this one. None: nobody to tell.
+        compare: see `compare`; None: nobody compares.
 
     Attributes:
         meetings: how many meetings this worker has come to.
@@ -146,10 +148,12 @@ class Coordination:
         prefix: str,
         check: Callable[[int | None], None] | None = None,
         report: Callable[[str, int | None], None] | None = None,
+        compare: Callable[[str, Any, Difference], None] | None = None,
     ):
         self.cluster = cluster
         self._check = check or (lambda _: None)
         self._report = report or (lambda *_: None)
+        self._compare = compare or (lambda *_: None)
         self._prefix = f"tfdist/{prefix}"
         self.meetings = 0
         self.waits_at = ""
@@ -241,6 +245,10 @@ class Coordination:
                 )
             values.append(their_value)
         return values
+
+    def compare(self, key: str, value: Any, difference: Difference) -> None:
+        """Ends the job where `difference` has words for another worker's value of `key`; waits for nobody. For any thread."""
+        self._compare(f"{self._prefix}/{key}", value, difference)
 
     def fail(self, expected: str, *, fix: str = _SAME_PROGRAM, awaited: int | None = None) -> NoReturn:
         """Raises RuntimeError with this text, as `errors.message`, after telling the other workers: the job cannot go on.

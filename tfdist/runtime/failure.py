@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from typing import Any
 
 from tfdist.runtime.cluster import Cluster
@@ -42,3 +44,19 @@ class Failure:
             f"tfdist: {who}. {cluster.task} ends too: no worker can train without the others. {again}; with "
             "`keras.callbacks.BackupAndRestore` it continues from its last backup."
         )
+
+    def say(self, cluster: Cluster) -> None:
+        """Prints it, behind all that was printed before."""
+        _flush()
+        print(self.message(cluster), file=sys.stderr, flush=True)
+
+
+def end_process(code: int) -> None:
+    """Ends this process at once, whatever its threads do."""
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -8,6 +8,7 @@ thread does:
     a worker is silent             no word for the peer timeout: it is stopped, or its machine or the network is gone
     a worker hangs                 its words say that it waits for nobody, when others have waited for the step timeout
     a worker's program has ended   it has said so, and its peers wait in a collective for it
+    a worker has other data        its words have digests of batches, which must be those of all
     a worker waits elsewhere       its words say at which meeting, which its peers, in a collective, have not come to
 
 A word every other second tells what a worker is doing. Who learns of a failure tells all others, so that all tell the same
@@ -34,12 +35,13 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.runtime import coordination
 from tfdist.runtime.cluster import Cluster
-from tfdist.runtime.failure import Failure
+from tfdist.runtime.comparisons import Comparisons, Difference
+from tfdist.runtime.failure import Failure, end_process
 from tfdist.runtime.first_line import first_line, is_of_python
 from tfdist.runtime.interrupts import Interrupts
 from tfdist.runtime.peers import Peers, Word
 from tfdist.runtime.rendezvous import WorkerFailedError, wait_for_workers
-from tfdist.runtime.standing import any_is_in_tensorflow, main_is_in_tensorflow, where_beside, where_it_stands
+from tfdist.runtime.standing import any_is_in_tensorflow, both_places, main_is_in_tensorflow, where_beside, where_it_stands
 from tfdist.runtime.watched import Watched, meeting_of, who_never_comes
 
 # How long the thread waits for words before it looks at this worker itself.
@@ -93,6 +95,7 @@ class FailureWatch:
         self._beat_seconds = min(_BEAT_SECONDS, peer_timeout_seconds / 5)
         self._peers = Peers()
         self._beats: dict[int, Word] = {}  # the last word of each other worker about itself
+        self._comparisons = Comparisons(cluster.num_workers - 1)
         self._ended: dict[int, float] = {}  # whose programs have ended, and when
         self._watched: list[Watched] = []
         self._since: dict[tuple[int, int], tuple[int, float]] = {}
@@ -165,6 +168,16 @@ class FailureWatch:
         self._raised = awaited is None
         self._learn(failure)
 
+    def compare(self, key: str, value: Any, difference: Difference) -> None:
+        """Tells the others this worker's `value`, what JSON can carry, and waits for nobody; for any thread.
+
+        `difference` compares it with theirs of the same `key`; where it has words, the job ends with them.
+        """
+        self._peers.tell({"same": [key, value]})
+        failure = self._differing(self._comparisons.add(key, difference))
+        if failure is not None:
+            self._learn(failure)
+
     # The thread
 
     def _watch(self) -> None:
@@ -205,9 +218,14 @@ class FailureWatch:
             return None if self._is_ending else Failure.from_word(word)
         if "ended" in word:
             self._ended[index] = time.monotonic()
+        if "same" in word:
+            return self._differing(self._comparisons.hear(index, *word["same"]))
         if "beat" in word:
             self._beats[index] = word["beat"]
         return None
+
+    def _differing(self, words: str) -> Failure | None:
+        return Failure(None, words, is_of_program=True) if words and not self._is_ending else None
 
     def _beat(self, waiting: list[tuple[float, float, Any]]) -> None:
         """Tells the others that this worker lives, and what it is doing."""
@@ -282,14 +300,14 @@ class FailureWatch:
         if index is not None and idle[index] > 0:
             return Failure(index, f"did not join the others{self._standing(index)}; {waited}", is_of_program=True)
         beats = self._beats | {self._cluster.worker_index: self._own_beat()}
-        places = "; ".join(f"worker {index} at {_both_places(beat)}" for index, beat in sorted(beats.items()))
+        places = "; ".join(f"worker {index} at {both_places(beat)}" for index, beat in sorted(beats.items()))
         alone = [index for index, beat in beats.items() if beat["beside"]]
         reads = f", and worker {alone[0]} alone runs code of its own, which the others may wait for" if len(alone) == 1 else ""
         return Failure(None, f"No worker makes progress: {waited}{reads}: {places}", is_of_program=True)
 
     def _standing(self, index: int) -> str:
         beat = self._beats.get(index)
-        return f": its main thread is at {_both_places(beat)}" if beat else ""
+        return f": its main thread is at {both_places(beat)}" if beat else ""
 
     def _waiting(self) -> list[tuple[float, float, Any]]:
         """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and the program."""
@@ -307,11 +325,11 @@ class FailureWatch:
         is_deaf = not self._servers_run or (main_is_in_tensorflow() and not waiting)
         if self._interrupts.unhandled_seconds() > _INTERRUPT_SECONDS and is_deaf:
             failure = Failure(
-                self._cluster.worker_index, f"was interrupted: its main thread was at {_both_places(self._own_beat())}"
+                self._cluster.worker_index, f"was interrupted: its main thread was at {both_places(self._own_beat())}"
             )
             self._learn(failure)
-            self._say(failure)
-            _end_process(_INTERRUPTED_EXIT_CODE)
+            failure.say(self._cluster)
+            end_process(_INTERRUPTED_EXIT_CODE)
 
     def _end(self, failure: Failure) -> None:
         self._learn(failure)
@@ -322,8 +340,8 @@ class FailureWatch:
             coordination.abort_collectives(failure.message(self._cluster))
         time.sleep(_GRACE_SECONDS if self._servers_run else _GRACE_WHILE_CONNECTING_SECONDS)
         if not self._is_ending:
-            self._say(failure)
-            _end_process(self._exit_code(failure))
+            failure.say(self._cluster)
+            end_process(self._exit_code(failure))
 
     def _learn(self, failure: Failure) -> None:
         """Keeps the first failure, and tells the others."""
@@ -350,7 +368,7 @@ class FailureWatch:
         if self._raised:
             previous(kind, value, traceback)
         else:
-            self._say(failure)
+            failure.say(self._cluster)
 
     def _cause(self) -> Failure | None:
         """Returns why a collective has failed: what another worker has said, or who does not answer."""
@@ -375,25 +393,7 @@ class FailureWatch:
             while self._peers.indices() - set(self._ended) and time.monotonic() < end:
                 time.sleep(0.05)
         elif not self._raised:
-            _end_process(self._exit_code(failure))
+            end_process(self._exit_code(failure))
 
     def _exit_code(self, failure: Failure) -> int:
         return 1 if failure.worker_index == self._cluster.worker_index else errors.PEER_FAILED_EXIT_CODE
-
-    def _say(self, failure: Failure) -> None:
-        _flush()
-        print(failure.message(self._cluster), file=sys.stderr, flush=True)
-
-
-def _both_places(beat: Word) -> str:
-    return f"{beat['at']}, with another thread at {beat['beside']}" if beat["beside"] else str(beat["at"])
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
-def _end_process(code: int) -> None:
-    _flush()
-    os._exit(code)

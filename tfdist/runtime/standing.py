@@ -9,6 +9,7 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 _LIBRARIES = (
     *{os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -32,6 +33,12 @@ def where_beside() -> str:
     if main is None or not _is_in_tensorflow(main):
         return ""
     return next((_place(own) for own in map(_own, frames.values()) if own is not None), "")
+
+
+def both_places(of_worker: dict[str, Any]) -> str:
+    """Returns, of a worker that tells where it is "at" and what stands "beside", both in words."""
+    at, beside = of_worker["at"], of_worker["beside"]
+    return f"{at}, with another thread at {beside}" if beside else str(at)
 
 
 def main_is_in_tensorflow() -> bool:

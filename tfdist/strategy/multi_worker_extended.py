@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,16 @@ from tfdist.collectives import (
     find_member_orders,
     make_groups,
 )
-from tfdist.data import DatasetSignature, dataset_signature, difference, parts, unordered, unseeded
+from tfdist.data import (
+    DatasetSignature,
+    comparison,
+    dataset_signature,
+    difference,
+    parts,
+    runs_python,
+    unordered,
+    unseeded,
+)
 from tfdist.mesh import are_cpus
 from tfdist.runtime import Cluster, Coordination
 from tfdist.sharding import Layout, MeshConfig
@@ -54,6 +64,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     def connect(self, store: Coordination, timeout_seconds: float) -> None:
         """Once all workers have met: chooses the groups' transports, and lets traced steps and datasets be compared."""
         self._coordination = store
+        self._compared_datasets = itertools.count()
         self._timeout_seconds = timeout_seconds
         each = len(self.communicator.local_ranks)
         self._agreement = PlanAgreement(store, self.communicator.instance_keys, timeout_seconds, each)
@@ -167,7 +178,24 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
             return super()._experimental_distribute_dataset(dataset, options)
         if tf.executing_eagerly():
             self._check_same_data(dataset)
-        return super()._experimental_distribute_dataset(parts.of_known_length(dataset), options)
+        dataset = parts.of_known_length(dataset)
+        distributed = super()._experimental_distribute_dataset(self._compared(dataset), options)
+        distributed.given = dataset
+        return distributed
+
+    def _compared(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns `dataset`; if Python makes its batches, some are compared with those of other workers when they come."""
+        if not tf.executing_eagerly() or not runs_python(dataset):
+            return dataset
+        number, tasks, here = next(self._compared_datasets), self._cluster.tasks, self._cluster.worker_index
+
+        def tell(iteration: int, batch: int, digest: comparison.Digest) -> None:
+            def difference(index: int, theirs: comparison.Digest) -> str:
+                return "" if comparison.is_same(digest, theirs) else comparison.difference(batch, tasks[here], tasks[index])
+
+            self._coordination.compare(f"data/{number}/{iteration}/{batch}", digest, difference)
+
+        return comparison.compared(dataset, tell)
 
     @property
     def names_of_processes(self) -> tuple[str, ...]:

@@ -140,7 +140,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         """Waits for all workers, compares their settings, and starts to watch them."""
         watch = MultiWorkerShardedStrategy._watch
         communicator = self.extended.communicator
-        self._coordination = Coordination(self._cluster, name, watch.check, watch.report)
+        self._coordination = Coordination(self._cluster, name, watch.check, watch.report, watch.compare)
         watch.add(Watched(communicator, self._coordination, self._step_timeout_seconds, len(communicator.local_ranks)))
         mine = self._settings()
         try:
