@@ -48,6 +48,7 @@ FOR_PROGRAMS = {
         "all_gather all_reduce all_to_all broadcast choose_transport current_program gather_to_master_all_reduce "
         "naive_master_bytes receive reduce_scatter ring_bytes send CollectivePlan CollectiveRecord NCCL RankProgram RING"
     ).split(),
+    "compression": ["Compressor", "BFloat16", "Int8", "Int4", "TopK"],
     "optimizers": ["elementwise"],
 }
 # Modules of functions within modules, documented too.

@@ -16,6 +16,7 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="u
 LEVELS = {
     "errors": 0,
     "custom_gradients": 0,
+    "compression": 1,
     "kernels": 1,  # optional: see OPTIONAL
     "runtime": 1,
     "mesh": 2,

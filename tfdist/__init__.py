@@ -8,7 +8,7 @@ model.fit(dataset)
 """
 
 # What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
-from tfdist import collectives, layers, losses, optimizers, pipeline
+from tfdist import collectives, compression, layers, losses, optimizers, pipeline
 from tfdist.layers import recompute
 from tfdist.mesh import use_logical_cpus, use_logical_gpus
 from tfdist.optimizers import clip_by_global_norm, global_norm
@@ -28,6 +28,7 @@ __all__ = [
     "TensorPlan",
     "clip_by_global_norm",
     "collectives",
+    "compression",
     "global_norm",
     "layers",
     "losses",

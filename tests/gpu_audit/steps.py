@@ -18,6 +18,7 @@ from tensorflow.python.eager.polymorphic_function import concrete_function
 
 import tfdist
 from tfdist import collectives
+from tfdist.compression import NAMES
 
 layers = keras.layers
 RNG = np.random.default_rng(0)
@@ -70,6 +71,10 @@ def images() -> tuple[np.ndarray, np.ndarray]:
 
 def mlp() -> keras.Model:
     return keras.Sequential([keras.Input((15,)), layers.Dense(33, "tanh"), layers.Dense(33, "gelu"), layers.Dense(CLASSES)])
+
+
+def wide() -> keras.Model:
+    return keras.Sequential([keras.Input((15,)), layers.Dense(301, "tanh"), layers.Dense(33), layers.Dense(CLASSES)])
 
 
 def transformer(dropout: float = 0.1) -> keras.Model:
@@ -168,6 +173,14 @@ for _number in (0, 2):
     @step(f"stage {_number}/reduce_dtype bfloat16")
     def _(stage: int = _number) -> tf.Graph:
         return fit(compiled(strategy(3, zero_stage=stage, reduce_dtype="bfloat16"), mlp), vectors(), 6)
+
+
+for _name in NAMES:
+    for _number in (0, 2, 3):
+
+        @step(f"stage {_number}/compressed: {_name}")
+        def _(stage: int = _number, name: str = _name) -> tf.Graph:
+            return fit(compiled(strategy(3, zero_stage=stage, gradient_compression=name), wide), vectors(), 6)
 
 
 # Optimizers

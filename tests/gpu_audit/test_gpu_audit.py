@@ -36,6 +36,7 @@ pytestmark = [
         ("nccl", "stage 3/mixed_bfloat16"),
         ("nccl", "words as int64/stage 3"),
         ("nccl", "loss scale, accumulation/stage 2"),
+        ("nccl", "stage 3/compressed: int4"),
         ("nccl", "pipeline/1f1b"),
         ("nccl", "collectives of every dtype"),
         ("nccl", "collectives of unknown lengths"),

@@ -8,6 +8,7 @@ from tfdist.collectives.agreement import PlanAgreement
 from tfdist.collectives.branches import trace_branches
 from tfdist.collectives.buckets import assign_buckets
 from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.compressed import check_it_pays
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
 from tfdist.collectives.eager import EagerProgram, Meeting
 from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes
@@ -41,6 +42,7 @@ __all__ = [
     "assign_buckets",
     "broadcast",
     "can_be_gathered",
+    "check_it_pays",
     "choose_transport",
     "connect_shared_memory",
     "cross_replica_of",

@@ -77,7 +77,8 @@ def _agreed(grads: Sequence[tf.Tensor], config: MeshConfig, program: RankProgram
     """
     with tf.device(program.device):
         if is_partial:
-            summands = config.mesh.data_parallel_size
+            # What is compressed may be decoded a little larger.
+            summands = config.mesh.data_parallel_size * (2 if config.compresses else 1)
             limits = [tf.cast(config.travel_dtype(grad.dtype).max / summands, grad.dtype) for grad in grads]
             finite = [tf.reduce_all(tf.abs(grad) <= limit) for grad, limit in zip(grads, limits, strict=True)]
         else:

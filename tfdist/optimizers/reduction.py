@@ -5,6 +5,8 @@ What happens to a gradient follows from the placements of its variable:
     parameter sharded (stage 3)      the tape has reduced it: a flat shard             nothing moves
     state sharded (stages 1, 2)      reduce-scatter in buckets: a flat shard
     nothing sharded (stage 0)        all-reduce in buckets: the whole gradient
+
+With `gradient_compression` both travel as `collectives.compressed` says.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
 from tfdist.sharding.gradient_weight import weighted
-from tfdist.sharding.shard_messages import gather_shards_in_buckets, scatter_sums
+from tfdist.sharding.shard_messages import all_reduce_sums, gather_shards_in_buckets, note_compressors, scatter_sums
 
 
 class KnownReductions:
@@ -166,8 +168,11 @@ def reduce_bucket(
     """
     dtype = grads[0].dtype
     layouts = [target.state_layout for target in targets]
+    note_compressors(program, [target.variable for target in targets], config)
     if layouts[0].is_data_sharded:
         return scatter_sums(program, grads, layouts, f"reduce_scatter/{label}", config, dtype, weight)
+    if config.compresses:
+        return all_reduce_sums(program, grads, layouts, f"all_reduce/{label}", config, dtype, weight)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
     wide = config.travel_dtype(tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype)
     flat = weighted(tf.cast(packing.side_by_side(grads, program.constant), wide), weight)

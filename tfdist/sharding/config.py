@@ -16,11 +16,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.compression import EXACT, Compressor, compressor_of
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.zero import ZeroPlacements, placements_of
 
 _Check = Callable[[str, Any], Any]
+# Of vectors and of variables below it gradients are not compressed: among larger neighbours they would lose more than others.
+_COMPRESSED_ELEMENTS = 4096
 # The line of a docstring in whose place `with_settings_listed` puts the settings.
 _LIST = "...: the settings"
 
@@ -131,6 +134,14 @@ class ShardingConfig:
         'dtype in which gradients travel, such as "bfloat16"; None: their own, and half-precision gradients are summed in '
         "float32. Between processes on GPUs float32 travels all the same, because TensorFlow's NCCL sums no bfloat16.",
     )
+    gradient_compression: str | Compressor | None = _setting(
+        None,
+        compressor_of,
+        'how gradients travel over the data ranks in fewer bytes: "int8", "int4", "top_k" (the largest exactly, the rest in '
+        'int8), "bfloat16", or one of `tfdist.compression`, such as `Int8(block_size=128)`. Variables of one dimension or of '
+        "fewer than 4,096 elements travel exactly. It pays between machines, not within one: see docs/compression.md. None: "
+        "exactly.",
+    )
     kept_bytes: int = _setting(
         2**30,
         _at_least(0),
@@ -162,6 +173,13 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(ShardingConfig):
             object.__setattr__(self, field.name, field.metadata["check"](field.name, getattr(self, field.name)))
+        if self.gradient_compression is not None and self.reduce_dtype is not None:
+            raise errors.value_error(
+                "`gradient_compression` and `reduce_dtype` both say how gradients travel.",
+                gradient_compression=self.gradient_compression,
+                reduce_dtype=self.reduce_dtype,
+                fix='Leave one out: `gradient_compression="bfloat16"` sends bfloat16, too.',
+            )
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings by name."""
@@ -213,6 +231,21 @@ class MeshConfig(ShardingConfig):
     def travel_dtype(self, dtype: tf.DType) -> tf.DType:
         """Returns the dtype in which gradients of `dtype` are sent."""
         return self.reduce_dtype or dtype
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """What `gradient_compression` means; None: nothing is compressed."""
+        return compressor_of("gradient_compression", self.gradient_compression)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed on their way over the data axis."""
+        return self.compressor is not None and self.mesh.data_parallel_size > 1
+
+    def compressor_of(self, layout: Layout) -> Compressor:
+        """Returns how gradients of variables of `layout` travel: vectors and small ones exactly, which are few of the bytes."""
+        is_small = len(layout.shape) < 2 or layout.num_elements < _COMPRESSED_ELEMENTS
+        return EXACT if is_small else self.compressor or EXACT
 
     def slot_layout(self, parameter: Layout) -> Layout:
         """Returns the layout of an optimizer slot of `parameter`: sharded as it, and flat over data where the stage says so."""

@@ -5,16 +5,18 @@ shard of each rank (L,)   -- gather_shards -->   local tensor of every rank   --
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, assign_buckets, group_ops
+from tfdist.collectives import RankProgram, assign_buckets, compressed, group_ops
 from tfdist.sharding import packing
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.gradient_weight import weighted
 from tfdist.sharding.layout import Layout
+from tfdist.sharding.placements import Shard
 
 # A variable from this size on, full and in bytes, travels alone: packed with its bias it would be copied three times.
 LARGE_BYTES = 4 * 2**20
@@ -63,9 +65,41 @@ def scatter_sums(
 
     With a `weight` this rank's summands are multiplied by it (see `GradientWeight`).
     """
-    rows = [weighted(row, weight) for row in packing.rows_of(summands, layouts, program.constant)]
+    rows = packing.rows_of(summands, layouts, program.constant)
+    if config.compresses:
+        rows = [weighted(tf.cast(row, tf.float32), weight) for row in rows]
+        compressors = [config.compressor_of(layout) for layout in layouts]
+        return compressed.reduce_scatter(program, rows, compressors, program.group_ranks("data"), label, dtype=dtype)
+    rows = [weighted(row, weight) for row in rows]
     rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in rows]
     return group_ops.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)
+
+
+def all_reduce_sums(
+    program: RankProgram,
+    summands: Sequence[tf.Tensor],
+    layouts: Sequence[Layout],
+    label: str,
+    config: MeshConfig,
+    dtype: tf.DType,
+    weight: tf.Tensor | None = None,
+) -> list[tf.Tensor]:
+    """Returns the sums, whole and as `dtype`, of the data ranks' whole `summands`, which travel compressed both ways.
+
+    Each rank sums a shard, as in `scatter_sums`, and all decode what its owner has encoded of the sum, the owner too.
+    """
+    flat = [dataclasses.replace(layout, data=Shard()) for layout in layouts]
+    sums = scatter_sums(program, summands, flat, f"{label}/scatter", config, tf.float32, weight)
+    compressors, ranks = [config.compressor_of(layout) for layout in flat], program.group_ranks("data")
+    gathered = compressed.all_gather(program, sums, compressors, ranks, f"{label}/gather")
+    return [tf.cast(whole, dtype) for whole in packing.fulls_of(gathered, flat, program.constant)]
+
+
+def note_compressors(program: RankProgram, variables: Sequence[Any], config: MeshConfig) -> None:
+    """Notes in the plan how the gradients of `variables` travel, where they are compressed."""
+    if config.compresses:
+        found = {variable.name.partition(":")[0]: config.compressor_of(variable.layout) for variable in variables}
+        program.plan.gradients[program.rank].update(found)
 
 
 def messages_of(items: Sequence[Any], variables: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:

@@ -31,7 +31,7 @@ from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.recomputation import Recomputation
-from tfdist.sharding.shard_messages import gather_shards, messages_of, scatter_sums
+from tfdist.sharding.shard_messages import gather_shards, messages_of, note_compressors, scatter_sums
 from tfdist.sharding.units import PendingGradient, Reader, Unit, copy_of, travelling_dtype
 
 
@@ -94,6 +94,7 @@ class UnshardSchedule:
             self._differentiated.add(id(variable))
             with tape.stop_recording():
                 weight = program.attachment(GradientWeight).of_tape()
+                note_compressors(program, [variable], config)
                 shards = scatter_sums(program, [grad], layouts, f"reduce_scatter/{variable.name}", config, variable.dtype, weight)
                 wholes = gather_shards(program, shards, layouts, f"all_gather/{variable.name}/gradient")
             own = program.attachment(GradientWeight).without_weight(tf.cast(grad, variable.dtype))
@@ -348,6 +349,7 @@ class UnshardSchedule:
         sent = []
         for members in messages_of(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
             layouts = [p.variable.layout for p in members]
+            note_compressors(self._program, [p.variable for p in members], self._config)
             with tf.name_scope(_scope_name(label)), tf.control_dependencies(previous):
                 fulls = [p.full for p in members]
                 shards = scatter_sums(self._program, fulls, layouts, label, self._config, members[0].stub.dtype, weight)

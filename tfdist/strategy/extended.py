@@ -30,6 +30,7 @@ from tfdist.collectives import (
     Meeting,
     RankProgram,
     Where,
+    check_it_pays,
     choose_transport,
     where,
 )
@@ -53,9 +54,16 @@ class ShardedExtendedMixin(VariableCreation):
         self.kept_weights = KeptWeights(sharding.kept_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
+        if not self.communicator.is_multi_worker:
+            self._check_compression()
         self.draws_unsaved = False  # whether a step draws from what no backup has
         # Those that were built for its variables: of each, how many steps are known to be behind it (`checkpoint.unsaved`).
         self.optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def _check_compression(self) -> None:
+        """Refuses compression that would send more, once it is known how the groups' bytes travel."""
+        if self._sharding.compressor is not None:
+            check_it_pays(self.communicator, self._sharding.compressor)
 
     # Running
 

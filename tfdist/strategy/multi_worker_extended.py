@@ -74,6 +74,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
             message_axis = "pipe" if mesh.pipeline_parallel_size > 1 else None
             is_wanted = self._implementation != "RING"
             connect_shared_memory(self.communicator, store, timeout_seconds, is_wanted=is_wanted, message_axis=message_axis)
+        self._check_compression()
 
     # Devices
 

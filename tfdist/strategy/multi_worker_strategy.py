@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import abort_shared_memory
+from tfdist.compression import Compressor
 from tfdist.mesh import worker_devices
 from tfdist.runtime import Cluster, Coordination, FailureWatch, Watched, coordination, read_cluster, share_cores
 from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
@@ -164,7 +165,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         config, mesh = self._sharding_config, self.mesh
         each = mesh.world_size // self._cluster.num_workers
         kind = tf.DeviceSpec.from_string(mesh.devices[0]).device_type
-        settings = {name: value.name if isinstance(value, tf.DType) else value for name, value in config.settings().items()}
+        settings = {name: _as_json(value) for name, value in config.settings().items()}
         return {
             "devices per worker": f"{each} {kind}",
             **settings,
@@ -199,3 +200,10 @@ def _not_met(cluster: Cluster, timeout_seconds: float, reason: str) -> str:
         fix="Start the program on every worker of the cluster; look at the logs of those that are missing; check that the "
         "addresses can be reached.",
     )
+
+
+def _as_json(setting: Any) -> Any:
+    """Returns the value of a setting as workers compare it."""
+    if isinstance(setting, Compressor):
+        return repr(setting)
+    return setting.name if isinstance(setting, tf.DType) else setting

@@ -43,8 +43,22 @@ class VariableCreation(_Extended):
             self._share_initial_value(kwargs, layout)
         if layout is None:
             made = super()._create_variable(next_creator, **kwargs)
+            self._check_compressible(made, is_slot)
             return with_layout(made, self._sharding.mesh, request.is_of_metric)
-        return self._create_sharded(next_creator, layout, is_slot, kwargs)
+        made = self._create_sharded(next_creator, layout, is_slot, kwargs)
+        self._check_compressible(made, is_slot)
+        return made
+
+    def _check_compressible(self, variable: tf.Variable, is_slot: bool) -> None:
+        """Raises ValueError for a parameter whose gradient would lose digits, or a part, in float32."""
+        is_wider = variable.dtype.size > 4 and not variable.dtype.is_integer or variable.dtype.is_complex
+        if self._sharding.compresses and is_wider and variable.trainable and not is_slot:
+            raise errors.value_error(
+                f"`gradient_compression` decodes gradients in float32, and variable {variable.name!r} is of another kind.",
+                gradient_compression=self._sharding.gradient_compression,
+                dtype=variable.dtype.name,
+                fix="Make it float32, or not trainable, or leave `gradient_compression` out.",
+            )
 
     def _request(self, kwargs: dict[str, Any]) -> PlacementRequest:
         """Returns what is asked for of the variable, and brings `kwargs` in line with it."""

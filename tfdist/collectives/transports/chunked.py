@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernels import Kernels
@@ -22,6 +23,9 @@ class Chunked(Transport):
         self.chunk_bytes = chunk_bytes
         self.hint = inner.hint
         self.messages = inner.messages
+
+    def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
+        return self.inner.exchanges(communicator, ranks)
 
     def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
         # Of a ring all-reduce one in N of the elements travels at once.

@@ -27,6 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
@@ -52,13 +53,9 @@ class Kernels(Transport):
     def __init__(self) -> None:
         self.messages = self.messages_kind(self.hint)
 
-    def exchanges(self, program: RankProgram, ranks: Ranks) -> bool:
-        """Whether `ranks` have an all-to-all."""
-        raise NotImplementedError
-
     def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
         carried = tf.cast(x, reduction_dtype(program, x.dtype))
-        is_halved = x.dtype == tf.bfloat16 != carried.dtype and reduce_op == "sum" and self.exchanges(program, ranks)
+        is_halved = x.dtype == tf.bfloat16 != carried.dtype and reduce_op == "sum" and self.exchanges(program.communicator, ranks)
         if is_halved and _bytes_of(x) >= _TWO_MESSAGES_FROM_BYTES:
             return self._all_reduce_in_two_messages(program, x, ranks, label)
         reduced = tf.raw_ops.CollectiveReduceV2(
@@ -82,7 +79,7 @@ class Kernels(Transport):
         return gathered
 
     def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
-        if not self.exchanges(program, ranks):
+        if not self.exchanges(program.communicator, ranks):
             gathered = self.all_gather(program, x, ranks, label)
             return tf.reshape(gathered, [len(ranks), *x.shape])[:, ranks.index(program.rank)]
         return in_group_order(program, self._all_to_all(program, x, ranks, "all_to_all", label), ranks)
@@ -137,11 +134,11 @@ class Ring(Kernels):
 
     hint = "ring"
 
-    def exchanges(self, program: RankProgram, ranks: Ranks) -> bool:
+    def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
         return len(ranks) <= _ALL_TO_ALL_RANKS
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
-        if self.exchanges(program, ranks):
+        if self.exchanges(program.communicator, ranks):
             return self._sum_of_exchanged(program, x, ranks, label, dtype)
         reduced = self.all_reduce(program, tf.cast(x, sum_dtype(x.dtype)), ranks, "sum", label)
         return tf.cast(reduced[ranks.index(program.rank)], dtype)
@@ -153,12 +150,12 @@ class Nccl(Kernels):
     hint = "nccl"
     messages_kind = OrderedMessages
 
-    def exchanges(self, program: RankProgram, ranks: Ranks) -> bool:
-        return set(ranks) <= set(program.communicator.local_ranks)
+    def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
+        return set(ranks) <= set(communicator.local_ranks)
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """What is summed on the way travels in the wider of both dtypes."""
-        if sum_dtype(x.dtype) != x.dtype and self.exchanges(program, ranks):
+        if sum_dtype(x.dtype) != x.dtype and self.exchanges(program.communicator, ranks):
             return self._sum_of_exchanged(program, x, ranks, label, dtype)
         wide = reduction_dtype(program, dtype if dtype.size > x.dtype.size else x.dtype)
         carried = in_kernel_order(program, tf.cast(x, wide), ranks)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 
@@ -44,6 +45,10 @@ class Transport(abc.ABC):
 
     messages: MessageTransport  # how messages between two ranks travel that have no other way
     holds_thread = False  # whether a collective holds one of the threads that run operations until all members have come
+
+    def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
+        """Whether `ranks` have an all-to-all; where they do not, all gather what each has for each."""
+        return True
 
     @abc.abstractmethod
     def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:

@@ -1,0 +1,143 @@
+"""Steps with compressed gradients, and those steps on one device, with the sum, in order, of what the ranks' are decoded to.
+
+What is compressed is computed by NumPy (`numpy_compressors`), from the gradients of the ranks' rows.
+"""
+
+import functools
+import math
+
+import keras
+import numpy as np
+import tensorflow as tf
+from training import CLASSES, FEATURES, one_device
+
+ROWS, STEPS = 12, 3
+
+
+def build():
+    """Kernels 15x301, 301x17 and 17x5x51, which are compressed, and small ones and vectors, which are not."""
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(301, activation="tanh"),
+            keras.layers.Dense(17),
+            keras.layers.EinsumDense("ab,bcd->acd", (5, 51), activation="tanh", bias_axes="d"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def is_compressed(variable):
+    return len(variable.shape) > 1 and math.prod(variable.shape) >= 4096
+
+
+def adam(**settings):
+    return keras.optimizers.Adam(1e-2, **settings)
+
+
+def sgd(**settings):
+    return keras.optimizers.SGD(0.1, momentum=0.9, **settings)
+
+
+def batches(rows=ROWS):
+    rng = np.random.default_rng(7)
+    return [(rng.normal(size=(rows, FEATURES)).astype("float32"), rng.integers(0, CLASSES, rows)) for _ in range(STEPS)]
+
+
+def made(strategy, optimizer):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model, trainer = build(), optimizer()
+        trainer.build(model.trainable_variables)
+    return model, trainer
+
+
+def gradients_of(model, trainer, rows, features, labels):
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    with tf.GradientTape() as tape:
+        loss = loss_of(labels, model(features, training=True)) / rows
+        scaled = trainer.scale_loss(loss)
+    return loss, tape.gradient(scaled, model.trainable_variables)
+
+
+def state_of(model, trainer):
+    return [variable.numpy() for variable in (*model.variables, *trainer.variables)]
+
+
+def sharded(strategy, optimizer, data, eagerly=False):
+    """Trains under `strategy`; returns the losses, and weights and slots before the first step and after each."""
+    model, trainer = made(strategy, optimizer)
+
+    def on_rank(features, labels):
+        loss, grads = gradients_of(model, trainer, len(data[0][0]), features, labels)
+        trainer.apply(grads, model.trainable_variables)
+        return loss
+
+    def step(features, labels):
+        return strategy.reduce("SUM", strategy.run(on_rank, args=(features, labels)), axis=None)
+
+    run = step if eagerly else tf.function(step)
+    features, labels = (np.concatenate(parts) for parts in zip(*data, strict=True))
+    dataset = tf.data.Dataset.from_tensor_slices((features, labels)).batch(len(data[0][0]))
+    losses, states = [], [state_of(model, trainer)]
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        losses.append(float(run(*batch)))
+        states.append(state_of(model, trainer))
+    return losses, states
+
+
+def decoded_sum(summands, decoded, size, is_whole):
+    """Returns the sum of the ranks' `summands`, each encoded in `size` shards, one by one; at stage 0 the sums are, too."""
+    length = -(-summands[0].size // size)
+    rows = np.zeros((size, size * length), "float32")
+    for row, summand in zip(rows, summands, strict=True):
+        row[: summand.size] = summand.ravel()
+    shards = []
+    for place in range(size):
+        parts = [decoded(row[place * length : (place + 1) * length]) for row in rows]
+        total = functools.reduce(np.add, parts)
+        shards.append(decoded(total) if is_whole else total)
+    return np.concatenate(shards)[: summands[0].size].reshape(summands[0].shape)
+
+
+def assert_each_step_is(trained, decoded, size, stage, optimizer, data, accumulates=0):
+    """Takes every step again on one device, from the state before it, with the sums of what `size` ranks' gradients decode to.
+
+    From the same state, because one that differs by rounding has numbers in it that are rounded to another code. With
+    `accumulates` the ranks add up so many of their own gradients before they are encoded.
+    """
+    losses, states = trained
+    model, trainer = made(one_device(), optimizer)
+    grads_of = tf.function(lambda x, y: gradients_of(model, trainer, len(data[0][0]), x, y), autograph=False)
+    kept = []
+    for number, (features, labels) in enumerate(data):
+        for variable, value in zip((*model.variables, *trainer.variables), states[number], strict=True):
+            variable.assign(value)
+        share = -(-len(features) // size)
+        parts = [slice(rank * share, (rank + 1) * share) for rank in range(size)]
+        found = [grads_of(tf.constant(features[part]), tf.constant(labels[part])) for part in parts]
+        np.testing.assert_allclose(losses[number], float(sum(loss for loss, _ in found)), rtol=1e-5)
+        kept.append([[grad.numpy() for grad in grads] for _, grads in found])
+        if len(kept) < accumulates:
+            continue
+        sums = []
+        for place, variable in enumerate(model.trainable_variables):
+            summands = [functools.reduce(np.add, [step[rank][place] for step in kept[::-1]]) for rank in range(size)]
+            summands = [summand / np.float32(len(kept)) for summand in summands]
+            total = decoded_sum(summands, decoded, size, stage == 0) if is_compressed(variable) else None
+            sums.append(functools.reduce(np.add, summands) if total is None else total)
+        if accumulates:  # all at once, in the last of these steps
+            sums = [total * np.float32(accumulates) for total in sums]
+            for accumulator in trainer._accumulated_gradients:
+                accumulator.assign(tf.zeros_like(accumulator))
+        kept = []
+        limit = getattr(trainer, "global_clipnorm", None)
+        assert limit is None or tf.linalg.global_norm(sums) > limit, "nothing is clipped"
+        trainer.apply([tf.constant(total) for total in sums], model.trainable_variables)
+        for ours, theirs in zip(states[number + 1], state_of(model, trainer), strict=True):
+            scale = np.abs(theirs).max(initial=1e-2)
+            off = np.abs(ours - theirs) > 1e-5 * scale
+            assert off.mean() <= 1e-3, (number, off.mean())
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.1 * scale)

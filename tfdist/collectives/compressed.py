@@ -1,0 +1,99 @@
+"""Sums over a group whose summands travel compressed: encoded, exchanged, decoded, and added in float32 in the group's order.
+
+    rank i    rows x_i (N, L)   -- encode -->   words (N, W)   -- all-to-all -->   what all have sent here (N, W)
+                                                   shard   <--  sum in group order  --   decoded (N, L)
+
+What a rank sends itself goes through the same, so that a sum does not depend on who takes it. Several tensors travel in one
+message, each encoded on its own: how they are grouped in messages changes no bit. A group of one rank compresses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import group_ops
+from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.plan import Ranks
+from tfdist.collectives.program import RankProgram
+from tfdist.compression import Compressor
+
+
+def reduce_scatter(
+    program: RankProgram,
+    parts: Sequence[tf.Tensor],
+    compressors: Sequence[Compressor],
+    ranks: Ranks,
+    label: str,
+    *,
+    dtype: tf.DType = tf.float32,
+) -> list[tf.Tensor]:
+    """Sums several (N, L) over `ranks` in one message; returns of each this rank's (L,), as `dtype`."""
+    if group_ops.is_trivial(tf.TensorSpec([sum(part.shape[1] for part in parts)]), ranks):
+        return [tf.cast(part[0], dtype) for part in parts]
+    words = [_encoded(part, compressor) for part, compressor in zip(parts, compressors, strict=True)]
+    packed = words[0] if len(words) == 1 else tf.concat([_wire(program, one) for one in words], program.constant(1))
+    received = group_ops.all_to_all(program, _wire(program, packed), ranks, label)
+    sizes = [one.shape[1] for one in words]
+    split = [received] if len(sizes) == 1 else tf.split(received, program.constant(sizes), program.constant(1), num=len(sizes))
+    decoded = [
+        compressor.decode(_words(one), part.shape[1]) for one, part, compressor in zip(split, parts, compressors, strict=True)
+    ]
+    return [tf.cast(tf.reduce_sum(one, axis=0), dtype) for one in decoded]
+
+
+def all_gather(
+    program: RankProgram, parts: Sequence[tf.Tensor], compressors: Sequence[Compressor], ranks: Ranks, label: str
+) -> list[tf.Tensor]:
+    """All-gathers vectors (L,) of float32 in one message; returns of each the (N, L) of all `ranks`, this one's decoded too."""
+    if group_ops.is_trivial(tf.TensorSpec([sum(part.shape[0] for part in parts)]), ranks):
+        return [tf.stack([part] * len(ranks)) for part in parts]
+    encoded = [_encoded(part[tf.newaxis], compressor) for part, compressor in zip(parts, compressors, strict=True)]
+    words = [tf.reshape(_wire(program, one), [-1]) for one in encoded]
+    gathered = group_ops.all_gather_parts(program, words, ranks, label)
+    rows = [tf.reshape(one, [len(ranks), own.shape[0]]) for one, own in zip(gathered, words, strict=True)]
+    return [compressor.decode(_words(one), part.shape[0]) for one, part, compressor in zip(rows, parts, compressors, strict=True)]
+
+
+def check_it_pays(communicator: Communicator, compressor: Compressor) -> None:
+    """Raises NotImplementedError where a data group has no all-to-all, and gathering words would send more than exact sums do.
+
+    Of n numbers each of N ranks then sends (N-1) b(n) bytes, where exact ones are 4 n (N-1)/N.
+    """
+    numbers = 2**20
+    for ranks in communicator.mesh.groups("data"):
+        size = len(ranks)
+        if size == 1 or communicator.transport_of(ranks).exchanges(communicator, ranks):
+            continue
+        if size * compressor.bytes_of(numbers) >= 4 * numbers:
+            raise errors.not_implemented(
+                f"`gradient_compression` sends more than it saves here: TensorFlow has no all-to-all for this group of {size} "
+                f"ranks, and gathering what is compressed takes {size * compressor.bytes_of(numbers) / (4 * numbers):.1f} times "
+                "the bytes of exact gradients.",
+                gradient_compression=compressor,
+                fix="Leave it out, or take one of fewer bytes: here int8 pays for up to 3 ranks, int4 for up to 7.",
+            )
+
+
+def _encoded(x: tf.Tensor, compressor: Compressor) -> tf.Tensor:
+    """Returns the words of the rows of `x`, checked: a compressor may be the user's."""
+    words = compressor.encode(tf.cast(x, tf.float32))
+    expected = (x.shape[0], compressor.bytes_of(x.shape[1]) / 4)
+    if words.dtype != tf.int32 or tuple(words.shape) != expected:
+        raise errors.value_error(
+            f"`{type(compressor).__name__}.encode` must return int32 of shape (rows, bytes_of(n) / 4), here {expected}.",
+            dtype=words.dtype.name,
+            shape=tuple(words.shape),
+        )
+    return words
+
+
+def _wire(program: RankProgram, words: tf.Tensor) -> tf.Tensor:
+    """Returns words as they are cut, joined and sent: on a GPU as float32, because TensorFlow keeps int32 on the host there."""
+    return words if program.is_on_cpu or words.dtype == tf.float32 else tf.bitcast(words, tf.float32)
+
+
+def _words(wire: tf.Tensor) -> tf.Tensor:
+    return wire if wire.dtype == tf.int32 else tf.bitcast(wire, tf.int32)
