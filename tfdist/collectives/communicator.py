@@ -123,16 +123,17 @@ class Communicator:
         # On the host: to read a GPU's variable is to wait for all that the GPU has queued, while a watch asks whether it hangs.
         started = self._made(self._started, rank, on_host=True).handle  # first: the watch looks for it where `running` is there
         running = self._made(self._running, rank, on_host=True).handle
-        one, number = tf.constant(1, tf.int64), 1 + self.programs.index(plan)
+        number = 1 + self.programs.index(plan)
         completed = self._made(self._completed.setdefault(number, {}), rank, on_host=True).handle
 
         def step_on_chain() -> tf.Operation:
-            return tf.raw_ops.AssignAddVariableOp(resource=self.token(rank), value=one)
+            return tf.raw_ops.AssignAddVariableOp(resource=self.token(rank), value=tf.constant(1, tf.int64))
 
         def note() -> tf.Operation:
             with tf.device(self._running[rank].device):
                 now = tf.constant(0 if ends else number, tf.int64)
                 assigned = tf.raw_ops.AssignVariableOp(resource=running, value=now)
+                one = tf.constant(1, tf.int64)  # here too: the token's would be copied from the GPU
                 counted = tf.raw_ops.AssignAddVariableOp(resource=completed if ends else started, value=one)
                 return tf.group(assigned, counted)
 
