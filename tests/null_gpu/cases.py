@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
+from tests.null_gpu import device
 
 Step = Callable[[], Any]
 Case = Callable[[], tuple[tf.distribute.Strategy, Step]]
@@ -23,9 +24,9 @@ WIDTH, ROWS = 16, 4  # of the model's layers; of a replica's batch
 def make_strategy(**settings: Any) -> tf.distribute.Strategy:
     """Over the workers of a job, or over this process's GPUs."""
     cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver().cluster_spec()
+    number = settings.pop("devices", None)
     if cluster.jobs:
         return tfdist.MultiWorkerShardedStrategy(**settings)
-    number = settings.pop("devices", None)
     devices = None if number is None else [f"GPU:{index}" for index in range(number)]
     return tfdist.ShardedStrategy(devices, **settings)
 
@@ -82,6 +83,26 @@ def pipeline(schedule: str = "1f1b", microbatches: int = 4, recompute: bool = Fa
     return strategy, step_of(strategy, model)
 
 
+def fitted(**settings: Any) -> Any:
+    """An epoch of `fit`, whose last batch has one row, so that other ranks have none.
+
+    The loss is one of every number: TensorFlow's gradient of a sum over one axis computes a shape on the GPU where the rows are
+    unknown, and so reads anything there.
+    """
+    strategy = make_strategy(**settings)
+    with strategy.scope():
+        model = dense_model(2)
+        model.compile(keras.optimizers.Adam(), loss=lambda y, x: tf.square(y - x))
+    rows = tf.zeros([2 * ROWS * strategy.num_replicas_in_sync + 1, WIDTH])
+    data = tf.data.Dataset.from_tensor_slices((rows, rows)).batch(ROWS * strategy.num_replicas_in_sync)
+
+    def epoch() -> None:
+        device.set_condition(True)  # Keras asks a GPU whether there was a batch
+        model.fit(data, verbose=0)
+
+    return strategy, epoch
+
+
 def loss_scaled() -> Any:
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
 
@@ -97,6 +118,7 @@ CASES: dict[str, Case] = {
     "loss scale": case(dense, loss_scaled, policy="mixed_float16", zero_stage=2),
     **{f"mixed float16, stage {stage}": case(dense, loss_scaled, policy="mixed_float16", zero_stage=stage) for stage in range(4)},
     **{f"mixed bfloat16, stage {stage}": case(dense, policy="mixed_bfloat16", zero_stage=stage) for stage in range(4)},
+    "fit": case(fitted, zero_stage=3, devices=2),
     "owners": case(dense, lambda: keras.optimizers.Muon(), zero_stage=2),
     "tensor 2": case(dense, zero_stage=2, tensor_parallel_size=2),
     "tensor 2, stage 3": case(dense, zero_stage=3, tensor_parallel_size=2),

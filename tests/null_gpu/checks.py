@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from tests.null_gpu.cases import ROWS, WIDTH
 from tests.null_gpu.log import Call, Log
 from tests.null_gpu.running import Ended
 
@@ -39,22 +40,39 @@ ON_THE_HOST = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Branch:
-    """What a step does that branches on the host, by a number that a device has computed: that copies this number.
+class Special:
+    """What a case does that others do not.
 
-    One of two steps runs the whole plan, the other may leave out some of it.
+    Attributes:
+        DtoH, HtoD: bytes of each copy that a device may make.
+        numbers: bytes of copies that it may make at will, at most.
+        plans: how often it runs the plan.
+        others: bytes of all-reduces that are in no plan of the step.
+        may_lack: whether one of two steps may leave out some of the plan.
     """
 
     reason: str
-    DtoH: tuple[int, ...] = ()  # bytes of each copy of a device
+    DtoH: tuple[int, ...] = ()
     HtoD: tuple[int, ...] = ()
+    numbers: int = 0
+    plans: int = 1
+    others: tuple[int, ...] = ()
+    may_lack: bool = False
 
 
-BRANCHES = {
-    "accumulation": Branch("whether this step updates", DtoH=(1,)),
-    "loss scale": Branch("whether all gradients are finite", DtoH=(1,)),
+_BATCH, _LAST = 4 * ROWS * WIDTH, 4 * WIDTH  # bytes of a replica's rows; of the one row of the last batch
+SPECIAL = {
+    "accumulation": Special("the host branches on whether this step updates", DtoH=(1,), may_lack=True),
+    "loss scale": Special("the host branches on whether all gradients are finite", DtoH=(1,), may_lack=True),
+    "fit": Special(
+        "an epoch: its batches, and numbers of TensorFlow's iterators, of unknown rows and of Keras's logs, which workers sum",
+        HtoD=(*[_BATCH] * 4, *[_LAST] * 2),
+        numbers=16,
+        plans=3,
+        others=(4, 8),
+    ),
 }
-_NONE = Branch("no branch")
+_NONE = Special("like all others")
 
 
 def problems_of(ended: Ended, devices: int) -> list[str]:
@@ -67,22 +85,29 @@ def problems_of(ended: Ended, devices: int) -> list[str]:
             if "error" in result:
                 found.append(f"{name}, worker {worker}: {result['error']}")
                 continue
-            log, branch = ended.log.of_process(process), BRANCHES.get(name, _NONE)
+            log, special = ended.log.of_process(process), SPECIAL.get(name, _NONE)
             for number in (1, 2):
                 step = log.between(f"{name} {number} begins", f"{name} {number} ends")
-                where, may_lack = f"{name}, step {number}, worker {worker}", name in BRANCHES and number == 2
-                different = _unlike_plan(step, ended.log, ended.processes, result["plan"], devices, may_lack)
-                found += [f"{where}: {one}" for one in (*different, *_copies(step, branch))]
+                where, may_lack = f"{name}, step {number}, worker {worker}", special.may_lack and number == 2
+                plan = {rank: special.plans * records for rank, records in result["plan"].items()}
+                different = _unlike_plan(step, ended.log, ended.processes, plan, devices, may_lack, special.others)
+                found += [f"{where}: {one}" for one in (*different, *_copies(step, special))]
             found += [f"{name}, worker {worker}: {one}" for one in _on_the_host(result["nodes"])]
     return found
 
 
 def _unlike_plan(
-    step: Log, whole: Log, processes: list[int], plan: dict[str, list[dict[str, Any]]], devices: int, may_lack: bool
+    step: Log,
+    whole: Log,
+    processes: list[int],
+    plan: dict[str, list[dict[str, Any]]],
+    devices: int,
+    may_lack: bool,
+    others: tuple[int, ...],
 ) -> Iterable[str]:
     """Yields where NCCL's calls of a step are not the plan's: the same collectives of the same ranks, in the same order.
 
-    With `may_lack` some of the plan's may be missing.
+    With `may_lack` some of the plan's may be missing; all-reduces of `others`, bytes, do not count.
     """
     members = {
         name: sorted(processes.index(process) * devices + device for process, device in ranks)
@@ -90,6 +115,7 @@ def _unlike_plan(
     }
     for rank, records in plan.items():
         calls = [call for call in step.calls() if call.record.device == int(rank) % devices]
+        calls = [call for call in calls if call.op != "AllReduce" or call.bytes not in others]
         expected = [(_call_of(one, devices), one["bytes"], sorted(one["ranks"])) for one in records]
         seen = [(call.op, call.bytes, members[call.communicator]) for call in calls]
         rest = iter(expected)
@@ -102,11 +128,11 @@ def _unlike_plan(
         )
 
 
-def _copies(step: Log, branch: Branch) -> Iterable[str]:
+def _copies(step: Log, special: Special) -> Iterable[str]:
     for direction in ("HtoD", "DtoH"):
         sizes = collections.Counter((copy.record.device, copy.bytes) for copy in step.copies(direction))
         for (device, size), number in sizes.items():
-            if number > getattr(branch, direction).count(size):
+            if size > special.numbers and number > getattr(special, direction).count(size):
                 yield f"device {device} copies {number} times {size} bytes {direction}"
 
 

@@ -1,7 +1,7 @@
 """Steps of every kind through TensorFlow's GPU runtime and its NCCL path, on null GPUs.
 
 Of each is asked: it ends; all ranks call the same collectives in the same order, which are those of the plan; nothing runs on the
-host that belongs to the GPU; nothing is copied between host and device but what `checks.BRANCHES` lists; and no order in which
+host that belongs to the GPU; nothing is copied between host and device but what `checks.SPECIAL` lists; and no order in which
 devices come to their calls could make them wait for each other for ever. Numbers mean nothing there: kernels compute nothing.
 """
 
@@ -11,7 +11,7 @@ from tests.null_gpu.checks import circle, problems_of
 from tests.null_gpu.running import Machine
 
 # In one process with four GPUs.
-ALONE = ["stage 0", "stage 3", "accumulation", "loss scale", "mixed bfloat16, stage 3", "owners", "tensor 2", "pipeline 2"]
+ALONE = ["stage 0", "stage 3", "accumulation", "loss scale", "mixed bfloat16, stage 3", "owners", "tensor 2", "pipeline 2", "fit"]
 # In two processes with one GPU each.
 TWO = ["stage 2", "stage 3", "pipeline 2"]
 
@@ -41,7 +41,7 @@ def test_two_processes(null_gpus):
         (4, 1, ["stage 1", "stage 2", "clipped", "tensor 2, stage 3", "pipeline 2, gpipe", "pipeline 2, stage 3"]),
         (4, 1, ["pipeline 2, recomputed", "pipeline 2, tensor 2"]),
         (8, 1, ["2 x 2 x 2"]),
-        (1, 2, ["stage 0", "stage 1", "clipped", "accumulation", "loss scale", "mixed bfloat16, stage 3", "owners"]),
+        (1, 2, ["stage 0", "stage 1", "clipped", "accumulation", "loss scale", "mixed bfloat16, stage 3", "owners", "fit"]),
         (1, 2, ["tensor 2, stage 3", "pipeline 2, gpipe", "pipeline 2, stage 3", "pipeline 2, recomputed"]),
         (2, 2, ["stage 3", "tensor 2, stage 3", "pipeline 2, tensor 2", "pipeline 2, stage 3"]),
         (4, 2, ["2 x 2 x 2", "pipeline 4, tensor 2"]),
