@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,12 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+
+if not __package__:  # run as a file: its folder stands on the path instead of the repository
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+
+from benchmarks import cases
+from benchmarks.devices import take_devices
 
 CLASSES, SAMPLES, BATCH, EPOCHS = 5, 16, 8, 3
 STAGES = (0, 2, 3)
@@ -111,7 +119,8 @@ def difference(ours: Any, theirs: Any) -> float:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", metavar="name", help=f"of {', '.join(ARCHITECTURES)} (default: all)")
-    parser.add_argument("--devices", type=int, default=2, help="logical CPUs (default: 2)")
+    parser.add_argument("--devices", type=int, default=2, help="ranks (default: 2)")
+    cases.add_logical_gpus(parser)
     parser.add_argument("--float64", action="store_true", help="compute in float64: what is left is no rounding of float32")
     args = parser.parse_args()
     if unknown := set(args.architectures) - set(ARCHITECTURES):
@@ -144,7 +153,7 @@ def report(name: str, strategy: tfdist.ShardedStrategy, reference: str, ours: An
 
 def main() -> None:
     args = parse_args()
-    devices = tfdist.use_logical_cpus(args.devices)
+    devices = take_devices(args.devices, args.logical_gpus)
     if args.float64:
         keras.config.set_floatx("float64")
     for name in args.architectures or ARCHITECTURES:

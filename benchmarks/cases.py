@@ -35,16 +35,20 @@ class Case:
             `tfdist.PipelineModel`) or "torch" (PyTorch's `parallelize_module`, `torch.distributed.pipelining`, a process a rank).
             Of `benchmarks.run`, in PyTorch: "torch-single" (one process), "ddp", "zero-redundancy", "fsdp2", "ds1" to "ds3".
         model: "mlp", a stack of square Dense layers, or "gpt", a decoder.
-        devices: CPU devices; a "single" contender uses the first and makes no others.
+        devices: that share the work; a "single" contender uses the first, and makes no other logical CPUs.
         layers: Dense layers, or decoder blocks.
         width: units of a Dense layer, or the embedding's size.
         global_batch_size: examples of one step, over all devices.
         multi_worker: whether each device belongs to a worker process of its own, of one TF_CONFIG job; else all are
-            logical CPUs of one process.
+            devices of one process.
         use_kernels: passed to tfdist's strategy.
         heads, sequence_length, vocabulary: of the gpt.
         schedule: of a pipeline, by its name in `tfdist.pipeline.schedules.make_schedule`; None: no pipeline.
         num_microbatches: of a pipeline.
+        logical_gpus: in how many parts one GPU is split, of which the first `devices` are the ranks; 0: ranks are logical CPUs.
+            A rank of PyTorch has the GPU with the others.
+        jit_compile: whether XLA compiles the step: of "single" only.
+        policy: Keras's dtype policy.
     """
 
     contender: str
@@ -60,6 +64,9 @@ class Case:
     vocabulary: int = 1000
     schedule: str | None = None
     num_microbatches: int = 1
+    logical_gpus: int = 0
+    jit_compile: bool = False
+    policy: str = "float32"
 
     @property
     def num_ranks(self) -> int:
@@ -123,6 +130,12 @@ def _at_least(least: int, kind: Callable[[str], Any], text: str) -> Any:
         noun = "an integer" if kind is int else "a number"
         raise argparse.ArgumentTypeError(f"must be {noun} of at least {least}. Received: {text}")
     return value
+
+
+def add_logical_gpus(parser: argparse.ArgumentParser) -> None:
+    """Adds the choice between logical CPUs and parts of one GPU."""
+    help_text = "split one GPU in N, and let the first of its parts be the ranks; memory is then what their allocators count"
+    parser.add_argument("--logical-gpus", type=positive_int, default=0, metavar="N", help=f"{help_text} (default: logical CPUs)")
 
 
 # Results

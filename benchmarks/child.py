@@ -8,6 +8,7 @@ The first line on stdin is the case. What TensorFlow and Keras print goes to std
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -21,9 +22,11 @@ import tensorflow as tf
 import tfdist
 from benchmarks import measuring
 from benchmarks.cases import Case
+from benchmarks.devices import memory_of, own_devices, tensor_growth
 from benchmarks.measuring import Answer, Requests
+from benchmarks.memory import growths
 from benchmarks.pipeline_training import PipelineLoop
-from benchmarks.resident import give_back, growths, resident_bytes
+from benchmarks.resident import give_back, resident_bytes
 from benchmarks.tensor_training import TensorLoop
 from benchmarks.training import DataLoop, build_strategy
 
@@ -37,28 +40,16 @@ def describe(loop: DataLoop) -> dict[str, Any]:
 # Measurements
 
 
-def tensor_bytes(reset_peak: bool = False) -> dict[str, int] | None:
-    """Returns "current" and "peak" bytes in use of TensorFlow's CPU allocator, or None where it does not count them.
-
-    All logical CPUs of a process share one allocator.
-    """
-    try:
-        if reset_peak:
-            tf.config.experimental.reset_memory_stats("CPU:0")
-        return tf.config.experimental.get_memory_info("CPU:0")
-    except ValueError:
-        return None
-
-
 def measure_memory(case: Case, answer: Answer, requests: Requests) -> None:
-    """Answers once, to `{"steps": n}`: the process's memory at rest and at the peak of each phase."""
+    """Answers once, to `{"steps": n}`: the memory of the process, or of its GPUs, at rest and at the peak of each phase."""
     strategy = build_strategy(case)
+    memory = memory_of(own_devices(case))
     give_back()
-    imported = resident_bytes()
+    imported = memory.in_use()
     answer({})
-    loop, phases = measuring.train_in_phases(lambda: DataLoop(case, strategy), next(requests)["steps"])
+    loop, phases = measuring.train_in_phases(lambda: DataLoop(case, strategy), next(requests)["steps"], memory)
     give_back()
-    answer({"imported_rss_bytes": imported, **phases.fields(), "at_rest_rss_bytes": resident_bytes(), **describe(loop)})
+    answer({"imported_rss_bytes": imported, **phases.fields(), "at_rest_rss_bytes": memory.in_use(), **describe(loop)})
 
 
 def measure_steps(case: Case, answer: Answer, requests: Requests) -> None:
@@ -84,22 +75,21 @@ def measure_pipeline(case: Case, answer: Answer, requests: Requests) -> None:
     _, loss = loop.run(3)
     answer({"warmup_loss": loss, **VERSIONS})
     for request in requests:
-        before = tensor_bytes(reset_peak=True)
-        seconds, loss = loop.run(request["steps"])
-        peak = None if before is None else tensor_bytes()["peak"] - before["current"]
-        answer({"seconds": seconds, "loss": loss, "tensor_bytes": peak})
+        grown, (seconds, loss) = tensor_growth(own_devices(case), functools.partial(loop.run, request["steps"]))
+        answer({"seconds": seconds, "loss": loss, "tensor_bytes": grown})
 
 
 def measure_pipeline_memory(case: Case, answer: Answer, requests: Requests) -> None:
-    """Traces and warms up, says so, then answers every `{"steps": n}` with what each of n steps adds to the resident memory."""
+    """Traces and warms up, says so, then answers every `{"steps": n}` with what each of n steps adds to the memory."""
     give_back()
-    imported = resident_bytes()
+    imported = 0 if case.logical_gpus else resident_bytes()  # before there are devices
     loop = PipelineLoop(case)
+    memory = memory_of(own_devices(case))
     _, loss = loop.run(3)
     answer({"warmup_loss": loss, **VERSIONS})
     for request in requests:
-        found = growths(lambda: loop.run(1), request["steps"])
-        answer({"rest_bytes": resident_bytes() - imported, "step_bytes": found})
+        found = growths(memory, lambda: loop.run(1), request["steps"])
+        answer({"rest_bytes": memory.in_use() - imported, "step_bytes": found})
 
 
 _MEASUREMENTS = {

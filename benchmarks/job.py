@@ -26,8 +26,11 @@ from benchmarks.cases import Case
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _STDERR_TAIL = 2000  # characters of a failed process's stderr to show
 _END_SECONDS = 10.0  # to end by themselves, for all processes together
-_FIXED = {"CUDA_VISIBLE_DEVICES": "-1", "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-_NOT_INHERITED = ("TF_CONFIG", "TFDIST_DEVICES_PER_WORKER")  # they would make a worker of any process
+_FIXED = {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
+SHARERS = "TFDIST_WORKERS_PER_GPU"  # of how many processes, or jobs, a GPU's memory is
+# They would make a worker of any process, or other devices.
+_NOT_INHERITED = ("TF_CONFIG", "TFDIST_DEVICES_PER_WORKER", "TFDIST_LOGICAL_GPUS", SHARERS)
 
 
 class JobError(RuntimeError):
@@ -81,8 +84,10 @@ class Job:
         self._lines: queue.Queue[tuple[int, str | None]] = queue.Queue()  # (process, line), None after the last
         self._processes: list[_Process] = []
         try:
-            for index, own in enumerate(_torch_ranks(case) if case.is_torch else _tf_configs(case)):
-                self._processes.append(_Process([*program, measurement], index, {**environment, **own}, self._lines))
+            sharers = int(environment.get(SHARERS, 1))
+            for index, own in enumerate(_torch_ranks(case) if case.is_torch else _tf_configs(case, sharers)):
+                variables = {**(_NO_GPU if not case.logical_gpus else {}), **environment, **own}
+                self._processes.append(_Process([*program, measurement], index, variables, self._lines))
             self.ready = self.ask(dataclasses.asdict(case))
         except BaseException:
             self._kill()
@@ -184,13 +189,14 @@ class _Process:
         return self._stderr.read()[-_STDERR_TAIL:]
 
 
-def _tf_configs(case: Case) -> list[dict[str, str]]:
-    """Returns the variables that tell each process of `case` its place in the job."""
+def _tf_configs(case: Case, sharers: int) -> list[dict[str, str]]:
+    """Returns the variables that tell each process of `case` its place in the job, and its part of the GPU."""
     if not case.multi_worker or case.num_processes == 1:
         return [{}]
     addresses = [f"localhost:{port}" for port in _free_ports(case.num_processes)]
+    parts = {"TFDIST_LOGICAL_GPUS": "1", SHARERS: str(sharers * case.logical_gpus)} if case.logical_gpus else {}
     return [
-        {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})}
+        {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}), **parts}
         for index in range(case.num_processes)
     ]
 

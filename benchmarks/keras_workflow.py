@@ -22,6 +22,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -34,6 +36,13 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+
+if not __package__:  # run as a file: its folder stands on the path instead of the repository
+    sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
+
+from benchmarks import cases
+from benchmarks.devices import take_devices
+from benchmarks.job import SHARERS
 
 VOCABULARY, TOKENS, STEPS = 2000, 32, 5
 
@@ -85,7 +94,7 @@ class Contender:
 
 def contend(arguments: argparse.Namespace) -> None:
     """The program of a contender's process: a turn for each line that it reads, then the medians of what it has measured."""
-    devices, case = tfdist.use_logical_cpus(arguments.devices), arguments.case
+    devices, case = take_devices(arguments.devices, arguments.logical_gpus), arguments.case
     if case == "one device":
         strategy = tf.distribute.get_strategy()
     elif case == "mirrored":
@@ -108,6 +117,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
+    cases.add_logical_gpus(parser)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
@@ -115,10 +125,11 @@ def main() -> None:
         return
     found: dict[str, list[dict[str, float]]] = {}
     with contextlib.ExitStack() as stack:
-        cases = ["one device", "mirrored", *(f"stage {stage}" for stage in arguments.stages)]
+        names = ["one device", "mirrored", *(f"stage {stage}" for stage in arguments.stages)]
         command = [sys.executable, *sys.argv, "--case"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        contenders = {case: stack.enter_context(subprocess.Popen([*command, case], **pipes)) for case in cases}
+        pipes["env"] = {**os.environ, SHARERS: str(len(names))}
+        contenders = {case: stack.enter_context(subprocess.Popen([*command, case], **pipes)) for case in names}
         for _ in range(1 + arguments.rounds):
             for case, process in contenders.items():
                 process.stdin.write("turn\n")

@@ -27,10 +27,11 @@ if not __package__:  # run as a file: its folder stands on the path instead of t
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
 from benchmarks import cases, peers, resident, suites
+from benchmarks.cases import Case
 
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", **resident.TUNED}  # read when TensorFlow is imported
 
-from benchmarks.child import tensor_bytes
+from benchmarks.devices import own_devices, tensor_growth
 from benchmarks.training import DataLoop, build_strategy
 from tfdist.keras_hooks import TABLE
 
@@ -48,7 +49,7 @@ MEMORY_TURNS = 5
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=cases.positive_int, default=1, help="logical CPUs; default: 1")
+    parser.add_argument("--devices", type=cases.positive_int, default=1, help="ranks; default: 1")
     parser.add_argument("--zero-stage", type=int, choices=range(4), default=1, help="default: 1")
     parser.add_argument("--kernels", nargs="+", choices=[*KERNELS, ALL], default=[*KERNELS, ALL], help="default: each, and all")
     small = {name.removeprefix("global_").replace("_", "-"): size for name, size in suites.SIZES[suites.SMALL].items()}
@@ -69,8 +70,7 @@ def only(kernels: Sequence[str]) -> Iterator[None]:
         setattr(owner, name, function)
 
 
-def build_loops(args: argparse.Namespace) -> dict[str, DataLoop]:
-    case = peers.make_case(args, f"zero{args.zero_stage}", args.devices, use_kernels=True)
+def build_loops(args: argparse.Namespace, case: Case) -> dict[str, DataLoop]:
     strategy = build_strategy(case)
     loops, losses = {}, {}
     for name in ["off", *args.kernels]:
@@ -91,21 +91,20 @@ def turn(loop: DataLoop, steps: int) -> tuple[float, float]:
     return time.process_time() - cpu, seconds
 
 
-def peak_bytes(loop: DataLoop) -> int | None:
+def peak_bytes(loop: DataLoop, devices: Sequence[str]) -> int | None:
     """Returns what a step's tensors take at most beside those that stay, or None where TensorFlow does not count them."""
     loop.run(1)
-    before = tensor_bytes(reset_peak=True)
-    loop.run(1)
-    return None if before is None else tensor_bytes()["peak"] - before["current"]
+    return tensor_growth(devices, lambda: loop.run(1))[0]
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a record for each loop but the one without kernels."""
-    loops = build_loops(args)
+    case = peers.make_case(args, f"zero{args.zero_stage}", args.devices, use_kernels=True)
+    loops, devices = build_loops(args, case), own_devices(case)
     peaks: dict[str, list[int | None]] = {name: [] for name in loops}
     for _ in range(MEMORY_TURNS):
         for name, loop in loops.items():
-            peaks[name].append(peak_bytes(loop))
+            peaks[name].append(peak_bytes(loop, devices))
     off, on = loops.pop("off"), loops
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in on}
     steps: list[float] = []

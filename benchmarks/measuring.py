@@ -1,14 +1,15 @@
-"""What the processes of a job measure in the same way in every framework: seconds of steps, and resident memory."""
+"""What the processes of a job measure in the same way in every framework: seconds of steps, and memory."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from benchmarks.resident import PeakResident
+from benchmarks.memory import Memory, Peak
 
 Fields = dict[str, Any]
 Answer = Callable[[Fields], None]
@@ -28,17 +29,24 @@ class Loop(Protocol):
         """As `run`, with the seconds of each step."""
 
 
-def measure_steps(build: Callable[[], Loop], describe: Callable[[Loop], Fields], answer: Answer, requests: Requests) -> None:
-    """Builds and warms up, says how long that took, then answers every `{"steps": n}` with the seconds of each of n steps.
-
-    Three steps warm up; the first traces. Before those that are timed another one lets the ranks meet.
-    """
+def warm_up(build: Callable[[], Loop], describe: Callable[[Loop], Fields]) -> tuple[Loop, Fields]:
+    """Builds and runs three steps, of which the first traces; returns the loop, and how long that took."""
     start = time.perf_counter()
     loop = build()
     build_seconds = time.perf_counter() - start
     first_step_seconds, _ = loop.run(1)
     _, loss = loop.run(WARMUP_STEPS - 1)
-    answer({"warmup_loss": loss, "build_seconds": build_seconds, "first_step_seconds": first_step_seconds, **describe(loop)})
+    fields = {"warmup_loss": loss, "build_seconds": build_seconds, "first_step_seconds": first_step_seconds}
+    return loop, {**fields, **describe(loop)}
+
+
+def measure_steps(build: Callable[[], Loop], describe: Callable[[Loop], Fields], answer: Answer, requests: Requests) -> None:
+    """Warms up, says how long that took, then answers every `{"steps": n}` with the seconds of each of n steps.
+
+    Before those that are timed another one lets the ranks meet.
+    """
+    loop, fields = warm_up(build, describe)
+    answer(fields)
     for request in requests:
         loop.run(1)
         cpu = time.process_time()
@@ -46,9 +54,28 @@ def measure_steps(build: Callable[[], Loop], describe: Callable[[Loop], Fields],
         answer({"step_seconds": seconds, "cpu_seconds": (time.process_time() - cpu) / request["steps"], "loss": loss})
 
 
+def measure_rounds(
+    build: Callable[[], Loop], describe: Callable[[Loop], Fields], memory: Memory | None, answer: Answer, requests: Requests
+) -> None:
+    """Warms up, says how long that took, then answers every `{"steps": n}` with the seconds of n steps in a row.
+
+    Between them nobody waits for the devices. With a `memory`, which must cost no time, also with its peak in these steps.
+    """
+    loop, fields = warm_up(build, describe)
+    answer(fields)
+    for request in requests:
+        peak = contextlib.nullcontext() if memory is None else memory.peak()
+        with peak:
+            cpu = time.process_time()
+            seconds, loss = loop.run(request["steps"])
+            cpu = (time.process_time() - cpu) / request["steps"]
+        fields = {} if memory is None else {"peak_bytes": peak.bytes}
+        answer({"seconds": seconds, "cpu_seconds": cpu, "loss": loss, **fields})
+
+
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """The resident memory of a process while it builds and trains.
+    """The memory of a process while it builds and trains.
 
     Attributes:
         peaks: by phase: "build", "first_step", "steps".
@@ -56,7 +83,7 @@ class Phases:
         loss: after the last.
     """
 
-    peaks: dict[str, PeakResident]
+    peaks: dict[str, Peak]
     warmup_loss: float
     loss: float
 
@@ -71,14 +98,14 @@ class Phases:
         }
 
 
-def train_in_phases(build: Callable[[], Loop], steps: int) -> tuple[Loop, Phases]:
-    """Builds, and runs `steps` steps, at least three; returns the loop, and what was resident."""
-    with PeakResident() as built:
+def train_in_phases(build: Callable[[], Loop], steps: int, memory: Memory) -> tuple[Loop, Phases]:
+    """Builds, and runs `steps` steps, at least three; returns the loop, and what was in use."""
+    with memory.peak() as built:
         loop = build()
-    with PeakResident() as first:
+    with memory.peak() as first:
         loop.run(1)
     gc.collect()
-    with PeakResident() as later:
+    with memory.peak() as later:
         _, warmup_loss = loop.run(WARMUP_STEPS - 1)
         loss = loop.run(steps - WARMUP_STEPS)[1] if steps > WARMUP_STEPS else warmup_loss
     return loop, Phases({"build": built, "first_step": first, "steps": later}, warmup_loss, loss)

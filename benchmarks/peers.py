@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import cases
 from benchmarks.cases import TFDIST, TORCH, Case
-from benchmarks.job import Job, JobError
+from benchmarks.job import SHARERS, Job, JobError
 from benchmarks.resident import TUNED
 
 # Relative, after the warm-up.
@@ -27,7 +27,8 @@ LOSS_TOLERANCE = 1e-5
 
 
 def add_size_arguments(parser: argparse.ArgumentParser, *, layers: int) -> None:
-    """Adds the sizes of the gpt, with that many layers unless told otherwise."""
+    """Adds the sizes of the gpt, with that many layers unless told otherwise, and on which devices it is trained."""
+    cases.add_logical_gpus(parser)
     add_sizes(parser, {"layers": layers, "width": 128, "heads": 4, "sequence-length": 64, "vocabulary": 256, "batch-size": 32})
 
 
@@ -76,6 +77,7 @@ def make_case(args: argparse.Namespace, contender: str, devices: int, **fields: 
         heads=args.heads,
         sequence_length=args.sequence_length,
         vocabulary=args.vocabulary,
+        logical_gpus=args.logical_gpus,
         **fields,
     )
 
@@ -95,7 +97,8 @@ def peer_environment(case: Case, preload: str | None) -> dict[str, str]:
     if not case.is_torch:
         return {}
     threads = max(1, (os.cpu_count() or 1) // case.devices)
-    environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+    accelerator = "cuda" if case.logical_gpus else "cpu"
+    environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": accelerator}
     return {**environment, "LD_PRELOAD": preload} if preload else environment
 
 
@@ -143,11 +146,12 @@ def take_turns(measurement: str, all_cases: Sequence[Case], args: argparse.Names
     """
     results = {case: Result() for case in all_cases}
     jobs: dict[Case, Job] = {}
+    environment = {**TUNED, SHARERS: str(len(all_cases))}
     with contextlib.ExitStack() as stack:
         for case, result in results.items():
             cases.progress(f"starting {case.label} ...")
             try:
-                jobs[case] = stack.enter_context(start(measurement, case, args, TUNED))
+                jobs[case] = stack.enter_context(start(measurement, case, args, environment))
                 result.ready = jobs[case].ready
             except JobError as error:
                 result.fail(error)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfdist
 from benchmarks.cases import Case
+from benchmarks.devices import take_devices
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, WEIGHT_DECAY, initial_weight, token_batch
 from benchmarks.training import build_model, place_on_all, run_steps
 
@@ -19,7 +20,7 @@ def build_pipeline(case: Case) -> tuple[tf.distribute.Strategy, tfdist.PipelineM
     if case.multi_worker:
         strategy = tfdist.MultiWorkerShardedStrategy(**settings)
     else:
-        strategy = tfdist.ShardedStrategy(tfdist.use_logical_cpus(case.devices), **settings)
+        strategy = tfdist.ShardedStrategy(take_devices(case.devices, case.logical_gpus), **settings)
     with strategy.scope():
         model = tfdist.PipelineModel(
             build_model(case),

@@ -29,8 +29,9 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.cases import positive_int
-from benchmarks.resident import MALLOC, give_back, growths, resident_bytes
+from benchmarks.cases import add_logical_gpus, positive_int
+from benchmarks.memory import growths
+from benchmarks.resident import MALLOC, give_back
 
 CASES: dict[str, dict[str, Any]] = {
     "stage 2": {"zero_stage": 2},
@@ -45,6 +46,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sizes = {"layers": 16, "width": 1024, "rows": 64, "microbatches": 4, "steps": 5, "stages-per-rank": 1}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"default: {default}")
+    add_logical_gpus(parser)
     parser.add_argument("--child", choices=list(CASES), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -56,14 +58,15 @@ def train(args: argparse.Namespace, zero_stage: int, reshard_after_microbatch: b
     import tensorflow as tf
 
     import tfdist
+    from benchmarks.devices import memory_of, take_devices
 
-    strategy = tfdist.ShardedStrategy(
-        tfdist.use_logical_cpus(PIPE * DATA), zero_stage=zero_stage, pipeline_parallel_size=PIPE, bucket_bytes=4 * 2**20
-    )
+    devices = take_devices(PIPE * DATA, args.logical_gpus)
+    memory = memory_of(devices)
+    strategy = tfdist.ShardedStrategy(devices, zero_stage=zero_stage, pipeline_parallel_size=PIPE, bucket_bytes=4 * 2**20)
     x = np.random.default_rng(0).normal(size=(args.rows, args.width)).astype("float32")
     float(tf.reduce_sum(x))  # TensorFlow's own memory
     give_back()
-    before = resident_bytes()
+    before = memory.in_use()
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layers = [keras.layers.Dense(args.width, "tanh", use_bias=False, name=f"dense_{k}") for k in range(args.layers)]
@@ -82,12 +85,12 @@ def train(args: argparse.Namespace, zero_stage: int, reshard_after_microbatch: b
     step = tf.function(lambda batch: strategy.run(lambda *data: model.train_step(data)["loss"], args=batch))
     losses = [float(strategy.reduce("MEAN", step(batch), axis=None)) for _ in range(2)]
     give_back()
-    rest = resident_bytes() - before
+    rest = memory.in_use() - before
     start = time.process_time()
     for _ in range(args.steps):
         losses.append(float(strategy.reduce("MEAN", step(batch), axis=None)))
     seconds = (time.process_time() - start) / args.steps
-    grown = growths(lambda: losses.append(float(strategy.reduce("MEAN", step(batch), axis=None))), args.steps)
+    grown = growths(memory, lambda: losses.append(float(strategy.reduce("MEAN", step(batch), axis=None))), args.steps)
     model_bytes = 4 * args.layers * args.width**2
 
     def moved(*kinds: str) -> float:

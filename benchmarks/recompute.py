@@ -3,9 +3,9 @@
     python -m benchmarks.recompute --torch-python PATH_TO_PYTHON
     python -m benchmarks.recompute --layers 2 --width 32 --sequence-length 16 --steps 1    (tiny; without PyTorch)
 
-Every case is trained alone: tfdist on logical CPUs of one process, PyTorch in a process a rank over gloo; figures are of all
-ranks together. `step` is the most that is resident during a step, less what was before it: activations, gradients, gathered
-layers and messages. It is the median of some steps, each of which begins with the freed memory given back (see
+Every case is trained alone: tfdist on logical CPUs of one process, or on parts of one GPU, PyTorch in a process a rank over gloo;
+figures are of all ranks together. `step` is the most that is in use during a step, less what was before it: activations,
+gradients, gathered layers and messages. It is the median of some steps, which begin with the freed memory given back (see
 `benchmarks.resident`). `saved` is the share of it that recomputation saves. Losses of a framework must be the same with and
 without. A table, and a line of JSON for each case, are printed.
 """
@@ -22,8 +22,9 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.cases import Case, positive_int
-from benchmarks.resident import MALLOC, growths
+from benchmarks.cases import Case, add_logical_gpus, positive_int
+from benchmarks.memory import Memory, growths
+from benchmarks.resident import MALLOC
 
 CONTENDERS = ("zero0", "zero3", "fsdp2")
 
@@ -33,6 +34,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sizes = {"devices": 2, "layers": 12, "width": 192, "batch-size": 8, "sequence-length": 192, "vocabulary": 256, "steps": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"default: {default}")
+    add_logical_gpus(parser)
     parser.add_argument("--torch-python", help="a Python with PyTorch; without it only tfdist is measured")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="default: all")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -49,6 +51,7 @@ def case_of(args: argparse.Namespace, contender: str) -> Case:
         args.batch_size,
         sequence_length=args.sequence_length,
         vocabulary=args.vocabulary,
+        logical_gpus=args.logical_gpus,
     )
 
 
@@ -82,7 +85,7 @@ def measure(argv: list[str], args: argparse.Namespace, name: str, is_recomputed:
     }
 
 
-def answer(step: Any, steps: int) -> None:
+def answer(step: Any, steps: int, memory: Memory) -> None:
     """Prints what a child has measured of `step`, which returns its loss: memory, seconds of a step, and the last loss."""
     for _ in range(2):
         step()
@@ -90,7 +93,7 @@ def answer(step: Any, steps: int) -> None:
     for _ in range(steps):
         step()
     seconds, losses = (time.perf_counter() - start) / steps, []
-    found = growths(lambda: losses.append(step()), steps)
+    found = growths(memory, lambda: losses.append(step()), steps)
     print(json.dumps({"growths": found, "seconds": seconds, "loss": losses[-1]}), flush=True)
 
 
@@ -100,6 +103,7 @@ def train_tfdist(args: argparse.Namespace, name: str, is_recomputed: bool) -> No
     import tensorflow as tf
 
     import tfdist
+    from benchmarks.devices import memory_of, take_devices
     from benchmarks.gpt_arrays import make_batch
 
     class Block(keras.layers.Layer):
@@ -115,7 +119,8 @@ def train_tfdist(args: argparse.Namespace, name: str, is_recomputed: bool) -> No
             return x + self.mlp(self.mlp_norm(x))
 
     case = case_of(args, name)
-    strategy = tfdist.ShardedStrategy(tfdist.use_logical_cpus(case.devices), zero_stage=int(name[-1]))
+    devices = take_devices(case.devices, case.logical_gpus)
+    strategy = tfdist.ShardedStrategy(devices, zero_stage=int(name[-1]))
     keras.utils.set_random_seed(1)
     with strategy.scope():
         blocks = [Block(f"block_{i}") for i in range(case.layers)]
@@ -128,7 +133,7 @@ def train_tfdist(args: argparse.Namespace, name: str, is_recomputed: bool) -> No
     dataset = tf.data.Dataset.from_tensor_slices(make_batch(case)).batch(case.global_batch_size)
     batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
     train = tf.function(lambda batch: strategy.run(lambda *data: model.train_step(data)["loss"], args=batch), jit_compile=False)
-    answer(lambda: float(strategy.reduce("MEAN", train(batch), axis=None)), args.steps)
+    answer(lambda: float(strategy.reduce("MEAN", train(batch), axis=None)), args.steps, memory_of(devices))
 
 
 def table(records: list[dict[str, Any]]) -> str:

@@ -7,7 +7,6 @@ import gc
 import os
 import pathlib
 import threading
-from collections.abc import Callable
 from typing import Self
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -24,19 +23,6 @@ def resident_bytes() -> int:
     """Returns the resident set's size."""
     with open("/proc/self/statm") as stream:
         return int(stream.read().split()[1]) * _PAGE_BYTES
-
-
-def growths(run: Callable[[], object], times: int) -> list[int]:
-    """Calls `run` some times; returns for each by how much the resident set was larger at most than right before."""
-    found = []
-    for _ in range(times):
-        give_back()
-        before = resident_bytes()
-        with PeakResident() as peak:
-            run()
-        found.append(peak.bytes - before)
-    give_back()
-    return found
 
 
 def give_back() -> None:

@@ -22,6 +22,7 @@ plots beside it. Ctrl-C ends the processes of the case that is running and leave
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 import shutil
 import signal
@@ -62,6 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", default=pathlib.Path("out/benchmarks"), help=out_help)
     fresh_help = "measure all again; the records of DIR are kept as results.old.jsonl"
     parser.add_argument("--fresh", action="store_true", help=fresh_help)
+    cases.add_logical_gpus(parser)
     peers.add_torch_arguments(parser)
     timeout_help = "longest wait for an answer (default: 600)"
     parser.add_argument("--timeout-seconds", type=cases.positive_float, default=600, help=timeout_help)
@@ -76,6 +78,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --{name}: each at most once. Received: {' '.join(map(str, getattr(args, name)))}")
     if args.steps < suites.MIN_STEPS:
         parser.error(f"argument --steps: must be at least {suites.MIN_STEPS}, for a median. Received: {args.steps}")
+    if args.logical_gpus and max(args.ranks) > args.logical_gpus:
+        parser.error(
+            f"argument --logical-gpus: must be at least the most ranks, {max(args.ranks)}. Received: {args.logical_gpus}"
+        )
     for number in args.ranks:
         for model in suites.MODELS:
             size = suites.SIZES[model]["global_batch_size"]
@@ -102,7 +108,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def run_case(args: argparse.Namespace, measure: Measure) -> dict[str, Any]:
     """Runs one case in processes of its own; returns its figures."""
     environment = suites.ENVIRONMENTS[measure.kind]
-    with peers.start(MEASUREMENTS[measure.kind], measure.case, args, environment) as job:
+    case = dataclasses.replace(measure.case, logical_gpus=args.logical_gpus)
+    with peers.start(MEASUREMENTS[measure.kind], case, args, environment) as job:
         answers = job.ask({"steps": measure.steps})
         if measure.kind == MEMORY:
             return memory_fields(measure, answers)
@@ -232,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         file.replace(file.with_name("results.old.jsonl"))
     versions, reasons = find_packages(args)
     try:
-        found = Results(file, results.conditions(versions))
+        found = Results(file, results.conditions({**versions, "logical_gpus": args.logical_gpus}))
     except (results.ConditionsError, results.BrokenFileError) as error:
         print(f"{error}: use another --out, or --fresh to begin again", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The gpt, its layers cut over logical CPUs by `tfdist.parallelize`."""
+"""The gpt, its layers cut by `tfdist.parallelize`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfdist
 from benchmarks.cases import Case
+from benchmarks.devices import take_devices
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, initial_weight, token_batch
 from benchmarks.training import build_model, place_on_all, run_steps
 
@@ -25,7 +26,7 @@ class TensorLoop:
     """A `tf.function` around `strategy.run` on a mesh of one data index: all ranks have the whole batch, on their devices."""
 
     def __init__(self, case: Case):
-        devices = tfdist.use_logical_cpus(case.devices)
+        devices = take_devices(case.devices, case.logical_gpus)
         strategy = tfdist.ShardedStrategy(devices, zero_stage=0, tensor_parallel_size=case.devices)
         with strategy.scope():
             self.model = model = build_model(case)

@@ -1,6 +1,6 @@
 """One rank of the gpt or the mlp under PyTorch: what `benchmarks.child` is to tfdist.
 
-    python -m benchmarks.torch_child steps|memory|tensor|pipeline|pipeline_memory
+    python -m benchmarks.torch_child steps|rounds|memory|tensor|pipeline|pipeline_memory
 
 It needs no TensorFlow, and runs in any environment that has PyTorch and NumPy. The first line on stdin is the case.
 """
@@ -21,8 +21,10 @@ import torch.distributed as dist
 from benchmarks import measuring
 from benchmarks.cases import DEEPSPEED_STAGES, Case
 from benchmarks.measuring import Answer, Requests
-from benchmarks.resident import give_back, growths, resident_bytes
+from benchmarks.memory import growths
+from benchmarks.resident import give_back
 from benchmarks.torch_data import DataLoop
+from benchmarks.torch_devices import join, memory_of
 from benchmarks.torch_pipeline import PipelineLoop
 from benchmarks.torch_tensor import TensorLoop
 
@@ -43,19 +45,26 @@ def measure_steps(case: Case, answer: Answer, requests: Requests) -> None:
     measuring.measure_steps(lambda: loop_class(case), describe, answer, requests)
 
 
+def measure_rounds(case: Case, answer: Answer, requests: Requests) -> None:
+    loop_class = data_loop(case)
+    memory = memory_of(case) if case.logical_gpus else None
+    measuring.measure_rounds(lambda: loop_class(case), describe, memory, answer, requests)
+
+
 def measure_memory(case: Case, answer: Answer, requests: Requests) -> None:
     """Answers once, to `{"steps": n}`, as `benchmarks.child` does."""
     loop_class = data_loop(case)
+    memory = memory_of(case)
     give_back()
-    imported = resident_bytes()
+    imported = memory.in_use()
     answer({})
-    loop, phases = measuring.train_in_phases(lambda: loop_class(case), next(requests)["steps"])
+    loop, phases = measuring.train_in_phases(lambda: loop_class(case), next(requests)["steps"], memory)
     give_back()
     answer(
         {
             "imported_rss_bytes": imported,
             **phases.fields(),
-            "at_rest_rss_bytes": resident_bytes(),
+            "at_rest_rss_bytes": memory.in_use(),
             **describe(loop),
         }
     )
@@ -77,14 +86,15 @@ def measure_pipeline(case: Case, answer: Answer, requests: Requests) -> None:
 
 
 def measure_pipeline_memory(case: Case, answer: Answer, requests: Requests) -> None:
+    memory = memory_of(case)
     give_back()
-    imported = resident_bytes()
+    imported = memory.in_use()
     loop = PipelineLoop(case)
     _, loss = loop.run(3)
     answer({"warmup_loss": loss, "torch": torch.__version__})
     for request in requests:
-        found = growths(lambda: loop.run(1), request["steps"])
-        answer({"rest_bytes": resident_bytes() - imported, "step_bytes": found})
+        found = growths(memory, lambda: loop.run(1), request["steps"])
+        answer({"rest_bytes": memory.in_use() - imported, "step_bytes": found})
 
 
 def _answer_times(loop: TensorLoop | PipelineLoop, answer: Answer, requests: Requests) -> None:
@@ -95,6 +105,7 @@ def _answer_times(loop: TensorLoop | PipelineLoop, answer: Answer, requests: Req
 
 _MEASUREMENTS = {
     "steps": measure_steps,
+    "rounds": measure_rounds,
     "memory": measure_memory,
     "tensor": measure_tensor,
     "pipeline": measure_pipeline,
@@ -115,7 +126,7 @@ def main() -> None:
     try:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.devices))
         torch.set_num_interop_threads(1)
-        dist.init_process_group("gloo")
+        join(case)
         _MEASUREMENTS[sys.argv[1]](case, answer, requests)
         for _ in requests:  # stay until the parent ends the input: the other ranks may not be done
             pass

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.cases import DDP, FSDP2, TORCH_SINGLE, ZERO_REDUNDANCY, Case
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, WEIGHT_DECAY, make_batch
+from benchmarks.torch_devices import device_of, wait
 from benchmarks.torch_gpt import GPT, assign_initial_weights, cross_entropy
 
 ADAMW = {"lr": LEARNING_RATE, "eps": EPSILON, "weight_decay": WEIGHT_DECAY, "fused": True}
@@ -42,7 +43,7 @@ def build_model(case: Case) -> nn.Module:
 def _build_whole(case: Case) -> nn.Module:
     model = build_model(case)
     assign_initial_weights(model, case)
-    return model
+    return model.to(device_of(case))
 
 
 # Contenders: the model as it is trained, and its optimizer
@@ -65,14 +66,15 @@ def _zero_redundancy(case: Case) -> tuple[nn.Module, Any]:
 
 def _fsdp2(case: Case) -> tuple[nn.Module, Any]:
     """One group per block or layer; the embedding, and the head with its norm, on their own. No rank ever has the whole model."""
-    mesh = init_device_mesh("cpu", (case.devices,))
+    device = device_of(case)
+    mesh = init_device_mesh(device.type, (case.devices,))
     with torch.device("meta"):
         model = build_model(case)
     parts: list[Any] = [module for name, module in model.named_children() if name not in ("final_norm", "logits")]
     parts += [[model.final_norm, model.logits]] if case.model == "gpt" else []
     for part in [*parts, model]:
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     assign_initial_weights(model, case)
     return model, torch.optim.AdamW(model.parameters(), **ADAMW)
 
@@ -84,13 +86,14 @@ class DataLoop:
     """Forward, backward, the optimizer's step. The rank's rows of the batch lie in memory."""
 
     def __init__(self, case: Case):
+        self._case = case
         self.model, self.optimizer = self._build(case)
         self.parameters = sum(self._sizes())
         self._loss_of = cross_entropy if case.model == "gpt" else nn.functional.mse_loss
         ranks = range(case.num_ranks)
         rows = case.global_batch_size // len(ranks)
         mine = slice(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
-        batch = (torch.from_numpy(array[mine].copy()) for array in make_batch(case))
+        batch = (torch.from_numpy(array[mine].copy()).to(device_of(case)) for array in make_batch(case))
         self._inputs, self._targets = (array.long() if case.model == "gpt" else array for array in batch)
 
     def _build(self, case: Case) -> tuple[nn.Module, Any]:
@@ -105,18 +108,30 @@ class DataLoop:
         self.optimizer.zero_grad(set_to_none=True)
 
     def run(self, steps: int) -> tuple[float, float]:
-        """Runs `steps` steps; returns seconds and the last loss."""
-        seconds, loss = self.time_steps(steps)
-        return sum(seconds), loss
+        """Runs `steps` steps; returns seconds, until the device is done, and the last loss, the mean over the ranks."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            loss = self._step()
+        wait(self._case)
+        return time.perf_counter() - start, self._mean(loss)
 
     def time_steps(self, steps: int) -> tuple[list[float], float]:
         """Runs `steps` steps; returns the seconds of each and the last loss, the mean over the ranks."""
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()
-            loss = self._loss_of(self.model(self._inputs), self._targets)
-            self._update(loss)
+            loss = self._step()
+            wait(self._case)
             seconds.append(time.perf_counter() - start)
+        return seconds, self._mean(loss)
+
+    def _step(self) -> torch.Tensor:
+        loss = self._loss_of(self.model(self._inputs), self._targets)
+        self._update(loss)
+        return loss
+
+    @staticmethod
+    def _mean(loss: torch.Tensor) -> float:
         last = loss.detach().clone()
         dist.all_reduce(last)
-        return seconds, float(last) / dist.get_world_size()
+        return float(last) / dist.get_world_size()

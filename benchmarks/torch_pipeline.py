@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from benchmarks.cases import Case
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, WEIGHT_DECAY, token_batch
+from benchmarks.torch_devices import device_of
 from benchmarks.torch_gpt import GPT, assign_initial_weights, cross_entropy
 
 ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -20,13 +21,15 @@ class PipelineLoop:
     """Stages go around the ranks, as tfdist's do."""
 
     def __init__(self, case: Case):
+        device = device_of(case)
         rank, last = dist.get_rank(), case.num_stages - 1
+        self._device = device
         indices = range(rank, case.num_stages, case.devices)
-        self.model = nn.ModuleDict({f"stage_{index}": GPT(case, case.blocks_of(index)) for index in indices})
+        self.model = nn.ModuleDict({f"stage_{index}": GPT(case, case.blocks_of(index)).to(device) for index in indices})
         for module in self.model.values():
             assign_initial_weights(module, case)
         stages = [
-            PipelineStage(module, index, case.num_stages, torch.device("cpu"))
+            PipelineStage(module, index, case.num_stages, device)
             for index, module in zip(indices, self.model.values(), strict=True)
         ]
         if case.schedule == "interleaved":
@@ -36,7 +39,7 @@ class PipelineLoop:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LEARNING_RATE, eps=EPSILON, weight_decay=WEIGHT_DECAY, fused=True
         )
-        inputs, targets = (torch.from_numpy(array.copy()) for array in token_batch(case))
+        inputs, targets = (torch.from_numpy(array.copy()).to(device) for array in token_batch(case))
         self.inputs = (inputs,) if 0 in indices else ()
         self.targets = targets if last in indices else None
 
@@ -49,6 +52,6 @@ class PipelineLoop:
             self.schedule.step(*self.inputs, target=self.targets, losses=losses, return_outputs=False)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        last = torch.stack(losses).detach().mean() if losses else torch.zeros(())
+        last = torch.stack(losses).detach().mean() if losses else torch.zeros((), device=self._device)
         dist.all_reduce(last)  # only the last stage has one
         return time.perf_counter() - start, float(last)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.gpt_arrays import make_batch
 from benchmarks.recompute import answer, case_of, parse_args
+from benchmarks.torch_devices import device_of, join, memory_of
 from benchmarks.torch_gpt import GPT, cross_entropy
 
 
@@ -19,10 +20,11 @@ def main() -> None:
     args = parse_args()
     _, is_recomputed = json.loads(args.child)
     case = case_of(args, "fsdp2")
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (case.devices,))
+    join(case)
+    device = device_of(case)
+    mesh = init_device_mesh(device.type, (case.devices,))
     torch.manual_seed(1)
-    model = GPT(case)
+    model = GPT(case).to(device)
     torch.nn.init.zeros_(model.position_embedding)
     for i in model.blocks:
         block = getattr(model, f"block_{i}")
@@ -34,7 +36,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     rows = case.global_batch_size // case.devices
     mine = slice(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
-    inputs, targets = (torch.from_numpy(array[mine].copy()).long() for array in make_batch(case))
+    inputs, targets = (torch.from_numpy(array[mine].copy()).long().to(device) for array in make_batch(case))
 
     def step() -> float:
         loss = cross_entropy(model(inputs), targets)
@@ -43,7 +45,7 @@ def main() -> None:
         optimizer.zero_grad()
         return loss.item()
 
-    answer(step, args.steps)
+    answer(step, args.steps, memory_of(case))
     dist.destroy_process_group()
 
 

@@ -13,11 +13,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.cases import Case
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, token_batch
+from benchmarks.torch_devices import device_of
 from benchmarks.torch_gpt import GPT, assign_initial_weights, cross_entropy
 
 
 def build(case: Case) -> GPT:
-    model = GPT(case)
+    model = GPT(case).to(device_of(case))
     if case.devices > 1:
         plan: dict[str, Any] = {"token_embedding": RowwiseParallel(input_layouts=Replicate())}
         for i in range(case.layers):
@@ -25,7 +26,7 @@ def build(case: Case) -> GPT:
             plan |= {f"block_{i}.attention.attention_output": RowwiseParallel()}
             plan |= {f"block_{i}.mlp_in": ColwiseParallel(), f"block_{i}.mlp_out": RowwiseParallel()}
         plan["logits"] = ColwiseParallel(output_layouts=Replicate())
-        parallelize_module(model, init_device_mesh("cpu", (case.devices,)), plan)
+        parallelize_module(model, init_device_mesh(device_of(case).type, (case.devices,)), plan)
     assign_initial_weights(model, case)
     return model
 
@@ -44,7 +45,7 @@ class TensorLoop:
         groups = [[p for p in parameters if isinstance(p, DTensor) == is_cut] for is_cut in (True, False)]
         named = [{"params": group} for group in groups if group]
         self.optimizer = torch.optim.Adam(named, lr=LEARNING_RATE, eps=EPSILON, fused=True)
-        self.inputs, self.targets = (torch.from_numpy(array.copy()) for array in token_batch(case))
+        self.inputs, self.targets = (torch.from_numpy(array.copy()).to(device_of(case)) for array in token_batch(case))
 
     def run(self, steps: int) -> tuple[float, float]:
         """Runs `steps` steps; returns seconds and the last loss. Gradients are kept after the last, to be counted."""

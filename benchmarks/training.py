@@ -12,7 +12,9 @@ import tensorflow as tf
 
 import tfdist
 from benchmarks.cases import MIRRORED, MW_MIRRORED, SINGLE, ZERO_STAGES, Case
+from benchmarks.devices import take_devices, wait
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, WEIGHT_DECAY, initial_weight, make_batch
+from tfdist.mesh import worker_devices
 from tfdist.runtime import share_cores
 
 # Strategies
@@ -26,7 +28,7 @@ def build_strategy(case: Case) -> tf.distribute.Strategy:
         strategy = _build_worker_strategy(case)
         devices = strategy.extended.worker_devices
     else:
-        devices = tfdist.use_logical_cpus(case.num_ranks)
+        devices = take_devices(case.num_ranks, case.logical_gpus)
         strategy = _build_local_strategy(case, devices)
     for device in devices:
         with tf.device(device):
@@ -36,7 +38,10 @@ def build_strategy(case: Case) -> tf.distribute.Strategy:
 
 def _build_worker_strategy(case: Case) -> tf.distribute.Strategy:
     if case.contender == MW_MIRRORED:
-        return tf.distribute.MultiWorkerMirroredStrategy()
+        worker_devices()  # splits the GPU, where it is to be split
+        way = tf.distribute.experimental.CommunicationImplementation("RING" if case.logical_gpus else "AUTO")
+        options = tf.distribute.experimental.CommunicationOptions(implementation=way)
+        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     return tfdist.MultiWorkerShardedStrategy(**_settings(case))
 
 
@@ -107,6 +112,7 @@ class DataLoop:
     """
 
     def __init__(self, case: Case, strategy: tf.distribute.Strategy):
+        keras.config.set_dtype_policy(case.policy)
         with strategy.scope():
             self.model = model = build_model(case)
             for variable in model.variables:
@@ -124,7 +130,7 @@ class DataLoop:
             optimizer.apply(tape.gradient(loss, [variable.value for variable in variables]), variables)
             return loss
 
-        @tf.function(jit_compile=False)
+        @tf.function(jit_compile=case.jit_compile)
         def step(inputs: Any, targets: Any) -> tf.Tensor:
             losses = strategy.run(train, (inputs, targets))
             return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
@@ -137,21 +143,23 @@ class DataLoop:
         return run_steps(self._step, self._batch, steps)
 
     def time_steps(self, steps: int) -> tuple[list[float], float]:
-        """Runs `steps` steps; returns the seconds of each and the last loss. A call returns when all devices are done."""
+        """Runs `steps` steps; returns the seconds of each, until all devices are done, and the last loss."""
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()
             loss = self._step(*self._batch)
+            wait()
             seconds.append(time.perf_counter() - start)
         return seconds, float(loss)
 
 
 def run_steps(step: Callable[..., tf.Tensor], batch: Sequence[Any], steps: int) -> tuple[float, float]:
-    """Calls `step` on `batch` that often; returns seconds and the last loss."""
+    """Calls `step` on `batch` that often; returns seconds, until all devices are done, and the last loss."""
     start = time.perf_counter()
     for _ in range(steps):
         loss = step(*batch)
     loss = float(loss)
+    wait()
     return time.perf_counter() - start, loss
 
 

@@ -76,13 +76,23 @@ def _measure(zero_stage: int, session: Session) -> Finding:
         summary += f"; but of the {counted:,} bytes of variables {there:,} are there"
     if gpus:
         peak = max(peak_bytes(gpu) - before[gpu] for gpu in gpus)
-        config = strategy.sharding_config
-        in_flight = 2 * config.bucket_bytes + (config.prefetch + 2) * _ITEM_BYTES * max(sizes)
-        at_most = _ROUNDING * (formula + in_flight) + _WORKSPACE_BYTES
+        at_most = most_bytes(formula, strategy.sharding_config, max(sizes))
         data |= {"peak_bytes": peak, "peak_at_most_bytes": round(at_most)}
         summary += f"; the allocator's peak {peak:,}, {peak / formula:.2f} of the formula (at most {at_most:,.0f})"
         holds = holds and peak <= at_most
     return Finding(summary, data, holds)
+
+
+def most_bytes(formula: float, config: Any, largest: int) -> float:
+    """Returns what an allocator's peak may be: the formula, two buckets, the gathered layers, libraries and rounding.
+
+    Args:
+        formula: bytes of the stage's closed formula.
+        config: a strategy's `sharding_config`.
+        largest: elements of the largest variable.
+    """
+    in_flight = 2 * config.bucket_bytes + (config.prefetch + 2) * _ITEM_BYTES * largest
+    return _ROUNDING * (formula + in_flight) + _WORKSPACE_BYTES
 
 
 def _existing_bytes(strategy: Any, variables: list[Any]) -> int:

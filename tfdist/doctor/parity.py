@@ -30,7 +30,7 @@ TOLERANCES = {"float32": 2e-5, "tensor_float_32": 2e-2, "mixed_float16": 2e-2, "
 
 _FEATURES, _HIDDEN, _CLASSES = 33, 48, 7
 _STEPS = 4
-_ROWS_PER_RANK = 4
+ROWS_PER_RANK = 4
 _FIRST_WITH_TENSOR_FLOAT_32 = (8, 0)
 
 
@@ -46,6 +46,10 @@ def _as_pipeline(model: keras.Model) -> keras.Model:
     return PipelineModel(model, num_microbatches=2)
 
 
+def _momentum() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
 @dataclasses.dataclass(frozen=True)
 class Technique:
     """One way to train.
@@ -55,12 +59,16 @@ class Technique:
         dtype: a name of `TOLERANCES`: a dtype policy of Keras, or "tensor_float_32".
         prepare: what is done with the Keras model in the strategy's scope.
         divisor: what must divide the number of devices.
+        optimizer: makes the optimizer, on one device too.
+        first_weight: of the first example's loss; a large one lets gradients of float16 overflow in the first step.
     """
 
     settings: dict[str, Any]
     dtype: str = "float32"
     prepare: Callable[[keras.Model], keras.Model] = _as_it_is
     divisor: int = 1
+    optimizer: Callable[[], keras.optimizers.Optimizer] = _momentum
+    first_weight: float = 1.0
 
 
 TECHNIQUES = {
@@ -107,11 +115,11 @@ def _compare(name: str, references: dict[str, Trained], session: Session) -> Fin
         session.needs_several(name, technique.divisor)
     if technique.dtype == "tensor_float_32":
         _check_tensor_float_32(session)
-    rows = _ROWS_PER_RANK * session.world_size
+    rows = ROWS_PER_RANK * session.world_size
     with tensor_float_32(technique.dtype == "tensor_float_32"):
         if technique.dtype not in references:
-            references[technique.dtype] = _train(tf.distribute.get_strategy(), technique.dtype, rows, _as_it_is)
-        found = _train(session.strategy(**technique.settings), technique.dtype, rows, technique.prepare)
+            references[technique.dtype] = train_alone(technique, rows)
+        found = train(session.strategy(**technique.settings), technique, rows)
     return compared(found, references[technique.dtype], TOLERANCES[technique.dtype])
 
 
@@ -133,8 +141,14 @@ def _model() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(_CLASSES, dtype="float32", name="head")(x))
 
 
-def _train(strategy: Any, dtype: str, rows: int, prepare: Callable[[keras.Model], keras.Model]) -> Trained:
+def train_alone(technique: Technique, rows: int) -> Trained:
+    """Trains the model as it is on one device, the first GPU where there is one."""
+    return train(tf.distribute.get_strategy(), dataclasses.replace(technique, prepare=_as_it_is), rows)
+
+
+def train(strategy: Any, technique: Technique, rows: int) -> Trained:
     """Trains for some steps with `fit`, with the same weights, on the same batches of `rows` examples."""
+    dtype = technique.dtype
     rng = np.random.default_rng(7)
     x = rng.normal(size=(_STEPS * rows, _FEATURES)).astype("float32")
     y = rng.integers(0, _CLASSES, size=len(x))
@@ -144,17 +158,19 @@ def _train(strategy: Any, dtype: str, rows: int, prepare: Callable[[keras.Model]
     keras.config.set_dtype_policy(dtype if dtype.startswith("mixed") else "float32")
     try:
         with strategy.scope():
-            model = prepare(_model())
+            model = technique.prepare(_model())
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             # What XLA makes of a step on one device is another question: strategies do not compile steps.
-            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=False)
+            model.compile(technique.optimizer(), loss, jit_compile=False)
             model.optimizer.build(model.trainable_variables)
     finally:
         keras.config.set_dtype_policy(policy)
     before = model.get_weights()
     losses: list[float] = []
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: losses.append(logs["loss"]))
-    model.fit(x, y, batch_size=rows, shuffle=False, verbose=0, callbacks=[record])
+    weights = np.where(np.arange(len(x)) == 0, np.float32(technique.first_weight), np.float32(1))
+    is_weighted = technique.first_weight != 1
+    model.fit(x, y, batch_size=rows, sample_weight=weights if is_weighted else None, shuffle=False, verbose=0, callbacks=[record])
     slots = [np.asarray(variable.numpy(), np.float64) for variable in model.optimizer.variables]
     return Trained(
         np.asarray(losses, np.float64),
