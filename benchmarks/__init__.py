@@ -6,12 +6,16 @@
     python -m benchmarks.tensor_parallel    tensor parallelism beside PyTorch's
     python -m benchmarks.pipeline           pipeline schedules, their speed and memory, beside PyTorch's
     python -m benchmarks.pipeline_picture   what each rank of a pipeline really did, drawn
+    python -m benchmarks.one_card           all that one GPU, split in logical ones, can show: exactness, memory, cost, overlap
+
+Ranks are logical CPUs, or with `--logical-gpus N` parts of one GPU; memory is then what their allocators count.
 
 Files, lowest first: `cases` (what is measured, arguments, tables), `job` (the processes that run a case), `resident` (this
-process's memory), `gpt_arrays` (weights and batches that are the same in every framework), `measuring` (what processes measure
-in the same way in every framework), `training` (strategies, models and loops), `tensor_training`, `pipeline_training`, `child`
-(what runs in each process of a job), `peers` (what comparisons with PyTorch share), and the programs. Of the suite: `suites`
-(its cases), `results` (its records), `figures` (medians and ratios of them), `promises` (its targets), `summary`, `plots`,
-`run`. In PyTorch: `torch_gpt`, `torch_data`, `torch_deepspeed`, `torch_tensor`, `torch_pipeline`, `torch_child`. Only the
-`training` files, `child`, `kernels` and `pipeline_picture` import TensorFlow.
+process's memory), `memory` (that, or what allocators count), `devices` (what the ranks are), `gpt_arrays` (weights and batches
+that are the same in every framework), `measuring` (what processes measure in the same way in every framework), `training`
+(strategies, models and loops), `tensor_training`, `pipeline_training`, `child` (what runs in each process of a job), `peers`
+(what comparisons with PyTorch share), and the programs. Of one card: `one_card/`. Of the suite: `suites` (its cases), `results`
+(its records), `figures` (medians and ratios of them), `promises` (its targets), `summary`, `plots`, `run`. In PyTorch:
+`torch_devices`, `torch_gpt`, `torch_data`, `torch_deepspeed`, `torch_tensor`, `torch_pipeline`, `torch_child`. Only the
+`training` files, `devices`, `child`, `kernels`, `pipeline_picture` and `one_card` import TensorFlow.
 """

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     book.begin({**fields, **cases.machine_fields(), "began": now}, f"{machine.summary}\n{now}, {cases.command_line()}")
     if machine.status.is_bad:
-        print(machine.summary, file=sys.stderr)
+        print(f"{machine.summary}\nWithout a GPU: --device cpu", file=sys.stderr)
         return 1
     for name in args.parts:
         part = PARTS[name](card)

@@ -1,0 +1,35 @@
+"""`python -m benchmarks.one_card` on a null GPU: what a person with a card will run begins, ends and counts the GPU's memory."""
+
+import json
+
+import pytest
+
+from tests.null_gpu.running import Machine
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
+
+
+def test_the_parts_that_need_no_numbers(null_gpus, tmp_path):
+    words = ["-m", "benchmarks.one_card", "--quick", "--parts", "memory", "cost", "overlap", "--out", str(tmp_path)]
+    ended = null_gpus(Machine(1, bytes=2 << 30), words, 1, 580)
+    assert ended.codes == [0], ended.outputs[0][-3000:]
+    head, *records = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert head["data"]["card"] == "Null GPU" and head["data"]["compute_capability"]
+    assert [(record["part"], record["status"]) for record in records] == [
+        *[("memory", "holds")] * 2,
+        *[("cost", "holds")] * 3,
+        ("overlap", "holds"),
+    ]
+    stage_3, stage_0 = (record["data"] for record in records[:2])
+    for found in (stage_3, stage_0):  # each part of the card counts by itself
+        assert len(found["peak_bytes_by_rank"]) == 2
+        assert found["formula_bytes"] < found["peak_bytes"] <= found["at_most_bytes"]
+    assert stage_3["rest_bytes"] == pytest.approx(stage_0["rest_bytes"] / 2, rel=0.05)
+    # A null GPU has no profiler: the program says so, and looks at the host.
+    assert "no streams of the GPU" in records[-1]["summary"] and records[-1]["data"]["messages_ms"] > 0
+
+
+def test_without_a_gpu_the_program_says_what_to_do(null_gpus, tmp_path):
+    ended = null_gpus(Machine(0), ["-m", "benchmarks.one_card", "--quick", "--out", str(tmp_path)], 1, 200)
+    assert ended.codes == [1]
+    assert "there is none" in ended.outputs[0] and "--device cpu" in ended.outputs[0]
