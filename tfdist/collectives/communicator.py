@@ -29,7 +29,7 @@ class Communicator:
     Group keys are global to the cluster and strategies of TensorFlow take 1, 2, ...: ours start high. Each communicator has a
     range of its own, in which a group's number follows from the mesh: workers in different groups must not give them one key.
     Collectives of one rank form one chain on its token, in program order: one token for two ranks, or two ranks that issue in
-    different orders on their tokens, would hang.
+    different orders on their tokens, would hang. Within a process NCCL's have turns of their own (`transports.kernels`).
 
     Args:
         mesh: all ranks of the job.
@@ -54,7 +54,9 @@ class Communicator:
         groups.append(self.first_ranks)
         self._group_numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         self._tokens: dict[int, tf.Variable] = {}
+        self._turns: dict[tuple[int, int], tf.Tensor] = {}
         self._message_tokens: dict[int, tf.Variable] = {}
+        self._marks: dict[int, tf.Variable] = {}
         self._running: dict[int, tf.Variable] = {}  # the number of each rank's program
         self._started: dict[int, tf.Variable] = {}  # how many each has started
         self._completed: dict[int, dict[int, tf.Variable]] = {}  # how often each has come to the end of one, by its number
@@ -95,6 +97,14 @@ class Communicator:
         """Returns the resource handle on which `rank`'s collectives are chained."""
         return self._made(self._tokens, rank).handle
 
+    def turn(self, rank: int, key: int) -> tf.Tensor:
+        """Returns the resource handle on which `rank`'s collectives of the instance key `key` are chained: of no variable."""
+        if (rank, key) not in self._turns:
+            name = f"tfdist/turn_{self._first_key}_{rank}_{key}"
+            with tf.init_scope(), tf.device(self.mesh.devices[rank]):
+                self._turns[rank, key] = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=name)
+        return self._turns[rank, key]
+
     def message_token(self, rank: int) -> tf.Tensor:
         """Returns the resource handle that every message of `rank` to or from another process writes when it has moved."""
         return self._made(self._message_tokens, rank).handle
@@ -106,6 +116,18 @@ class Communicator:
             with tf.init_scope(), tf.device(host_of(device) if on_host else device):
                 tokens[rank] = resource_variable_ops.ResourceVariable(tf.zeros([], tf.int64), trainable=False)
         return tokens[rank]
+
+    def mark_on_host(self, rank: int, operation: tf.Operation) -> tf.Operation:
+        """Emits an operation on the host that runs when `rank`'s device has done `operation`, and all that it had queued before.
+
+        It counts in a variable that nobody reads: TensorFlow's optimizers would make an operation without an effect an edge past
+        the host.
+        """
+        mark = self._made(self._marks, rank, on_host=True)
+        with tf.device(mark.device):
+            one = tf.constant(1, tf.int64)
+            with tf.control_dependencies([operation]):
+                return tf.raw_ops.AssignAddVariableOp(resource=mark.handle, value=one)
 
     def new_plan(self, name: str = "") -> CollectivePlan:
         """Returns the plan of a new trace; `name` is that of the program, if it has the same on all workers that run it."""

@@ -24,7 +24,8 @@ class InstanceKeys:
 
     TensorFlow binds a key to one operation, shape and dtype for the life of the process. Collectives of a rank run one after the
     other (on its token), and one is over only when its peers have taken what it sent, so that all collectives of one kind can
-    share a key.
+    share a key. Where each has a turn of its own (`Transport.has_own_turns`), several may be under way: there the key also says
+    the how manieth of its kind in the step it is.
 
     The key follows from the kind alone: a number drawn while tracing would differ between workers as soon as one of them traces
     a step once more (a last batch of another size, say).
@@ -34,9 +35,12 @@ class InstanceKeys:
         self._keys: dict[tuple[Any, ...], int] = {}
         self._taken: set[int] = set()
 
-    def key(self, record: CollectiveRecord) -> int:
-        """Returns the key of `record`; the first of `KEYS_PER_COLLECTIVE` where its length is known at run time only."""
-        kind = record.kind
+    def key(self, record: CollectiveRecord, number: int = 0) -> int:
+        """Returns the key of `record`; the first of `KEYS_PER_COLLECTIVE` where its length is known at run time only.
+
+        `number` tells those of one kind apart that may be under way at once.
+        """
+        kind = (*record.kind, number) if number else record.kind
         if kind not in self._keys:
             self._keys[kind] = self._free_key(kind, None in record.shape)
         return self._keys[kind]

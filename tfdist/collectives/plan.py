@@ -104,6 +104,7 @@ class CollectivePlan:
         self.gradients: list[dict[str, Any]] = [{} for _ in range(world_size)]
         self._agreed: dict[Ranks, list[CollectiveRecord]] = collections.defaultdict(list)
         self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
+        self._of_kind: collections.Counter[tuple[int, tuple[Any, ...]]] = collections.Counter()
         self._attachments: dict[type, Any] = {}
 
     def attachment(self, kind: type) -> Any:
@@ -112,8 +113,8 @@ class CollectivePlan:
             self._attachments[kind] = kind()
         return self._attachments[kind]
 
-    def add(self, rank: int, record: CollectiveRecord) -> None:
-        """Appends `record` to `rank`'s program.
+    def add(self, rank: int, record: CollectiveRecord) -> int:
+        """Appends `record` to `rank`'s program; returns how many of its kind were there before.
 
         Raises:
             RuntimeError: another rank of the group runs something else at this place.
@@ -132,6 +133,8 @@ class CollectivePlan:
                 "for code that branches on the replica id, or pass `uneven=True` where the sizes differ by rank.",
             )
         self.records[rank].append(record)
+        self._of_kind[rank, record.kind] += 1
+        return self._of_kind[rank, record.kind] - 1
 
     def add_message(self, rank: int, record: CollectiveRecord) -> None:
         """Appends a message between two ranks to `rank`'s program; messages have no order."""

@@ -129,11 +129,11 @@ class RankProgram:
         for callback in self.before_collective:
             callback()
         record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source)
-        self.plan.add(self.rank, record)
+        number = self.plan.add(self.rank, record)
         self.root._mark_start()
-        key = self.communicator.instance_keys.key(record)
         if None not in record.shape:
-            return key
+            return self.communicator.instance_keys.key(record, number if self.has_own_turns(ranks) else 0)
+        key = self.communicator.instance_keys.key(record)
         # A key is bound to one shape for the life of the process: every power of two has its own.
         if rows is None:
             rows = tf.shape(x)[record.shape.index(None)]  # where `x` is, or all of it would go to the host
@@ -173,8 +173,24 @@ class RankProgram:
         with contextlib.nullcontext() if self.is_on_cpu else tf.device(host_of(self.device)):
             yield
 
+    def has_own_turns(self, ranks: Ranks) -> bool:
+        """Whether each collective of the group of `ranks` begins when its input is there, in no order with others.
+
+        See `Transport.has_own_turns`; on all of the process's devices they then begin in one order, whatever it is.
+        """
+        return not self.is_eager and not self.communicator.is_multi_worker and self.transport_of(ranks).has_own_turns
+
     def token(self) -> tf.Tensor:
+        """Returns the resource handle on which the rank's collectives are chained."""
         return self.communicator.token(self.rank)
+
+    def turn(self, ranks: Ranks, key: Any) -> tf.Tensor:
+        """Returns the resource handle on which a collective of `key`, as `begin` returned it, has its turn: the rank's chain.
+
+        With turns of their own those of one key form a chain, and no others: no two calls of a key are under way at once.
+        """
+        is_own = isinstance(key, int) and self.has_own_turns(ranks)
+        return self.communicator.turn(self.rank, key) if is_own else self.token()
 
     def cond(self, predicate: tf.Tensor, true_fn: Callable[[], None], false_fn: Callable[[], None] | None = None) -> None:
         """`tf.cond` whose branches may hold collectives: `predicate` must be the same on all ranks of every group in them."""

@@ -26,6 +26,7 @@ from tfdist.optimizers.update import Updates, decays
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
+from tfdist.sharding.host_lead import limit_lead
 from tfdist.sharding.shard_messages import gather_shards, gather_shards_in_buckets
 
 
@@ -285,6 +286,7 @@ class _Step:
         if self._whole:
             grads, targets = [self._grads[place] for place in self._whole], [self._targets[place] for place in self._whole]
             self._replace(self._whole, agreed(grads, targets, config, program))
+        self._limit_lead(gradients)
         self._flight = self._gradients_in_flight(gradients)
         settings = plan.Settings(config.placements, config.bucket_bytes, None if self._flight is None else self._flight.most)
         if optimizer is None:
@@ -349,6 +351,12 @@ class _Step:
                 optimizer=name,
                 fix="Clip by `tf.clip_by_global_norm`, which returns whole gradients, or by the optimizer's `global_clipnorm`.",
             )
+
+    def _limit_lead(self, gradients: Sequence[plan.Gradient]) -> None:
+        messages = plan.buckets_of(gradients, self._config.bucket_bytes)
+        whole = [[self._grads[place] for place in bucket if not gradients[place].is_reduced] for bucket in messages]
+        if whole and all(whole) and self._config.mesh.data_parallel_size > 1:
+            limit_lead(whole, self._program)
 
     def _gradients_in_flight(self, gradients: Sequence[plan.Gradient]) -> GradientsInFlight | None:
         """Returns those of stage 2, if they were made in the graph in which they are reduced."""

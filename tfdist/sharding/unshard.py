@@ -28,6 +28,7 @@ from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_stubs import GradientStubs, second_order
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
+from tfdist.sharding.host_lead import run_when_done
 from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.recomputation import Recomputation
@@ -282,13 +283,24 @@ class UnshardSchedule:
             steps = order_backward(regathers, reductions, self._config.prefetch)
             reduced = [step.action.unit for step in steps if isinstance(step.action, Reduction)]
             flight = self._in_flight([by_unit[index] for index in reduced], uses, numbers)
+            has_own_turns = self._program.has_own_turns(self._program.group_ranks("data"))
+            self._begin_when_done(start, regathers, uses)
             for step in steps:
                 if isinstance(step.action, Regather):
                     gate = start if step.gate is None else [operations[number] for number in step.gate]
                     self._regather(self._units[step.action.unit], uses[step.action.unit], gate)
                 else:
-                    previous = self._reduce_scatter(by_unit[step.action.unit], previous)
-                    flight.hold_back(flight.note_emitted(), previous[-1].op)
+                    sent = self._reduce_scatter(by_unit[step.action.unit], previous)
+                    flight.hold_back(flight.note_emitted(), sent[-1].op)
+                    previous = [] if has_own_turns else sent
+
+    def _begin_when_done(
+        self, start: Sequence[tf.Operation], regathers: Sequence[Regather], uses: dict[int, list[Reader]]
+    ) -> None:
+        """Has backward queued when forward is done, where the first regathers would else wait for what is queued of it."""
+        if start and regathers and self._program.transport_of(self._program.group_ranks("data")).waits_for_queue:
+            first = min(regathers, key=lambda regather: min(regather.uses))
+            run_when_done([reader.operation for reader in uses[first.unit]], start[-1], self._program)
 
     def _in_flight(
         self, messages: Sequence[Sequence[PendingGradient]], uses: dict[int, list[Reader]], numbers: dict[str, int]

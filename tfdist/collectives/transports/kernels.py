@@ -8,6 +8,15 @@ Facts behind what differs (TensorFlow 2.21):
 * CollectiveGatherV2 and the broadcasts have no bfloat16 kernel, and NCCL's path none of any kind: it travels as float16 bits.
 * NCCL's all-to-all counts the members of its own process only: between processes it would exchange the wrong blocks.
 
+Note: one order on all devices. NCCL's collectives must begin in the same order on all devices of a group, and of groups that
+overlap. Within a process TensorFlow's `NcclManager` sees to that: a collective waits there until all of the process's devices
+have come to it, and then stands in the queues of all of them, in one step under one lock. Each queue is a part of one sequence,
+and of any collectives that are not over one is first on all of its devices: no circle is possible. So each begins when its input
+is there (`has_own_turns`). Between processes every process has a sequence of its own, and nothing tells when a collective has
+begun, only when it is over: there they stand on the rank's chain, each after the end of the one before it.
+
+Two calls with one key would be one collective to the manager: those of a key form a chain (`RankProgram.turn`).
+
 Note: half-precision sums on GPUs, n elements, N ranks. Bytes that a rank sends:
 
     reduce-scatter   4 n (N-1)/N   as float32, which the kernel sums on the way
@@ -62,17 +71,15 @@ class Kernels(Transport):
             input=carried,
             merge_op=_MERGE_OPS[reduce_op],
             final_op="Id",
-            ordering_token=[program.token()],
             max_subdivs_per_device=-1,
-            **self._begin(program, "all_reduce", carried, ranks, label),
+            **self._begin_in_turn(program, "all_reduce", carried, ranks, label),
         )
         return tf.cast(reduced, x.dtype)
 
     def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         carried = as_bytes(x)
-        gathered = tf.raw_ops.CollectiveGatherV2(
-            input=carried, ordering_token=[program.token()], **self._begin(program, "all_gather", carried, ranks, label)
-        )
+        arguments = self._begin_in_turn(program, "all_gather", carried, ranks, label)
+        gathered = tf.raw_ops.CollectiveGatherV2(input=carried, **arguments)
         gathered = in_group_order(program, from_bytes(gathered, x.dtype), ranks, rows_of=x.shape)
         rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
         gathered.set_shape([rows, *x.shape[1:]])
@@ -105,12 +112,16 @@ class Kernels(Transport):
         key = program.begin(op, x, ranks, label, source)
         return kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key)
 
+    def _begin_in_turn(self, program: RankProgram, op: str, x: TensorLike, ranks: Ranks, label: str) -> dict[str, Any]:
+        """Registers one collective by a kernel that takes an ordering token: it is among the arguments."""
+        arguments = self._begin(program, op, x, ranks, label)
+        return {**arguments, "ordering_token": [program.turn(ranks, arguments["instance_key"])]}
+
     def _all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, op: str, label: str) -> tf.Tensor:
         """Sends `x[i]` to the i-th of `ranks`; what arrives is in the kernels' order."""
         carried = in_kernel_order(program, x if program.is_on_cpu else as_bytes(x), ranks)
-        moved = tf.raw_ops.CollectiveAllToAllV2(
-            input=carried, ordering_token=[program.token()], is_stateless=False, **self._begin(program, op, carried, ranks, label)
-        )
+        arguments = self._begin_in_turn(program, op, carried, ranks, label)
+        moved = tf.raw_ops.CollectiveAllToAllV2(input=carried, is_stateless=False, **arguments)
         return from_bytes(moved, x.dtype)
 
     def _sum_of_exchanged(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
@@ -149,6 +160,8 @@ class Nccl(Kernels):
 
     hint = "nccl"
     messages_kind = OrderedMessages
+    has_own_turns = True
+    waits_for_queue = True
 
     def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
         return set(ranks) <= set(communicator.local_ranks)
@@ -163,8 +176,7 @@ class Nccl(Kernels):
             input=carried,
             merge_op="Add",
             final_op="Id",
-            ordering_token=[program.token()],
-            **self._begin(program, "reduce_scatter", carried, ranks, label),
+            **self._begin_in_turn(program, "reduce_scatter", carried, ranks, label),
         )
         return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), dtype)
 

@@ -41,10 +41,14 @@ class MessageTransport(abc.ABC):
 
 
 class Transport(abc.ABC):
-    """How the collectives of a group of ranks travel. They stand on the chain of the rank, in program order."""
+    """How the collectives of a group of ranks travel."""
 
     messages: MessageTransport  # how messages between two ranks travel that have no other way
     holds_thread = False  # whether a collective holds one of the threads that run operations until all members have come
+    # Whether collectives within one process begin when their input is there, in an order that the transport makes the same on all
+    # devices. Else, and between processes, they stand on the chain of the rank, in program order.
+    has_own_turns = False
+    waits_for_queue = False  # whether a collective waits for all that its device has queued when it begins
 
     def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
         """Whether `ranks` have an all-to-all; where they do not, all gather what each has for each."""
