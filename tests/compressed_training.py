@@ -88,6 +88,14 @@ def sharded(strategy, optimizer, data, eagerly=False):
     return losses, states
 
 
+def decoded_weights(weights, decoded, size):
+    """Returns a whole parameter as ranks gather it that encode their shards."""
+    length = -(-weights.size // size)
+    flat = np.pad(weights.ravel(), [0, size * length - weights.size])
+    shards = [decoded(flat[place * length : (place + 1) * length]) for place in range(size)]
+    return np.concatenate(shards)[: weights.size].reshape(weights.shape)
+
+
 def decoded_sum(summands, decoded, size, is_whole):
     """Returns the sum of the ranks' `summands`, each encoded in `size` shards, one by one; at stage 0 the sums are, too."""
     length = -(-summands[0].size // size)
@@ -102,11 +110,12 @@ def decoded_sum(summands, decoded, size, is_whole):
     return np.concatenate(shards)[: summands[0].size].reshape(summands[0].shape)
 
 
-def assert_each_step_is(trained, decoded, size, stage, optimizer, data, accumulates=0):
+def assert_each_step_is(trained, decoded, size, stage, optimizer, data, accumulates=0, parameters=None):
     """Takes every step again on one device, from the state before it, with the sums of what `size` ranks' gradients decode to.
 
     From the same state, because one that differs by rounding has numbers in it that are rounded to another code. With
-    `accumulates` the ranks add up so many of their own gradients before they are encoded.
+    `accumulates` the ranks add up so many of their own gradients before they are encoded. `parameters` decodes what ranks compute
+    with; what they update is exact.
     """
     losses, states = trained
     model, trainer = made(one_device(), optimizer)
@@ -115,10 +124,17 @@ def assert_each_step_is(trained, decoded, size, stage, optimizer, data, accumula
     for number, (features, labels) in enumerate(data):
         for variable, value in zip((*model.variables, *trainer.variables), states[number], strict=True):
             variable.assign(value)
+        if parameters is not None:
+            exact = [variable.numpy() for variable in model.trainable_variables]
+            for variable, weights in zip(model.trainable_variables, exact, strict=True):
+                variable.assign(decoded_weights(weights, parameters, size) if is_compressed(variable) else weights)
         share = -(-len(features) // size)
         parts = [slice(rank * share, (rank + 1) * share) for rank in range(size)]
         found = [grads_of(tf.constant(features[part]), tf.constant(labels[part])) for part in parts]
         np.testing.assert_allclose(losses[number], float(sum(loss for loss, _ in found)), rtol=1e-5)
+        if parameters is not None:
+            for variable, weights in zip(model.trainable_variables, exact, strict=True):
+                variable.assign(weights)
         kept.append([[grad.numpy() for grad in grads] for _, grads in found])
         if len(kept) < accumulates:
             continue

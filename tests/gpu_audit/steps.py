@@ -183,6 +183,12 @@ for _name in NAMES:
             return fit(compiled(strategy(3, zero_stage=stage, gradient_compression=name), wide), vectors(), 6)
 
 
+@step("stage 3/compressed parameters")
+def _() -> tf.Graph:
+    with policy("mixed_bfloat16"):
+        return fit(compiled(strategy(3, zero_stage=3, parameter_compression="int8"), wide), vectors(), 6)
+
+
 # Optimizers
 
 OPTIMIZERS = {

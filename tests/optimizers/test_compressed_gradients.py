@@ -47,6 +47,18 @@ def test_steps_are_those_of_the_decoded_sums(codec, stage, size):
     check(codec, stage, size)
 
 
+@pytest.mark.parametrize("name", ["int8", exhaustive("bfloat16"), exhaustive("int8-64")])
+@pytest.mark.parametrize("gradients", [exhaustive(None), "int8"])
+def test_ranks_compute_with_decoded_parameters_and_update_exact_ones(name, gradients):
+    (setting, parameters), (codec, decoded) = CODECS[name], CODECS[gradients] if gradients else (None, lambda x: x)
+    for size, eagerly, optimizer in ((2, False, adam), *(((4, False, adam), (2, True, sgd)) if gradients is None else ())):
+        strategy = strategy_for(size, 3, gradient_compression=codec, parameter_compression=setting, use_kernels=False)
+        trained = sharded(strategy, optimizer, batches(), eagerly)
+        assert_each_step_is(trained, decoded, size, 3, optimizer, batches(), parameters=parameters)
+        with pytest.raises(AssertionError):
+            assert_each_step_is(trained, decoded, size, 3, optimizer, batches())
+
+
 @pytest.mark.exhaustive
 def test_the_comparison_sees_what_is_exact():
     with pytest.raises(AssertionError):

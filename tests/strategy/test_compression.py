@@ -78,6 +78,21 @@ def test_bytes(name, zero_stage, size):
     )
 
 
+@pytest.mark.parametrize("size", [2, exhaustive(4)])
+def test_bytes_of_gathered_parameters(size):
+    """Every gather, for forward or backward, has a code where it had a number, and a scale for 256 of them."""
+
+    def make():
+        return keras.Sequential([keras.Input((64,)), *(keras.layers.Dense(64, use_bias=False) for _ in range(3))])
+
+    exact, ours = (plan_of(strategy_for(size, 3, parameter_compression=name), make)[1] for name in (None, "int8"))
+    numbers = [record.shape[0] for record in exact.records[0] if record.op == "all_gather"]
+    words = [record.input_bytes for record in ours.records[0] if record.op == "all_gather"]
+    assert words == [number // 256 * (256 + 4) for number in numbers] and sum(numbers) > 3 * 64 * 64 / size
+    assert set(ours.parameters[0].values()) == {Int8()} and len(ours.parameters[0]) == 3
+    assert not ours.gradients[0] and not exact.parameters[0]
+
+
 def test_bytes_of_a_parameter():
     """Of the largest kind of layer; up to (N-1)/N, stages 1 and 2 send 4 bytes of a parameter more, stage 3 8."""
 
@@ -115,7 +130,9 @@ def test_other_axes_travel_exactly(sizes, zero_stage):
         return tfdist.PipelineModel(model, num_microbatches=2) if "pipeline" in str(sizes) else model
 
     def trained(name):
-        strategy = strategy_for(4, zero_stage, gradient_compression=name, **sizes)
+        of_parameters = name if zero_stage == 3 else None
+        settings = {"gradient_compression": name, "parameter_compression": of_parameters, **sizes}
+        strategy = strategy_for(4, zero_stage, **settings)
         rng = np.random.default_rng(5)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model, before = fresh(strategy, make, loss)
@@ -126,9 +143,9 @@ def test_other_axes_travel_exactly(sizes, zero_stage):
 
     (expected, none, exact), (found, words, ours) = trained(None), trained("int8")
     assert found == expected and not none
-    assert {record.op for record in words} == {"all_to_all"} | ({"all_gather"} if zero_stage == 0 else set())
+    assert {record.op for record in words} == {"all_to_all"} | ({"all_gather"} if zero_stage in (0, 3) else set())
     for one, other in zip(ours, exact, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=0.02 * np.abs(other).max())
+        np.testing.assert_allclose(one, other, rtol=0, atol=0.05 * np.abs(other).max())
 
 
 @pytest.mark.exhaustive
@@ -216,15 +233,24 @@ def test_two_workers_get_the_bits_of_one_process(tmp_path):
         ({"gradient_compression": "int2"}, ["`gradient_compression`", "'int2'", '"int8"']),
         ({"gradient_compression": Int8}, ["`gradient_compression`", "`Int8()`"]),
         ({"gradient_compression": True}, ["`gradient_compression`", "True"]),
+        ({"zero_stage": 3, "parameter_compression": "int4"}, ["`parameter_compression`", "int4", '"int8"']),
+        ({"zero_stage": 3, "parameter_compression": TopK()}, ["`parameter_compression`", "TopK"]),
+        ({"zero_stage": 3, "parameter_compression": "int2"}, ["`parameter_compression`", "int2"]),
         ({"gradient_compression": "int8", "reduce_dtype": "bfloat16"}, ["`gradient_compression`", "`reduce_dtype`", "Leave one"]),
     ],
 )
 def test_settings_that_are_refused(settings, words):
-    for make in (tfdist.ShardingConfig, lambda **settings: strategy_for(2, 2, **settings)):
+    for make in (tfdist.ShardingConfig, lambda zero_stage=2, **settings: strategy_for(2, zero_stage, **settings)):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             make(**settings)
         for word in words:
             assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_parameters_that_are_not_gathered_to_compute_with(zero_stage):
+    with pytest.raises(NotImplementedError, match=f"`parameter_compression`.*stage 3.*zero_stage={zero_stage}"):
+        strategy_for(2, zero_stage, parameter_compression="int8")
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])

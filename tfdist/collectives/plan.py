@@ -93,6 +93,7 @@ class CollectivePlan:
         steps: the steps that each rank's optimizers take, as lists that print (`tfdist.optimizers.plan`).
         name: that of the program, the same on all workers that run it; "": it has none.
         gradients: where gradients are compressed, by which compressor that of each variable travels, per rank and by name.
+        parameters: where parameters are compressed, by which compressor each travels, per rank and by name.
     """
 
     def __init__(self, world_size: int, local_ranks: Iterable[int] | None = None):
@@ -102,6 +103,7 @@ class CollectivePlan:
         self.steps: list[list[Any]] = [[] for _ in range(world_size)]
         self.name = ""
         self.gradients: list[dict[str, Any]] = [{} for _ in range(world_size)]
+        self.parameters: list[dict[str, Any]] = [{} for _ in range(world_size)]
         self._agreed: dict[Ranks, list[CollectiveRecord]] = collections.defaultdict(list)
         self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
         self._of_kind: collections.Counter[tuple[int, tuple[Any, ...]]] = collections.Counter()

@@ -16,13 +16,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.compression import EXACT, Compressor, compressor_of
+from tfdist.compression import EXACT, Compressor, Int4, TopK, compressor_of
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.zero import ZeroPlacements, placements_of
 
 _Check = Callable[[str, Any], Any]
-# Of vectors and of variables below it gradients are not compressed: among larger neighbours they would lose more than others.
+# Vectors, and variables below it, are not compressed: among larger neighbours they would lose more than others.
 _COMPRESSED_ELEMENTS = 4096
 # The line of a docstring in whose place `with_settings_listed` puts the settings.
 _LIST = "...: the settings"
@@ -65,6 +65,14 @@ def _floating_dtype_or_none(name: str, value: Any) -> tf.DType | None:
     if dtype not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
         raise errors.value_error(f"`{name}` must be a floating dtype or None (the variable's own).", **{name: value})
     return dtype
+
+
+def _compressor_of_parameters(name: str, value: Any) -> Compressor | None:
+    compressor = compressor_of(name, value)
+    if isinstance(compressor, Int4 | TopK):
+        expected = f'`{name}` must be "int8", "bfloat16", one like these, or None: weights lose too much otherwise.'
+        raise errors.value_error(expected, fix="`gradient_compression` takes it.", **{name: value})
+    return compressor
 
 
 def with_settings_listed(owner: type) -> type:
@@ -142,6 +150,13 @@ class ShardingConfig:
         "fewer than 4,096 elements travel exactly. It pays between machines, not within one: see docs/compression.md. None: "
         "exactly.",
     )
+    parameter_compression: str | Compressor | None = _setting(
+        None,
+        _compressor_of_parameters,
+        'stage 3: how layers are gathered in fewer bytes: "int8", "bfloat16", or one of `tfdist.compression`. Ranks then compute '
+        "with rounded weights, and update exact ones; variables of one dimension or of fewer than 4,096 elements are exact. "
+        "None: exactly.",
+    )
     kept_bytes: int = _setting(
         2**30,
         _at_least(0),
@@ -173,6 +188,13 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(ShardingConfig):
             object.__setattr__(self, field.name, field.metadata["check"](field.name, getattr(self, field.name)))
+        if self.parameter_compression is not None and self.zero_stage != 3:
+            raise errors.not_implemented(
+                "`parameter_compression` is there at stage 3 only, which gathers parameters to compute with them.",
+                parameter_compression=self.parameter_compression,
+                zero_stage=self.zero_stage,
+                fix="Use `zero_stage=3`, or leave it out.",
+            )
         if self.gradient_compression is not None and self.reduce_dtype is not None:
             raise errors.value_error(
                 "`gradient_compression` and `reduce_dtype` both say how gradients travel.",
@@ -244,12 +266,23 @@ class MeshConfig(ShardingConfig):
 
     def compressor_of(self, layout: Layout) -> Compressor:
         """Returns how gradients of variables of `layout` travel: vectors and small ones exactly, which are few of the bytes."""
-        is_small = len(layout.shape) < 2 or layout.num_elements < _COMPRESSED_ELEMENTS
-        return EXACT if is_small else self.compressor or EXACT
+        return EXACT if _is_small(layout) else self.compressor or EXACT
+
+    def parameter_compressor_of(self, layout: Layout) -> Compressor | None:
+        """Returns how a sharded parameter of `layout` is gathered; None: nothing is compressed."""
+        compressor = compressor_of("parameter_compression", self.parameter_compression)
+        if compressor is None or self.mesh.data_parallel_size == 1:
+            return None
+        return EXACT if _is_small(layout) else compressor
 
     def slot_layout(self, parameter: Layout) -> Layout:
         """Returns the layout of an optimizer slot of `parameter`: sharded as it, and flat over data where the stage says so."""
         return dataclasses.replace(parameter, data=self.placements.optimizer_state)
+
+
+def _is_small(layout: Layout) -> bool:
+    """Whether variables of `layout` travel exactly, whatever is compressed."""
+    return len(layout.shape) < 2 or layout.num_elements < _COMPRESSED_ELEMENTS
 
 
 def config_of(strategy: tf.distribute.Strategy) -> MeshConfig | None:

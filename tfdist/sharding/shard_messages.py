@@ -28,6 +28,25 @@ def gather_shards(program: RankProgram, shards: Sequence[tf.Tensor], layouts: Se
     return packing.fulls_of(gathered, layouts, program.constant)
 
 
+def gather_parameters(
+    program: RankProgram, shards: Sequence[tf.Tensor], variables: Sequence[Any], label: str, config: MeshConfig, dtype: tf.DType
+) -> list[tf.Tensor]:
+    """Returns sharded `variables` whole, as `dtype`, from every data rank's `shards`, (L,) each, which travel as `config` says.
+
+    What the ranks compute with is then the same on all of them, and rounded where it is compressed: the owner's part, too.
+    """
+    layouts = [variable.layout for variable in variables]
+    compressors = [config.parameter_compressor_of(layout) for layout in layouts]
+    chosen = [compressor for compressor in compressors if compressor is not None]
+    if not chosen or not dtype.is_floating or dtype.size > 4:
+        return gather_shards(program, [tf.cast(shard, dtype) for shard in shards], layouts, label)
+    names = [variable.name.partition(":")[0] for variable in variables]
+    program.plan.parameters[program.rank].update(zip(names, chosen, strict=True))
+    exact = [tf.cast(shard, tf.float32) for shard in shards]
+    gathered = compressed.all_gather(program, exact, chosen, program.group_ranks("data"), label)
+    return [tf.cast(whole, dtype) for whole in packing.fulls_of(gathered, layouts, program.constant)]
+
+
 def gather_shards_in_buckets(
     program: RankProgram, shards: Sequence[tf.Tensor], layouts: Sequence[Layout], bucket_bytes: int, label: str
 ) -> Iterator[tuple[int, tf.Tensor]]:

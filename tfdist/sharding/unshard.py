@@ -32,7 +32,7 @@ from tfdist.sharding.host_lead import run_when_done
 from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.recomputation import Recomputation
-from tfdist.sharding.shard_messages import gather_shards, messages_of, note_compressors, scatter_sums
+from tfdist.sharding.shard_messages import gather_parameters, gather_shards, messages_of, note_compressors, scatter_sums
 from tfdist.sharding.units import PendingGradient, Reader, Unit, copy_of, travelling_dtype
 
 
@@ -86,7 +86,7 @@ class UnshardSchedule:
         program, layouts = self._program, [variable.layout]
         shard = variable.component(program.rank).value()  # on the tapes that watch the variable
         with tape.stop_recording():
-            (full,) = gather_shards(program, [tf.cast(shard, dtype)], layouts, f"unshard/{variable.name}")
+            (full,) = gather_parameters(program, [shard], [variable], f"unshard/{variable.name}", config, dtype)
 
         def reduced(upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
             grad = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
@@ -167,13 +167,12 @@ class UnshardSchedule:
         """Gathers `variables` of `unit`, in as few messages as `messages_of` says, not before `gate` has run."""
         outputs = {}
         for members in messages_of(variables, variables, lambda v: travelling_dtype(v, unit.compute_dtype)):
-            layouts = [v.layout for v in members]
             dtype = travelling_dtype(members[0], unit.compute_dtype)
             with tf.name_scope(_scope_name(label)):
-                shards = [tf.cast(unit.shards[id(v)], dtype) for v in members]
+                shards = [unit.shards[id(v)] for v in members]
                 with tf.control_dependencies(gate):
                     shards = [tf.identity(shard) for shard in shards] if gate else shards
-                fulls = gather_shards(self._program, shards, layouts, label)
+                fulls = gather_parameters(self._program, shards, members, label, self._config, dtype)
                 outputs.update({id(variable): full for variable, full in zip(members, fulls, strict=True)})
         return outputs
 
