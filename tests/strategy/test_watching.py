@@ -121,19 +121,24 @@ def test_python_code_that_draws_the_same_data(tmp_path, way):
         job.results(120)
 
 
-@pytest.mark.parametrize("is_known", [exhaustive(True), False])
-def test_a_callback_that_saves_on_the_chief_alone(tmp_path, is_known):
+@pytest.mark.parametrize(
+    ("act", "is_known", "words"),
+    [
+        ("save", False, " waits at a point where all workers must meet, save/begin: "),
+        exhaustive("save", True, " waits at a point where all workers must meet, save/begin: "),
+        exhaustive("read", True, " in a program of 1 all_gather that begins with all_gather 'assemble"),
+        exhaustive("read", False, " in a program of 1 all_gather that begins with all_gather 'assemble"),
+    ],
+)
+def test_what_one_worker_does_alone(tmp_path, act, is_known, words):
     """The others wait in the next step, or in the message before it: all waited for `step_timeout_seconds`, 600 s."""
-    each = [{"folder": str(tmp_path), "saves": index == 0, "is_known": is_known} for index in range(3)]
-    with workers.job(tmp_path, 3, f"{CASES}:fit_and_save", each=each) as job:
-        job.workers[0].wait_for("acting", 120)
-        started = time.monotonic()
-        job.wait(60)
-        assert time.monotonic() - started < SECONDS_TO_END
+    each = [{"folder": str(tmp_path), "act": act if index == 1 else "", "is_known": is_known} for index in range(3)]
+    with workers.job(tmp_path, 3, f"{CASES}:fit_and_alone", each=each) as job:
+        codes = end(job, 1)
+        assert codes == [PEER_FAILED] * 3
         for worker in job.workers:
-            assert "worker 0 (localhost:" in worker.output
-            assert "waits at a point where all workers must meet" in worker.output
-            assert "give every worker the same callbacks" in worker.output
+            assert "What one worker does, all must do: give every worker the same callbacks" in worker.output
+            assert words in worker.output and "worker 1 (localhost:" in worker.output
 
 
 @pytest.mark.parametrize(

@@ -171,21 +171,24 @@ class Communicator:
         """
         found = {}
         for rank, running in list(self._running.items()):
-            with tf.device(running.device):  # else a GPU, where there is one, copies what is read
-                count, number = int(self._started[rank].numpy()), int(running.numpy())
+            count, number = _read_there(self._started[rank]), _read_there(running)
             if number:
                 found[rank] = (count, self.programs[number - 1])
         return found
 
     def completed(self) -> dict[str, int]:
-        """Returns how often the first local rank has come to the end of each program that has a name. For another thread, too."""
+        """Returns how often all local ranks have come to the end of each program that has a name. For another thread, too."""
         found: collections.Counter[str] = collections.Counter()
         for number, variables in list(self._completed.items()):
-            variable = variables.get(self.local_ranks[0])
-            if variable is not None and self.programs[number - 1].name:
-                with tf.device(variable.device):
-                    found[self.programs[number - 1].name] += int(variable.numpy())
+            if name := self.programs[number - 1].name:
+                found[name] += min(map(_read_there, list(variables.values())), default=0)
         return found
+
+
+def _read_there(variable: tf.Variable) -> int:
+    """Reads a scalar where it is: else a GPU, where there is one, copies it."""
+    with tf.device(variable.device):
+        return int(variable.numpy())
 
 
 def host_of(device: str) -> str:

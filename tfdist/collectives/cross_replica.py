@@ -115,7 +115,8 @@ class CrossReplica:
     ) -> list[tf.Tensor]:
         """Runs `emit(program, value)` for every local rank (of `members`, if given), which has one of `values`, all at once.
 
-        Eagerly, calls with one key share traced functions, one per shape: it must tell apart what `emit` does.
+        Eagerly, calls with one key share traced functions, one per shape: it must tell apart what `emit` does. `name` is the
+        program's, where it is the same on all workers that run it.
         """
         if not tf.executing_eagerly():
             return self._emit(emit, values, members, name)

@@ -147,9 +147,9 @@ class CollectivePlan:
         if rank == self.local_ranks[0]:
             self.notes.append(text)
 
-    def concerns(self, ranks: Iterable[int]) -> bool:
-        """Whether a local rank runs a collective with one of `ranks`."""
-        return any(set(ranks) & set(record.ranks) for rank in self.local_ranks for record in self.records[rank])
+    def partners(self) -> list[int]:
+        """Returns the ranks that are in a collective with a local rank."""
+        return sorted({other for rank in self.local_ranks for record in self.records[rank] for other in record.ranks})
 
     def sequences(self) -> dict[Ranks, list[CollectiveRecord]]:
         """Returns, per group of the local ranks, its collectives in order."""

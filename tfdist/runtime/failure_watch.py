@@ -42,7 +42,7 @@ from tfdist.runtime.interrupts import Interrupts
 from tfdist.runtime.peers import Peers, Word
 from tfdist.runtime.rendezvous import WorkerFailedError, wait_for_workers
 from tfdist.runtime.standing import any_is_in_tensorflow, both_places, main_is_in_tensorflow, where_beside, where_it_stands
-from tfdist.runtime.watched import Watched, meeting_of, who_never_comes
+from tfdist.runtime.watched import APART_SECONDS, Watched, point_of, who_never_comes
 
 # How long the thread waits for words before it looks at this worker itself.
 _LOOK_SECONDS = 0.5
@@ -56,8 +56,6 @@ _LAST_SECONDS = 3600.0
 # A program that waits for a worker whose own program has ended is given this long: the end may have come just after it, and a
 # busy machine can take seconds for the rest.
 _ENDED_SECONDS = 10.0
-# A program has run for so long before it is compared with where others wait.
-_APART_SECONDS = 4.0
 # The main thread has so long to handle Ctrl-C itself.
 _INTERRUPT_SECONDS = 3.0
 _INTERRUPTED_EXIT_CODE = 130
@@ -98,7 +96,6 @@ class FailureWatch:
         self._comparisons = Comparisons(cluster.num_workers - 1)
         self._ended: dict[int, float] = {}  # whose programs have ended, and when
         self._watched: list[Watched] = []
-        self._since: dict[tuple[int, int], tuple[int, float]] = {}
         self._idle_since = time.monotonic()
         self._awaited: tuple[int | None, float] = (None, 0.0)  # whom the main thread waits for outside of steps, and when it did
         self._next_look = 0.0
@@ -237,7 +234,7 @@ class FailureWatch:
 
     def _own_beat(self) -> Word:
         idle = time.monotonic() - self._idle_since
-        return {"at": where_it_stands(), "beside": where_beside(), "idle": idle, "meeting": meeting_of(self._watched)}
+        return {"at": where_it_stands(), "beside": where_beside(), "idle": idle, "point": point_of(self._watched)}
 
     def _silent(self) -> Failure | None:
         """Returns the failure of a worker that has been silent for too long, and does not answer."""
@@ -262,7 +259,7 @@ class FailureWatch:
     def _stuck(self, waiting: list[tuple[float, float, Any]]) -> Failure | None:
         """Returns a failure when a rank of this worker waits in a collective for too long."""
         for seconds, limit, program in waiting:
-            if seconds > _APART_SECONDS and (apart := self._apart(program)):
+            if seconds > APART_SECONDS and (apart := self._apart(program)):
                 return apart
             if seconds > _ENDED_SECONDS and self._ended:
                 return self._early(min(self._ended), f" in {program}")
@@ -272,12 +269,12 @@ class FailureWatch:
 
     def _apart(self, program: Any) -> Failure | None:
         """Returns the failure of workers that wait for each other at different points, of which this one's is `program`."""
-        index, meeting = who_never_comes(self._watched, self._beats, program)
+        index, point = who_never_comes(self._watched, self._beats, program)
         if index is None:
             return None
         return Failure(
             None,
-            f"{self._cluster.tasks[index]} waits at a point where all workers must meet, {meeting}{self._standing(index)}; "
+            f"{self._cluster.tasks[index]} waits {point}{self._standing(index)}; "
             f"meanwhile {self._cluster.task} waits for it in {program}, at {where_it_stands()}. What one worker does, all "
             "must do: give every worker the same callbacks, and save and evaluate on all of them, or on none",
             is_of_program=True,
@@ -311,14 +308,12 @@ class FailureWatch:
 
     def _waiting(self) -> list[tuple[float, float, Any]]:
         """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and the program."""
-        now, found = time.monotonic(), {}
-        # A step that ended with an error, as when its data have run out, may have noted its beginning and no end.
-        for number, watched in enumerate(self._watched if any_is_in_tensorflow() else ()):
-            for rank, (count, program) in watched.progress.running().items():
-                before, since = self._since.get((number, rank), (None, now))
-                found[number, rank] = (count, since if before == count else now, watched.step_timeout_seconds, program)
-        self._since = {key: (count, since) for key, (count, since, _, _) in found.items()}
-        return [(now - since, limit, program) for _, since, limit, program in found.values()]
+        is_running = any_is_in_tensorflow()
+        return [
+            (seconds, watched.step_timeout_seconds, program)
+            for watched in self._watched
+            for seconds, program in watched.waiting(is_running)
+        ]
 
     def _end_if_interrupted(self, waiting: list[tuple[float, float, Any]]) -> None:
         """Ends a process whose main thread does not see that Ctrl-C was pressed: it waits in TensorFlow, for no collective."""

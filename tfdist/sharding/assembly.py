@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from typing import Any
 
 import tensorflow as tf
@@ -32,7 +33,14 @@ def assemble(variable: Any) -> tf.Tensor:
             return tf.zeros(layout.shape, variable.dtype)  # a scratch graph, which only wants the shape
         parts = [component.read_value() for component in variable.values]
         emit = functools.partial(_gather_whole, layout)
-        return cross_replica_of(variable.distribute_strategy).call(("assemble", layout), emit, parts)[0]
+        key, name = ("assemble", layout), _program_name(layout)
+        return cross_replica_of(variable.distribute_strategy).call(key, emit, parts, name=name)[0]
+
+
+@functools.cache
+def _program_name(layout: Layout) -> str:
+    """Returns the same on all workers; of layouts with one name the same ranks have parts."""
+    return f"assemble {zlib.crc32(repr(layout).encode())}"
 
 
 def _join(variable: Any) -> tf.Tensor:

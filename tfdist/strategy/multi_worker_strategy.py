@@ -142,7 +142,8 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         watch = MultiWorkerShardedStrategy._watch
         communicator = self.extended.communicator
         self._coordination = Coordination(self._cluster, name, watch.check, watch.report, watch.compare)
-        watch.add(Watched(communicator, self._coordination, self._step_timeout_seconds, len(communicator.local_ranks)))
+        here, each = self._cluster.worker_index, len(communicator.local_ranks)
+        watch.add(Watched(communicator, self._coordination, self._step_timeout_seconds, here, each))
         mine = self._settings()
         try:
             answers = self._coordination.all_gather("hello", mine, timeout_seconds)

@@ -182,7 +182,10 @@ class Exchange:
             self._peers.receive_into(other, self._turn_of_other)
             if self._turn_of_other != turn:
                 here, there = _TURN.unpack(turn), _TURN.unpack(self._turn_of_other)
-                raise PeerLost(f"members of the group are at different collectives: {here} here, {there} at member {other}")
+                raise PeerLost(
+                    f"members of the group are at different collectives, {here} here and {there} at member {other}: what one "
+                    "worker does, all must do; look for a callback, or other code, that only one runs"
+                )
         return slots
 
 
