@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests import forks, workers
+from tfdist.doctor import command
 from tfdist.doctor.command import add_doctor
 from tfdist.launch.cli import main
 
@@ -101,6 +102,15 @@ def test_wrong_options(options, message, capsys):
         doctor(*options)
     assert error.value.code == 2
     assert f"python -m tfdist doctor: error: {message}" in capsys.readouterr().err
+
+
+def test_all_parts_that_are_asked_for(monkeypatch):
+    """However often `--only` is given: the last one alone would leave out what the first asks for, without a word."""
+    asked = []
+    monkeypatch.setattr(command, "all_checks", lambda parts: asked.extend(parts) or [])
+    with pytest.raises(SystemExit) as error:
+        doctor("--only", "memory", "--only", "bandwidth", "memory")
+    assert error.value.code == 0 and asked == ["memory", "bandwidth"]
 
 
 def test_devices_belong_to_the_launcher_in_a_job(monkeypatch, capsys):

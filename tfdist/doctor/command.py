@@ -57,7 +57,8 @@ def add_doctor(commands: Any) -> None:
         help="how many GPUs, or logical CPUs where there is no GPU (default: all, or 2)",
     )
     parser.add_argument("--logical-gpus", type=positive_int, metavar="N", help="split one GPU in N, and examine its parts")
-    parser.add_argument("--only", choices=list(PARTS), nargs="+", metavar="PART", help=f"some of the parts: {', '.join(PARTS)}")
+    parts = f"some of the parts: {', '.join(PARTS)}"
+    parser.add_argument("--only", choices=list(PARTS), nargs="+", action="extend", metavar="PART", help=parts)
     parser.add_argument("--quick", action="store_true", help="small messages, and no peak of memory: for a first look")
     parser.add_argument(
         "--timeout", type=seconds, default=120.0, metavar="S", help="seconds that one check may take (default: 120)"
@@ -80,6 +81,7 @@ def _examine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         parser.error("argument --logical-gpus: cannot be given with --devices: it makes the devices.")
     if args.json not in (None, "-") and not pathlib.Path(args.json).absolute().parent.is_dir():
         parser.error(f"argument --json: must be a file in a directory that exists. Received: {args.json}")
+    args.only = list(dict.fromkeys(args.only or ()))
     checks = all_checks(args.only or tuple(PARTS))
     make_session = functools.partial(Session, args.devices, args.quick, args.timeout, args.logical_gpus)
     started, start = datetime.datetime.now(datetime.UTC), time.monotonic()
