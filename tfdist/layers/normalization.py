@@ -83,6 +83,8 @@ def moments_over_ranks(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor |
     else:
         count = tf.math.count_nonzero(valid, axes, keepdims=True, dtype=inputs.dtype)
     mean = tf.math.divide_no_nan(total, count)
+    if (program := rank_program()) is not None:
+        program.attachment(RowMeans).take_for_same(mean)  # what the others need besides is sent
     # The distances from the mean have no gradient through the mean: they sum to zero.
     distances = tf.math.squared_difference(inputs, tf.stop_gradient(mean))
     if mask is not None:

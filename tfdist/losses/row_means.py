@@ -72,6 +72,10 @@ class RowMeans:
         """Whether `tensor` is a loss that counts as a mean over the rank's rows."""
         return tensor.name in self._means
 
+    def is_sum(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is a loss that counts as a sum over the rank's rows."""
+        return tensor.name in self._sums or self.fault_of(tensor) == SUM
+
     def fault_of(self, loss: tf.Tensor) -> str | None:
         """Returns what in `loss` is no mean over rows, in words; None: nothing, as far as can be seen."""
         if not tf.is_symbolic_tensor(loss) or not self._program.exists_here(loss):
@@ -91,7 +95,8 @@ class RowMeans:
         is_first = self._program.local_index == 0  # of several ranks of one process, which compute the same
         if not is_first:
             return None
-        return COMPARISON if self._compares_rows(loss) else MEETING if self._meetings_of_rows().found_in(loss) else None
+        meetings = self._meetings_of_rows()
+        return COMPARISON if self._compares_rows(loss, meetings) else MEETING if meetings.found_in(loss) else None
 
     def take_for_same(self, *tensors: tf.Tensor) -> None:
         """Lets `tensors` be taken for the same on all ranks, though they are statistics of each one's rows."""
@@ -136,7 +141,7 @@ class RowMeans:
             return others if len(others) < 2 else FUNCTION
         return FUNCTION if op.type in _BENDING else []
 
-    def _compares_rows(self, loss: tf.Tensor) -> bool:
+    def _compares_rows(self, loss: tf.Tensor, meetings: RowMeetings) -> bool:
         """Whether `loss` is computed of a product of two matrices of the rank's own rows. Gathered rows are no rank's own."""
         is_own: dict[str, bool] = {}
         waiting = [loss]
@@ -149,7 +154,8 @@ class RowMeans:
                 continue
             waiting.pop()
             is_own[tensor.name] = tensor.name in self._arguments or any(is_own[x.name] for x in inputs)
-            if len(inputs) == 2 and is_own[inputs[0].name] and is_own[inputs[1].name] and _pairs_rows(tensor.op):
+            is_pairing = tensor.op.type == "MatMul" or tensor.op.type == "Einsum" and meetings.are_pairs(tensor.op)
+            if is_pairing and len(inputs) == 2 and is_own[inputs[0].name] and is_own[inputs[1].name]:
                 return True
         return False
 
@@ -215,13 +221,3 @@ def _computed_of(tensor: tf.Tensor) -> list[tf.Tensor]:
     if op.type == "IdentityN":  # the end of a custom gradient
         return [op.inputs[tensor.value_index]]
     return [] if op.type in _COUNTING or op.type.startswith("Collective") else list(op.inputs)
-
-
-def _pairs_rows(op: tf.Operation) -> bool:
-    """Whether an operation on two tensors of rows meets every row of one with every row of the other."""
-    if op.type == "MatMul":
-        return True
-    if op.type != "Einsum":
-        return False
-    first, second = op.get_attr("equation").decode().partition("->")[0].split(",")
-    return first[:1] != second[:1]

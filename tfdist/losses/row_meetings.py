@@ -3,6 +3,10 @@
     x - ops.mean(x, 0)                a number of all rows goes back to each: standardised advantages, minibatch deviations
     tf.roll(x, 1, 0), x[::-1]         rows in another order meet those in the first
     x[:, None] - x[None]              all pairs
+    tf.sort(x, 0), tf.cumsum(x, 0)    along the axis of rows
+    einsum("id,jd->ij", x, y)         the same
+
+Rows of a sequence that is turned to (time, rows, features) meet nothing: where their axis is, is followed.
 
 What `BatchNormalization` does is told in the documents, and no fault here.
 """
@@ -18,6 +22,7 @@ from tfdist.sharding.row_kinds import RowKind, RowKinds, reduced_axes
 
 _MOVING = ("ExpandDims", "StridedSlice", "Transpose")
 _REDUCTIONS = ("Max", "Mean", "Min", "Prod", "Sum")
+_ALONG_LAST = ("LogSoftmax", "Softmax", "TopKV2")
 
 
 class RowMeetings:
@@ -31,57 +36,94 @@ class RowMeetings:
         self._of_source = of_source
         self._kinds = RowKinds(of_source)
         self._of_all: dict[str, bool] = {}  # by name: whether it is a number of the rank's rows together
-        self._moved: set[str] = set()  # rows whose axis is no longer the first
+        self._moved: dict[str, int] = {}  # tensors whose axis of rows is no longer the first, and which it is, from the end
 
     def found_in(self, loss: tf.Tensor) -> bool:
         """Whether rows meet in what `loss` is computed of."""
         waiting = [loss]
         while waiting:
             tensor = waiting[-1]
-            inputs = [] if self._of_source(tensor) else list(tensor.op.inputs)
+            inputs = self._inputs(tensor)
             missing = [x for x in inputs if x.name not in self._of_all]
             if tensor.name not in self._of_all and missing:
                 waiting.extend(missing)
                 continue
             waiting.pop()
             if tensor.name not in self._of_all:
-                if inputs and self._meet(tensor.op):
+                if inputs and tensor.op.type != "IdentityN" and self._meet(tensor.op):
                     return True
                 self._of_all[tensor.name] = bool(inputs) and self._is_of_all(tensor)
         return False
 
+    def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        if self._of_source(tensor):
+            return []
+        source = gradient_graph.passed_on(tensor)  # at the end of a custom gradient, such as a collective's
+        return list(tensor.op.inputs) if source is None else [source]
+
     def _is_rows(self, x: tf.Tensor) -> bool:
         return self._kinds.kind(x) is RowKind.ROWS
+
+    def are_pairs(self, op: tf.Operation) -> bool:
+        """Whether an Einsum `op` of two tensors of rows has a number for every two rows."""
+        letters = op.get_attr("equation").decode().partition("->")[0].split(",")
+        return len(letters) == 2 and all(map(self._is_rows, op.inputs)) and letters[0][:1] != letters[1][:1]
+
+    def _row_axis(self, x: tf.Tensor) -> int | None:
+        """Returns the axis of rows of `x`, from the end; None: it has none, or it is not known."""
+        return -x.shape.rank if self._is_rows(x) and x.shape.rank else self._moved.get(x.name)
 
     def _is_of_all(self, tensor: tf.Tensor) -> bool:
         op = tensor.op
         if op.type in _REDUCTIONS and self._is_rows(op.inputs[0]):
             axes = reduced_axes(op.inputs[1], op.inputs[0].shape.rank)
             return axes is not None and 0 in axes
-        is_passed_on = gradient_graph.is_elementwise(op) and len(op.inputs) == 1 and op.inputs[0].name in self._moved
-        if is_passed_on or (op.type in _MOVING and self._is_rows(op.inputs[0]) and _moves_rows(op)):
-            self._moved.add(tensor.name)
-        return any(self._of_all[x.name] for x in op.inputs) and not self._is_rows(tensor)
+        axis = None
+        if gradient_graph.is_elementwise(op):
+            axis = next((self._moved[x.name] for x in op.inputs if x.name in self._moved), None)
+        elif op.type in _MOVING and self._is_rows(op.inputs[0]):
+            axis = _moved_axis(op)
+        if axis is not None:
+            self._moved[tensor.name] = axis
+        return any(self._of_all[x.name] for x in self._inputs(tensor)) and not self._is_rows(tensor)
 
     def _meet(self, op: tf.Operation) -> bool:
-        rows = [x for x in op.inputs if self._is_rows(x)]
-        if not rows:
+        axes = [self._row_axis(x) for x in op.inputs]
+        if all(axis is None for axis in axes):
             return False
         if op.type in ("Roll", "ReverseV2", "StridedSlice"):
-            return rows[0] is op.inputs[0] and _reorders_rows(op)
+            return self._is_rows(op.inputs[0]) and _reorders_rows(op)
+        if op.type in _ALONG_LAST:
+            return axes[0] == -1
+        if op.type == "Cumsum":
+            along = tf.get_static_value(op.inputs[1])
+            rank = op.inputs[0].shape.rank
+            return axes[0] is not None and along is not None and rank is not None and int(along) % rank == axes[0] % rank
+        if op.type == "GatherV2":
+            return self._is_rows(op.inputs[0]) and op.inputs[1].op.type == "RandomShuffle" and not op.get_attr("batch_dims")
         if not gradient_graph.is_elementwise(op):
             return False
-        return any(self._of_all[x.name] or x.name in self._moved for x in op.inputs)
+        if any(self._is_rows(x) for x in op.inputs) and any(self._of_all[x.name] for x in op.inputs):
+            return True
+        found = {axis for axis in axes if axis is not None}
+        return len(found) > 1 and any(x.name in self._moved for x in op.inputs)
 
 
-def _moves_rows(op: tf.Operation) -> bool:
-    """Whether the axis of rows, the first, is another one in what `op` returns."""
+def _moved_axis(op: tf.Operation) -> int | None:
+    """Returns the axis of rows, the first of the input, in what `op` returns, from the end; None: it is the first still."""
+    rank = op.outputs[0].shape.rank
+    if rank is None:
+        return None
     if op.type == "StridedSlice":
-        return bool(op.get_attr("new_axis_mask") & 1)
+        mask, place = op.get_attr("new_axis_mask"), 0
+        while mask >> place & 1:
+            place += 1
+        return place - rank if place else None
     given = tf.get_static_value(op.inputs[1])
     if given is None or not given.size:
-        return False
-    return int(given.flat[0]) != 0 if op.type == "Transpose" else int(given.flat[0]) == 0
+        return None
+    place = list(given).index(0) if op.type == "Transpose" else int(given.flat[0] in (0, -rank))
+    return place - rank if place else None
 
 
 def _reorders_rows(op: tf.Operation) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.sharding import tape
+
 
 class RowKind(enum.Enum):
     """How a tensor depends on the rows of the batch."""
@@ -43,6 +45,7 @@ _BY_ROW = frozenset(
 )
 _OF_IMAGES = frozenset("AvgPool AvgPool3D BiasAdd Conv2D Conv3D DepthwiseConv2dNative MaxPool MaxPool3D ResizeBilinear".split())
 _SCATTERED_SUMS = frozenset("Bincount DenseBincount ScatterNd UnsortedSegmentSum".split())
+_BRANCHES = frozenset("Case If StatelessCase StatelessIf".split())
 _FUNCTIONS = frozenset("Case If PartitionedCall StatefulPartitionedCall StatelessCase StatelessIf StatelessWhile While".split())
 
 
@@ -84,7 +87,7 @@ class RowKinds:
         if op.type in _FUNCTIONS and self._trusts_loops and _ROWS in kinds and rank and tensor.shape[0] is None:
             return _ROWS
         if op.op_def.is_stateful:
-            return _OTHER
+            return _SAME if set(kinds) <= {_SAME} and _chooses_alike(op) else _OTHER
         if op.type == "MatMul" and self._is_transposed_rows(op.inputs[0]) and kinds[1] is _ROWS:
             return _SUM if not (op.get_attr("transpose_a") or op.get_attr("transpose_b")) else _OTHER
         if _OTHER in kinds:
@@ -229,13 +232,22 @@ def reduced_axes(axes: tf.Tensor, rank: int | None) -> list[int] | None:
 
 def _keeps_rows(shape: tf.TensorShape, new: Any) -> bool:
     """Whether a reshape to `new` leaves whole rows beside each other, perhaps in several pieces."""
-    if new is None or not len(new) or new[0] != -1 or shape.rank is None:
+    if new is None or not len(new) or not shape.rank:
         return False
+    if new[0] != -1:  # sizes are known
+        return bool(shape[0]) and new[0] % shape[0] == 0
     inner = tf.TensorShape(shape[1:]).num_elements()
     pieces = 1
     for size in new[1:]:
         pieces *= int(size)
     return pieces == 1 or (inner is not None and pieces > 0 and inner % pieces == 0)
+
+
+def _chooses_alike(op: tf.Operation) -> bool:
+    """Whether `op` is a branch that gives the same everywhere where its inputs are the same: nothing in it draws."""
+    graphs = tape.traced_branches(op) if op.type in _BRANCHES else []
+    inside = [inner for graph in graphs for inner in graph.get_operations()]
+    return bool(graphs) and not any("Random" in inner.type or inner.type in _FUNCTIONS for inner in inside)
 
 
 def _takes_all_rows(op: tf.Operation) -> bool:
