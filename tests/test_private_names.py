@@ -587,6 +587,19 @@ def test_saveables(tmp_path):
     np.testing.assert_array_equal(restored[0], [1.0, 2.0])
 
 
+def test_operations_of_an_eager_thread_are_seen():
+    seen = []
+    with tape.each_operation_seen_by(lambda kind, inputs, outputs: seen.append((kind, inputs[0], outputs[0]))):
+        given = tf.constant([1.0, 2.0])
+        result = tf.square(given)
+        tf.function(lambda x: x + 1, autograph=False).get_concrete_function(given)
+    tf.sqrt(given)
+    ((_, one, other),) = [found for found in seen if found[0] == "Square"]
+    assert one is given
+    assert other is result
+    assert not any(kind in ("AddV2", "Sqrt") for kind, _, _ in seen)
+
+
 def test_mirrored_extended(cpus):
     """The methods that `ShardedExtendedMixin` overrides, with the parameters it passes on."""
     extended = mirrored_strategy.MirroredExtended

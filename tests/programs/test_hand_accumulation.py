@@ -1,8 +1,11 @@
 """Accumulation by hand: variables to which a loop adds gradients, and an optimizer that is applied every few steps."""
 
+import functools
+
 import keras
 import pytest
 import tensorflow as tf
+from grids import exhaustive
 from training import BATCH, small, vectors
 
 from tests.programs.comparing import STAGES, assert_as_on_one_device
@@ -10,11 +13,24 @@ from tests.programs.comparing import STAGES, assert_as_on_one_device
 pytestmark = pytest.mark.as_traced
 
 
-def in_a_loop(strategy):
+def in_tensorflow(weight):
+    return tf.Variable(tf.zeros(weight.shape), trainable=False)
+
+
+def in_keras(weight):
+    return keras.Variable(tf.zeros(weight.shape), trainable=False)
+
+
+@functools.cache
+def in_a_loop(make):
+    return functools.wraps(make)(lambda strategy: _in_a_loop(strategy, make))
+
+
+def _in_a_loop(strategy, make):
     with strategy.scope():
         model, optimizer = small(), keras.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build(model.trainable_variables)
-        sums = [tf.Variable(tf.zeros(weight.shape), trainable=False) for weight in model.trainable_variables]
+        sums = [make(weight) for weight in model.trainable_variables]
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
 
     @tf.function
@@ -47,8 +63,9 @@ def in_a_loop(strategy):
 
 
 @pytest.mark.parametrize("zero_stage", STAGES)
-def test_in_a_loop(zero_stage):
-    assert_as_on_one_device(in_a_loop, zero_stage)
+@pytest.mark.parametrize("make", [exhaustive(in_tensorflow), in_keras])
+def test_in_a_loop(make, zero_stage):
+    assert_as_on_one_device(in_a_loop(make), zero_stage)
 
 
 def by_hand(strategy):

@@ -28,6 +28,7 @@ from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_lo
 from tfdist.optimizers.application import noted
 from tfdist.pipeline.model import PipelineModel
 from tfdist.sharding import UnshardSchedule, config_of
+from tfdist.sharding.nested_tapes import NestedTapes
 
 _MODULE = "keras.src.losses.loss"
 
@@ -164,10 +165,16 @@ def _gradient(
 ) -> Any:
     """In a `train_step` of one's own the gradient is that of a rank's own mean, and must count what the rank has of the batch.
     What reads it before an optimizer does must read the sum over the ranks."""
-    found = gradient_of_means(
-        lambda seeds: original(self, target, sources, seeds, unconnected_gradients), target, sources, output_gradients
-    )
-    return noted(found, sources)
+
+    def gradient(seeds: Any) -> Any:
+        return original(self, target, sources, seeds, unconnected_gradients)
+
+    program = rank_program()
+    if program is None:
+        return gradient(output_gradients)
+    with program.attachment(NestedTapes).going_back() as is_nested:
+        found = gradient(output_gradients) if is_nested else gradient_of_means(gradient, target, sources, output_gradients)
+    return found if is_nested else noted(found, sources)
 
 
 @replaces("tensorflow.GradientTape", "jacobian")

@@ -82,6 +82,16 @@ def _all_gather(original: Callable[..., Any], self: Any, value: Any, axis: Any, 
     return original(self, _summands(value), axis, options)
 
 
+@replaces("tensorflow.python.distribute.distribute_lib.ReplicaContext", "merge_call")
+def _merge_call(original: Callable[..., Any], self: Any, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What ranks bring to it is summed there: of a gradient each rank's own. The graph has operations of several ranks then,
+    which none of them would know for a sum."""
+    program = rank_program()
+    if program is not None and not program.is_eager:
+        args, kwargs = tf.nest.map_structure(lambda x: program.summand(x) if tf.is_symbolic_tensor(x) else x, (args, kwargs))
+    return original(self, merge_fn, args, kwargs)
+
+
 def _summands(value: Any) -> Any:
     program = rank_program()
     if program is None or not program.is_eager:

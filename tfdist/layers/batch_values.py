@@ -23,7 +23,8 @@ from tfdist.collectives.rows import can_be_gathered, gather_rows
 from tfdist.losses.row_means import RowMeans
 from tfdist.losses.trainer_step import TrainerStep
 from tfdist.optimizers.tape_gradients import TapeGradients
-from tfdist.sharding import tape
+from tfdist.sharding import gradient_graph, tape
+from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.row_kinds import RowKind, RowKinds, reduced_axes
 
 _MOST_OPERATIONS = 100  # that are made again for one value: not a network
@@ -51,6 +52,12 @@ class BatchValues:
 
     def depends_on_rows(self, tensor: tf.Tensor) -> bool:
         return self._kinds.kind(tensor) is not RowKind.SAME
+
+    def is_of_gradients(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is computed of gradients of parameters."""
+        program, gradients = self._program, self._program.attachment(TapeGradients)
+        of_wholes = gradient_graph.Sources(lambda x: x.graph is program.graph and gradients.is_gradient(x)).of(tensor)
+        return bool(of_wholes or program.attachment(GradientStubs).below(tensor))
 
     def of(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what `tensor`, which exists where all ranks run, is of the global batch; the same on all ranks.

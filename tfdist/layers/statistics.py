@@ -68,6 +68,8 @@ class Statistics:
             return value
         values = program.attachment(BatchValues)
         if not values.depends_on_rows(value):
+            if values.is_of_gradients(value):  # the sum of the ranks', or this rank's part of it
+                self._agreed.add(key)
             return value
         try:
             whole = values.of(value)
@@ -140,6 +142,7 @@ def _is_statistic(variable: tf.Variable) -> bool:
     return (
         _is_same_on_all(variable)
         and not variable.layout.is_data_sharded
+        and variable.layout.data_owner is None
         and variable.dtype.is_floating
         and not variable.trainable
     )

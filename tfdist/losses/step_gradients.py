@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
+from tfdist.losses.row_means import RowMeans
 from tfdist.losses.static_rows import has_rows
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.losses.warning import warn_of_step
@@ -34,14 +35,19 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
     """Returns the gradient of `target` by `sources`, as `tf.GradientTape.gradient` does.
 
     `gradient` calls it, with what it is given as `output_gradients`. The gradients of variables of the strategy are such that
-    reductions, which multiply whole ones by the rank's weight, make of them the gradient that one device has.
+    reductions, which multiply whole ones by the rank's weight, make of them the gradient that one device has. Those of inputs,
+    and of what is computed of rows, are one device's as they are.
     """
     step, program = trainer_step(), rank_program()
-    if step is None or program is None or program.attachment(GradientWeight).of_wholes() is None:
+    if step is None or program is None:
         return gradient(output_gradients)
     variables = [_strategys_variable(source) for source in tf.nest.flatten(sources)]
     targets = tf.nest.flatten(target)
-    if not any(v is not None for v in variables) or program.here() is None or not all(map(tf.is_tensor, targets)):
+    if program.here() is None or not all(map(tf.is_tensor, targets)):
+        return gradient(output_gradients)
+    if not any(v is not None for v in variables):
+        return gradient(_of_rows(targets, step.weight(), program) if output_gradients is None else output_gradients)
+    if program.attachment(GradientWeight).of_wholes() is None:
         return gradient(output_gradients)
     # Within a `tf.vectorized_map` gradients are a rank's own.
     is_sharded = [v is not None and v.layout.is_data_sharded and not tape.in_vectorized_map() for v in variables]
@@ -52,13 +58,30 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
     seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
     with program.attachment(GradientWeight).beginning_with(weight if begins_with_weight else None):
         found = gradient([_seed(x, seed, weight, begins_with_weight) for x, seed in zip(targets, seeds, strict=True)])
-    if not begins_with_weight:
+    if not begins_with_weight and all(v is not None for v in variables):
         return found
-    flat = [
-        grad if is_reduced else _divided(grad, weight)
-        for grad, is_reduced in zip(tf.nest.flatten(found), is_sharded, strict=True)
-    ]
+    are_sums = any(_is_sum(x, program) for x in targets)
+    flat = []
+    for grad, variable, is_reduced in zip(tf.nest.flatten(found), variables, is_sharded, strict=True):
+        is_of_rows = variable is None
+        if begins_with_weight and (are_sums if is_of_rows else not is_reduced):
+            grad = _changed(grad, lambda x: tf.math.divide_no_nan(x, tf.cast(weight, x.dtype)))
+        elif is_of_rows and not (begins_with_weight or are_sums):
+            grad = _changed(grad, lambda x: x * tf.cast(weight, x.dtype))
+        flat.append(grad)
     return tf.nest.pack_sequence_as(found, flat)
+
+
+def _of_rows(targets: Sequence[tf.Tensor], weight: tf.Tensor, program: RankProgram) -> list[tf.Tensor]:
+    """Returns what a tape is to begin with at `targets` where gradients of rows are wanted: of a mean, what the rank counts."""
+    whole = tf.ones_like(weight)
+    begin = [whole if _is_over_rows(x) or _is_sum(x, program) else weight for x in targets]
+    return [tf.cast(one, x.dtype) * tf.ones_like(x) for one, x in zip(begin, targets, strict=True)]
+
+
+def _is_sum(x: tf.Tensor, program: RankProgram) -> bool:
+    """Whether `x` is known to be a sum over rows, divided by a constant or not."""
+    return tf.is_symbolic_tensor(x) and x.shape.rank == 0 and program.attachment(RowMeans).is_sum(x)
 
 
 def _seed(target: tf.Tensor, given: Any, weight: tf.Tensor, begins_with_weight: bool) -> Any:
@@ -95,9 +118,9 @@ def _strategys_variable(source: Any) -> Any:
     return value if hasattr(value, "layout") else None
 
 
-def _divided(grad: Any, weight: tf.Tensor) -> Any:
+def _changed(grad: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
     if grad is None:
         return None
     if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(grad.values, weight), grad.indices, grad.dense_shape)
-    return tf.math.divide_no_nan(grad, tf.cast(weight, grad.dtype))
+        return tf.IndexedSlices(change(grad.values), grad.indices, grad.dense_shape)
+    return change(grad)

@@ -138,20 +138,27 @@ def reduce_logs(values: Any, strategy: Any, reduce: Callable[[Any], Any]) -> Any
     return reduce(logs if weights is None else _weighted_means(logs, weights, strategy))
 
 
+def _number(value: Any) -> Any:
+    """Returns `value`; of a Keras variable what it reads as."""
+    return tf.convert_to_tensor(value) if isinstance(value, keras.Variable) else value
+
+
 def _weighted_means(logs: Any, weights: Any, strategy: tf.distribute.Strategy) -> Any:
     """Returns `logs` with the floating numbers among them replaced by their means over the ranks, weighted by `weights`.
 
     A rank whose weight is 0 counts nothing, whatever its number is. All numbers travel in one message.
     """
-    flat = tf.nest.flatten(logs)
-    of_rank = [strategy.experimental_local_results(value) for value in flat]
+    flat = [_number(value) for value in tf.nest.flatten(logs)]
+    of_rank = [[_number(part) for part in strategy.experimental_local_results(value)] for value in flat]
+    num_ranks = len(strategy.experimental_local_results(weights))
     numbers = [
         place
         for place, values in enumerate(of_rank)
-        if all(tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating for value in values)
+        if len(values) == num_ranks
+        and all(tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating for value in values)
     ]
     if not numbers:
-        return logs
+        return tf.nest.pack_sequence_as(logs, flat)
     parts = [
         tf.math.multiply_no_nan(tf.stack([tf.cast(of_rank[place][rank], tf.float64) for place in numbers]), weight)
         for rank, weight in enumerate(strategy.experimental_local_results(weights))

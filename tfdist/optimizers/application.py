@@ -9,12 +9,13 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import in_loop, nested_functions, rank_program
+from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
+from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients, whole_sums
 from tfdist.optimizers.support import is_elementwise
 from tfdist.optimizers.tape_gradients import TapeGradients
-from tfdist.optimizers.target import variable_of
+from tfdist.optimizers.target import local_part, variable_of
 from tfdist.optimizers.update import decays
 from tfdist.sharding import MeshConfig, Shard, config_of, placement, tape
 from tfdist.sharding.held_parameters import HeldParameters
@@ -38,7 +39,7 @@ def noted(found: Any, sources: Any) -> Any:
     A tape in a block that holds parameters is not the user's: what it returns is not noted.
     """
     program = rank_program(peers_on="data")
-    if program is None or program.is_eager or tape.in_vectorized_map():  # which gives gradients of single examples
+    if program is None or tape.in_vectorized_map():  # which gives gradients of single examples
         return found
     if program.attachment(HeldParameters).is_open:
         return found
@@ -46,6 +47,10 @@ def noted(found: Any, sources: Any) -> Any:
     if len(flat) != len(variables):
         return found
     strategy = tf.distribute.get_strategy()
+    if program.is_eager:
+        if tf.executing_eagerly():
+            _watch_eagerly(flat, variables, strategy, program)
+        return found
     is_in_loop = in_loop(program.root.graph)
     places = [
         place
@@ -75,6 +80,17 @@ def noted(found: Any, sources: Any) -> Any:
         lambda grads, theirs: whole_sums(grads, theirs, config, program),
     )
     return tf.nest.pack_sequence_as(found, flat)
+
+
+def _watch_eagerly(
+    grads: Sequence[Any], variables: Sequence[Any], strategy: tf.distribute.Strategy, program: RankProgram
+) -> None:
+    """Lets a warning be given where the user's code reads one of `grads`, of parameters that ranks hold whole."""
+    pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
+    pairs = [pair for pair in pairs if _is_parameter(pair[1], strategy, is_whole=True)]
+    if pairs:
+        handles = [local_part(variable, program).handle for _, variable in pairs]
+        program.attachment(EagerReads).note([grad for grad, _ in pairs], handles)
 
 
 def _is_parameter(variable: Any, strategy: tf.distribute.Strategy, is_whole: bool) -> bool:

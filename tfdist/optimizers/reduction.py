@@ -22,6 +22,7 @@ from tfdist.collectives import RankProgram, group_ops
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
+from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_weight import weighted
 from tfdist.sharding.shard_messages import all_reduce_sums, gather_shards_in_buckets, note_compressors, scatter_sums
 
@@ -81,6 +82,8 @@ def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
     if schedule is not None and comes_reduced(grad, target):
         return grad, True
     whole = program.attachment(TapeGradients).whole_of(grad)
+    if whole is None and program.is_eager and program.attachment(EagerSums).is_same(grad):
+        whole = grad
     if schedule is not None and whole is None:
         is_sum = schedule.is_of_sums(grad) if not program.is_eager else schedule.has_sum_in(grad, target.variable)
         whole = grad if is_sum else None

@@ -28,6 +28,7 @@ from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.host_lead import limit_lead
 from tfdist.sharding.shard_messages import gather_shards, gather_shards_in_buckets
+from tfdist.sharding.slot_reads import SlotReads
 
 
 def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig) -> None:
@@ -39,7 +40,8 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
     program = stepping_program()
     _sum_outside_branches(optimizer, grads, variables, config, program)
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
-    with tf.device(program.device), program.attachment(TapeGradients).own_use():
+    gradients, slots = program.attachment(TapeGradients), program.attachment(SlotReads)
+    with tf.device(program.device), gradients.own_use(), slots.stepping():
         _Step(grads, variables, config, program, optimizer).apply()
 
 

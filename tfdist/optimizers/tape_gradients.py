@@ -12,7 +12,7 @@ the same on all ranks, which is reduced for them. What follows from that is whol
 
 What is only returned from the function of the rank is its summand: the caller sums. So is what the user's code gives a
 collective, which sums it, and what is added to a variable that is no parameter, in a loop of one's own. A parameter, and in a
-step of Keras's trainer every variable, gets the sum.
+step of Keras's trainer every variable, gets the sum; so does a slot of an optimizer, of which a rank stores its part.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops
+from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.target import local_part
 from tfdist.sharding import gradient_graph, tape
 from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
+from tfdist.sharding.slot_reads import SlotReads
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,7 +58,8 @@ class TapeGradients:
         self._whole_sums: Callable[..., Sequence[tf.Tensor]] | None = None
         self._is_asked = False
         self._num_searched = 0  # operations of the graph that were looked at for gradients that come out of them
-        self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._wholes)
+        self._slots = program.attachment(SlotReads)
+        self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and self._is_whole(x))
 
     def note(self, grads: Sequence[tf.Tensor], variables: Sequence[Any], whole_sums: Callable[..., Sequence[tf.Tensor]]) -> None:
         """Notes what a tape has returned for `variables`; `whole_sums(grads, variables)` sums them over the ranks."""
@@ -83,7 +86,7 @@ class TapeGradients:
             self._is_asked = True
             self._program.before_collective.append(self.settle)
             self._program.at_close.append(lambda _: self.settle())
-            self._program.before_branch.append(self._let_branch_read)
+            self._program.before_branch.append(self._prepare_branch)
             self._program.summands.append(self._read_as_summand)
 
     def _find_carried(self) -> None:
@@ -98,6 +101,9 @@ class TapeGradients:
     def note_whole(self, grad: tf.Tensor) -> None:
         """Notes that `grad` is a sum, whole and the same on all ranks."""
         self._wholes.add(grad.name)
+
+    def _is_whole(self, tensor: tf.Tensor) -> bool:
+        return tensor.name in self._wholes or self._slots.is_whole(tensor)
 
     def is_gradient(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is a sum, or linear in summands."""
@@ -132,6 +138,11 @@ class TapeGradients:
         with self._marked(), self._program.outermost(), tape.stop_recording():
             self._sum_missing(dict.fromkeys(summand for grad in grads for summand in self._linear_in(grad) or ()))
 
+    def _prepare_branch(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Sums what has been read so far: a branch may wait for a variable that was written with it, and send something."""
+        self.settle()
+        self._let_branch_read(tensors)
+
     def _let_branch_read(self, tensors: Sequence[tf.Tensor]) -> bool:
         """Whether some of `tensors`, read in a branch, are computed from gradients: of which it will read the sums."""
         self._find_carried()
@@ -147,7 +158,7 @@ class TapeGradients:
     def own_use(self) -> Iterator[None]:
         """A block that reads gradients as summands, whatever it does with them: an optimizer's."""
         self.settle()
-        with self._marked():
+        with self._program.attachment(EagerReads).own_use() if self._program.is_eager else self._marked():
             yield
 
     @contextlib.contextmanager
@@ -211,9 +222,10 @@ class TapeGradients:
                     is_read = False
                 elif tape.is_backward(operation):
                     is_read = True  # by the gradient of something that reads it
-                elif gradient_graph.only_writes(operation, tensor):
-                    is_of_trainer = self._program.attachment(GradientWeight).of_wholes() is not None
-                    is_read = is_of_trainer or any(written.name in self._parameters for written in operation.inputs)
+                elif (handles := gradient_graph.written(operation, tensor)) is not None:
+                    is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
+                    gets_sum = any(x.name in self._parameters or self._slots.is_written(x) for x in handles)
+                    is_read = is_of_trainer or gets_sum
                 else:
                     is_read = not gradient_graph.is_linear(operation, lambda x: self._linear_in(x) is not None)
                 if is_read:

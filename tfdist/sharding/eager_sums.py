@@ -22,12 +22,34 @@ class EagerSums:
         self._program = program
         self._known: dict[int, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}  # whole sums, which stay, by id; shards; summands
         self._given: list[tf.Tensor] = []  # summands that collectives were given
+        self._same: list[tf.Tensor] = []  # what else is whole, and the same on all ranks
         self._is_asking = False
         self._recorder: Any = None  # of what is computed of sums
 
     def note(self, whole: tf.Tensor, shard: tf.Tensor, summand: tf.Tensor) -> None:
         """Notes that the rank has the sum `whole`, of which it keeps `shard` and to which it has added `summand`."""
         self._known[id(whole)] = (whole, shard, summand)
+        self._record(whole)
+
+    def note_same(self, whole: tf.Tensor) -> None:
+        """Notes that the rank has `whole`, of which every rank has a shard: the value of an optimizer's slot."""
+        if whole.dtype.is_floating:
+            self._same.append(whole)
+            self._record(whole)
+
+    def is_same(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` was computed of the whole value of a slot."""
+        return self._is_computed_of(tensor, self._same)
+
+    def returned(self, outputs: Any) -> Any:
+        """Returns `outputs`, which the rank's function returns, with the rank's own summands in the place of sums."""
+
+        def own(x: Any) -> Any:
+            return self._known[id(x)][2] if id(x) in self._known else x
+
+        return tf.nest.map_structure(own, outputs) if self._known else outputs
+
+    def _record(self, whole: tf.Tensor) -> None:
         if self._recorder is None:
             self._recorder = tf.GradientTape(persistent=True, watch_accessed_variables=False)
             self._recorder.__enter__()

@@ -33,6 +33,7 @@ _LINEAR_IN_FIRST = frozenset(
     "Slice SplitV Squeeze StopGradient StridedSlice Sum Tile Transpose Unpack UnsortedSegmentSum".split()
 )
 
+_UNCHANGED = ("Cast", "Identity")
 _WRITES = frozenset("AssignAddVariableOp AssignSubVariableOp AssignVariableOp".split())
 
 
@@ -67,12 +68,18 @@ def is_linear(operation: tf.Operation, is_gradient: Callable[[tf.Tensor], bool])
     return found[0] and not any(found[1:])
 
 
-def only_writes(operation: tf.Operation, gradient: tf.Tensor) -> bool:
-    """Whether `operation` writes `gradient`, or something linear in it, to variables, also in branches, and no more."""
+def written(operation: tf.Operation, gradient: tf.Tensor) -> list[tf.Tensor] | None:
+    """Returns what `operation` writes `gradient`, or something linear in it, to, if it does no more: handles of variables.
+
+    Also in branches, of which it returns all that they are given. To add the gradient to what a variable has, which is then
+    written, is that: Keras adds to its variables so. None: it does something else.
+    """
     if operation.type in _WRITES:
-        return True
+        return [operation.inputs[0]]
+    if (handle := _added_to(operation, gradient)) is not None:
+        return [handle]
     if operation.type not in ("If", "StatelessIf"):
-        return False
+        return None
     places = [place for place, source in enumerate(operation.inputs[1:]) if source.name == gradient.name]
     for branch in tape.branches(operation):
         waiting = [branch.inputs[place] for place in places]
@@ -83,12 +90,43 @@ def only_writes(operation: tf.Operation, gradient: tf.Tensor) -> bool:
                 if reader.type in _WRITES:
                     continue
                 if not is_linear(reader, is_gradient):
-                    return False
+                    return None
                 waiting.extend(reader.outputs)
                 names.update(output.name for output in reader.outputs)
         if any(output.name in names for output in branch.outputs):
-            return False
-    return True
+            return None
+    return list(operation.inputs)
+
+
+def _added_to(operation: tf.Operation, gradient: tf.Tensor) -> tf.Tensor | None:
+    """Returns the handle of the variable whose new value `operation` makes of its old one and `gradient`, for nothing else."""
+    if operation.type not in ("Add", "AddV2", "BiasAdd", "Sub"):
+        return None
+    first, second = operation.inputs
+    if not tape.same(second, gradient):
+        first, second = second, first
+    is_turned = second is not operation.inputs[1]
+    if not tape.same(second, gradient) or (is_turned and operation.type in ("BiasAdd", "Sub")):
+        return None
+    read = _passed_on_from(first)
+    if read.type != "ReadVariableOp":
+        return None
+    waiting, writers = [operation.outputs[0]], []
+    while waiting:
+        for reader in waiting.pop().consumers():
+            if reader.type in _UNCHANGED:
+                waiting.extend(reader.outputs)
+            else:
+                writers.append(reader)
+    handle = read.inputs[0]
+    is_written = bool(writers) and all(one.type == "AssignVariableOp" and tape.same(one.inputs[0], handle) for one in writers)
+    return handle if is_written else None
+
+
+def _passed_on_from(tensor: tf.Tensor) -> tf.Operation:
+    while tensor.op.type in _UNCHANGED:
+        tensor = tensor.op.inputs[0]
+    return tensor.op
 
 
 def _is_named(names: set[str], tensor: tf.Tensor) -> bool:

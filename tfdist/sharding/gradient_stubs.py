@@ -30,6 +30,8 @@ from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
 
+_SHAPING = ("ExpandDims", "Squeeze")
+
 
 @dataclasses.dataclass(eq=False)
 class _Stub:
@@ -194,7 +196,17 @@ class GradientStubs:
             any(self._layout_of(output) is None or self._is_read_whole(output) for output in _after(operation, tensor))
             or not operation.outputs
             for operation in tensor.consumers()
-            if not self._gets_summand(operation, tensor)
+            if not (self._gets_summand(operation, tensor) or self._is_only_written(operation))
+        )
+
+    def _is_only_written(self, operation: tf.Operation) -> bool:
+        """Whether what `operation` returns has the numbers of a stub, and goes to variables as `_gets_summand` says, and nowhere
+        else. Keras adds vectors to its variables so. A parameter's shard is cut out."""
+        return operation.type in _SHAPING and all(
+            bool(output.consumers())
+            and self._is_linear(output)
+            and all(self._gets_summand(reader, output) or self._is_only_written(reader) for reader in output.consumers())
+            for output in operation.outputs
         )
 
     def _gets_summand(self, operation: tf.Operation, tensor: tf.Tensor) -> bool:
@@ -202,9 +214,9 @@ class GradientStubs:
 
         A parameter is not written so: the shard that it stores is cut out of what it gets.
         """
-        if self._program.attachment(GradientWeight).of_wholes() is not None:
+        if self._program.attachment(GradientWeight).is_of_trainer:
             return False
-        return gradient_graph.only_writes(operation, tensor) and self._is_linear(tensor)
+        return gradient_graph.written(operation, tensor) is not None and self._is_linear(tensor)
 
     def _is_linear(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is a stub, or a linear function of stubs."""
@@ -221,7 +233,7 @@ class GradientStubs:
             if self._gets_summand(operation, tensor):
                 tape.reconnect(operation, tensor, self._summand(tensor))
             for output in _after(operation, tensor):
-                if self._layout_of(output) is not None:
+                if self._layout_of(output) is not None or self._is_only_written(operation):
                     self._write_summands(output)
 
     def _summand(self, tensor: tf.Tensor) -> tf.Tensor:

@@ -34,6 +34,11 @@ class GradientWeight:
         """Lets gradients count what `weight` returns, a scalar; it may send a message, and is called where all ranks run."""
         self._weight = weight
 
+    @property
+    def is_of_trainer(self) -> bool:
+        """Whether gradients are taken in a step of Keras's trainer, and count a weight, wherever it is entered."""
+        return self._weight is not None
+
     @contextlib.contextmanager
     def entered_with_the_loss(self) -> Iterator[None]:
         """A block in which gradients are those of losses that were weighted before they were differentiated."""

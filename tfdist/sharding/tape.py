@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
-from tensorflow.python.framework import auto_control_deps
+from tensorflow.python.framework import auto_control_deps, op_callbacks
 from tensorflow.python.ops import control_flow_util_v2, default_gradient, resource_variable_ops, while_v2
 from tensorflow.python.ops.parallel_for import pfor
 
@@ -224,6 +225,22 @@ def reconnect(operation: tf.Operation, old: tf.Tensor, new: tf.Tensor) -> None:
     for index, tensor in enumerate(operation.inputs):
         if same(tensor, old):
             operation._update_input(index, new)
+
+
+@contextlib.contextmanager
+def each_operation_seen_by(see: Callable[[str, Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
+    """A block in which `see(type, inputs, outputs)` is called after each operation that this thread runs eagerly."""
+
+    def called(kind: str, inputs: Any, attributes: Any, outputs: Any, op_name: Any = None, graph: Any = None) -> None:
+        del attributes, op_name
+        if graph is None:
+            see(tf.compat.as_str(kind), inputs, outputs)
+
+    op_callbacks.add_op_callback(called)
+    try:
+        yield
+    finally:
+        op_callbacks.remove_op_callback(called)
 
 
 def operations_so_far() -> int:

@@ -30,6 +30,7 @@ from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.host_lead import run_when_done
 from tfdist.sharding.kept_weights import kept_weights_of
+from tfdist.sharding.nested_tapes import NestedTapes
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.shard_messages import gather_parameters, gather_shards, messages_of, note_compressors, scatter_sums
@@ -199,7 +200,9 @@ class UnshardSchedule:
         )
 
     def _let_branch_read(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Reduces and gathers what `tensors`, which a branch reads, are computed from."""
+        """Reduces and gathers what `tensors`, which a branch reads, are computed from, and what has been read before."""
+        if any(pending.stub.consumers() for pending in self._pending):
+            self.flush()
         for tensor in tensors:
             if self._stubs.below(tensor):
                 self.is_of_sums(tensor)
@@ -231,6 +234,7 @@ class UnshardSchedule:
             return [tf.cast(full, variable.dtype)]
         if full.graph is not self._program.graph:
             raise nested_functions.refusal(variable)
+        self._program.attachment(NestedTapes).refuse(variable.name)
         self._differentiated.add(id(variable))
         with tape.stop_recording():
             stub = self._stubs.make(variable, full)

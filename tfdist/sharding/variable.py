@@ -22,6 +22,7 @@ from tfdist.sharding.config import config_of
 from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.kept_weights import kept_weights_of, tells_of_writes
 from tfdist.sharding.layout import Layout
+from tfdist.sharding.slot_reads import SlotReads
 from tfdist.sharding.unshard import UnshardSchedule
 
 # What TensorFlow asks of an object that is not a variable yet.
@@ -38,7 +39,8 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
     * Outside replicas it is the full variable: `shape` is the global shape, `numpy()` unshards, `assign()` shards. So saving,
       loading and `summary()` know nothing of sharding.
     * Inside a replica a parameter reads as what a layer computes with: its full value, gathered with its group, or, of one that
-      is sharded over the tensor axis, this rank's shard; an optimizer slot reads as this rank's shard.
+      is sharded over the tensor axis, this rank's shard; an optimizer slot reads as its full value too, and in a step of the
+      optimizer as this rank's shard.
     * To a gradient tape it is one variable outside replicas, `handle`, whose gradient has the global shape; inside a replica it
       is this rank's component.
 
@@ -136,6 +138,9 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
                     if is_elsewhere(self):
                         current_program(f"Reading the sharded variable {self.name!r}")  # raises: shards are elsewhere
                     return self._assemble()
+                case Where.TRACED_RANK | Where.EAGER_RANK:
+                    self._check_is_here(rank_program())
+                    return rank_program().attachment(SlotReads).read(self)
                 case _:
                     return self._local_component()
 
@@ -226,7 +231,8 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
                 shape=tuple(value.shape),
             )
         if not layout.stores(coordinate):
-            return tf.zeros([0], self.dtype)
+            # In a graph it is made of the value: what that is computed of, all ranks must compute.
+            return tf.reshape(value, [-1])[:0] if tf.is_symbolic_tensor(value) else tf.zeros([0], self.dtype)
         if not layout.is_data_sharded:
             return value
         shard = packing.data_shard(value, layout, coordinate.data)
@@ -246,6 +252,8 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         if program is not None and self.is_parameter:
             self._check_is_here(program)
             (program.here() or program).attachment(UnshardSchedule).invalidate()
+        elif program is not None:
+            program.attachment(SlotReads).note_written(self)
         if self._aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN) and self.is_parameter:
             reduce_op = tf.distribute.ReduceOp[self._aggregation.name]
             value = tf.distribute.get_replica_context().all_reduce(reduce_op, value)

@@ -38,6 +38,8 @@ from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, End
 from tfdist.layers import randomness, sharded_tensors
 from tfdist.runtime import give_back_free_memory
 from tfdist.sharding import KeptWeights, MeshConfig
+from tfdist.sharding.eager_sums import EagerSums
+from tfdist.strategy import rows_apart
 from tfdist.strategy.variable_creation import VariableCreation
 
 
@@ -112,9 +114,12 @@ class ShardedExtendedMixin(VariableCreation):
             with tf.control_dependencies(inputs), seeds.lent():
                 outputs = sharded_tensors.all_whole(fn(*args, **kwargs))
                 program.close(outputs)
+                if program.is_eager:
+                    outputs = program.attachment(EagerSums).returned(outputs)
             return outputs
 
-        result = mirrored_run.call_for_each_replica(self._container_strategy(), run_rank, args, kwargs)
+        with rows_apart.told(self._sharding.mesh):
+            result = mirrored_run.call_for_each_replica(self._container_strategy(), run_rank, args, kwargs)
         seeds.take_back()
         self.draws_unsaved |= seeds.has_drawn
         plan.check_complete()

@@ -1,0 +1,183 @@
+"""Where ranks' gradients are summed by the user's code, or read by a loop: counted once, at every stage."""
+
+import functools
+import warnings
+
+import keras
+import pytest
+import tensorflow as tf
+from grids import exhaustive
+from training import BATCH, small, strategy_for, vectors
+
+import tfdist
+from tests.programs.comparing import STAGES, assert_as_on_one_device
+
+pytestmark = pytest.mark.as_traced
+
+
+def merged(strategy, grads, weights):
+    """Reduced in a merge call, as loops of TensorFlow's first years do."""
+
+    def total(strategy, *grads):
+        return [strategy.reduce("SUM", grad, axis=None) for grad in grads]
+
+    return tf.distribute.get_replica_context().merge_call(total, args=tuple(grads))
+
+
+def merged_with_scale(strategy, grads, weights):
+    return merged(strategy, [grad / 4 for grad in grads], weights)
+
+
+def norms(strategy, grads, weights):
+    return [tf.linalg.global_norm(grads), tf.norm(grads[-1], axis=0), tf.clip_by_global_norm(grads, 0.05)[0]]
+
+
+def power_iteration(strategy, grads, weights):
+    """The largest singular value of the last gradient, by a loop that starts from it."""
+    matrix = grads[-1]
+
+    def turn(v):
+        v = tf.linalg.matvec(matrix, tf.linalg.matvec(matrix, v), transpose_a=True)
+        return (v / (tf.norm(v) + 1e-9),)
+
+    (v,) = tf.while_loop(lambda v: tf.constant(True), turn, (matrix[0] / (tf.norm(matrix[0]) + 1e-9),), maximum_iterations=4)
+    return [tf.norm(tf.linalg.matvec(matrix, v)), v]
+
+
+def clipped_in_a_loop(strategy, grads, weights):
+    """Halved until the norm is small, each gradient on its own."""
+    halved = [
+        tf.while_loop(lambda g: tf.norm(g) > 0.05, lambda g: (g / 2,), (grad,), shape_invariants=(grad.shape,))[0]
+        for grad in grads
+    ]
+    return [*halved, tf.linalg.global_norm(halved)]
+
+
+USES = {use.__name__: use for use in (merged, merged_with_scale, norms, power_iteration, clipped_in_a_loop)}
+
+
+@functools.cache
+def used(name, is_traced):
+    """What the ranks have is the same on all: the mean of theirs is compared."""
+
+    def program(strategy):
+        with strategy.scope():
+            model, optimizer = small(), keras.optimizers.SGD(0.1, momentum=0.9)
+            optimizer.build(model.trainable_variables)
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+
+        def on_rank(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, model(x)) / BATCH
+            grads = tape.gradient(loss, model.trainable_variables)
+            found = USES[name](strategy, grads, model.trainable_variables)
+            optimizer.apply(grads, model.trainable_variables)
+            return found
+
+        def step(x, y):
+            found = strategy.run(on_rank, args=(x, y))
+            return tf.nest.map_structure(lambda x: strategy.reduce("MEAN", x, axis=None), found)
+
+        step = tf.function(step) if is_traced else step
+        batches = tf.data.Dataset.from_tensor_slices(vectors(2 * BATCH)).batch(BATCH)
+        found = [
+            [x.numpy() for x in tf.nest.flatten(step(*batch))] for batch in strategy.experimental_distribute_dataset(batches)
+        ]
+        return found, model.get_weights()
+
+    return program
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("name", ["merged", *map(exhaustive, ["merged_with_scale", "power_iteration", "clipped_in_a_loop"])])
+def test_in_a_traced_step(name, zero_stage):
+    assert_as_on_one_device(used(name, is_traced=True), zero_stage, 3)
+
+
+@pytest.mark.parametrize("name", [exhaustive("norms"), exhaustive("power_iteration")])
+def test_in_an_eager_step_with_sharded_weights(name):
+    assert_as_on_one_device(used(name, is_traced=False), 3, 2)
+
+
+def scaled(strategy, grads, weights):
+    """What is linear in gradients, and what only looks at their shapes."""
+    return [grad * 0.5 for grad in grads if grad.shape.rank and tf.size(grad)]
+
+
+def decayed(strategy, grads, weights):
+    return [grad + 0.1 * tf.convert_to_tensor(weight) for grad, weight in zip(grads, weights, strict=True)]
+
+
+def own_norms(strategy, grads, weights):
+    return [tfdist.global_norm(grads, weights), *tfdist.clip_by_global_norm(grads, weights, 0.05)[0]]
+
+
+@pytest.mark.parametrize(
+    ("use", "zero_stage", "is_told"),
+    [
+        (norms, 0, True),
+        exhaustive(norms, 2, True),
+        exhaustive(norms, 3, False),
+        exhaustive(power_iteration, 1, True),
+        exhaustive(decayed, 0, True),
+        (scaled, 2, False),
+        exhaustive(scaled, 0, False),
+        exhaustive(merged_with_scale, 1, False),
+        exhaustive(own_norms, 0, False),
+        exhaustive(own_norms, 2, False),
+    ],
+)
+def test_reading_a_gradient_in_an_eager_step_is_told(use, zero_stage, is_told):
+    strategy = strategy_for(2, zero_stage)
+    with strategy.scope():
+        model = small()
+        model.compile(keras.optimizers.Adam(0.01, global_clipnorm=1.0, gradient_accumulation_steps=2), run_eagerly=True)
+        model.optimizer.build(model.trainable_variables)
+        totals = [keras.Variable(tf.zeros(weight.shape), trainable=False) for weight in model.trainable_variables]
+
+    def on_rank(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x) ** 2)
+        grads = tape.gradient(loss, model.trainable_variables)
+        use(strategy, grads, model.trainable_variables)
+        for total, grad in zip(totals, grads, strict=True):
+            total.assign_add(grad / 2)
+        model.optimizer.apply(grads, model.trainable_variables)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            strategy.run(on_rank, args=(tf.ones((4, 15)),))
+    messages = [str(one.message) for one in found if "A gradient is read by" in str(one.message)]
+    assert len(messages) == is_told
+    assert not is_told or "tfdist.global_norm" in messages[0]
+
+
+@functools.cache
+def returned(is_traced):
+    def program(strategy):
+        with strategy.scope():
+            model = small()
+        loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+
+        def on_rank(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, model(x)) / BATCH
+            grads = tape.gradient(loss, model.trainable_variables)
+            return grads, [grad * 0.5 for grad in grads] if is_traced else []
+
+        def step(x, y):
+            found = strategy.run(on_rank, args=(x, y))
+            return tf.nest.map_structure(lambda x: strategy.reduce("SUM", x, axis=None), found)
+
+        step = tf.function(step) if is_traced else step
+        batches = tf.data.Dataset.from_tensor_slices(vectors(BATCH)).batch(BATCH)
+        return [tf.nest.flatten(step(*batch)) for batch in strategy.experimental_distribute_dataset(batches)]
+
+    return program
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("is_traced", [exhaustive(True), False])
+def test_what_is_returned_is_a_summand(is_traced, zero_stage):
+    assert_as_on_one_device(returned(is_traced), zero_stage, 2)

@@ -1,0 +1,85 @@
+"""What a rank's function reads and writes of an optimizer's slots itself: their whole values, as on one device.
+
+optimizer.apply(grads, weights)                     the optimizer's own step: the rank's shard, which it updates
+keras.ops.norm(optimizer._momentums[0])             gathered: one message for each read
+slow.assign(slow + 0.5 * (weight - slow))           gathered, and the rank's shard of the new value stored
+total.assign_add(grad)                              the rank's shard of the sum over the ranks
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import RankProgram, group_ops
+from tfdist.sharding import tape
+from tfdist.sharding.eager_sums import EagerSums
+from tfdist.sharding.shard_messages import gather_shards
+
+
+class SlotReads:
+    """The slots that one rank reads and writes in one trace, or eager run; an attachment of the rank's program."""
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._is_stepping = False
+        self._wholes: set[str] = set()
+        self._written: set[str] = set()
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A block in which an optimizer steps: slots read as what the rank stores."""
+        before, self._is_stepping = self._is_stepping, True
+        try:
+            yield
+        finally:
+            self._is_stepping = before
+
+    def read(self, variable: Any) -> tf.Tensor | tf.Variable:
+        """Returns the value of `variable`, a slot: whole, or in a step of an optimizer what the rank stores of it.
+
+        Raises NotImplementedError in a loop or a nested function, where nothing can be sent.
+        """
+        component, layout = variable.component(self._program.rank), variable.layout
+        if self._is_stepping or not (layout.is_data_sharded or layout.data_owner is not None):
+            return component
+        if (program := self._program.here()) is None:
+            raise errors.not_implemented(
+                f"The optimizer's slot {variable.name!r}, of which each device has a part, is read in a loop or a compiled "
+                "function of the function given to `strategy.run`.",
+                fix="Read it before the loop, or use `zero_stage=0`.",
+            )
+        label, ranks = f"slots/{variable.name}", program.group_ranks("data")
+        with tape.stop_recording(), tf.device(program.device):
+            part = component.read_value()
+            if layout.data_owner is None:
+                (whole,) = gather_shards(program, [part], [layout], label)
+            else:
+                whole = group_ops.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], label)
+        if program.is_eager:
+            program.attachment(EagerSums).note_same(whole)
+        else:
+            self._wholes.add(whole.name)
+        return whole
+
+    def is_whole(self, tensor: tf.Tensor) -> bool:
+        """Whether the symbolic `tensor` is the whole value of a slot, the same on all ranks."""
+        return tensor.name in self._wholes
+
+    def note_written(self, variable: Any) -> None:
+        """Notes that the rank's function assigns to `variable`, a slot: its shard is cut out of what it gets."""
+        if self._is_stepping or self._program.is_eager:
+            return
+        handle = variable.component(self._program.rank).handle
+        program = self._program.innermost()
+        while program is not None:
+            self._written.add(program.graph.capture(handle).name)
+            program = program.outer
+
+    def is_written(self, handle: tf.Tensor) -> bool:
+        """Whether `handle` is that of a slot which the function assigns to."""
+        return handle.name in self._written
