@@ -11,6 +11,7 @@ from training import BATCH, small, strategy_for, vectors
 
 import tfdist
 from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tfdist.strategy import sums_again
 
 pytestmark = pytest.mark.as_traced
 
@@ -94,7 +95,7 @@ def test_in_a_traced_step(name, zero_stage):
     assert_as_on_one_device(used(name, is_traced=True), zero_stage, 3)
 
 
-@pytest.mark.parametrize("name", [exhaustive("norms"), exhaustive("power_iteration")])
+@pytest.mark.parametrize("name", [exhaustive("norms"), exhaustive("power_iteration"), exhaustive("merged")])
 def test_in_an_eager_step_with_sharded_weights(name):
     assert_as_on_one_device(used(name, is_traced=False), 3, 2)
 
@@ -151,6 +152,32 @@ def test_reading_a_gradient_in_an_eager_step_is_told(use, zero_stage, is_told):
     messages = [str(one.message) for one in found if "A gradient is read by" in str(one.message)]
     assert len(messages) == is_told
     assert not is_told or "tfdist.global_norm" in messages[0]
+
+
+@pytest.mark.parametrize(("is_traced", "zero_stage"), [(True, 3), exhaustive(True, 0), exhaustive(True, 2), exhaustive(False, 3)])
+def test_summing_what_is_computed_of_sums_is_told(is_traced, zero_stage):
+    strategy = strategy_for(2, zero_stage)
+    with strategy.scope():
+        model = small()
+
+    def on_rank(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x) ** 2)
+        grads = tape.gradient(loss, model.trainable_variables)
+        return loss, grads, tf.linalg.global_norm(grads), tf.map_fn(lambda row: row * 0.5, grads[-1])
+
+    def step(x):
+        loss, grads, norm, mapped = strategy.run(on_rank, args=(x,))
+        told = []
+        for how, value in [("SUM", loss), ("SUM", grads[-1]), ("MEAN", norm), ("SUM", norm), ("SUM", mapped)]:
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                strategy.reduce(how, value, axis=None)
+            told.append(any("computed of the gradients of the whole batch" in str(one.message) for one in found))
+            sums_again._told.clear()
+        assert told == [False, False, False, True, True]
+
+    (tf.function(step, autograph=False) if is_traced else step)(tf.ones((4, 15)))
 
 
 @functools.cache

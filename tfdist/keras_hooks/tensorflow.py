@@ -14,6 +14,7 @@ from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
 from tfdist.runtime import coordination
 from tfdist.sharding import ShardedVariable, tape
+from tfdist.sharding.eager_sums import EagerSums
 
 
 @replaces("tensorflow.python.autograph.core.config", "CONVERSION_RULES")
@@ -87,7 +88,9 @@ def _merge_call(original: Callable[..., Any], self: Any, merge_fn: Any, args: An
     """What ranks bring to it is summed there: of a gradient each rank's own. The graph has operations of several ranks then,
     which none of them would know for a sum."""
     program = rank_program()
-    if program is not None and not program.is_eager:
+    if program is not None and program.is_eager:
+        args, kwargs = program.attachment(EagerSums).own((args, kwargs))
+    elif program is not None:
         args, kwargs = tf.nest.map_structure(lambda x: program.summand(x) if tf.is_symbolic_tensor(x) else x, (args, kwargs))
     return original(self, merge_fn, args, kwargs)
 

@@ -82,13 +82,13 @@ def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
     if schedule is not None and comes_reduced(grad, target):
         return grad, True
     whole = program.attachment(TapeGradients).whole_of(grad)
-    if whole is None and program.is_eager and program.attachment(EagerSums).is_same(grad):
-        whole = grad
     if schedule is not None and whole is None:
         is_sum = schedule.is_of_sums(grad) if not program.is_eager else schedule.has_sum_in(grad, target.variable)
         whole = grad if is_sum else None
     elif grad.shape == target.state_layout.component_shape != target.layout.local_shape:
         return grad, True  # of a slot, in which the program has kept sums
+    kept = program.attachment(EagerSums if program.is_eager else TapeGradients)
+    whole = grad if whole is None and kept.is_of_variables(grad) else whole
     if whole is None:
         return grad, False
     if target.state_layout.is_data_sharded:

@@ -29,6 +29,7 @@ from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.target import local_part
 from tfdist.sharding import gradient_graph, tape
 from tfdist.sharding.carried_gradients import CarriedGradients
+from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.slot_reads import SlotReads
 
@@ -108,6 +109,24 @@ class TapeGradients:
     def is_gradient(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is a sum, or linear in summands."""
         return bool(self._summands or self._wholes) and (tensor.name in self._wholes or self._linear_in(tensor) is not None)
+
+    def is_of_sums(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor`, made where all ranks run, is computed of sums, and is neither a summand nor linear in summands."""
+        if not self._program.exists_here(tensor):
+            return False
+        below = self._program.attachment(GradientStubs).of_sums(tensor)
+        of_wholes = bool(self._wholes) and self._linear_in(tensor) is None and bool(self._sources.of(tensor))
+        return below or of_wholes
+
+    def is_of_variables(self, grad: tf.Tensor) -> bool:
+        """Whether `grad`, in a step of Keras's trainer, is computed of variables alone, which are the same on all ranks there."""
+        if not self._program.attachment(GradientWeight).is_of_trainer or not tf.is_symbolic_tensor(grad):
+            return False
+        root = self._program.root
+        leaves = tf.nest.flatten(root.arguments, expand_composites=True)
+        names = {leaf.name for leaf in leaves if tf.is_symbolic_tensor(leaf)}
+        names.update(root.attachment(TapeGradients)._summands)
+        return not gradient_graph.Sources(lambda x: x.graph is root.graph and x.name in names).of(grad)
 
     def whole_of(self, grad: tf.Tensor) -> tf.Tensor | None:
         """Returns the sum, whole, where `grad` is computed from sums, or linear in gradients with known sums; else None."""

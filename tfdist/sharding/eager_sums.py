@@ -37,17 +37,21 @@ class EagerSums:
             self._same.append(whole)
             self._record(whole)
 
-    def is_same(self, tensor: tf.Tensor) -> bool:
+    def is_of_variables(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` was computed of the whole value of a slot."""
         return self._is_computed_of(tensor, self._same)
 
-    def returned(self, outputs: Any) -> Any:
-        """Returns `outputs`, which the rank's function returns, with the rank's own summands in the place of sums."""
+    def own(self, values: Any) -> Any:
+        """Returns `values`, of which the caller makes sums, with the rank's own summands in the place of sums."""
 
-        def own(x: Any) -> Any:
+        def summand(x: Any) -> Any:
             return self._known[id(x)][2] if id(x) in self._known else x
 
-        return tf.nest.map_structure(own, outputs) if self._known else outputs
+        return tf.nest.map_structure(summand, values) if self._known else values
+
+    def is_of_sums(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` was computed of sums, and is none itself."""
+        return id(tensor) not in self._known and self._is_computed_of(tensor, [whole for whole, _, _ in self._known.values()])
 
     def _record(self, whole: tf.Tensor) -> None:
         if self._recorder is None:

@@ -100,6 +100,11 @@ class GradientStubs:
         """Returns the stubs that `tensor` is computed from."""
         return self._sources.of(tensor) if self._stubs and tf.is_symbolic_tensor(tensor) else []
 
+    def of_sums(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is computed of sums, and is no summand."""
+        below = [] if not self._stubs or self._is_linear(tensor) else self.below(tensor)
+        return any(self._stubs[source.name].is_whole for source in below)
+
     def fill(self, tensors: Sequence[tf.Tensor]) -> bool:
         """Fills the stubs `tensors`, which have been reduced: what is computed from them is then the same on all ranks.
 

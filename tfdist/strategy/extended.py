@@ -39,7 +39,7 @@ from tfdist.layers import randomness, sharded_tensors
 from tfdist.runtime import give_back_free_memory
 from tfdist.sharding import KeptWeights, MeshConfig
 from tfdist.sharding.eager_sums import EagerSums
-from tfdist.strategy import rows_apart
+from tfdist.strategy import rows_apart, sums_again
 from tfdist.strategy.variable_creation import VariableCreation
 
 
@@ -113,9 +113,13 @@ class ShardedExtendedMixin(VariableCreation):
             inputs = [leaf for leaf in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_symbolic_tensor(leaf)]
             with tf.control_dependencies(inputs), seeds.lent():
                 outputs = sharded_tensors.all_whole(fn(*args, **kwargs))
+                if program.is_eager:  # which knows less at its end
+                    sums_again.mark(outputs, program)
                 program.close(outputs)
                 if program.is_eager:
-                    outputs = program.attachment(EagerSums).returned(outputs)
+                    outputs = program.attachment(EagerSums).own(outputs)
+                else:
+                    sums_again.mark(outputs, program)
             return outputs
 
         with rows_apart.told(self._sharding.mesh):
@@ -165,6 +169,8 @@ class ShardedExtendedMixin(VariableCreation):
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         if not isinstance(value, values.Mirrored):
             value = tf.nest.map_structure(self.one_per_replica, value)
+            if reduce_op == tf.distribute.ReduceOp.SUM:
+                sums_again.warn(self._container_strategy(), value)
         return super()._reduce_to(reduce_op, value, destinations, options)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:

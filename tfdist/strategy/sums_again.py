@@ -1,0 +1,52 @@
+"""A warning, once, where sums over the ranks are summed again: what is computed of the batch's gradients is the same on all.
+
+grads, norm = strategy.run(...)                 gradients are the ranks' own, the norm is that of their sum
+strategy.reduce("SUM", grads[0], axis=None)     the sum
+strategy.reduce("SUM", norm, axis=None)         the norm, as many times as there are replicas: told
+strategy.reduce("MEAN", norm, axis=None)        the norm
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.collectives import RankProgram
+from tfdist.optimizers.tape_gradients import TapeGradients
+from tfdist.sharding.eager_sums import EagerSums
+
+_MARK = "_tfdist_is_of_sums"
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def mark(outputs: Any, program: RankProgram) -> None:
+    """Marks those of the `outputs` of a rank's function that are computed of sums of gradients."""
+    for output in tf.nest.flatten(outputs):
+        if not (tf.is_tensor(output) and output.dtype.is_floating):
+            continue
+        if not program.is_eager:
+            is_of_sums = tf.is_symbolic_tensor(output) and program.attachment(TapeGradients).is_of_sums(output)
+        else:
+            is_of_sums = program.attachment(EagerSums).is_of_sums(output)
+        if is_of_sums:
+            setattr(output, _MARK, True)
+
+
+def warn(strategy: tf.distribute.Strategy, value: Any) -> None:
+    """Warns, once for `strategy`, if `value`, of several replicas, is about to be summed and is marked."""
+    parts = value.values if isinstance(value, tf.distribute.DistributedValues) else ()
+    if len(parts) < 2 or strategy in _told or not any(getattr(part, _MARK, False) for part in parts):
+        return
+    _told.add(strategy)
+    warnings.warn(
+        errors.message(
+            "What `strategy.run` has returned is computed of the gradients of the whole batch, and the same on all replicas. "
+            "Summed, it counts as many times as there are replicas.",
+            fix='Reduce it by `"MEAN"`; or return the gradient as it left the tape, or scaled, which is each replica\'s summand.',
+        ),
+        stacklevel=2,
+    )
