@@ -26,7 +26,7 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 def mark(outputs: Any, program: RankProgram) -> None:
     """Marks those of the `outputs` of a rank's function that are computed of sums of gradients."""
     for output in tf.nest.flatten(outputs):
-        if not (tf.is_tensor(output) and output.dtype.is_floating):
+        if not (isinstance(output, tf.Tensor) and output.dtype.is_floating):
             continue
         if not program.is_eager:
             is_of_sums = tf.is_symbolic_tensor(output) and program.attachment(TapeGradients).is_of_sums(output)
