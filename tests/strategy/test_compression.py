@@ -113,26 +113,28 @@ def test_a_group_of_one_compresses_nothing():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "zero_stage"),
+    ("sizes", "zero_stage", "settings"),
     [
-        *(exhaustive({"tensor_parallel_size": 2}, stage) for stage in (0, 2, 3)),
-        *(exhaustive({"pipeline_parallel_size": 2}, stage) for stage in range(4)),
+        *(exhaustive({"tensor_parallel_size": 2}, stage, {}) for stage in (0, 2, 3)),
+        *(exhaustive({"pipeline_parallel_size": 2}, stage, {}) for stage in range(3)),
+        ({"pipeline_parallel_size": 2}, 3, {}),
+        exhaustive({"pipeline_parallel_size": 2}, 3, {"reshard_after_microbatch": True}),
     ],
     ids=str,
 )
-def test_other_axes_travel_exactly(sizes, zero_stage):
+def test_other_axes_travel_exactly(sizes, zero_stage, settings):
     """The messages of tensor and pipeline ranks are the same ones; gradients are one device's, but for the error of codes."""
 
     def make():
         wide = tfdist.layers.ColumnParallelDense(256, "tanh", gather_output=True) if "tensor" in str(sizes) else None
         first, second = wide or keras.layers.Dense(256, "tanh"), keras.layers.Dense(64)
         model = keras.Sequential([keras.Input((64,)), first, second, keras.layers.Dense(7)])
-        return tfdist.PipelineModel(model, num_microbatches=2) if "pipeline" in str(sizes) else model
+        return tfdist.PipelineModel(model, num_microbatches=2, **settings) if "pipeline" in str(sizes) else model
 
     def trained(name):
         of_parameters = name if zero_stage == 3 else None
-        settings = {"gradient_compression": name, "parameter_compression": of_parameters, **sizes}
-        strategy = strategy_for(4, zero_stage, **settings)
+        how = {"gradient_compression": name, "parameter_compression": of_parameters}
+        strategy = strategy_for(4, zero_stage, **how, **sizes)
         rng = np.random.default_rng(5)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model, before = fresh(strategy, make, loss)

@@ -24,7 +24,7 @@ from tfdist.collectives import RankProgram
 from tfdist.sharding import keras_scope, tape
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
-from tfdist.sharding.shard_messages import gather_shards, messages_of
+from tfdist.sharding.shard_messages import gather_parameters, messages_of
 from tfdist.sharding.units import copy_of, readers_of, travelling_dtype
 
 Key = tuple[int, tf.DType]  # the id of a variable, and the dtype in which it is gathered
@@ -40,6 +40,7 @@ class HeldParameters:
         self._seen: dict[Key, tf.Tensor] = {}  # what reads return: the whole, as the tapes know it
         self._names: dict[str, Key] = {}
         self._after: Sequence[tf.Operation] = ()
+        self._config: MeshConfig  # of what has been read
         self.is_open = False
 
     @contextlib.contextmanager
@@ -70,7 +71,7 @@ class HeldParameters:
 
     def read(self, variable: Any, config: MeshConfig, dtype: tf.DType) -> tf.Tensor:
         """Returns the whole (local) value of `variable` in `dtype`, on this rank's tapes."""
-        key = (id(variable), dtype)
+        key, self._config = (id(variable), dtype), config
         if key not in self._known:
             compute_dtype = keras_scope.autocast_dtype()
             group = self._program.shared(ParameterGroups, config.group_bytes).group_of(variable)
@@ -117,8 +118,8 @@ class HeldParameters:
             stack.enter_context(tf.device(program.device))
             for message in messages_of(members, members, lambda v: travelling_dtype(v, compute_dtype)):
                 dtype = travelling_dtype(message[0], compute_dtype)
-                shards = [tf.cast(v.component(program.rank).value(), dtype) for v in message]
-                wholes = gather_shards(program, shards, [v.layout for v in message], label)
+                shards = [v.component(program.rank).value() for v in message]
+                wholes = gather_parameters(program, shards, message, label, self._config, dtype)
                 for member, whole in zip(message, wholes, strict=True):
                     key = (id(member), dtype)
                     self._known.setdefault(key, (member, group, compute_dtype))
