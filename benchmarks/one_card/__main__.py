@@ -71,7 +71,7 @@ class Book:
         folder.mkdir(parents=True, exist_ok=True)
         self._lines, self._table = folder / FILE, folder / TABLE
         self._lines.write_text("")
-        self._head = ""
+        self._head, self._began = "", time.monotonic()
         self._found: dict[str, tuple[Part, list[Result]]] = {}
 
     def begin(self, fields: dict[str, Any], line: str) -> None:
@@ -79,9 +79,12 @@ class Book:
         self._head = line
 
     def add(self, part: Part, result: Result) -> None:
-        cases.emit({"part": part.name, **result.to_json()}, self._lines)
-        self._found.setdefault(part.name, (part, []))[1].append(result)
+        _, before = self._found.setdefault(part.name, (part, []))
+        before.append(part.relate(result, before))
+        found = before[-1]
+        cases.emit({"part": part.name, **found.to_json()}, self._lines)
         self._table.write_text(self.text())
+        cases.progress(f"{time.monotonic() - self._began:4.0f} s  {part.name}: {found.name}: {found.status}: {found.summary}")
 
     def text(self) -> str:
         """Returns the tables of all parts so far."""
@@ -103,7 +106,7 @@ def _table(part: Part, results: Sequence[Result]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     args.torch = peers.version_in(args.torch_python, "torch") if "cost" in args.parts and not args.quick else None
-    card, began = Card(args.device == "gpu", args.quick), time.monotonic()
+    card = Card(args.device == "gpu", args.quick)
     book = Book(args.out)
     machine = machine_row(card)
     fields = {"benchmark": "one_card", "device": args.device, "quick": args.quick, "torch": args.torch, **machine.to_json()}
@@ -114,12 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for name in args.parts:
         part = PARTS[name](card)
-        before: list[Result] = []
-        for result in run_part(part, card, args):
-            found = part.relate(result, before)
-            before.append(found)
-            book.add(part, found)
-            cases.progress(f"{time.monotonic() - began:4.0f} s  {part.name}: {found.name}: {found.status}: {found.summary}")
+        run_part(part, card, args, lambda result, part=part: book.add(part, result))
     print("\n" + book.text())
     print("\n".join(str(args.out / name) for name in (FILE, TABLE)))
     return 0 if book.holds else 1

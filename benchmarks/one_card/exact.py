@@ -117,7 +117,7 @@ def part(card: Card) -> Part:
         text="Losses, changes of weights, optimizer variables against one logical device, in units of the largest of each. "
         "TensorFloat-32 is off but where a row names it.",
         seconds=150,
-        row_seconds=40,
+        row_seconds=75,
     )
 
 

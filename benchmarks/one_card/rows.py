@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.cases import Case
@@ -58,22 +58,19 @@ class Part:
     relate: Callable[[Result, Sequence[Result]], Result] = lambda result, before: result
 
 
-def run_part(part: Part, card: Card, args: Any) -> Iterator[Result]:
-    """Yields how each row has ended, in order, as it ends."""
+def run_part(part: Part, card: Card, args: Any, tell: Callable[[Result], None]) -> None:
+    """Tells how each row has ended, in order, as soon as it has."""
     end = time.monotonic() + card.patience * part.seconds
     row_seconds = card.patience * part.row_seconds
     left = list(part.rows)
     while left:
         if left[0].peer is not None:
-            yield _run_peer(left.pop(0), args, row_seconds, end)
+            tell(_run_peer(left.pop(0), args, row_seconds, end))
             continue
         together = [row for row in left if row.peer is None] if part.shares_process else left[:1]
         checks = [Check(row.name, _in_time(row, end)) for row in together]
-        ended: list[Result] = []
-        with run_in_process(checks, lambda: card, row_seconds, lambda check: None, ended.append):
-            pass
-        yield from ended
-        del left[: len(ended)]
+        with run_in_process(checks, lambda: card, row_seconds, lambda check: None, tell) as ended:
+            del left[: len(ended)]
 
 
 def _in_time(row: Row, end: float) -> Callable[[Card], Finding]:

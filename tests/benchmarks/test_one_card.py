@@ -70,18 +70,22 @@ def part_of(rows, shares_process, seconds=100.0):
 def test_what_goes_wrong_is_a_row_and_the_next_goes_on(shares_process):
     runs = (holds, holds, fail, hang, crash, not_here, holds)
     rows = [Row(f"{index} {run.__name__}", run) for index, run in enumerate(runs)]
-    found = list(run_part(part_of(rows, shares_process), Card(is_gpu=True, is_quick=False), None))
+    found, when = [], []
+    card = Card(is_gpu=True, is_quick=False)
+    run_part(part_of(rows, shares_process), card, None, lambda result: (found.append(result), when.append(time.monotonic())))
     assert [result.name for result in found] == [row.name for row in rows]
     assert [result.status.value for result in found] == ["holds", "holds", "error", "error", "error", "left out", "holds"]
     assert "a row's error" in found[2].summary and "still running after 2 s" in found[3].summary
     assert "SIGKILL" in found[4].summary and found[5].summary == "for a reason"
+    assert when[3] - when[2] > 1.5  # each is told as it ends: the third while the fourth hangs
     processes = {found[index].data["process"] for index in (0, 1, 6)}
     assert len(processes) == (2 if shares_process else 3) and os.getpid() not in processes
 
 
 def test_rows_that_find_no_time_are_left_out():
     rows = [Row("late", holds), Row("PyTorch", peer=object())]
-    found = list(run_part(part_of(rows, True, seconds=-1.0), CARD, None))
+    found = []
+    run_part(part_of(rows, True, seconds=-1.0), CARD, None, found.append)
     assert [(result.status.value, result.summary) for result in found] == [("left out", "no time was left for it")] * 2
 
 
@@ -163,6 +167,7 @@ def test_every_row_of_exactness_on_cpus():
     """What `--quick` leaves out, as a card would run it."""
     card = Card(is_gpu=False, is_quick=False)
     part = exact.part(card)
-    found = {result.name: result for result in run_part(part, card, None)}
-    bad = {name: result.summary for name, result in found.items() if result.status.is_bad}
-    assert not bad and [row.name for row in part.rows] == list(found)
+    found = []
+    run_part(part, card, None, found.append)
+    assert not {result.name: result.summary for result in found if result.status.is_bad}
+    assert [row.name for row in part.rows] == [result.name for result in found]
