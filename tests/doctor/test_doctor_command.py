@@ -71,19 +71,19 @@ def test_two_workers_of_which_one_goes_wrong(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_under_the_launcher(tmp_path):
     files = {"output": tmp_path / "out.txt", "errors": tmp_path / "err.txt"}
-    options = ["run", "--workers", "2", "--cpu", "-m", "tfdist", "doctor", "--quick", "--only", "bandwidth"]
+    options = ["run", "--workers", "2", "--cpu", "-m", "tfdist", "doctor", "--quick"]
     environment = {**os.environ, "PYTHONPATH": str(workers.ROOT)}
     process = forks.start(main, options, environment=environment, folder=tmp_path, **files)
     try:
-        process.wait(280)
+        process.wait(560)
     finally:
         process.kill()
     lines = files["output"].read_text().splitlines()
     assert all(line.startswith("[worker 0]") for line in lines), "the chief prints"
-    assert lines[-1] == "[worker 0] All holds; of 9 checks: 9 hold.", files["errors"].read_text()
+    assert lines[-1] == "[worker 0] All holds; of 22 checks: 21 hold, 1 left out.", files["errors"].read_text()
     assert any("memory that the workers share" in line for line in lines)
 
 

@@ -39,10 +39,10 @@ def test_two_processes(null_gpus):
     ("devices", "workers", "names"),
     [
         (4, 1, ["stage 1", "stage 2", "clipped", "tensor 2, stage 3", "pipeline 2, gpipe", "pipeline 2, stage 3"]),
-        (4, 1, ["pipeline 2, recomputed", "pipeline 2, tensor 2"]),
+        (4, 1, ["pipeline 2, recomputed", "pipeline 2, tensor 2", "int8, stage 2", "top_k, stage 3", "bfloat16, stage 1"]),
         (8, 1, ["2 x 2 x 2"]),
         (1, 2, ["stage 0", "stage 1", "clipped", "accumulation", "loss scale", "mixed bfloat16, stage 3", "owners", "fit"]),
-        (1, 2, ["tensor 2, stage 3", "pipeline 2, gpipe", "pipeline 2, stage 3", "pipeline 2, recomputed"]),
+        (1, 2, ["tensor 2, stage 3", "pipeline 2, gpipe", "pipeline 2, stage 3", "pipeline 2, recomputed", "int8, stage 2"]),
         (2, 2, ["stage 3", "tensor 2, stage 3", "pipeline 2, tensor 2", "pipeline 2, stage 3"]),
         (4, 2, ["2 x 2 x 2", "pipeline 4, tensor 2"]),
         (1, 4, ["pipeline 4", "pipeline 4, interleaved", "pipeline 4, zero bubble", "pipeline 2, stage 3"]),
