@@ -59,6 +59,7 @@ class Call:
         bytes: of the rank's input; of a broadcast, of what the root has.
         dtype: NCCL's, in NumPy's words.
         detail: of a reduction its kind; of a broadcast "root 0".
+        read, written: addresses of input and output; 0: none.
         met: when all ranks had come.
     """
 
@@ -71,6 +72,8 @@ class Call:
     bytes: int
     dtype: str
     detail: str
+    read: int
+    written: int
     met: float
 
 
@@ -122,5 +125,10 @@ def _read(path: pathlib.Path) -> Iterable[Record]:
 
 
 def _call(record: Record) -> Call:
-    op, communicator, rank, size, number, size_bytes, dtype, detail, met = record.fields
-    return Call(record, op, communicator, int(rank), int(size), int(number), int(size_bytes), dtype, detail, float(met))
+    op, communicator, rank, size, number, size_bytes, dtype, detail, read, written, met = record.fields
+    numbers = int(rank), int(size), int(number), int(size_bytes)
+    return Call(record, op, communicator, *numbers, dtype, detail, _address(read), _address(written), float(met))
+
+
+def _address(text: str) -> int:
+    return 0 if text == "(nil)" else int(text, 16)

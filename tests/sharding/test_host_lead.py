@@ -38,7 +38,7 @@ def model():
     return keras.Sequential([keras.Input((training.FEATURES,)), *layers, keras.layers.Dense(training.CLASSES)])
 
 
-@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1)), 2, 3])
 def test_numbers_are_those_of_one_device(as_over_nccl, holds, zero_stage):
     settings = {"bucket_bytes": 600, "group_bytes": 600}
     expected = training.fit(training.one_device(), model, keras.optimizers.Adam, epochs=2)
@@ -46,16 +46,10 @@ def test_numbers_are_those_of_one_device(as_over_nccl, holds, zero_stage):
     strategy = training.strategy_for(2, zero_stage, **settings)
     actual = training.fit(strategy, model, keras.optimizers.Adam, epochs=2, steps_per_execution=2)
     training.assert_same(actual, expected, rtol=1e-4)
-    assert holds and all("gradient_tape" in name for held, _ in holds for name in held)
-
-
-def test_several_messages_are_under_way(as_over_nccl):
-    """No collective of another key stands before another: else each would begin when the one before it is over."""
-    strategy = training.strategy_for(2, 2, bucket_bytes=600)
-    training.fit(strategy, model, keras.optimizers.Adam)
+    assert any("gradient_tape" in name for held, _ in holds for name in held)
+    # One chain for each key, and none for all: else each collective would begin when the one before it is over.
     keys = strategy.extended.communicator._turns
-    assert len(keys) >= 10
-    assert len({rank for rank, _ in keys}) == 2
+    assert len(keys) >= 10 and {rank for rank, _ in keys} == {0, 1}
 
 
 def test_nothing_is_held_back_on_the_chain(holds):

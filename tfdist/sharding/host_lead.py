@@ -50,6 +50,18 @@ def run_when_done(held: Sequence[tf.Operation], operation: tf.Operation, program
             tape.run_all_after(held, [program.communicator.mark_on_host(program.rank, operation)])
 
 
+def queue_apart(first: Sequence[tf.Operation], second: Sequence[tf.Operation], program: RankProgram) -> None:
+    """Has those of `second` that were made after all of `first` queued when the GPU has done these.
+
+    Parameters that are gathered ahead: what waits for the end of `first` and of `second` would else begin after both.
+    """
+    if first and second and program.transport_of(program.group_ranks("data")).waits_for_queue:
+        numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
+        last = max(first, key=lambda operation: numbers[operation.name])
+        later = [operation for operation in second if numbers[operation.name] > numbers[last.name]]
+        run_when_done(list(dict.fromkeys(later)), last, program)
+
+
 def _computing(operations: Sequence[tf.Operation], device: str) -> list[tf.Operation]:
     """Returns those of `operations` by which `device` computes with floats, not with shapes, in the backward pass."""
     return [

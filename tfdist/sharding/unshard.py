@@ -28,7 +28,7 @@ from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_stubs import GradientStubs, second_order
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
-from tfdist.sharding.host_lead import run_when_done
+from tfdist.sharding.host_lead import queue_apart, run_when_done
 from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.nested_tapes import NestedTapes
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
@@ -148,6 +148,8 @@ class UnshardSchedule:
         gate: list[tf.Operation] = []
         if len(window) > config.prefetch and (config.reshard_after_forward or not is_training):
             gate = [reader.operation for reader in window[0].readers()]
+        if len(self._units) == 2 and config.prefetch:  # both gathered at once, and in any order: see `queue_apart`
+            queue_apart(*([reader.operation for reader in unit.readers()] for unit in self._units), self._program)
         unit = Unit(len(self._units), group, compute_dtype, shards)
         before = tape.operations_so_far()
         with self._own_emission(), tape.stop_recording():

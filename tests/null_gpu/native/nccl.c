@@ -105,7 +105,8 @@ static void run(void *argument) {
   free(one);
 }
 
-/* Queues an operation of `count` elements. The log has: kind, communicator, rank, size, number, bytes, dtype, root or reduction. */
+/* Queues an operation of `count` elements. The log has: kind, communicator, rank, size, number, bytes, dtype, root or reduction,
+ * addresses of input and output. */
 static ncclResult_t call(kind kind, const char *name, const void *from, void *to, size_t count, ncclDataType_t dtype,
                          const char *detail, int root, ncclComm_t comm, cudaStream_t stream) {
   operation *one = calloc(1, sizeof *one);
@@ -114,8 +115,9 @@ static ncclResult_t call(kind kind, const char *name, const void *from, void *to
   one->number = comm->operations++;
   one->line = calloc(1, LINE);
   snprintf(one->words, sizeof one->words, "%s of %zu %s, %s", name, count, dtypes[dtype], detail);
-  snprintf(one->line, LINE - 32, "%s\t%s\t%d\t%d\t%ld\t%zu\t%s\t%s\t", name, comm->name, comm->rank, comm->size, one->number,
-           one->bytes * (kind == REDUCE_SCATTER || kind == ALL_TO_ALL ? comm->size : 1), dtypes[dtype], detail);
+  snprintf(one->line, LINE - 32, "%s\t%s\t%d\t%d\t%ld\t%zu\t%s\t%s\t%p\t%p\t", name, comm->name, comm->rank, comm->size,
+           one->number, one->bytes * (kind == REDUCE_SCATTER || kind == ALL_TO_ALL ? comm->size : 1), dtypes[dtype], detail, from,
+           to);
   null_gpu_call(stream, run, one, one->line);
   return ncclSuccess;
 }
