@@ -17,8 +17,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import tfdist
 from tests.null_gpu import device
+from tests.null_gpu.cases import make_strategy
 from tests.null_gpu.running import report
 
 WIDTH, LAYERS, ROWS = 512, 6, 8
@@ -37,11 +37,11 @@ def main(cases: dict[str, dict[str, Any]]) -> None:
 
 def _run(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     predicts = settings.pop("predicts", False)
+    strategy = make_strategy(**settings)  # first: workers must meet before TensorFlow starts
     gpus = [gpu.name for gpu in tf.config.list_logical_devices("GPU")]
     keras.backend.clear_session()
     gc.collect()  # what the case before has kept
     before = [_memory(gpu)["current"] for gpu in gpus]
-    strategy = tfdist.ShardedStrategy(gpus, **settings)
     with strategy.scope():
         layers = [keras.layers.Dense(WIDTH, use_bias=False) for _ in range(LAYERS)]
         model = keras.Sequential([keras.Input((WIDTH,)), *layers])
