@@ -149,7 +149,8 @@ class UnshardSchedule:
         if len(window) > config.prefetch and (config.reshard_after_forward or not is_training):
             gate = [reader.operation for reader in window[0].readers()]
         if len(self._units) == 2 and config.prefetch:  # both gathered at once, and in any order: see `queue_apart`
-            queue_apart(*([reader.operation for reader in unit.readers()] for unit in self._units), self._program)
+            first, second = ([reader.operation for reader in made.readers()] for made in self._units)
+            queue_apart(first, second, self._program)
         unit = Unit(len(self._units), group, compute_dtype, shards)
         before = tape.operations_so_far()
         with self._own_emission(), tape.stop_recording():
