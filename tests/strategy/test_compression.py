@@ -197,6 +197,10 @@ def test_rows_are_weights_and_a_rank_may_have_none(zero_stage, rows):
 # Over workers
 
 
+def settings_of(stage):
+    return {"zero_stage": stage, "gradient_compression": "int4", "parameter_compression": "int8" if stage == 3 else None}
+
+
 def train_as_worker():
     """Returns what training gives over memory that the workers share, and over TensorFlow's ring."""
     found = {}
@@ -205,9 +209,7 @@ def train_as_worker():
             implementation=getattr(tf.distribute.experimental.CommunicationImplementation, way)
         )
         for stage in (0, 2, 3):
-            strategy = tfdist.MultiWorkerShardedStrategy(
-                communication_options=options, zero_stage=stage, gradient_compression="int4"
-            )
+            strategy = tfdist.MultiWorkerShardedStrategy(communication_options=options, **settings_of(stage))
             found[way, stage] = sharded(strategy, adam, batches())[1][-1]
     return found
 
@@ -216,9 +218,7 @@ def train_as_worker():
 @pytest.mark.timeout(200)
 def test_two_workers_get_the_bits_of_one_process(tmp_path):
     with workers.job(tmp_path, 2, "tests.strategy.test_compression:train_as_worker") as job:
-        expected = {
-            stage: sharded(strategy_for(2, stage, gradient_compression="int4"), adam, batches())[1][-1] for stage in (0, 2, 3)
-        }
+        expected = {stage: sharded(strategy_for(2, **settings_of(stage)), adam, batches())[1][-1] for stage in (0, 2, 3)}
         for found in job.results(180):
             assert len(found) == 6
             for (way, stage), state in found.items():
