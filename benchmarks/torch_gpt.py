@@ -96,7 +96,7 @@ def keras_array(name: str, shape: torch.Size, case: Case) -> torch.Tensor:
 @torch.no_grad()
 def assign_initial_weights(model: nn.Module, case: Case) -> None:
     for name, parameter in model.named_parameters():
-        whole = keras_array(name, parameter.shape, case).contiguous()
+        whole = keras_array(name, parameter.shape, case).contiguous().to(parameter.device)
         if isinstance(parameter, DTensor):
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
         parameter.copy_(whole)

@@ -42,6 +42,7 @@ PARTS: dict[str, Callable[[Card], Part]] = {
     "cost": cost.part,
     "overlap": overlap.part,
 }
+_SECONDS = 460.0  # for all parts of a card; importing TensorFlow comes on top
 FILE, TABLE = "results.jsonl", "table.txt"
 
 
@@ -107,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     args.torch = peers.version_in(args.torch_python, "torch") if "cost" in args.parts and not args.quick else None
     card = Card(args.device == "gpu", args.quick)
+    stop = time.monotonic() + card.patience * _SECONDS
     book = Book(args.out)
     machine = machine_row(card)
     fields = {"benchmark": "one_card", "device": args.device, "quick": args.quick, "torch": args.torch, **machine.to_json()}
@@ -117,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for name in args.parts:
         part = PARTS[name](card)
-        run_part(part, card, args, lambda result, part=part: book.add(part, result))
+        run_part(part, card, args, lambda result, part=part: book.add(part, result), stop)
     print("\n" + book.text())
     print("\n".join(str(args.out / name) for name in (FILE, TABLE)))
     return 0 if book.holds else 1

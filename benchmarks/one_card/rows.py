@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,12 +59,20 @@ class Part:
     relate: Callable[[Result, Sequence[Result]], Result] = lambda result, before: result
 
 
-def run_part(part: Part, card: Card, args: Any, tell: Callable[[Result], None]) -> None:
-    """Tells how each row has ended, in order, as soon as it has."""
-    end = time.monotonic() + card.patience * part.seconds
-    row_seconds = card.patience * part.row_seconds
+def run_part(part: Part, card: Card, args: Any, tell: Callable[[Result], None], stop: float = math.inf) -> None:
+    """Tells how each row has ended, in order, as soon as it has.
+
+    Args:
+        part: what is run.
+        card: what the rows are given.
+        args: of the program: of PyTorch's rows `torch`, `torch_python` and `torch_preload`.
+        tell: given each result.
+        stop: when nothing more may begin, and what runs in a process of its own is ended; in seconds of `time.monotonic`.
+    """
+    end = min(time.monotonic() + card.patience * part.seconds, stop)
     left = list(part.rows)
     while left:
+        row_seconds = min(card.patience * part.row_seconds, max(1.0, stop - time.monotonic()))
         if left[0].peer is not None:
             tell(_run_peer(left.pop(0), args, row_seconds, end))
             continue

@@ -29,6 +29,24 @@ def test_the_parts_that_need_no_numbers(null_gpus, tmp_path):
     assert "no streams of the GPU" in records[-1]["summary"] and records[-1]["data"]["messages_ms"] > 0
 
 
+SIZES = "--layers 8 --width 16 --sequence-length 8 --batch-size 4 --rounds 1 --steps 1 --no-torch".split()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["benchmarks.pipeline_zero", "--layers", "4", "--width", "16", "--steps", "1", "--logical-gpus", "4"],
+        ["benchmarks.pipeline", *SIZES, "--ranks", "2", "--microbatches", "2", "--schedules", "1f1b", "--logical-gpus", "2"],
+    ],
+    ids=lambda words: words[0].rpartition(".")[2],
+)
+def test_benchmarks_take_parts_of_a_gpu(null_gpus, words):
+    ended = null_gpus(Machine(1, bytes=2 << 30), ["-m", *words], 1, 500)
+    assert ended.codes == [0], ended.outputs[0][-3000:]
+    assert "FAILED" not in ended.outputs[0] and not ended.log.calls()  # TensorFlow's ring, not NCCL
+    assert ended.log.of_kind("product")  # the GPU was used
+
+
 def test_without_a_gpu_the_program_says_what_to_do(null_gpus, tmp_path):
     ended = null_gpus(Machine(0), ["-m", "benchmarks.one_card", "--quick", "--out", str(tmp_path)], 1, 200)
     assert ended.codes == [1]
