@@ -2,6 +2,8 @@
 changed, counted and kept, weights that are written by hand.
 """
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -410,4 +412,7 @@ def test_it_is_one_device(name, zero_stage, devices):
         with pytest.raises(NotImplementedError, match="tfdist.layers.recompute"):
             run(PROGRAMS[name], strategy_for(devices, zero_stage))
         return
-    assert_as_on_one_device(PROGRAMS[name], zero_stage, devices)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert_as_on_one_device(PROGRAMS[name], zero_stage, devices)
+    assert [str(one.message) for one in found if "device" in str(one.message)] == []

@@ -9,6 +9,7 @@ From the loss back, through operations on numbers:
     sum / sum (a masked mean, Dice), sqrt(mean) (RMSE), ...   a function of the whole batch: no mean of the ranks' own
     rows @ transposed rows, wherever the loss comes from      rows are compared with the rank's own alone
     rows - mean over rows, reordered rows, all pairs          rows meet the rank's own alone (see `row_meetings`)
+    a gradient (a penalty, a Hessian's product)               not looked behind: what reads one reads that of the batch
 
 In an eager run there is no graph, and nothing is known.
 """
@@ -22,6 +23,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram
 from tfdist.losses.row_meetings import RowMeetings
 from tfdist.losses.static_rows import before, has_rows
+from tfdist.sharding import tape
 from tfdist.sharding.row_kinds import RowKind
 
 SUM = "a sum over the rows of a batch"
@@ -113,6 +115,7 @@ class RowMeans:
             if tensor.name in self._arguments:
                 return RowKind.ROWS if tensor.name in rows else RowKind.OTHER
             is_same = tensor.name in self._same or tensor.op.type in ("Placeholder", "ReadVariableOp")
+            is_same = is_same or self._is_of_weights(tensor.op)
             return RowKind.SAME if is_same or tensor.op.type.startswith("Collective") else None
 
         return RowMeetings(of_source)
@@ -147,7 +150,8 @@ class RowMeans:
         waiting = [loss]
         while waiting:
             tensor = waiting[-1]
-            inputs = [] if tensor.name in self._arguments else _computed_of(tensor)
+            is_end = tensor.name in self._arguments or self._is_of_weights(tensor.op)
+            inputs = [] if is_end else _computed_of(tensor)
             missing = [x for x in inputs if x.name not in is_own]
             if tensor.name not in is_own and missing:
                 waiting.extend(missing)
@@ -197,10 +201,19 @@ class RowMeans:
         """Whether `tensor` depends on the shapes of the batch alone."""
         return not any(x.name in self._arguments for x, _ in before(tensor, lambda op: op.type in _COUNTING))
 
+    def _is_same_on_all(self, op: tf.Operation) -> bool:
+        return op.name in self._same_on_all or op.type.startswith("Collective") or self._is_of_weights(op)
+
+    def _is_of_weights(self, op: tf.Operation) -> bool:
+        """Whether `op` is of a gradient by weights, or by a number: not by rows."""
+        return tape.is_backward(op) and not any(
+            x.shape.rank is None or not x.shape.is_fully_defined() or has_rows(x, self._program) for x in op.outputs
+        )
+
     def _varies(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` depends on the batch, and so may differ between ranks."""
         of: dict[str, str | None] = {}
-        for x, reader in before(tensor, lambda op: op.name in self._same_on_all or op.type.startswith("Collective")):
+        for x, reader in before(tensor, self._is_same_on_all):
             of[x.name] = reader
             if x.name in self._arguments or x.name in self._varying or x.name in self._means or x.name in self._sums:
                 name: str | None = x.name
