@@ -16,8 +16,8 @@ CALL_OF = {
     "all_gather": "AllGather",
     "reduce_scatter": "ReduceScatter",
     "all_to_all": "AllToAll",
-    "broadcast": "Broadcast",
-    "send": "Broadcast",
+    "broadcast": "AllReduce",
+    "send": "AllReduce",
 }
 
 _HALF = ("float16", "bfloat16")

@@ -8,6 +8,7 @@ devices come to their calls could make them wait for each other for ever. Number
 import pytest
 
 from tests.null_gpu.checks import circle, problems_of
+from tests.null_gpu.hazards import hazards, reused
 from tests.null_gpu.running import Machine
 
 # In one process with four GPUs.
@@ -50,3 +51,11 @@ def test_two_processes(null_gpus):
 )
 def test_more_steps(null_gpus, devices, workers, names):
     check(null_gpus, names, devices, workers, 560)
+
+
+@pytest.mark.exhaustive
+def test_what_a_stage_receives_from_another_process_overwrites_nothing_in_use(null_gpus):
+    """While messages were broadcasts, 3 of 56 wrote memory that a product queued before was using."""
+    machine = Machine(1, bytes=512 << 20, product_us=20_000, message_us=5_000)
+    ended = null_gpus(machine, ["-m", "tests.null_gpu.program", "pipeline 2"], 2, 200)
+    assert hazards(ended.log) == [] and reused(ended.log)

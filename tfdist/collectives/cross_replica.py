@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist.collectives import activations, group_ops, ops
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.kernel_messages import WIDENED
+from tfdist.collectives.transports.kernel_settings import WIDENED
 from tfdist.mesh import MESH_AXES
 
 Emit = Callable[[RankProgram, tf.Tensor], tf.Tensor]

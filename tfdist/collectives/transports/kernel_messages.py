@@ -1,12 +1,13 @@
-"""Messages between two processes by TensorFlow's kernels: a broadcast in a group of two.
+"""Messages between two processes by TensorFlow's kernels: a collective in a group of two.
 
-TensorFlow has no other point-to-point transport between processes. Over the ring messages are not on the chain of collectives,
-and each direction has a group of its own. Each message writes a token of its own, because a kernel whose output nobody reads is
-pruned, so that its peer waits for ever.
+TensorFlow has no other point-to-point transport between processes. Over the ring it is a broadcast, not on the chain of
+collectives, and each direction has a group of its own. Each message writes a token of its own, because a kernel whose output
+nobody reads is pruned, so that its peer waits for ever.
 
-With NCCL they are on the chain. A GPU runs one of NCCL's kernels at a time, and one that has begun holds the GPU until its other
-side has come. So two ranks that begin two messages, or a message and a collective, in different orders wait for each other for
-ever; and in which order TensorFlow begins what is not on a chain, nobody can tell.
+With NCCL it is a sum to which the receiver gives nothing (see "who receives" in `transports.kernels`), and on the chain.
+A GPU runs one of NCCL's kernels at a time, and one that has begun holds the GPU until its other side has come. So two ranks that
+begin two messages, or a message and a collective, in different orders wait for each other for ever; and in which order TensorFlow
+begins what is not on a chain, nobody can tell.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ from tfdist.collectives.instance_keys import log2_ceiling, power_of_two
 from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_settings import (
-    as_bytes,
+    WIDENED,
+    by_sum,
     byte_dtype,
     from_bytes,
     keep,
     kernel_arguments,
-    on_chain,
+    nothing,
+    reduction_dtype,
 )
 from tfdist.collectives.transports.transport import MessageTransport
-
-# Dtypes that no collective carries, and those in which they travel.
-WIDENED = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
 
 
 class KernelMessages(MessageTransport):
@@ -51,14 +51,14 @@ class KernelMessages(MessageTransport):
                 padded = power_of_two(rows)
             x = tf.ensure_shape(with_zeros(x, padded - rows), x.shape)
         x = tf.cast(x, WIDENED.get(x.dtype, x.dtype))
-        carried = as_bytes(x)
+        carried = _as(x, self._wire_dtype(program, x.dtype))
         spec = tf.TensorSpec(carried.shape, carried.dtype)
         arguments = self._begin(program, spec, padded, program.rank, destination, label)
-        self._move(program, lambda: tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments))
+        self._move(program, lambda: self._sent(carried, arguments))
 
     def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
         dtype = WIDENED.get(spec.dtype, spec.dtype)
-        carried, padded = tf.TensorSpec(spec.shape, byte_dtype(dtype)), None
+        carried, padded = tf.TensorSpec(spec.shape, self._wire_dtype(program, dtype)), None
         if spec.shape.rank and spec.shape[0] is None:
             with program.on_host():
                 padded = power_of_two(rows)
@@ -66,9 +66,18 @@ class KernelMessages(MessageTransport):
         else:
             shape = tf.constant(spec.shape.as_list(), tf.int32)
         arguments = self._begin(program, carried, padded, source, program.rank, label)
-        received = self._move(program, lambda: tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments))
-        received = from_bytes(tf.ensure_shape(received, spec.shape), dtype)
+        received = self._move(program, lambda: self._received(shape, carried.dtype, arguments))
+        received = _as(tf.ensure_shape(received, spec.shape), dtype)
         return tf.cast(received if padded is None else received[:rows], spec.dtype)
+
+    def _wire_dtype(self, program: RankProgram, dtype: tf.DType) -> tf.DType:
+        return byte_dtype(dtype)
+
+    def _sent(self, carried: tf.Tensor, arguments: dict[str, Any]) -> tf.Tensor:
+        return tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
+
+    def _received(self, shape: tf.Tensor, dtype: tf.DType, arguments: dict[str, Any]) -> tf.Tensor:
+        return tf.raw_ops.CollectiveBcastRecvV2(T=dtype, shape=shape, **arguments)
 
     def _move(self, program: RankProgram, emit: Callable[[], tf.Tensor]) -> tf.Tensor:
         """Has what `emit` makes run, although nobody may read it."""
@@ -91,12 +100,27 @@ class OrderedMessages(KernelMessages):
 
     is_in_order = True
 
+    def _wire_dtype(self, program: RankProgram, dtype: tf.DType) -> tf.DType:
+        return reduction_dtype(program, dtype)
+
+    def _sent(self, carried: tf.Tensor, arguments: dict[str, Any]) -> tf.Tensor:
+        return by_sum(carried, **arguments)
+
+    def _received(self, shape: tf.Tensor, dtype: tf.DType, arguments: dict[str, Any]) -> tf.Tensor:
+        return by_sum(nothing(shape, dtype), **arguments)
+
     def _move(self, program: RankProgram, emit: Callable[[], tf.Tensor]) -> tf.Tensor:
-        return on_chain(program, emit)
+        return emit()  # its ordering token keeps it
 
     def _begin(
         self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor | None, source: int, destination: int, label: str
     ) -> dict[str, Any]:
         pair = (min(source, destination), max(source, destination))
         key = program.begin("send", spec, pair, label, source, rows=rows)
-        return kernel_arguments(program, self._hint, 2, program.communicator.group_key(pair), key)
+        arguments = kernel_arguments(program, self._hint, 2, program.communicator.group_key(pair), key)
+        return {**arguments, "ordering_token": [program.token()]}
+
+
+def _as(x: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Returns the bits of `x` in a `dtype` of the same width, or its numbers in a wider or narrower one."""
+    return from_bytes(x, dtype) if x.dtype.size == dtype.size else tf.cast(x, dtype)

@@ -14,10 +14,18 @@ from tfdist.collectives.program import RankProgram
 # while tracing (`CollectivePlan`).
 TIMEOUT_SECONDS = 0.0
 
+# Dtypes that no collective carries, and those in which they travel.
+WIDENED = {tf.bool: tf.int32, tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
+
 
 def byte_dtype(dtype: tf.DType) -> tf.DType:
     """Returns a dtype of the same width in which `dtype` travels where bytes are only moved."""
     return {tf.bfloat16: tf.float16}.get(dtype, dtype)
+
+
+def reduction_dtype(program: RankProgram, dtype: tf.DType) -> tf.DType:
+    """Returns the dtype in which a kernel of `program` reduces what is of `dtype`."""
+    return dtype if program.is_on_cpu else {tf.bfloat16: tf.float32, tf.int32: tf.int64}.get(dtype, dtype)
 
 
 def as_bytes(x: tf.Tensor) -> tf.Tensor:
@@ -46,6 +54,16 @@ def on_chain(program: RankProgram, emit: Callable[[], tf.Tensor]) -> tf.Tensor:
         moved = emit()
     keep(program.token(), moved)
     return moved
+
+
+def by_sum(given: tf.Tensor, **arguments: Any) -> tf.Tensor:
+    """Returns the sum of what the members give, by a kernel's `arguments`."""
+    return tf.raw_ops.CollectiveReduceV2(input=given, merge_op="Add", final_op="Id", max_subdivs_per_device=-1, **arguments)
+
+
+def nothing(shape: Any, dtype: tf.DType) -> tf.Tensor:
+    """Returns what a member gives that only receives: negative zeros, which change no bit of what they are added to."""
+    return tf.fill(shape, tf.cast(-0.0, dtype))
 
 
 def kernel_arguments(program: RankProgram, hint: str, group_size: int, group_key: int, instance_key: Any) -> dict[str, Any]:

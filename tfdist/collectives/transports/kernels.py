@@ -17,6 +17,11 @@ begun, only when it is over: there they stand on the rank's chain, each after th
 
 Two calls with one key would be one collective to the manager: those of a key form a chain (`RankProgram.turn`).
 
+Note: who receives. `NcclManager` has NCCL wait for what a GPU has queued on behalf of members that give an input. A broadcast's
+receiver gives none, so NCCL writes at once to memory that the allocator has given it, and that products queued before may still
+use. So with NCCL every member gives something: broadcasts and messages are all-reduces to which receivers give negative zeros.
+They take the memory of what is received and no more, which an all-gather would not.
+
 Note: half-precision sums on GPUs, n elements, N ranks. Bytes that a rank sends:
 
     reduce-scatter   4 n (N-1)/N   as float32, which the kernel sums on the way
@@ -41,7 +46,16 @@ from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_messages import KernelMessages, OrderedMessages
-from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, kernel_arguments, on_chain
+from tfdist.collectives.transports.kernel_settings import (
+    as_bytes,
+    by_sum,
+    byte_dtype,
+    from_bytes,
+    kernel_arguments,
+    nothing,
+    on_chain,
+    reduction_dtype,
+)
 from tfdist.collectives.transports.member_order import in_group_order, in_kernel_order
 from tfdist.collectives.transports.transport import Transport, sum_dtype
 
@@ -112,9 +126,11 @@ class Kernels(Transport):
         key = program.begin(op, x, ranks, label, source)
         return kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key)
 
-    def _begin_in_turn(self, program: RankProgram, op: str, x: TensorLike, ranks: Ranks, label: str) -> dict[str, Any]:
+    def _begin_in_turn(
+        self, program: RankProgram, op: str, x: TensorLike, ranks: Ranks, label: str, source: int | None = None
+    ) -> dict[str, Any]:
         """Registers one collective by a kernel that takes an ordering token: it is among the arguments."""
-        arguments = self._begin(program, op, x, ranks, label)
+        arguments = self._begin(program, op, x, ranks, label, source)
         return {**arguments, "ordering_token": [program.turn(ranks, arguments["instance_key"])]}
 
     def _all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, op: str, label: str) -> tf.Tensor:
@@ -166,6 +182,13 @@ class Nccl(Kernels):
     def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
         return set(ranks) <= set(communicator.local_ranks)
 
+    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
+        """A sum to which the other members give nothing: see the note on who receives."""
+        dtype = reduction_dtype(program, x.dtype)
+        given = tf.cast(x, dtype) if program.rank == source else nothing(x.shape, dtype)
+        moved = by_sum(given, **self._begin_in_turn(program, op, given, ranks, label, source))
+        return tf.cast(moved, x.dtype)
+
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """What is summed on the way travels in the wider of both dtypes."""
         if sum_dtype(x.dtype) != x.dtype and self.exchanges(program.communicator, ranks):
@@ -179,11 +202,6 @@ class Nccl(Kernels):
             **self._begin_in_turn(program, "reduce_scatter", carried, ranks, label),
         )
         return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), dtype)
-
-
-def reduction_dtype(program: RankProgram, dtype: tf.DType) -> tf.DType:
-    """Returns the dtype in which a kernel of `program` reduces what is of `dtype`."""
-    return dtype if program.is_on_cpu else {tf.bfloat16: tf.float32, tf.int32: tf.int64}.get(dtype, dtype)
 
 
 def _bytes_of(x: tf.Tensor) -> float:
