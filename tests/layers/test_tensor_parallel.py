@@ -126,7 +126,7 @@ def test_what_an_optimizer_is_asked_for(optimizer, tensor, data, zero_stage):
 @pytest.mark.parametrize(
     "cases",
     [
-        [("pair", 1), ("sequence parallel, grouped queries", 3)],
+        exhaustive([("pair", 1), ("sequence parallel, grouped queries", 3)]),
         exhaustive([("transformer", 0), ("dense", 2), ("sequence parallel", 3)]),
     ],
     ids=str,

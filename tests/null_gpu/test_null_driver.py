@@ -51,7 +51,16 @@ def test_a_circle_of_calls_is_found():
 def _log(*devices):
     """Returns the log of devices that have called operations of communicators in these orders."""
     return Log(
-        Record("nccl", 1, device, 0, place, place, place, ("AllReduce", name, "0", "2", str(number), "4", "float32", "sum", "0"))
+        Record(
+            "nccl",
+            1,
+            device,
+            0,
+            place,
+            place,
+            place,
+            ("AllReduce", name, "0", "2", str(number), "4", "float32", "sum", "0", "0", "0.0"),
+        )
         for device, calls in enumerate(devices)
         for place, (name, number) in enumerate(calls)
     )

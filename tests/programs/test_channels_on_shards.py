@@ -89,7 +89,7 @@ def own_statistics(strategy):
         exhaustive(trained, 2, 2, 1),
         exhaustive(trained, 2, 2, 2),
         exhaustive(trained, 2, 1, 3),
-        (own_statistics, 2, 1, 0),
+        exhaustive(own_statistics, 2, 1, 0),
         exhaustive(own_statistics, 2, 1, 3),
     ],
 )

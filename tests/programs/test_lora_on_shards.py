@@ -90,8 +90,8 @@ def saved(strategy, path):
 @pytest.mark.parametrize(
     ("program", "tensor", "data_ranks", "zero_stage"),
     [
-        (before_sharding, 2, 1, 0),
-        (after_training, 2, 1, 0),
+        exhaustive(before_sharding, 2, 1, 0),
+        exhaustive(after_training, 2, 1, 0),
         (before_sharding, 2, 2, 3),
         exhaustive(after_training, 2, 2, 3),
         *(exhaustive(program, 2, 2, stage) for program in (before_sharding, after_training) for stage in (1, 2)),

@@ -11,7 +11,7 @@ from training import CLASSES, FEATURES, strategy_for, vectors
 
 import tfdist
 from tests.parity.comparison import BatchLogs, state
-from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tests.programs.comparing import SHARDED, STAGES, assert_as_on_one_device
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
@@ -112,7 +112,7 @@ FITTED = {
 }
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("devices", [2, exhaustive(4)])
 @pytest.mark.parametrize("name", [name if name in ("weighted root", "two outputs") else exhaustive(name) for name in FITTED])
 def test_in_fit(name, zero_stage, devices):
@@ -167,7 +167,7 @@ def stepping(**settings):
 STEPPING = {"traced": stepping(), "eager": stepping(run_eagerly=True), "several": stepping(steps_per_execution=3)}
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("name", ["traced", exhaustive("eager"), exhaustive("several")])
 def test_in_a_step_of_ones_own(name, zero_stage):
     assert_as_on_one_device(STEPPING[name], zero_stage, devices=3)

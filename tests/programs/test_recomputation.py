@@ -188,14 +188,14 @@ def a_loop_of_ones_own_with_a_penalty_on_gradients(strategy):
         exhaustive(in_eager_steps),
         exhaustive(several_steps_at_once),
         exhaustive(accumulating),
-        in_a_full_scope,
+        exhaustive(in_a_full_scope),
         exhaustive(in_a_scope_of_names),
         exhaustive(in_a_scope_of_activations),
         exhaustive(in_a_scope_of_large_outputs),
         exhaustive(everything_in_a_full_scope),
-        functions_of_ones_own,
+        exhaustive(functions_of_ones_own),
         exhaustive(one_block_used_twice),
-        masks_pass,
+        exhaustive(masks_pass),
         a_loop_of_ones_own_with_a_penalty_on_gradients,
     ],
 )
@@ -271,7 +271,7 @@ def test_nothing_is_kept_that_lies_between(zero_stage):
     assert kept_within_blocks(traced(zero_stage, is_recomputed=True)[0]) == []
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [exhaustive(0), 3])
 def test_a_block_is_computed_again_when_backward_is_through_with_the_one_behind_it(zero_stage):
     """Attention's softmax of block k is made again after the backward of that of block k + 1."""
     graph, _ = traced(zero_stage, is_recomputed=True)
