@@ -22,12 +22,10 @@ from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_settings import (
     WIDENED,
-    by_sum,
     byte_dtype,
     from_bytes,
     keep,
     kernel_arguments,
-    nothing,
     reduction_dtype,
 )
 from tfdist.collectives.transports.transport import MessageTransport
@@ -124,3 +122,13 @@ class OrderedMessages(KernelMessages):
 def _as(x: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Returns the bits of `x` in a `dtype` of the same width, or its numbers in a wider or narrower one."""
     return from_bytes(x, dtype) if x.dtype.size == dtype.size else tf.cast(x, dtype)
+
+
+def by_sum(given: tf.Tensor, **arguments: Any) -> tf.Tensor:
+    """Returns the sum of what the members give, by a kernel's `arguments`."""
+    return tf.raw_ops.CollectiveReduceV2(input=given, merge_op="Add", final_op="Id", max_subdivs_per_device=-1, **arguments)
+
+
+def nothing(shape: Any, dtype: tf.DType) -> tf.Tensor:
+    """Returns what a member gives that only receives: negative zeros, which change no bit of what they are added to."""
+    return tf.fill(shape, tf.cast(-0.0, dtype))

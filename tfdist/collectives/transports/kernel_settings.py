@@ -56,16 +56,6 @@ def on_chain(program: RankProgram, emit: Callable[[], tf.Tensor]) -> tf.Tensor:
     return moved
 
 
-def by_sum(given: tf.Tensor, **arguments: Any) -> tf.Tensor:
-    """Returns the sum of what the members give, by a kernel's `arguments`."""
-    return tf.raw_ops.CollectiveReduceV2(input=given, merge_op="Add", final_op="Id", max_subdivs_per_device=-1, **arguments)
-
-
-def nothing(shape: Any, dtype: tf.DType) -> tf.Tensor:
-    """Returns what a member gives that only receives: negative zeros, which change no bit of what they are added to."""
-    return tf.fill(shape, tf.cast(-0.0, dtype))
-
-
 def kernel_arguments(program: RankProgram, hint: str, group_size: int, group_key: int, instance_key: Any) -> dict[str, Any]:
     """Returns the arguments by which a kernel finds its group (the key) and its call in it (the instance key)."""
     return {

@@ -45,14 +45,12 @@ from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.kernel_messages import KernelMessages, OrderedMessages
+from tfdist.collectives.transports.kernel_messages import KernelMessages, OrderedMessages, by_sum, nothing
 from tfdist.collectives.transports.kernel_settings import (
     as_bytes,
-    by_sum,
     byte_dtype,
     from_bytes,
     kernel_arguments,
-    nothing,
     on_chain,
     reduction_dtype,
 )
