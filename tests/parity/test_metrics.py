@@ -92,7 +92,7 @@ def on_one_device():
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "devices", "asks_batches"), [(3, 3, False), exhaustive(3, 3, True), exhaustive(0, 2, True)]
+    ("zero_stage", "devices", "asks_batches"), [exhaustive(3, 3, False), exhaustive(3, 3, True), exhaustive(0, 2, True)]
 )
 def test_metrics_of_every_kind(zero_stage, devices, asks_batches):
     expected = on_one_device()

@@ -144,9 +144,10 @@ COMPILED = {loss.__name__: compiled(loss) for loss in (mean, total, of_the_batch
 STEPPING = {"traced": stepping(), "eager": stepping(run_eagerly=True)}
 
 
-@pytest.mark.parametrize("zero_stage", [*map(exhaustive, (0, 1, 2)), 3])
-@pytest.mark.parametrize("name", ["mean", *map(exhaustive, ("total", "of_the_batch", "eager"))])
-@pytest.mark.parametrize("devices", [exhaustive(2), 3])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("devices", [2, 3])
 def test_compiled(name, zero_stage, devices):
     assert_as_on_one_device(COMPILED[name], zero_stage, devices, rtol=3e-5)
 
