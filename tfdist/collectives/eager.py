@@ -141,7 +141,8 @@ class _MeetingTransport(Transport):
             mine = value if rank.rank == source else tf.TensorSpec(value.shape, value.dtype)
             return rank.transport_of(ranks).broadcast(rank, mine, ranks, source, op, label)
 
-        record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label, source)
+        is_summed = program.communicator.transport_of(ranks).sums_to_move
+        record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label, source, is_summed)
         value = x if program.rank == source else tf.zeros(x.shape, x.dtype)
         return self._program.together(record, (op, ranks, source), emit, value)
 

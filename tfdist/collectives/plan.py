@@ -29,6 +29,7 @@ class CollectiveRecord:
         dtype: dtype name on the wire.
         label: what it is for, in the words of the code ("unshard/dense", "reduce_scatter/bucket_0").
         source: the rank that sends, of "broadcast", "send" and "message".
+        is_summed: whether it travels as an all-reduce, to which all but the source give zeros.
     """
 
     op: str
@@ -37,6 +38,7 @@ class CollectiveRecord:
     dtype: str
     label: str = ""
     source: int | None = None
+    is_summed: bool = False
 
     @property
     def input_bytes(self) -> int:
@@ -50,13 +52,14 @@ class CollectiveRecord:
     def sent_bytes(self) -> float:
         """Bytes that one rank sends, S = `input_bytes`, N ranks (ring algorithms; Rabenseifner, Patarasuk and Yuan):
 
-        all_reduce 2S(N-1)/N, all_gather S(N-1), reduce_scatter and all_to_all S(N-1)/N, broadcast, send and message S.
+        all_reduce 2S(N-1)/N, all_gather S(N-1), reduce_scatter and all_to_all S(N-1)/N, broadcast, send and message S, or what
+        an all-reduce takes where they are summed.
         """
         n = len(self.ranks)
         part = (n - 1) / n
         factors = {"all_reduce": 2 * part, "all_gather": n - 1, "reduce_scatter": part, "all_to_all": part}
         factors |= dict.fromkeys(("broadcast", "send", "message"), 1)
-        return factors[self.op] * self.input_bytes
+        return factors["all_reduce" if self.is_summed else self.op] * self.input_bytes
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -193,4 +196,4 @@ class CollectivePlan:
     def sent_bytes(self, rank: int | None = None) -> float:
         """Returns the bytes that `rank`, a local one (None: the first), sends in a step; receiving is not sending."""
         rank = self.local_ranks[0] if rank is None else rank
-        return sum(record.sent_bytes for record in self.records[rank] if record.source in (None, rank))
+        return sum(record.sent_bytes for record in self.records[rank] if record.is_summed or record.source in (None, rank))

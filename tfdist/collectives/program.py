@@ -128,7 +128,8 @@ class RankProgram:
         self.compare_branches(ranks)
         for callback in self.before_collective:
             callback()
-        record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source)
+        is_summed = source is not None and self.transport_of(ranks).sums_to_move
+        record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source, is_summed)
         number = self.plan.add(self.rank, record)
         self.root._mark_start()
         if None not in record.shape:

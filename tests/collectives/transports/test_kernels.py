@@ -166,7 +166,10 @@ def test_what_is_received_is_what_was_sent():
         strategy = strategy_on(2)
         strategy.extended.communicator = Communicator(strategy.mesh, NcclOnCpus())
         found = run(strategy, rank, [sent, sent])
-    assert {record.op for record in strategy.last_plan.records[0]} == {"broadcast", "send"}
+    records = strategy.last_plan.records[0]
+    assert {record.op for record in records} == {"broadcast", "send"}
+    # As all-reduces of two: everybody sends all of it.
+    assert strategy.last_plan.sent_bytes(0) == strategy.last_plan.sent_bytes(1) == sum(record.input_bytes for record in records)
     for name, value in sent.items():
         assert {bits(one) for one in (*found[0][name], *found[1][name])} == {bits(value)}, name
 

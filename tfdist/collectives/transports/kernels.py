@@ -175,6 +175,7 @@ class Nccl(Kernels):
     hint = "nccl"
     messages_kind = OrderedMessages
     has_own_turns = True
+    sums_to_move = True
     waits_for_queue = True
 
     def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:

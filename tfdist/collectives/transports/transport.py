@@ -48,6 +48,7 @@ class Transport(abc.ABC):
     # Whether collectives within one process begin when their input is there, in an order that the transport makes the same on all
     # devices. Else, and between processes, they stand on the chain of the rank, in program order.
     has_own_turns = False
+    sums_to_move = False  # whether broadcasts, and messages that stand on the chain, are all-reduces
     waits_for_queue = False  # whether a collective waits for all that its device has queued when it begins
 
     def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
