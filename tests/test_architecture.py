@@ -32,11 +32,12 @@ LEVELS = {
     "keras_hooks": 6.5,
     "strategy": 7,
     "tensor_plans": 8,
-    "launch": 9,
-    "doctor": 10,
-    "__main__": 11,
     "profiling": 9,
     "testing": 9,
+    "planning": 9.5,
+    "launch": 10,
+    "doctor": 10.5,
+    "__main__": 11,
 }
 TOP = "__init__.py"  # may import everything
 

@@ -1,0 +1,130 @@
+"""One way to train a model on so many devices: the settings that a plan chooses among."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfdist import errors
+from tfdist.sharding import placements_of
+
+_SIZES = ("data", "tensor", "pipeline", "microbatches")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """The sizes of the mesh and the settings of a strategy, of a pipeline and of recomputation.
+
+    Attributes:
+        zero_stage: 0, 1, 2 or 3.
+        data: how many replicas the batch is divided among.
+        tensor: how many ranks share each sharded layer, as `tfdist.suggest_plan` says.
+        pipeline: how many ranks share the layers.
+        schedule: that of the pipeline, such as "1f1b"; None without one.
+        microbatches: how many a replica's batch is split in; 1 without a pipeline.
+        recompute: whether the model's blocks, or with a pipeline its stages, are computed again in backward.
+        sharding_group_size: how many neighbouring replicas share one copy of the state; None: all of them.
+        gradient_compression: how gradients travel, such as "int8"; None: exactly.
+        parameter_compression: how gathered parameters travel at stage 3; None: exactly.
+
+    Raises:
+        ValueError: a size is not a positive integer, there is no such stage, or a schedule or microbatches stand without a
+            pipeline, or a pipeline without a schedule.
+    """
+
+    zero_stage: int = 2
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str | None = None
+    microbatches: int = 1
+    recompute: bool = False
+    sharding_group_size: int | None = None
+    gradient_compression: str | None = None
+    parameter_compression: str | None = None
+
+    def __post_init__(self) -> None:
+        placements_of(self.zero_stage)
+        for name in _SIZES:
+            errors.check_integer(name, getattr(self, name), 1)
+        if (self.schedule is None) != (self.pipeline == 1):
+            raise errors.value_error(
+                "`schedule` must be given if there is a pipeline, and only then.",
+                schedule=self.schedule,
+                pipeline=self.pipeline,
+            )
+        if self.microbatches > 1 and self.pipeline == 1:
+            raise errors.value_error(
+                "`microbatches` are those of a pipeline.",
+                microbatches=self.microbatches,
+                pipeline=self.pipeline,
+                fix="Leave them 1.",
+            )
+        group = self.sharding_group_size
+        if group is not None and (group < 1 or self.data % group):
+            raise errors.value_error("`sharding_group_size` must divide the replicas.", sharding_group_size=group, data=self.data)
+
+    @property
+    def devices(self) -> int:
+        """How many devices it takes."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def shards(self) -> int:
+        """In how many shards what a ZeRO stage shards is cut."""
+        return self.sharding_group_size or self.data
+
+    def name(self) -> str:
+        """Returns it in words, such as "zero 3, tensor 8, recompute"."""
+        words = [f"zero {self.zero_stage}"]
+        if self.sharding_group_size not in (None, self.data):
+            words.append(f"groups of {self.sharding_group_size}")
+        if self.tensor > 1:
+            words.append(f"tensor {self.tensor}")
+        if self.pipeline > 1:
+            words.append(f"pipeline {self.pipeline} {self.schedule} x {self.microbatches}")
+        if self.recompute:
+            words.append("recompute")
+        if self.gradient_compression:
+            words.append(f"{self.gradient_compression} gradients")
+        if self.parameter_compression:
+            words.append(f"{self.parameter_compression} parameters")
+        return ", ".join(words)
+
+    def python(self, *, hosts: int = 1, blocks: str = "block") -> str:
+        """Returns the lines of Python that train the model of `build` so.
+
+        Args:
+            hosts: on how many machines the devices are; more than one take a process each.
+            blocks: the regular expression of the layers to recompute.
+        """
+        settings = {
+            "zero_stage": self.zero_stage,
+            "tensor_parallel_size": self.tensor if self.tensor > 1 else None,
+            "pipeline_parallel_size": self.pipeline if self.pipeline > 1 else None,
+            "sharding_group_size": self.sharding_group_size,
+            "gradient_compression": self.gradient_compression,
+            "parameter_compression": self.parameter_compression,
+        }
+        given = ", ".join(f"{name}={_literal(value)}" for name, value in settings.items() if value is not None)
+        lines = [
+            f"strategy = tfdist.{'ShardedStrategy' if hosts == 1 else 'MultiWorkerShardedStrategy'}({given})",
+            "with strategy.scope():",
+            f"    model = {self._model()}",
+        ]
+        if self.tensor > 1:
+            lines.append(f"    tfdist.parallelize(model, tfdist.suggest_plan(model, {self.tensor}))")
+        if self.recompute and self.pipeline == 1:
+            lines.append(f"    tfdist.recompute(model, {_literal(blocks)})")
+        return "\n".join(lines)
+
+    def _model(self) -> str:
+        if self.pipeline == 1:
+            return "build()"
+        recompute = ", recompute=True" if self.recompute else ""
+        schedule = _literal(self.schedule)
+        return f"tfdist.PipelineModel(build(), num_microbatches={self.microbatches}, schedule={schedule}{recompute})"
+
+
+def _literal(value: object) -> str:
+    """Returns a value as Python, with double quotes."""
+    return f'"{value}"' if isinstance(value, str) else repr(value)
