@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,15 +25,15 @@ import tensorflow as tf
 from tfdist import collectives
 from tfdist.doctor.check import Check, Finding
 from tfdist.doctor.session import Session
+from tfdist.doctor.timing import median_seconds
+from tfdist.planning.hardware import BUS_FACTORS
 
 MIB = 2**20
 _SIZES = (64 * 1024, MIB, 16 * MIB, 64 * MIB)
 _QUICK_SIZES = (64 * 1024, MIB)
 _SMALL_BYTES = MIB  # up to here several calls in a row are timed at once
-# A size is measured for about so long, and left out when a single call would take longer than the limit.
-_SECONDS = 0.3
+# A size is left out when a single call would take longer.
 _LIMIT_SECONDS = 4.0
-_ROUNDS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,23 +41,23 @@ class Collective:
     """One collective as it is measured.
 
     Attributes:
-        call: takes a rank's tensor, its rank, and N; returns the tensor that arrives, None on a rank that takes no part.
+        call: takes a rank's tensor, its place in the group, N and the group's axis; returns the tensor that arrives, None on a
+            rank that takes no part.
         input_part: the part of S that a rank's tensor has, given N.
-        bus_factor: given N.
-        first: what the first element that arrives must be when every rank sends its number plus 1, given the rank and N.
+        first: what the first element that arrives must be when every rank sends its place plus 1, given the place and N.
     """
 
-    call: Callable[[tf.Tensor, int, int], tf.Tensor | None]
+    call: Callable[[tf.Tensor, int, int, str], tf.Tensor | None]
     input_part: Callable[[int], float]
-    bus_factor: Callable[[int], float]
     first: Callable[[int, int], float]
 
 
-def _send(x: tf.Tensor, rank: int, n: int) -> tf.Tensor | None:
-    """Each even rank sends to the one behind it."""
-    if rank % 2:
+def _send(x: tf.Tensor, place: int, n: int, _: str) -> tf.Tensor | None:
+    """Each rank at an even place sends to the one behind it."""
+    rank = collectives.current_program("the doctor").rank
+    if place % 2:
         return collectives.receive(x.shape, x.dtype, rank - 1)
-    return collectives.send(x, rank + 1) if rank + 1 < n else None
+    return collectives.send(x, rank + 1) if place + 1 < n else None
 
 
 def _sum(_: int, n: int) -> float:
@@ -70,13 +68,17 @@ def _of_first(*_: int) -> float:
     return 1.0
 
 
+def _over(op: Callable[..., tf.Tensor]) -> Callable[[tf.Tensor, int, int, str], tf.Tensor]:
+    return lambda x, place, n, axis: op(x, axis)
+
+
 COLLECTIVES = {
-    "reduce_scatter": Collective(lambda x, *_: collectives.reduce_scatter(x), lambda n: 1, lambda n: (n - 1) / n, _sum),
-    "all_gather": Collective(lambda x, *_: collectives.all_gather(x), lambda n: 1 / n, lambda n: (n - 1) / n, _of_first),
-    "all_reduce": Collective(lambda x, *_: collectives.all_reduce(x), lambda n: 1, lambda n: 2 * (n - 1) / n, _sum),
-    "broadcast": Collective(lambda x, *_: collectives.broadcast(x), lambda n: 1, lambda n: 1, _of_first),
-    "all_to_all": Collective(lambda x, *_: collectives.all_to_all(x), lambda n: 1, lambda n: (n - 1) / n, _of_first),
-    "send": Collective(_send, lambda n: 1, lambda n: 1, lambda rank, n: float(rank) if rank % 2 else 0.0),
+    "reduce_scatter": Collective(_over(collectives.reduce_scatter), lambda n: 1, _sum),
+    "all_gather": Collective(_over(collectives.all_gather), lambda n: 1 / n, _of_first),
+    "all_reduce": Collective(_over(collectives.all_reduce), lambda n: 1, _sum),
+    "broadcast": Collective(_over(collectives.broadcast), lambda n: 1, _of_first),
+    "all_to_all": Collective(_over(collectives.all_to_all), lambda n: 1, _of_first),
+    "send": Collective(_send, lambda n: 1, lambda place, n: float(place) if place % 2 else 0.0),
 }
 
 
@@ -87,60 +89,64 @@ def bandwidth_checks() -> list[Check]:
 
 def _measure(name: str, session: Session) -> Finding:
     session.needs_several("a collective")
-    n, collective = session.world_size, COLLECTIVES[name]
+    rows, skipped = measured_rows(name, session.base, _QUICK_SIZES if session.is_quick else _SIZES)
+    best = max(row["bus_gb_per_second"] for row in rows)
+    left = f"; left out as too slow here: {', '.join(f'{size:,} bytes' for size in skipped)}" if skipped else ""
+    return Finding(f"up to {best:.3g} GB/s{left}", {"sizes": rows})
+
+
+def measured_rows(name: str, strategy: Any, sizes: Sequence[int], axis: str = "data") -> tuple[list[dict[str, Any]], list[int]]:
+    """Returns the time and bandwidth of a collective for each size, and the sizes that would have taken too long.
+
+    Args:
+        name: one of `COLLECTIVES`.
+        strategy: over the ranks; all workers measure the same at once.
+        sizes: S in bytes, about: the number of ranks divides what is measured.
+        axis: of the mesh, in whose groups it is called. For "data" there must be no other.
+
+    Raises:
+        RuntimeError: what arrives is wrong.
+    """
+    collective = COLLECTIVES[name]
+    n = {"data": strategy.mesh.data_parallel_size, "tensor": strategy.mesh.tensor_parallel_size}[axis]
     rows: list[dict[str, Any]] = []
     skipped: list[int] = []
-    for size in _QUICK_SIZES if session.is_quick else _SIZES:
+    for size in sizes:
         elements = max(1, size // 4 // n) * n  # of S; N divides it
         repeats = 8 if size <= _SMALL_BYTES else 2
         expected = rows[-1]["seconds"] * 4 * elements / rows[-1]["bytes"] if rows else 0.0
-        if session.base.share(f"doctor: the time of {name}", repr(expected > _LIMIT_SECONDS)) == "True":
+        if strategy.share(f"doctor: the time of {name}", repr(expected > _LIMIT_SECONDS)) == "True":
             skipped.append(4 * elements)
             continue
-        seconds = _seconds(session, collective, round(elements * collective.input_part(n)), repeats)
+        seconds = _seconds(strategy, collective, round(elements * collective.input_part(n)), repeats, n, axis)
         speed = 4 * elements / seconds / 1e9
         rows.append(
             {
                 "bytes": 4 * elements,
                 "seconds": seconds,
                 "algorithm_gb_per_second": speed,
-                "bus_gb_per_second": speed * collective.bus_factor(n),
+                "bus_gb_per_second": speed * BUS_FACTORS[name](n),
             }
         )
-    best = max(row["bus_gb_per_second"] for row in rows)
-    left = f"; left out as too slow here: {', '.join(f'{size:,} bytes' for size in skipped)}" if skipped else ""
-    return Finding(f"up to {best:.3g} GB/s{left}", {"sizes": rows})
+    return rows, skipped
 
 
-def _seconds(session: Session, collective: Collective, elements: int, repeats: int) -> float:
+def _seconds(strategy: Any, collective: Collective, elements: int, repeats: int, n: int, axis: str) -> float:
     """Returns the median time of one call, on this worker. Raises RuntimeError when what arrives is wrong."""
-    strategy, n = session.base, session.world_size
 
     def on_rank() -> tf.Tensor:
-        rank = collectives.current_program("the doctor").rank
-        value = tf.fill([elements], tf.constant(rank + 1, tf.float32))
+        place = collectives.current_program("the doctor").rank % n
+        value = tf.fill([elements], tf.constant(place + 1, tf.float32))
         total = tf.zeros([])
         for _ in range(repeats):
-            arrived = collective.call(value, rank, n)
+            arrived = collective.call(value, place, n, axis)
             if arrived is not None:
                 total += tf.reshape(arrived, [-1])[0]
         return total
 
-    move = tf.function(lambda: strategy.experimental_local_results(strategy.run(on_rank)))
-    start = time.perf_counter()
-    for rank, total in zip(strategy.extended.communicator.local_ranks, move(), strict=True):
-        expected = repeats * collective.first(rank, n)
-        if float(total) != expected:
-            raise RuntimeError(f"rank {rank} got {float(total):g} in the place of {expected:g}")
-    start = time.perf_counter()
-    float(move()[0])
-    once = time.perf_counter() - start
-    rounds = int(strategy.share("doctor: rounds", str(max(1, min(_ROUNDS, int(_SECONDS / once))))))
-    found = []
-    for _ in range(rounds):
-        strategy.barrier("doctor: a round")
-        start = time.perf_counter()
-        for total in move():
-            float(total)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found) / repeats
+    def check(rank: int, total: float) -> None:
+        expected = repeats * collective.first(rank % n, n)
+        if total != expected:
+            raise RuntimeError(f"rank {rank} got {total:g} in the place of {expected:g}")
+
+    return median_seconds(strategy, on_rank, check) / repeats

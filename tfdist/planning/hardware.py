@@ -60,6 +60,7 @@ class Hardware:
         bytes_per_second: read and written together, of operations that only move bytes.
         operation_seconds: what the smallest operation takes.
         links: for "within" a host and "between" hosts, each collective by its name.
+        step_seconds: what a step takes that computes nothing.
         overlap: by how much two things take longer together than the longer one alone; 1 is perfect overlap.
         update_seconds: of one optimizer update (Adam), for each parameter.
         sharing: how much faster a device computes while the others idle: 1 for devices of their own, N for N logical devices
@@ -74,6 +75,7 @@ class Hardware:
     bytes_per_second: float
     operation_seconds: float
     links: Mapping[str, Mapping[str, Collective]]
+    step_seconds: float = 0.0
     overlap: float = 1.0
     update_seconds: float = 0.0
     sharing: float = 1.0

@@ -1,0 +1,95 @@
+"""`python -m tfdist calibrate`: what it measures on logical CPUs, and what it refuses."""
+
+import os
+
+import pytest
+
+from tests import forks, workers
+from tfdist.doctor import calibration, timing
+from tfdist.doctor.calibrate_command import add_calibrate
+from tfdist.doctor.calibration import calibration_checks, hardware_of
+from tfdist.doctor.check import LeftOutError, Outcome, Result, Status
+from tfdist.doctor.session import Session
+from tfdist.launch.cli import main
+from tfdist.planning.hardware import BUS_FACTORS, from_file
+
+
+@pytest.fixture
+def small(monkeypatch):
+    for name, value in {"_WIDTHS": (16, 64), "_COPIED_BYTES": 2**16, "_UPDATED": 2**10}.items():
+        monkeypatch.setattr(calibration, name, {"CPU": value})
+    monkeypatch.setattr(timing, "_SECONDS", 1e-3)
+    monkeypatch.setattr(calibration, "_SIZES", (2**10, 2**14))
+    monkeypatch.setattr(calibration, "_OVERLAP_BYTES", 2**14)
+
+
+def outcomes_of(session, fails=()):
+    for check in calibration_checks():
+        try:
+            if check.name in fails:
+                raise RuntimeError("no")
+            result = Result(check.name, Status.HOLDS, "", 0.0, check.run(session).data)
+        except LeftOutError as reason:
+            result = Result(check.name, Status.LEFT_OUT, str(reason), 0.0)
+        except RuntimeError as error:
+            result = Result(check.name, Status.ERROR, str(error), 0.0)
+        yield Outcome((result,))
+
+
+def test_what_is_measured(cpus, small, tmp_path):
+    outcomes = list(outcomes_of(Session(3, is_quick=False, timeout_seconds=60.0), fails=["matmul/float16"]))
+    hardware = hardware_of(outcomes)
+    assert hardware.measured and hardware.name == "3 x CPU" and "calibrate" in hardware.source
+    assert set(hardware.matmul) == {"float32", "bfloat16"}  # what has no kernel is left out
+    assert [flops for flops, _ in hardware.matmul["float32"]] == [2 * width**3 for width in (16, 64)]
+    assert set(hardware.links) == {"within"} and set(hardware.links["within"]) == set(BUS_FACTORS)
+    assert 1 <= hardware.sharing <= 3 and hardware.overlap >= 1
+    assert min(hardware.bytes_per_second, hardware.operation_seconds, hardware.step_seconds, hardware.update_seconds) > 0
+    hardware.to_file(tmp_path / "hardware.json")
+    assert from_file(tmp_path / "hardware.json") == hardware
+    with pytest.raises(RuntimeError, match="copy could not be measured: no"):
+        hardware_of([Outcome((Result("copy", Status.ERROR, "no", 0.0),)), *outcomes])
+
+
+def test_more_work_takes_longer(cpus):
+    """So that nothing is computed before it is timed, as constants are: four times the width are 64 times the work."""
+    session = Session(2, is_quick=False, timeout_seconds=60.0)
+    times = [calibration.least_seconds(session.base, lambda w=w: calibration._product(w, "float32", 4)) for w in (192, 768)]
+    assert times[1] > 4 * times[0]
+
+
+@pytest.mark.exhaustive
+def test_one_device_has_no_links(cpus, small):
+    hardware = hardware_of(list(outcomes_of(Session(1, is_quick=False, timeout_seconds=60.0))))
+    assert hardware.links == {} and hardware.sharing == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "the following arguments are required: --out"),
+        (["--out", "no/such/folder/x.json"], "argument --out: must be a file in a directory that exists"),
+        (["--out", "x.json", "--devices", "0"], "argument --devices: must be a positive integer"),
+    ],
+)
+def test_what_is_refused(capsys, options, message):
+    with pytest.raises(SystemExit) as error:
+        main(["calibrate", *options], [add_calibrate])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_under_the_launcher(tmp_path):
+    files = {"output": tmp_path / "out.txt", "errors": tmp_path / "err.txt"}
+    options = ["run", "--workers", "2", "--cpu", "-m", "tfdist", "calibrate", "--out", "hardware.json"]
+    environment = {**os.environ, "PYTHONPATH": str(workers.ROOT)}
+    process = forks.start(main, options, environment=environment, folder=tmp_path, **files)
+    try:
+        process.wait(580)
+    finally:
+        process.kill()
+    assert (tmp_path / "hardware.json").exists(), files["errors"].read_text()
+    hardware = from_file(tmp_path / "hardware.json")
+    assert hardware.name == "2 x CPU" and "memory that the workers share" in hardware.source

@@ -1,0 +1,241 @@
+"""Measures what `tfdist.planning.Hardware` says of devices and links: each figure is a check, as the doctor's are.
+
+Everything is computed on all ranks at once, as in training: devices that share a processor then share it. How much faster one is
+alone is a figure of its own (`sharing`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import collectives, errors
+from tfdist.doctor.bandwidth import COLLECTIVES, MIB, measured_rows
+from tfdist.doctor.check import Check, Finding, LeftOutError, Outcome, Status
+from tfdist.doctor.machine import devices_check
+from tfdist.doctor.session import Session
+from tfdist.doctor.timing import least_seconds
+from tfdist.planning.hardware import Hardware, fitted
+
+# Widths of square matrices, by kind of device; the dtypes in which models compute.
+_WIDTHS = {"CPU": (128, 512, 1536), "GPU": (512, 2048, 8192)}
+_DTYPES = ("float32", "bfloat16", "float16")
+_SLOW_DTYPE_SECONDS = 0.5  # a dtype without kernels of its own is measured at the widths that take no longer
+_SIZES = (4 * 1024, 64 * 1024, MIB, 16 * MIB, 64 * MIB)
+_COPIED_BYTES = {"CPU": 16 * MIB, "GPU": 256 * MIB}
+_OPERATIONS = 200
+_UPDATED = {"CPU": 2**21, "GPU": 2**25}  # parameters
+_OVERLAP_BYTES = 16 * MIB
+
+
+def calibration_checks() -> list[Check]:
+    """Returns the checks, whose findings `hardware_of` puts together."""
+    checks = [Check(f"matmul/{dtype}", functools.partial(_matmul, dtype)) for dtype in _DTYPES]
+    checks += [Check("copy", _copy), Check("operation", _operation), Check("sharing", _sharing), Check("update", _update)]
+    for kind in ("between", "within"):
+        checks += [Check(f"{kind}/{name}", functools.partial(_collective, kind, name)) for name in COLLECTIVES]
+    return [devices_check(), *checks, Check("overlap", _overlap)]
+
+
+def hardware_of(outcomes: Sequence[Outcome]) -> Hardware:
+    """Returns what the checks have found, of several workers the slowest's.
+
+    Raises:
+        RuntimeError: a check that it needs went wrong.
+    """
+    found = {outcome.name: [result.data for result in outcome.results] for outcome in outcomes}
+    for outcome in outcomes:
+        if outcome.status.is_bad and not outcome.name.startswith("matmul/"):
+            raise errors.runtime_error(f"{outcome.name} could not be measured: {outcome.summary}")
+    known = {outcome.name for outcome in outcomes if outcome.status is Status.HOLDS}
+    devices = found["devices"][0]
+    n = devices["world_size"]
+    matmul = {
+        dtype: [
+            (flops, min(data["rates"][place][1] for data in found[f"matmul/{dtype}"])) for place, (flops, _) in enumerate(rows)
+        ]
+        for dtype in _DTYPES
+        if f"matmul/{dtype}" in known and (rows := found[f"matmul/{dtype}"][0]["rates"])
+    }
+    if "float32" not in matmul:
+        raise errors.runtime_error("No product of float32 could be measured.")
+    links: dict[str, Any] = {}
+    for kind in ("within", "between"):
+        names = [name for name in COLLECTIVES if f"{kind}/{name}" in known]
+        slowest = {name: _slowest([data["sizes"] for data in found[f"{kind}/{name}"]]) for name in names}
+        if names:
+            links[kind] = {name: fitted(rows, name, found[f"{kind}/{name}"][0]["ranks"]) for name, rows in slowest.items()}
+    cards = sorted({device["card"] or "CPU" for data in found["devices"] for device in data["devices"]})
+    memory = [device["memory_bytes"] for data in found["devices"] for device in data["devices"] if device["memory_bytes"]]
+    hosts = len({data["host"] for data in found["devices"]})
+    return Hardware(
+        name=f"{n} x {', '.join(cards)}" + (f" on {hosts} hosts" if hosts > 1 else ""),
+        matmul=matmul,
+        bytes_per_second=min(data["bytes_per_second"] for data in found["copy"]),
+        operation_seconds=max(data["seconds"] for data in found["operation"]),
+        step_seconds=max(data["step_seconds"] for data in found["operation"]),
+        links=links,
+        overlap=max((data["slowdown"] for data in found["overlap"] if data), default=1.0),
+        update_seconds=max(data["seconds"] for data in found["update"]),
+        sharing=max((data["sharing"] for data in found["sharing"] if data), default=1.0),
+        measured=True,
+        source=f"python -m tfdist calibrate, {time.strftime('%Y-%m-%d')}, {devices['transport']}",
+        memory_bytes=min(memory, default=None),
+    )
+
+
+def _slowest(workers: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Returns for each size the row of the worker that took longest."""
+    return [max(rows, key=lambda row: row["seconds"]) for rows in zip(*workers, strict=False)]
+
+
+def _kind(session: Session) -> str:
+    return "GPU" if session.has_gpus else "CPU"
+
+
+def _unknown() -> tf.Tensor:
+    """Returns a number near 1 that the graph optimizer does not know: it would compute beforehand what rests on constants."""
+    return tf.random.uniform([], 0.99, 1.01)
+
+
+def _product(width: int, dtype: str, repeats: int) -> tf.Tensor:
+    """Returns a number that depends on `repeats` products in a row."""
+    x = matrix = tf.cast(tf.fill([width, width], _unknown() / width), dtype)
+    for _ in range(repeats):
+        x = tf.matmul(x, matrix)
+    return tf.cast(x[0, 0], tf.float32)
+
+
+def _repeats(session: Session, seconds: float) -> int:
+    """Returns how often to do what takes `seconds` so that it takes some 50 ms: the same on all workers."""
+    return int(session.base.share("calibrate: repeats", str(max(1, min(256, math.ceil(0.05 / seconds))))))
+
+
+def _matmul(dtype: str, session: Session) -> Finding:
+    strategy, rates = session.base, []
+    for width in _WIDTHS[_kind(session)]:
+        once = least_seconds(strategy, functools.partial(_product, width, dtype, 1))
+        seconds = least_seconds(strategy, functools.partial(_product, width, dtype, 1 + (repeats := _repeats(session, once))))
+        seconds = max((seconds - once) / repeats, 1e-9)
+        rates.append((2.0 * width**3, 2.0 * width**3 / seconds))
+        if strategy.share("calibrate: is slow", repr(seconds > _SLOW_DTYPE_SECONDS)) == "True":
+            break
+    return Finding(f"up to {max(rate for _, rate in rates) / 1e9:,.1f} GFLOP/s", {"rates": rates})
+
+
+def _copy(session: Session) -> Finding:
+    size = _COPIED_BYTES[_kind(session)]
+
+    def on_rank(copies: int) -> tf.Tensor:
+        x = tf.fill([size // 4], _unknown())
+        return tf.add_n([(x * tf.constant(2.0 + place))[-1] for place in range(copies)])
+
+    seconds = _difference(session, on_rank, 8)
+    speed = 2 * size / seconds
+    return Finding(f"{speed / 1e9:,.1f} GB/s read and written", {"bytes_per_second": speed})
+
+
+def _operation(session: Session) -> Finding:
+    def on_rank(operations: int) -> tf.Tensor:
+        x = tf.fill([16], _unknown())
+        for _ in range(operations):
+            x = tf.sin(x)
+        return x[0]
+
+    step = least_seconds(session.base, functools.partial(on_rank, 1))
+    seconds = _difference(session, on_rank, _OPERATIONS)
+    return Finding(f"{seconds * 1e6:,.1f} µs, {step * 1e6:,.0f} µs a step", {"seconds": seconds, "step_seconds": step})
+
+
+def _difference(session: Session, on_rank: Callable[[int], tf.Tensor], count: int) -> float:
+    """Returns the time of one of `count` things: of them all and one more, less that of one."""
+    few = least_seconds(session.base, functools.partial(on_rank, 1))
+    return max((least_seconds(session.base, functools.partial(on_rank, count + 1)) - few) / count, 1e-9)
+
+
+def _sharing(session: Session) -> Finding:
+    session.needs_several("a comparison of one with all")
+    width = _WIDTHS[_kind(session)][1]
+    repeats = 8
+
+    def alone() -> tf.Tensor:
+        first = collectives.current_program("calibrate").rank == 0
+        return _product(width, "float32", repeats) if first else tf.zeros([])
+
+    together = least_seconds(session.base, functools.partial(_product, width, "float32", repeats))
+    # Workers that do nothing have nothing to tell: the first one's.
+    told = session.base.share("calibrate: alone", repr(least_seconds(session.base, alone)))
+    sharing = min(float(session.world_size), max(1.0, together / float(told)))
+    return Finding(f"one device alone computes {sharing:.2f} times as fast as among all", {"sharing": sharing})
+
+
+def _update(session: Session) -> Finding:
+    """Adam's update on this worker's first device, timed on each worker at once, and for devices that share a process."""
+    parameters = _UPDATED[_kind(session)]
+    with tf.device(session.local_devices[0]):
+        variable = keras.Variable(tf.zeros([parameters]))
+        optimizer = keras.optimizers.Adam(1e-3)
+        optimizer.build([variable])
+        gradient = tf.fill([parameters], 1e-3)
+
+        @tf.function
+        def update() -> tf.Tensor:
+            optimizer.apply([gradient])
+            return tf.identity(variable.value[0])
+
+        float(update())
+        session.base.barrier("calibrate: an update")
+        times = []
+        for _ in range(9):
+            start = time.perf_counter()
+            float(update())
+            times.append(time.perf_counter() - start)
+    # The devices of one process do it after one another here, and at once in training.
+    beside = len(session.local_devices) if not session.has_gpus else 1
+    seconds = statistics.median(times) * beside / parameters
+    return Finding(f"{seconds * 1e9:.2f} ns a parameter", {"seconds": seconds})
+
+
+def _collective(kind: str, name: str, session: Session) -> Finding:
+    session.needs_several("a collective")
+    cluster = session.cluster
+    hosts = len({task.host for task in cluster.tasks}) if cluster else 1
+    on_host = session.world_size // hosts
+    if kind == "between" and hosts == 1:
+        raise LeftOutError("all devices are on one host")
+    if kind == "within" and (on_host < 2 or session.world_size % hosts):
+        raise LeftOutError("the hosts have one device each, or not as many as one another")
+    strategy, axis = session.base, "data"
+    if kind == "within" and hosts > 1:
+        strategy, axis = session.strategy(tensor_parallel_size=on_host), "tensor"
+    rows, _ = measured_rows(name, strategy, _SIZES, axis)
+    ranks = on_host if axis == "tensor" else session.world_size
+    link = fitted(rows, name, ranks) if len(rows) > 1 else None
+    if link is None:
+        raise errors.runtime_error(f"{name} of {_SIZES[1]:,} bytes takes too long to be measured.")
+    return Finding(f"{link.alpha * 1e6:,.0f} µs + S k / {link.beta / 1e9:.3g} GB/s", {"sizes": rows, "ranks": ranks})
+
+
+def _overlap(session: Session) -> Finding:
+    """A message beside products that take about as long."""
+    session.needs_several("a message")
+    width = _WIDTHS[_kind(session)][1]
+    elements = _OVERLAP_BYTES // 4
+
+    def message() -> tf.Tensor:
+        return collectives.all_reduce(tf.fill([elements], _unknown()))[0]
+
+    sending = least_seconds(session.base, message)
+    once = least_seconds(session.base, functools.partial(_product, width, "float32", 1))
+    repeats = int(session.base.share("calibrate: products", str(max(1, min(256, round(sending / once))))))
+    computing = least_seconds(session.base, functools.partial(_product, width, "float32", repeats))
+    both = least_seconds(session.base, lambda: message() + _product(width, "float32", repeats))
+    slowdown = max(1.0, both / max(sending, computing))
+    return Finding(f"both at once take {slowdown:.2f} times as long as the longer one", {"slowdown": slowdown})
