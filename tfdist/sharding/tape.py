@@ -37,13 +37,16 @@ def record_gradient(
 
 def handle_without_value(variable: tf.Variable) -> tf.Variable:
     """Returns something with a handle of the shape and dtype of `variable`, by which tapes can know it; it holds no value."""
-    with tf.init_scope(), tf.device(variable.device):
-        made: tf.Variable = resource_variable_ops.UninitializedVariable(
-            trainable=variable.trainable,
-            shape=variable.shape,
-            dtype=variable.dtype,
-            name=f"{variable.name.partition(':')[0]}/whole",
-        )
+    name = f"{variable.name.partition(':')[0]}/whole"
+    return variable_without_value(variable.shape, variable.dtype, variable.trainable, name, variable.device)
+
+
+def variable_without_value(
+    shape: Sequence[int], dtype: tf.DType, trainable: bool, name: str | None, device: str | None = None
+) -> tf.Variable:
+    """Returns a variable that holds no value: to be traced with, not to be computed with."""
+    with tf.init_scope(), tf.device(device):
+        made: tf.Variable = resource_variable_ops.UninitializedVariable(trainable=trainable, shape=shape, dtype=dtype, name=name)
     return made
 
 

@@ -41,10 +41,11 @@ def elements(shape: tf.TensorShape | Sequence[int | None]) -> int:
 
 def flops_of(outputs: Iterable[tf.Tensor], among: Sequence[tf.Operation]) -> int:
     """Returns the FLOPs of those operations of `among`, all of one graph, that `outputs` depend on."""
-    return sum(map(_flops, tape.ancestors(list(outputs), among, by_control=False)))
+    return sum(map(flops_of_operation, tape.ancestors(list(outputs), among, by_control=False)))
 
 
-def _flops(operation: tf.Operation) -> int:
+def flops_of_operation(operation: tf.Operation) -> int:
+    """Returns the FLOPs of one run of an operation."""
     if operation.type in ("While", "StatelessWhile"):
         return _trips(operation) * _of_function(operation, operation.get_attr("body").name)
     functions = _functions(operation)

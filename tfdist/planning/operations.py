@@ -1,0 +1,136 @@
+"""What operations of TensorFlow do with memory: whose output is an input's buffer, who may take one over, who runs inline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfdist.sharding import tape
+
+# The output is the first input's buffer.
+_ALIASES = frozenset(
+    (
+        "Bitcast CheckNumerics EnsureShape ExpandDims Identity PlaceholderWithDefault PreventGradient Reshape Squeeze "
+        "StopGradient TensorListFromTensor TensorListSetItem TensorListPushBack TensorListPopBack TensorListResize"
+    ).split()
+)
+# What they return is a variable's buffer, or what a step is given.
+_GIVEN = frozenset(("ReadVariableOp", "VarHandleOp", "Placeholder"))
+# A kernel that writes each element of the output after it has read that of the input may write into a dying input.
+_IN_PLACE = frozenset(
+    (
+        "Abs Add AddN AddV2 AssignVariableOp BiasAdd Cast Ceil Cos Div DivNoNan Elu EluGrad Erf Exp Expm1 Floor FloorDiv InvGrad "
+        "LeakyRelu LeakyReluGrad Log Log1p LogSoftmax LogicalAnd Maximum Minimum Mul MulNoNan Neg Pow RealDiv Reciprocal "
+        "ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Round Rsqrt RsqrtGrad Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Softmax "
+        "Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Sub Tanh TanhGrad Xdivy Xlogy"
+    ).split()
+)
+_CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+_INLINE = frozenset(
+    (
+        "BroadcastGradientArgs Const ControlTrigger EnsureShape ExpandDims Identity IdentityN NoOp Placeholder PreventGradient "
+        "Range Rank ReadVariableOp Reshape Shape ShapeN Size Squeeze StatelessRandomGetAlg StatelessRandomGetKeyCounter "
+        "StopGradient VarHandleOp"
+    ).split()
+)
+# What the executor has measured to cost less than 8,000 cycles runs inline: about the bytes that are moved in that time.
+INLINE_BYTES = 2**16
+# Of a CPU's core, roughly: only their ratio has a part in the order.
+_FLOPS_PER_SECOND, _BYTES_PER_SECOND, _SECONDS = 40e9, 8e9, 2e-6
+
+
+def alias_of(operation: tf.Operation, number: int) -> int | None:
+    """Returns the number of the input whose buffer is the output of that number; None: it has its own."""
+    if operation.type in _ALIASES:
+        return 0
+    if operation.type == "IdentityN":
+        return number
+    if operation.type in tape.LOOPS and number < len(operation.inputs):
+        passed = tape.loop_invariants(operation, operation.inputs[number])
+        return number if any(tape.same(one, operation.outputs[number]) for one in passed) else None
+    return None
+
+
+def may_take_over(operation: tf.Operation) -> bool:
+    """Whether the operation may write an output, `taking_output`, into an input that nobody else needs."""
+    return operation.type in _IN_PLACE or operation.type in _CROSSENTROPIES
+
+
+def taking_output(operation: tf.Operation) -> int:
+    """Returns the number of the output that takes over an input: of a cross-entropy the gradient, over its logits."""
+    return 1 if operation.type in _CROSSENTROPIES else 0
+
+
+def is_inline(operation: tf.Operation, moved_bytes: float) -> bool:
+    """Whether the executor runs the operation at once, in the thread that made it ready."""
+    return operation.type in _INLINE or moved_bytes < INLINE_BYTES
+
+
+def seconds_of(moved_bytes: float, flops: float) -> float:
+    """Returns about how long an operation runs: what the order of operations on several threads depends on."""
+    return _SECONDS + max(moved_bytes / _BYTES_PER_SECOND, flops / _FLOPS_PER_SECOND)
+
+
+def output_bytes(operation: tf.Operation) -> list[int | None]:
+    """Returns the bytes of each output that is no other's; None where a size is known only when it runs."""
+    if operation.type in _GIVEN:
+        return [0] * len(operation.outputs)
+    if operation.type in tape.LOOPS:
+        return [_of_loop(operation, number) for number in range(len(operation.outputs))]
+    if operation.type == "BroadcastGradientArgs":  # numbers of axes
+        return [0] * len(operation.outputs)
+    return [tensor_bytes(output) for output in operation.outputs]
+
+
+def tensor_bytes(tensor: tf.Tensor) -> int | None:
+    """Returns the bytes of a tensor; 0 for handles, lists and strings, None where a size is not known."""
+    if tensor.dtype in (tf.resource, tf.variant, tf.string):
+        return 0
+    return math.prod(tensor.shape) * tensor.dtype.size if tensor.shape.is_fully_defined() else None
+
+
+def trips(loop: tf.Operation) -> int | None:
+    """Returns how often the body of a loop runs; None where that is known only when it runs."""
+    known = tf.get_static_value(loop.inputs[1])
+    if known is not None and known >= 0:
+        return int(known)
+    lists = [x.op.inputs[0].shape for x in loop.inputs if x.op.type == "TensorListFromTensor"]
+    steps = [shape[0] for shape in lists if shape.rank and shape[0] is not None]
+    if steps:
+        return max(steps)
+    of_forward = [x.op for x in loop.inputs if x.op.type in tape.LOOPS and x.op is not loop]
+    return trips(of_forward[0]) if of_forward else None
+
+
+def scratch_bytes(operation: tf.Operation) -> int:
+    """Returns the bytes of what the body of a loop holds besides what it returns: all its tensors, which is the most."""
+    if operation.type not in tape.LOOPS:
+        return 0
+    return sum(tensor_bytes(x) or 0 for one in _computing(tape.body(operation)) for x in one.outputs)
+
+
+def _computing(body: tf.Graph) -> Iterator[tf.Operation]:
+    for operation in body.get_operations():
+        if operation.type not in _GIVEN and operation.type not in _ALIASES:
+            yield operation
+
+
+def _of_loop(loop: tf.Operation, number: int) -> int | None:
+    """Returns the bytes of an output of a loop: of a list, what the trips put into it."""
+    output = loop.outputs[number]
+    if output.dtype != tf.variant:
+        return tensor_bytes(output)
+    put = tape.body(loop).outputs[number]
+    while put.op.type == "Identity":
+        put = put.op.inputs[0]
+    if put.op.type not in ("TensorListPushBack", "TensorListSetItem"):
+        return 0
+    item = put.op.inputs[-1]
+    while item.op.type in _ALIASES and item.op.inputs:
+        item = item.op.inputs[0]
+    if item.op.type in _GIVEN:  # what was there before the loop, or came in a list
+        return 0
+    size, times = tensor_bytes(item), trips(loop)
+    return None if size is None or times is None else size * times

@@ -1,0 +1,130 @@
+"""What is in memory in the course of one step of a model, by the layers that made it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfdist.planning.equal_layers import LayerCall
+from tfdist.planning.lifetimes import Buffers, Sweep
+from tfdist.planning.step_trace import StepTrace
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepProfile:
+    """What is in memory in the course of one step of a replica, weights aside.
+
+    Attributes:
+        activations: bytes during each operation, without the gradients of weights.
+        gradients: for each trainable weight, by its place, the operation that makes its whole gradient; -1: it has none.
+        forward: the operation with which forward ends.
+        of_calls: the part of each call of a layer in `activations`, (calls, operations).
+        windows: for each call, the first and last operation of its forward, and of its backward.
+        kept: bytes that each call keeps for backward.
+    """
+
+    activations: np.ndarray
+    gradients: np.ndarray
+    forward: int
+    of_calls: np.ndarray
+    windows: np.ndarray
+    kept: np.ndarray
+
+
+def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence[str]) -> StepProfile:
+    """Returns the profile of a step.
+
+    Calls that were passed over keep what the equal call keeps that was traced, from their place in forward to their place in
+    backward, and make its gradients there.
+
+    Args:
+        trace: the trace.
+        sweep: what was swept.
+        buffers: the buffers of one run of it.
+        paths: the paths of the trainable weights.
+    """
+    calls, steps = trace.calls, len(buffers.steps)
+    step_of = {place: step for step, place in enumerate(buffers.steps)}
+    owners = _owners(trace, sweep)
+    is_backward = _is_backward(trace, sweep, owners)
+    backward = min((step_of[place] for place in np.flatnonzero(is_backward).tolist() if place in step_of), default=steps)
+    of_gradient = {buffers.holding[name]: place for name, place in trace.gradients.items()}
+    is_gradient = np.zeros(len(buffers.sizes), bool)
+    is_gradient[[buffer for buffer in of_gradient if buffer >= 0]] = True
+    owner = owners[buffers.makers]
+    is_kept = (buffers.makers < trace.forward) & ~is_gradient & (buffers.deaths >= backward)
+    kept = np.zeros(len(calls), np.int64)
+    np.add.at(kept, owner[is_kept], buffers.sizes[is_kept])
+    of_calls = np.stack([buffers.live((owner == place) & ~is_gradient) for place in range(len(calls))])
+    windows = _windows(trace, buffers, owners, is_backward)
+    born = np.full(len(paths), -1, np.int64)
+    for buffer, place in of_gradient.items():
+        born[place] = min(buffers.births[buffer], steps - 1) if buffer >= 0 else steps - 1
+    number_of = {one.name: number for number, one in enumerate(sweep.ops)}
+    place_of = {path: place for place, path in enumerate(paths)}
+    for place, call in enumerate(calls):
+        if call.stands_for is None or call.layer is None:
+            continue
+        source = next(number for number, other in enumerate(calls) if other is call.stands_for)
+        kept[place] = kept[source]
+        first = step_of.get(number_of[call.passed], 0)
+        last = step_of.get(number_of[call.backward], steps - 1) if call.backward else first
+        windows[place] = (first, first, last, last)
+        of_calls[place, first : last + 1] += kept[source]
+        for variable in call.layer.trainable_variables:
+            born[place_of[variable.path]] = last
+    return StepProfile(of_calls.sum(axis=0), born, backward, of_calls, windows, kept)
+
+
+def end_of(calls: Sequence[LayerCall], place: int, forward: int) -> int:
+    """Returns the number of the operation with which what follows a call ends: the next call begins there."""
+    return calls[place + 1].start if place + 1 < len(calls) else forward
+
+
+def _owners(trace: StepTrace, sweep: Sweep) -> np.ndarray:
+    """Returns for each operation of the graph the place of the call that it belongs to.
+
+    The tape names the operations of a gradient after the operation of forward that it is of.
+    """
+    owners = np.zeros(len(sweep.ops), np.int64)
+    for place, call in enumerate(trace.calls):
+        owners[call.start : end_of(trace.calls, place, trace.forward)] = place
+    scopes = {one.name: int(owners[number]) for number, one in enumerate(sweep.ops[: trace.forward])}
+    current = len(trace.calls) - 1
+    for number in range(trace.forward, len(sweep.ops)):
+        current = _owner_by_name(sweep.ops[number].name, scopes, current)
+        owners[number] = current
+    return owners
+
+
+def _owner_by_name(name: str, scopes: dict[str, int], otherwise: int) -> int:
+    parts = name.removeprefix("gradient_tape/").split("/")
+    prefixes = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((scopes[prefix] for prefix in prefixes if prefix in scopes), otherwise)
+
+
+def _is_backward(trace: StepTrace, sweep: Sweep, owners: np.ndarray) -> np.ndarray:
+    """Returns which operations depend on the last call: shapes and constants of gradients are there before."""
+    latest = np.zeros(len(owners), np.int64)
+    for place, before in enumerate(sweep.before):
+        own = owners[place] if place < trace.forward and before else 0
+        latest[place] = max([own, *(latest[other] for other in before if other < place)])
+    ends = latest == latest[: trace.forward].max(initial=0)
+    ends[: trace.forward] = False
+    return ends
+
+
+def _windows(trace: StepTrace, buffers: Buffers, owners: np.ndarray, is_backward: np.ndarray) -> np.ndarray:
+    steps = len(buffers.steps)
+    windows = np.zeros((len(trace.calls), 4), np.int64)
+    windows[:, (0, 2)] = steps
+    windows[:, (1, 3)] = -1
+    for step, place in enumerate(buffers.steps):
+        if place >= trace.forward and not is_backward[place]:
+            continue
+        owner, side = owners[place], 0 if place < trace.forward else 2
+        windows[owner, side] = min(windows[owner, side], step)
+        windows[owner, side + 1] = max(windows[owner, side + 1], step)
+    return windows

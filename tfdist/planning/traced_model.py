@@ -1,0 +1,215 @@
+"""What is known of a model from traces without data and without the values of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.planning.equal_layers import LayerCall
+from tfdist.planning.lifetimes import Sweep
+from tfdist.planning.optimizer_slots import slots_of
+from tfdist.planning.step_profile import StepProfile, end_of, profile_of
+from tfdist.planning.step_trace import trace_step
+from tfdist.planning.weightless import weightless_model
+
+_BATCH_SIZES = (2, 4)
+_PROFILED = (16, 32)  # small tensors are ordered in another way
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    """A number that grows with the batch: `fixed + per_example * batch_size`."""
+
+    fixed: float
+    per_example: float
+
+    def at(self, batch_size: float) -> int:
+        """Returns it for so many examples."""
+        return max(round(self.fixed + self.per_example * batch_size), 0)
+
+    @classmethod
+    def through(cls, sizes: tuple[int, int], values: tuple[float, float]) -> Affine:
+        """Returns the line through the values at two sizes of the batch."""
+        slope = (values[1] - values[0]) / (sizes[1] - sizes[0])
+        return cls(values[0] - slope * sizes[0], slope)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A variable of the model.
+
+    Attributes:
+        path: its path in Keras, such as "block_0/attention/query/kernel".
+        shape: its shape.
+        dtype: the name of its dtype.
+        trainable: whether it is trained: has a gradient and optimizer state.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * tf.as_dtype(self.dtype).size
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A layer that the model calls, or as many equal ones as follow each other.
+
+    Attributes:
+        name: the name of the layer, of several the first.
+        count: how many equal layers it stands for.
+        layers: the names of all of them.
+        weights: the weights of one of them, without those that an earlier block has.
+        flops: floating-point operations of forward, for one example.
+        kept: bytes that forward keeps for backward.
+        peak: bytes of what this layer has made at the fullest moment of its forward and backward, with what it keeps.
+        output: bytes of what it returns.
+    """
+
+    name: str
+    count: int
+    layers: tuple[str, ...]
+    weights: tuple[Weight, ...]
+    flops: float
+    kept: Affine
+    peak: Affine
+    output: Affine
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.bytes for weight in self.weights)
+
+
+class TracedModel:
+    """A model as it is traced: made by `trace`.
+
+    Attributes:
+        model: the Keras model, whose weights hold no values.
+        name: its name.
+        weights: all its variables, those that are not trained too.
+        trained: those that are, in the order of `model.trainable_variables`.
+        optimizer: the optimizer's name.
+        slots: the optimizer's variables.
+        is_elementwise: whether the optimizer may run on shards.
+        assumed: sentences on what was assumed.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: Any, sequence_length: int | None):
+        self.model = model
+        self.name = model.name
+        self._sequence_length = sequence_length
+        self.weights = tuple(_weight(variable) for variable in model.variables)
+        self.trained = tuple(_weight(variable) for variable in model.trainable_variables)
+        self.optimizer, self.slots, self.is_elementwise = slots_of(model, optimizer)
+        self._traces = [trace_step(model, size, sequence_length) for size in _BATCH_SIZES]
+        first = self._traces[0]
+        self.calls = first.calls
+        self.assumed = list(first.assumed)
+        effects = [operation.name for operation in first.graph.control_outputs]
+        try:
+            self._sweep = Sweep([one.graph for one in self._traces], _BATCH_SIZES, list(first.gradients), effects)
+        except ValueError as error:
+            raise errors.value_error(
+                "`build` returned a model whose operations depend on the size of the batch.",
+                fix="Leave Python that branches on `x.shape[0]` out of its layers.",
+                model=model.name,
+            ) from error
+        if self._sweep.unknown:
+            self.assumed.append(
+                f"{self._sweep.unknown} tensors have sizes that are known only when they are computed, those of loops of unknown "
+                "length among them: they count nothing, so the activations are the least that the step takes."
+            )
+
+    @property
+    def parameters(self) -> int:
+        """How many elements the weights have."""
+        return sum(weight.elements for weight in self.weights)
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether sizes are unknown, so that the step may take more memory than is predicted."""
+        return self._sweep.unknown > 0
+
+    @functools.lru_cache(maxsize=32)  # noqa: B019  as long as the model
+    def profile(self, batch_size: int) -> StepProfile:
+        """Returns what is in memory in the course of a step of so many examples on one device."""
+        buffers = self._sweep.at(batch_size)
+        return profile_of(self._traces[0], self._sweep, buffers, [weight.path for weight in self.trained])
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The layers that the model calls, in order, equal ones that follow each other as one."""
+        low, high = (self.profile(size) for size in _PROFILED)
+        flops = [self._sweep.flops(size) for size in _BATCH_SIZES]
+        seen: set[str] = set()
+        found: list[Block] = []
+        for place, call in enumerate(self.calls):
+            traced = call.stands_for or call
+            at = self.calls.index(traced)
+            sums = [float(one[traced.start : end_of(self.calls, at, self._traces[0].forward)].sum()) for one in flops]
+            own = [weight for weight in _weights_of(call) if weight.path not in seen]
+            seen.update(weight.path for weight in own)
+            block = Block(
+                name=call.layer.name if call.layer is not None else "inputs",
+                count=1,
+                layers=(call.layer.name if call.layer is not None else "inputs",),
+                weights=tuple(own),
+                flops=(sums[1] - sums[0]) / (_BATCH_SIZES[1] - _BATCH_SIZES[0]),
+                kept=Affine.through(_PROFILED, (low.kept[place], high.kept[place])),
+                peak=Affine.through(_PROFILED, (low.of_calls[at].max(), high.of_calls[at].max())),
+                output=Affine.through(_BATCH_SIZES, (self.calls[place].output, self._traces[1].calls[place].output)),
+            )
+            if found and call.layer is not None and _alike(found[-1], block):
+                found[-1] = dataclasses.replace(found[-1], count=found[-1].count + 1, layers=(*found[-1].layers, block.name))
+            else:
+                found.append(block)
+        return tuple(found)
+
+
+def trace(build: Callable[[], keras.Model], optimizer: Any = None, *, sequence_length: int | None = None) -> TracedModel:
+    """Traces the training step of the model that `build` returns, without data and without memory for its weights.
+
+    Args:
+        build: a function without arguments that returns a built Keras model, compiled or not.
+        optimizer: a Keras optimizer, or its name; None: that which the model is compiled with, or "adam".
+        sequence_length: the size of axes that the model's inputs leave open.
+
+    Raises:
+        ValueError: `build` fails, needs values of weights or data, or returns no built Keras model, or one that cannot be traced;
+            there is no such optimizer.
+    """
+    return TracedModel(weightless_model(build), optimizer, sequence_length)
+
+
+def _weight(variable: keras.Variable) -> Weight:
+    shape = tuple(int(size) for size in variable.shape)
+    return Weight(variable.path, shape, tf.as_dtype(variable.dtype).name, bool(variable.trainable))
+
+
+def _weights_of(call: LayerCall) -> list[Weight]:
+    return [] if call.layer is None else [_weight(variable) for variable in call.layer.variables]
+
+
+def _alike(one: Block, other: Block) -> bool:
+    if [(x.shape, x.dtype, x.trainable) for x in one.weights] != [(x.shape, x.dtype, x.trainable) for x in other.weights]:
+        return False
+    close = all(
+        math.isclose(a, b, rel_tol=0.02, abs_tol=64)
+        for a, b in ((one.flops, other.flops), (one.kept.at(2), other.kept.at(2)), (one.output.at(2), other.output.at(2)))
+    )
+    return close and one.weight_bytes > 0

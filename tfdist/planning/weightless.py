@@ -1,0 +1,84 @@
+"""Models whose weights hold no values: built in seconds and hundreds of megabytes, whatever their size, to be traced."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.sharding import keras_scope, tape
+
+_FIX = "It must return a Keras model that is built: functional, or with `model.build(input_shape)` called in it."
+
+
+@contextlib.contextmanager
+def weightless() -> Iterator[None]:
+    """A block in which variables made from an initializer get a shape and a dtype, and no memory. The initializer does not run.
+
+    Variables made from a value, as counters are, have it. The others are there to be traced with, and not to be computed with.
+    """
+    scratch = tf.Graph()
+
+    def create(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
+        initial = settings.get("initial_value")
+        if not callable(initial):
+            return next_creator(**settings)
+        shape, dtype = _spec(initial, scratch)
+        is_trainable = settings.get("trainable") is not False
+        return tape.variable_without_value(shape, settings.get("dtype") or dtype, is_trainable, settings.get("name"), "CPU:0")
+
+    with tf.variable_creator_scope(create):
+        yield
+
+
+def weightless_model(build: Callable[[], Any]) -> keras.Model:
+    """Returns the model that `build` makes, its weights without values.
+
+    Raises:
+        ValueError: `build` cannot be called, fails, needs the values of weights, or returns no built Keras model.
+    """
+    if not callable(build):
+        raise errors.value_error("`build` must be a function without arguments that returns a Keras model.", build=build)
+    try:
+        with keras_scope.thread_state_of(_copied(keras_scope.thread_state())), weightless():
+            model = build()
+    except tf.errors.OpError as error:  # of an eager computation
+        raise errors.value_error(
+            f"`build` computes with the values of weights, which do not exist while a model is planned ({type(error).__name__}).",
+            fix="Leave out what calls the model on data, adapts layers or loads weights; `model.build(input_shape)` builds it.",
+            build=name_of(build),
+        ) from error
+    except Exception as error:  # whatever a user's code raises
+        expected = f"`build` must return a Keras model, but failed: {type(error).__name__}: {error}"
+        raise errors.value_error(expected, build=name_of(build)) from error
+    if not isinstance(model, keras.Model):
+        raise errors.value_error("`build` must return a Keras model.", returned=model, fix=_FIX)
+    if not model.built or not model.weights:
+        raise errors.value_error("`build` returned a model without weights.", model=model.name, fix=_FIX)
+    return model
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns Keras's state of a thread, so that the names that `build` gives are free again after it."""
+    return {key: copy.copy(value) if isinstance(value, dict | list | set) else value for key, value in state.items()}
+
+
+def name_of(build: Callable[..., Any]) -> str:
+    """Returns what to call a function."""
+    return getattr(build, "__name__", type(build).__name__)
+
+
+def _spec(initial: Callable[[], Any], scratch: tf.Graph) -> tuple[tf.TensorShape, tf.DType]:
+    """Returns shape and dtype of an initial value: those of the Keras variable that it is for, else of what it makes."""
+    variable = inspect.getclosurevars(initial).nonlocals.get("self") if inspect.isfunction(initial) else None
+    if isinstance(variable, keras.Variable):
+        return variable.shape, tf.as_dtype(variable.dtype)
+    with scratch.as_default():
+        made = tf.convert_to_tensor(initial())
+    return made.shape, made.dtype
