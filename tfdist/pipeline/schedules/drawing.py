@@ -50,7 +50,7 @@ def draw(spans: Sequence[Span], path: str | os.PathLike[str], *, title: str = ""
     boxes_of_a_rank = max(sum(span.rank == rank for span in spans) for rank in range(num_ranks))
     width = min(max(_LEAST_WIDTH, _INCHES_PER_BOX * boxes_of_a_rank), _LARGEST_WIDTH)
     # A figure of its own, not one of pyplot's: those belong to the user's program and its windows.
-    figure = _matplotlib_figure().Figure(figsize=(width, 1.2 + _INCHES_PER_RANK * num_ranks), layout="constrained")
+    figure = matplotlib_figure().Figure(figsize=(width, 1.2 + _INCHES_PER_RANK * num_ranks), layout="constrained")
     axes = figure.add_subplot()
     _draw_boxes(axes, spans, num_ranks)
     axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
@@ -80,7 +80,7 @@ def _draw_boxes(axes: Any, spans: Sequence[Span], num_ranks: int) -> None:
         axes.bar_label(boxes, [span.action.microbatch for span in drawn], label_type="center", fontsize=7)
 
 
-def _matplotlib_figure() -> Any:
+def matplotlib_figure() -> Any:
     """Returns the module `matplotlib.figure`, imported only now: it takes time, and most programs never draw."""
     try:
         return importlib.import_module("matplotlib.figure")

@@ -1,0 +1,101 @@
+"""The time of a step, where it is known by arithmetic."""
+
+import dataclasses
+import math
+
+import pytest
+
+from tfdist.planning.candidate import Candidate
+from tfdist.planning.hardware import BUS_FACTORS, Collective, Hardware
+from tfdist.planning.step_time import Step, slowest_share, step_time
+
+MIB = 2**20
+LINKS = {kind: dict.fromkeys(BUS_FACTORS, Collective(0.01, beta)) for kind, beta in (("within", 1e9), ("between", 1e8))}
+HARDWARE = Hardware("a test", {"float32": [(1e9, 1e12)]}, 1e11, 0.0, LINKS, update_seconds=1e-9)
+STEP = Step(forward=1.0, backward=2.0, stage_share=1.0, parameter_bytes=4e8, parameters=1e8, messages=1)
+
+
+def seconds(candidate, step=STEP, devices_per_host=64, **changes):
+    return step_time(step, candidate, dataclasses.replace(HARDWARE, **changes), devices_per_host)
+
+
+def test_one_device_only_computes():
+    time = seconds(Candidate(0))
+    assert time.together == time.compute == 3.1 and time.communication == time.hidden == time.bubble == 0
+    assert seconds(Candidate(0), step_seconds=0.5).together == 3.6
+
+
+def test_messages_of_the_stages():
+    """Over four ranks: the bytes of an all-reduce are those of a reduce-scatter and an all-gather; stage 3 gathers twice."""
+    half = 0.01 + 4e8 * 0.75 / 1e9
+    times = [seconds(Candidate(stage, data=4)) for stage in range(4)]
+    assert [time.communication for time in times] == pytest.approx([2 * half - 0.01, 2 * half, 2 * half, 3 * half])
+    assert [time.compute for time in times] == pytest.approx([3.1, 3.025, 3.025, 3.025])  # the update is of a shard
+    exposed = [0, half, 0, 0]  # stage 1 gathers when all is updated
+    assert [time.together for time in times] == pytest.approx(
+        [time.compute + one for time, one in zip(times, exposed, strict=True)]
+    )
+    assert times[3].hidden == pytest.approx(3 * half)
+
+
+def test_messages_that_take_longer_than_backward_and_overlap():
+    slow = seconds(Candidate(0, data=4), devices_per_host=2)
+    message = 0.01 + 4e8 * 1.5 / 1e8
+    assert slow.together == pytest.approx(1.0 + message + 0.1) and slow.hidden == pytest.approx(2.0)
+    assert seconds(Candidate(0, data=4), devices_per_host=2, overlap=1.1).together == pytest.approx(1.0 + message * 1.1 + 0.1)
+    # Never longer than one after the other.
+    assert seconds(Candidate(0, data=4), devices_per_host=2, overlap=9.0).together == pytest.approx(3.0 + message + 0.1)
+
+
+def test_groups_of_ranks_that_share_one_copy():
+    """Gathers stay within a host of two devices; only shards of gradients are summed between the hosts."""
+    grouped = seconds(Candidate(3, data=4, sharding_group_size=2), devices_per_host=2)
+    within, between = 0.01 + 4e8 * 0.5 / 1e9, 0.01 + 2e8 / 1e8
+    assert grouped.communication == pytest.approx(3 * within + between)
+    assert grouped.communication < seconds(Candidate(3, data=4), devices_per_host=2).communication
+
+
+def test_compressed_gradients_are_fewer_bytes_and_more_work():
+    exact, compressed = (seconds(Candidate(0, data=4, gradient_compression=name), devices_per_host=2) for name in (None, "int8"))
+    assert compressed.communication == pytest.approx(0.01 + (exact.communication - 0.01) * (0.25 + 1 / 256))
+    assert compressed.compute > exact.compute and compressed.together < exact.together
+
+
+def test_tensor_ranks_wait_for_their_messages():
+    step = dataclasses.replace(STEP, tensor_bytes=1e9, tensor_messages=8)
+    time = seconds(Candidate(0, tensor=2), step)
+    assert time.communication == pytest.approx(8 * 0.01 + 1.0) and time.hidden == pytest.approx(0)
+    assert time.together == pytest.approx(time.compute + time.communication)
+    assert seconds(Candidate(0, tensor=2), step, devices_per_host=1).communication == pytest.approx(8 * 0.01 + 10.0)
+
+
+def test_a_pipeline_is_the_simulation_of_its_schedule():
+    """1F1B of p equal stages and m microbatches takes (m + p - 1) times what a microbatch takes on a stage."""
+    step = dataclasses.replace(STEP, stage_share=0.25, parameters=0.0, parameter_bytes=0.0)
+    links = {"within": dict.fromkeys(BUS_FACTORS, Collective(0.0, math.inf))}
+    for schedule in ("1f1b", "gpipe"):
+        time = seconds(Candidate(0, pipeline=4, schedule=schedule, microbatches=8), step, links=links)
+        assert time.together == pytest.approx((8 + 3) * 0.75)
+        assert time.bubble == pytest.approx(3 * 0.75) and time.compute == pytest.approx(8 * 0.75)
+    slower = dataclasses.replace(step, stage_share=0.5)
+    assert seconds(Candidate(0, pipeline=4, schedule="1f1b", microbatches=8), slower, links=links).compute == pytest.approx(12)
+    sent = dataclasses.replace(step, border_bytes=1e8)
+    with_messages = seconds(Candidate(0, pipeline=4, schedule="1f1b", microbatches=8), sent)
+    assert with_messages.together > (8 + 3) * 0.75 + 2 * 3 * 0.1  # the way there and back of the first and the last
+
+
+def test_devices_that_share_a_processor_do_not_wait():
+    step = dataclasses.replace(STEP, stage_share=0.25, parameters=0.0, parameter_bytes=0.0)
+    links = {"within": dict.fromkeys(BUS_FACTORS, Collective(0.0, math.inf))}
+    time = seconds(Candidate(0, pipeline=4, schedule="1f1b", microbatches=8), step, links=links, sharing=4.0)
+    assert time.bubble == 0 and time.together == pytest.approx(8 * 0.75)
+
+
+def test_recomputation_is_a_forward_more():
+    step = dataclasses.replace(STEP, recomputed=1.0)
+    assert seconds(Candidate(0, recompute=True), step).together == pytest.approx(4.1)
+
+
+def test_the_slowest_stage():
+    assert slowest_share([3, 1, 1, 4, 2, 2], [3, 4]) == pytest.approx(5 / 13)
+    assert slowest_share([0, 0], [1]) == 0.5

@@ -1,0 +1,157 @@
+"""Every way to spread a model over some devices, and those among them that fit, fastest first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from tfdist import errors
+from tfdist.planning.candidate import Candidate
+from tfdist.planning.device_memory import DeviceMemory
+from tfdist.planning.step_time import StepTime
+
+SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
+# More microbatches for each stage than so many shorten the bubble by little.
+_MICROBATCHES_PER_STAGE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimated:
+    """A candidate and what is expected of it.
+
+    Attributes:
+        candidate: the candidate.
+        memory: of the fullest device.
+        limit: bytes that a device has.
+        time: of a step; None: not estimated, because it does not fit.
+    """
+
+    candidate: Candidate
+    memory: DeviceMemory
+    limit: float
+    time: StepTime | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.together <= self.limit
+
+    @property
+    def missing_bytes(self) -> float:
+        """By how much it does not fit."""
+        return max(0.0, self.memory.together - self.limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What is enumerated.
+
+    Attributes:
+        devices: how many there are; all of them are used.
+        batch_size: global, in examples.
+        zero_stages: the stages.
+        tensor_sizes: how many tensor ranks the model can be sharded over, 1 among them.
+        pipeline_sizes: how many stages it can be cut in, 1 among them.
+        schedules: of pipelines.
+        recompute: whether recomputation is tried: False where there are no blocks.
+        sharding_group_sizes: of hybrid sharding.
+        gradient_compressions: names, and None.
+    """
+
+    devices: int
+    batch_size: int
+    zero_stages: Sequence[int] = (0, 1, 2, 3)
+    tensor_sizes: Sequence[int] = (1,)
+    pipeline_sizes: Sequence[int] = (1,)
+    schedules: Sequence[str] = SCHEDULES
+    recompute: bool = True
+    sharding_group_sizes: Sequence[int] = ()
+    gradient_compressions: Sequence[str | None] = (None,)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yields every candidate whose sizes divide the devices and the batch.
+
+        Tensor ranks and a pipeline are not combined: a pipeline's stages are Keras layers, which `tfdist.parallelize` leaves.
+        With one replica all stages are one, and stand as 0.
+        """
+        for tensor in self.tensor_sizes:
+            for pipeline in self.pipeline_sizes:
+                ranks = tensor * pipeline
+                if self.devices % ranks or (tensor > 1 and pipeline > 1):
+                    continue
+                data = self.devices // ranks
+                if self.batch_size % data:
+                    continue
+                for cut in self._cuts(pipeline, self.batch_size // data):
+                    yield from self._sharded(data, tensor, pipeline, cut)
+
+    def _cuts(self, pipeline: int, rows: int) -> Iterator[tuple[str | None, int]]:
+        """Yields schedules and numbers of microbatches for a replica with so many rows."""
+        if pipeline == 1:
+            yield None, 1
+            return
+        for count in range(pipeline, min(rows, pipeline * _MICROBATCHES_PER_STAGE) + 1):
+            if rows % count == 0:
+                yield from ((schedule, count) for schedule in self.schedules)
+
+    def _sharded(self, data: int, tensor: int, pipeline: int, cut: tuple[str | None, int]) -> Iterator[Candidate]:
+        schedule, microbatches = cut
+        for zero_stage in self.zero_stages if data > 1 else self.zero_stages[:1]:
+            groups = [size for size in self.sharding_group_sizes if 1 < size < data and data % size == 0] if zero_stage else []
+            for recompute in (False, True) if self.recompute else (False,):
+                for group in (None, *groups):
+                    for compression in self.gradient_compressions if data > 1 else (None,):
+                        yield Candidate(
+                            zero_stage=zero_stage,
+                            data=data,
+                            tensor=tensor,
+                            pipeline=pipeline,
+                            schedule=schedule,
+                            microbatches=microbatches,
+                            recompute=recompute,
+                            sharding_group_size=group,
+                            gradient_compression=compression,
+                        )
+
+
+def search(
+    choices: Choices,
+    limit: float,
+    memory_of: Callable[[Candidate], DeviceMemory],
+    time_of: Callable[[Candidate], StepTime],
+) -> list[Estimated]:
+    """Returns all candidates: those that fit, the fastest first, then the others, that first which lacks least.
+
+    Args:
+        choices: what is enumerated.
+        limit: bytes that a device has.
+        memory_of: what the fullest device holds.
+        time_of: what a step takes; asked for what fits only.
+
+    Raises:
+        ValueError: no sizes divide both devices and batch.
+    """
+    found = []
+    for candidate in choices.candidates():
+        one = Estimated(candidate, memory_of(candidate), limit)
+        found.append(dataclasses.replace(one, time=time_of(candidate)) if one.fits else one)
+    if not found:
+        replicas = sorted(
+            {choices.devices // (t * p) for t in choices.tensor_sizes for p in choices.pipeline_sizes if t == 1 or p == 1}
+        )
+        least = replicas[0]
+        raise errors.value_error(
+            f"`batch_size` must be one that a plan divides: over {choices.devices} devices it is divided among "
+            f"{' or '.join(map(str, replicas))} replicas.",
+            batch_size=choices.batch_size,
+            fix=f"Take {max(1, round(choices.batch_size / least)) * least}, or another number of devices.",
+        )
+    return sorted(found, key=_rank)
+
+
+def _rank(one: Estimated) -> tuple[bool, float, float]:
+    return (not one.fits, one.time.together if one.time is not None else one.missing_bytes, one.memory.together)
+
+
+def divisors(number: int) -> list[int]:
+    """Returns what divides a positive integer, in increasing order."""
+    return [one for one in range(1, number + 1) if number % one == 0]

@@ -1,0 +1,207 @@
+"""How long a step takes: what one device computes, what it sends, and what of that is hidden behind the other.
+
+    forward and backward    sum over operations of max(FLOPs / rate, bytes / bandwidth, cost of an operation)
+    recomputation           forward once more
+    stages 0, 1, 2          gradients travel while backward goes on: max(backward, messages) x overlap; then the update; stages 1
+                            and 2 gather what was updated, stage 2 while backward goes on
+    stage 3                 layers are gathered beside forward and again beside backward, with the gradients
+    tensor ranks            each message stands between two layers: nothing hides it
+    pipeline                the schedule simulated, with the slowest stage's times and the messages of a border
+
+A message of S bytes takes alpha + S k / beta (`hardware`). Devices that share a processor (`sharing`) lose nothing while others
+wait: a step then takes what all of them compute together, at least.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from tfdist.pipeline.schedules.actions import Phase
+from tfdist.pipeline.schedules.make_schedule import make_schedule
+from tfdist.pipeline.schedules.simulation import simulate
+from tfdist.planning.candidate import Candidate
+from tfdist.planning.hardware import Hardware
+
+# What compressed gradients take of float32's bytes: numbers of so many bits, and a scale of 4 bytes for each 256.
+COMPRESSED = {None: 1.0, "bfloat16": 0.5, "int8": 0.25 + 1 / 256, "int4": 0.125 + 1 / 256, "top_k": 0.29}
+# How often compressing and adding up goes over the numbers, read and written: encode, decode and sum, encode, decode.
+_COMPRESSION_PASSES = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step.
+
+    Attributes:
+        compute: of the device that computes most, the update and recomputation included.
+        communication: of its messages, hidden or not.
+        hidden: what of the messages is behind computation.
+        bubble: what it waits for others of a pipeline.
+        together: the step.
+    """
+
+    compute: float
+    communication: float
+    hidden: float
+    bubble: float
+    together: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one replica computes and sends in a step under a candidate, in numbers: what `step_time` makes a time of.
+
+    Attributes:
+        forward: seconds of forward of one microbatch, of all stages together, among all devices at work.
+        backward: those of backward.
+        stage_share: the part of them that the slowest stage has: 1 without a pipeline.
+        parameter_bytes: bytes of the trained parameters that a device computes with, as they travel.
+        parameters: how many these are.
+        messages: in how many messages they travel, once.
+        tensor_bytes: bytes that a device sends to its tensor peers in a step, times their factor k.
+        tensor_messages: in how many messages.
+        border_bytes: bytes of one microbatch's activations on the border of two stages.
+        recomputed: the part of forward that backward computes again.
+    """
+
+    forward: float
+    backward: float
+    stage_share: float
+    parameter_bytes: float
+    parameters: float
+    messages: int
+    tensor_bytes: float = 0.0
+    tensor_messages: int = 0
+    border_bytes: float = 0.0
+    recomputed: float = 0.0
+
+
+def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_host: int) -> StepTime:
+    """Returns how long a step takes. Sums up what the module's docstring says.
+
+    Args:
+        step: what a replica computes and sends.
+        candidate: how it is spread.
+        hardware: devices and links.
+        devices_per_host: how many devices of one host take part.
+    """
+    links = _Links(candidate, hardware, devices_per_host)
+    forward, backward = step.forward, step.backward + step.recomputed * step.forward
+    computed, bubble, border = _pipelined(step, candidate, hardware, links, forward, backward)
+    part = backward / (forward + backward) if forward + backward else 0.0
+    compressing = (
+        _COMPRESSION_PASSES * step.parameter_bytes / hardware.bytes_per_second if candidate.gradient_compression else 0.0
+    )
+    reduce, gather = links.reduce(step), links.gather(step)
+    update = step.parameters / (candidate.shards if candidate.zero_stage else 1) * hardware.update_seconds
+    beside_forward, beside_backward, behind = {
+        0: (0.0, links.all_reduce(step), 0.0),
+        1: (0.0, reduce, gather),
+        2: (0.0, reduce + gather, 0.0),
+        3: (gather, gather + reduce, 0.0),
+    }[candidate.zero_stage]
+    parts = ((computed * (1 - part), beside_forward), (computed * part + compressing, beside_backward))
+    passed = sum(_beside(compute, messages, hardware.overlap) for compute, messages in parts)
+    exposed = behind + links.tensor(step, candidate.microbatches)
+    communication = beside_forward + beside_backward + exposed + border
+    compute = computed + compressing + update
+    together = passed + exposed + update + bubble + hardware.step_seconds
+    hidden = max(0.0, communication + compute + bubble + hardware.step_seconds - together)
+    return StepTime(compute, communication, min(hidden, communication), bubble, together)
+
+
+def _beside(compute: float, messages: float, overlap: float) -> float:
+    """Returns how long both take at once: never longer than one after the other."""
+    return min(compute + messages, max(compute, messages) * (overlap if min(compute, messages) > 0 else 1.0))
+
+
+def _pipelined(
+    step: Step, candidate: Candidate, hardware: Hardware, links: _Links, forward: float, backward: float
+) -> tuple[float, float, float]:
+    """Returns what the slowest device computes of all microbatches, what it waits, and its messages to the next stage."""
+    count = candidate.microbatches
+    if candidate.pipeline == 1 or candidate.schedule is None:
+        return (forward + backward) * count, 0.0, 0.0
+    stage_forward, stage_backward = forward * step.stage_share, backward * step.stage_share
+    busy = (stage_forward + stage_backward) * count
+    message = links.message(step.border_bytes)
+    alone = 1 / hardware.sharing
+    durations = {
+        Phase.FORWARD: max(stage_forward * alone, 1e-12),
+        Phase.BACKWARD: max(stage_backward * alone, 1e-12),
+        Phase.BACKWARD_INPUT: max(stage_backward * alone / 2, 1e-12),
+        Phase.BACKWARD_WEIGHT: max(stage_backward * alone / 2, 1e-12),
+    }
+    total = simulate(make_schedule(candidate.schedule, candidate.pipeline, count), durations, message).total_time
+    # All ranks together keep a shared processor as busy as they would each keep their own.
+    total = max(total, (forward + backward) * count / candidate.pipeline if hardware.sharing > 1 else 0.0)
+    return min(busy, total), max(0.0, total - busy), 2 * message * count
+
+
+@dataclasses.dataclass(frozen=True)
+class _Links:
+    """Which links the groups of a mesh use, and what messages over them take."""
+
+    candidate: Candidate
+    hardware: Hardware
+    devices_per_host: int
+
+    def all_reduce(self, step: Step) -> float:
+        return self._over_data(step, ("all_reduce",), self.candidate.data)
+
+    def reduce(self, step: Step) -> float:
+        """The gradients: scattered over the shards, and among groups of them summed."""
+        seconds = self._over_data(step, ("reduce_scatter",), self.candidate.shards)
+        groups = self.candidate.data // self.candidate.shards
+        if groups > 1:
+            size = step.parameter_bytes / self.candidate.shards * COMPRESSED.get(self.candidate.gradient_compression, 1.0)
+            seconds += self._several("all_reduce", size, step.messages, groups, self._span(self.candidate.data))
+        return seconds
+
+    def gather(self, step: Step) -> float:
+        """The parameters, once."""
+        ratio = COMPRESSED.get(self.candidate.parameter_compression, 1.0)
+        shards = self.candidate.shards
+        return self._several("all_gather", step.parameter_bytes * ratio, step.messages, shards, self._span(shards))
+
+    def tensor(self, step: Step, microbatches: int) -> float:
+        if self.candidate.tensor == 1:
+            return 0.0
+        link = self._link(self.candidate.tensor)
+        known = self.hardware.collective_seconds
+        start = known("all_reduce", 0.0, self.candidate.tensor, link)
+        bytes_each = known("all_reduce", 1e6, self.candidate.tensor, link) - start
+        factor = 2 * (self.candidate.tensor - 1) / self.candidate.tensor
+        return (step.tensor_messages * start + step.tensor_bytes / factor * bytes_each / 1e6) * microbatches
+
+    def message(self, size: float) -> float:
+        """From one stage to the next."""
+        return self.hardware.collective_seconds("send", size, 2, self._link(self.candidate.tensor * 2))
+
+    def _over_data(self, step: Step, names: Sequence[str], ranks: int) -> float:
+        ratio = COMPRESSED.get(self.candidate.gradient_compression, 1.0)
+        size = step.parameter_bytes * ratio
+        return sum(self._several(name, size, step.messages, ranks, self._span(ranks)) for name in names)
+
+    def _several(self, name: str, size: float, messages: int, ranks: int, span: int) -> float:
+        if ranks == 1 or size == 0:
+            return 0.0
+        count = max(1, messages)
+        return count * self.hardware.collective_seconds(name, size / count, ranks, self._link(span))
+
+    def _span(self, ranks: int) -> int:
+        """Over how many neighbouring devices so many data ranks are spread: tensor and pipe ranks lie between them."""
+        return ranks * self.candidate.tensor * self.candidate.pipeline
+
+    def _link(self, span: int) -> str:
+        return "within" if span <= self.devices_per_host else "between"
+
+
+def slowest_share(costs: Sequence[float], starts: Sequence[int]) -> float:
+    """Returns the part of the whole that the slowest of some stages has, given where each after the first begins."""
+    bounds = [0, *starts, len(costs)]
+    whole = math.fsum(costs)
+    stages = [math.fsum(costs[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return max(stages) / whole if whole else 1 / len(stages)
