@@ -9,6 +9,7 @@ import tensorflow as tf
 import tfdist
 from tests import training
 from tests.strategy import worker_cases
+from tfdist.runtime import coordination
 
 
 @pytest.fixture(autouse=True)
@@ -77,4 +78,12 @@ def test_too_late(monkeypatch):
     jobs = {"worker": ["localhost:1", "localhost:2"]}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": jobs, "task": {"type": "worker", "index": 0}}))
     with pytest.raises(RuntimeError, match="already initialised in this process, too late"):
+        tfdist.MultiWorkerShardedStrategy()
+
+
+def test_after_another_strategy_has_started_the_servers(monkeypatch):
+    jobs = {"worker": ["localhost:1", "localhost:2"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": jobs, "task": {"type": "worker", "index": 0}}))
+    monkeypatch.setattr(coordination, "is_started", lambda: True)
+    with pytest.raises(RuntimeError, match=r"made this process a worker already.*Make the tfdist strategy first"):
         tfdist.MultiWorkerShardedStrategy()

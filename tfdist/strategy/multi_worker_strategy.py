@@ -111,6 +111,12 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         serial = next(self._serials)
         self._collective_key_base = 1000 * serial
         server_runs = cluster is not None and coordination.is_started()
+        if server_runs and MultiWorkerShardedStrategy._watch is None:
+            raise errors.runtime_error(
+                "Another strategy, such as `tf.distribute.MultiWorkerMirroredStrategy`, has made this process a worker already: "
+                "its servers have other settings, and nobody watches the other workers.",
+                fix="Make the tfdist strategy first; another strategy may be made after it.",
+            )
         resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
         watch = FailureWatch(cluster, abort_shared_memory, peer_timeout_seconds) if cluster and not server_runs else None
         try:
