@@ -33,6 +33,7 @@ class LayerCall:
         stands_for: of one that handed its input on, the call that was traced instead; None: it was traced.
         passed: the name of the operation that stands in its place; "" if it was traced.
         output: bytes of the tensors that it returned.
+        within: the calls of layers with weights within it: each layer, and where its call starts and stops.
         backward: the name of the operation that stands in the place of its gradient; "" where there is none.
     """
 
@@ -43,6 +44,7 @@ class LayerCall:
     output: int = 0
     passed: str = ""
     backward: str = ""
+    within: list[tuple[keras.Layer, int, int]] = dataclasses.field(default_factory=list)
 
 
 def units_of(model: keras.Layer) -> list[keras.Layer]:
@@ -54,13 +56,13 @@ def units_of(model: keras.Layer) -> list[keras.Layer]:
     return list(found.values())
 
 
-def equal_layers(layers: Sequence[keras.Layer]) -> list[list[keras.Layer]]:
-    """Returns the groups of at least `FEWEST_ALIKE` layers that are configured alike and hold layers of their own."""
+def equal_layers(layers: Sequence[keras.Layer], fewest: int | None = None) -> list[list[keras.Layer]]:
+    """Returns the groups of at least `fewest` layers (None: `FEWEST_ALIKE`) alike that hold layers of their own."""
     groups: dict[str, list[keras.Layer]] = {}
     for layer in layers:
         if len(layers_within(layer)) > 1:
             groups.setdefault(_likeness(layer), []).append(layer)
-    return [group for group in groups.values() if len(group) >= FEWEST_ALIKE]
+    return [group for group in groups.values() if len(group) >= (fewest or FEWEST_ALIKE)]
 
 
 @contextlib.contextmanager
@@ -68,13 +70,18 @@ def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
     """A block in which the outermost calls of `layers` are noted, and calls of equal layers between first and last left out."""
     noted = [LayerCall(None, 0)]
     alike = {id(layer): group for group in equal_layers(layers) for layer in group}
+    outermost = {id(layer) for layer in layers}
     firsts: dict[int, tuple[LayerCall, Any, Any]] = {}
     running: list[keras.Layer] = []
 
     def called(layer: keras.Layer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if running:
-            return original(*args, **kwargs)
+        if running or id(layer) not in outermost:
+            start = tape.operations_so_far()
+            output = original(*args, **kwargs)
+            noted[-1].within.append((layer, start, tape.operations_so_far()))
+            return output
         call = LayerCall(layer, tape.operations_so_far())
+        call.within.append((layer, call.start, call.start))  # until it is known where it stops
         noted.append(call)
         group = alike.get(id(layer), [])
         first = firsts.get(id(group[0])) if group else None
@@ -91,12 +98,14 @@ def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
             if group and layer is group[0] and len(args) > 0:
                 firsts.setdefault(id(layer), (call, given, _specs((output,))))
         call.stop = tape.operations_so_far()
+        call.within[0] = (layer, call.start, call.stop)
         call.output = sum(tensor_bytes(x) or 0 for x in tf.nest.flatten(output) if tf.is_tensor(x))
         return output
 
     replaced = []
     try:
-        for layer in layers:
+        inner = [one for layer in layers for one in layers_within(layer)[1:] if one.weights]
+        for layer in {id(one): one for one in (*layers, *inner)}.values():
             original = layer.call
             own = "call" in vars(layer)
             layer.call = _bound(called, layer, original)

@@ -17,6 +17,7 @@ class StepProfile:
     """What is in memory in the course of one step of a replica, weights aside.
 
     Attributes:
+        batch_size: the examples that a replica computes with.
         activations: bytes during each operation, without the gradients of weights.
         gradients: for each trainable weight, by its place, the operation that makes its whole gradient; -1: it has none.
         forward: the operation with which forward ends.
@@ -25,6 +26,7 @@ class StepProfile:
         kept: bytes that each call keeps for backward.
     """
 
+    batch_size: int
     activations: np.ndarray
     gradients: np.ndarray
     forward: int
@@ -33,7 +35,7 @@ class StepProfile:
     kept: np.ndarray
 
 
-def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence[str]) -> StepProfile:
+def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence[str], batch_size: int) -> StepProfile:
     """Returns the profile of a step.
 
     Calls that were passed over keep what the equal call keeps that was traced, from their place in forward to their place in
@@ -44,6 +46,7 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
         sweep: what was swept.
         buffers: the buffers of one run of it.
         paths: the paths of the trainable weights.
+        batch_size: the examples that it is of.
     """
     calls, steps = trace.calls, len(buffers.steps)
     step_of = {place: step for step, place in enumerate(buffers.steps)}
@@ -75,7 +78,7 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
         of_calls[place, first : last + 1] += kept[source]
         for variable in call.layer.trainable_variables:
             born[place_of[variable.path]] = last
-    return StepProfile(of_calls.sum(axis=0), born, backward, of_calls, windows, kept)
+    return StepProfile(batch_size, of_calls.sum(axis=0), born, backward, of_calls, windows, kept)
 
 
 def end_of(calls: Sequence[LayerCall], place: int, forward: int) -> int:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.planning.equal_layers import LayerCall
-from tfdist.planning.lifetimes import Sweep
+from tfdist.pipeline.stages.staged_model import StagedModel
+from tfdist.planning.equal_layers import LayerCall, equal_layers, units_of
+from tfdist.planning.layouts import ModelLayouts
+from tfdist.planning.lifetimes import Buffers, Sweep
 from tfdist.planning.optimizer_slots import slots_of
 from tfdist.planning.step_profile import StepProfile, end_of, profile_of
 from tfdist.planning.step_trace import trace_step
+from tfdist.planning.tensor_regions import divided_operations
 from tfdist.planning.weightless import weightless_model
+from tfdist.sharding import layers_within
 
 _BATCH_SIZES = (2, 4)
 _PROFILED = (16, 32)  # small tensors are ordered in another way
@@ -50,12 +56,14 @@ class Weight:
         shape: its shape.
         dtype: the name of its dtype.
         trainable: whether it is trained: has a gradient and optimizer state.
+        is_parameter: whether it was made to be trained: a frozen weight is sharded as the others.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
+    is_parameter: bool
 
     @property
     def elements(self) -> int:
@@ -106,6 +114,8 @@ class TracedModel:
         optimizer: the optimizer's name.
         slots: the optimizer's variables.
         is_elementwise: whether the optimizer may run on shards.
+        layouts: how the model is sharded over tensor ranks and split in stages.
+        calls: the calls of its layers.
         assumed: sentences on what was assumed.
     """
 
@@ -116,6 +126,7 @@ class TracedModel:
         self.weights = tuple(_weight(variable) for variable in model.variables)
         self.trained = tuple(_weight(variable) for variable in model.trainable_variables)
         self.optimizer, self.slots, self.is_elementwise = slots_of(model, optimizer)
+        self.layouts = ModelLayouts(model)
         self._traces = [trace_step(model, size, sequence_length) for size in _BATCH_SIZES]
         first = self._traces[0]
         self.calls = first.calls
@@ -146,10 +157,52 @@ class TracedModel:
         return self._sweep.unknown > 0
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  as long as the model
-    def profile(self, batch_size: int) -> StepProfile:
-        """Returns what is in memory in the course of a step of so many examples on one device."""
-        buffers = self._sweep.at(batch_size)
-        return profile_of(self._traces[0], self._sweep, buffers, [weight.path for weight in self.trained])
+    def profile(self, batch_size: int, tensor: int = 1) -> StepProfile:
+        """Returns what is in memory in the course of a step of so many examples, on one of so many tensor ranks."""
+        buffers = self._buffers(batch_size)
+        if tensor > 1:
+            divided = divided_operations(self._traces[0], self._sweep, self.layouts.shardings(tensor))
+            sizes = np.where(divided[buffers.makers], -(-buffers.sizes // tensor), buffers.sizes)
+            buffers = dataclasses.replace(buffers, sizes=sizes)
+        paths = [weight.path for weight in self.trained]
+        return profile_of(self._traces[0], self._sweep, buffers, paths, batch_size)
+
+    @functools.lru_cache(maxsize=32)  # noqa: B019  as long as the model
+    def _buffers(self, batch_size: int) -> Buffers:
+        return self._sweep.at(batch_size)
+
+    @functools.cached_property
+    def recomputed_calls(self) -> list[int]:
+        """The places in `calls` of the blocks that `tfdist.recompute(model, block_pattern)` computes again: layers that are alike
+        and have layers of their own."""
+        alike = {id(layer) for group in equal_layers(units_of(self.model), 2) for layer in group}
+        return [place for place, call in enumerate(self.calls) if call.layer is not None and id(call.layer) in alike]
+
+    @property
+    def block_pattern(self) -> str | None:
+        """The regular expression of the blocks' names; None where the model has no blocks that are alike."""
+        names = [self.calls[place].layer.name for place in self.recomputed_calls]
+        return "|".join(dict.fromkeys(re.sub(r"\d+$", "", name).rstrip("_") for name in names)) or None
+
+    def calls_of_stages(self, staged: StagedModel) -> list[list[int]]:
+        """Returns the places in `calls` of each stage of a pipeline."""
+        stage_of: dict[int, int] = {}
+        for stage in staged.stages:
+            for operation in stage.operations:
+                for layer in layers_within(operation):
+                    stage_of.setdefault(id(layer), stage.index)
+        found: list[list[int]] = [[] for _ in staged.stages]
+        for place, call in enumerate(self.calls):
+            found[stage_of.get(id(call.layer), 0)].append(place)
+        return found
+
+    def _output(self, place: int) -> Affine:
+        low, high = (trace.calls[place].output for trace in self._traces)
+        return Affine.through(_BATCH_SIZES, (low, high))
+
+    def output_bytes(self, place: int, batch_size: int) -> int:
+        """Returns the bytes of what the call at `place` returns."""
+        return self._output(place).at(batch_size)
 
     @functools.cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -172,7 +225,7 @@ class TracedModel:
                 flops=(sums[1] - sums[0]) / (_BATCH_SIZES[1] - _BATCH_SIZES[0]),
                 kept=Affine.through(_PROFILED, (low.kept[place], high.kept[place])),
                 peak=Affine.through(_PROFILED, (low.of_calls[at].max(), high.of_calls[at].max())),
-                output=Affine.through(_BATCH_SIZES, (self.calls[place].output, self._traces[1].calls[place].output)),
+                output=self._output(place),
             )
             if found and call.layer is not None and _alike(found[-1], block):
                 found[-1] = dataclasses.replace(found[-1], count=found[-1].count + 1, layers=(*found[-1].layers, block.name))
@@ -198,7 +251,9 @@ def trace(build: Callable[[], keras.Model], optimizer: Any = None, *, sequence_l
 
 def _weight(variable: keras.Variable) -> Weight:
     shape = tuple(int(size) for size in variable.shape)
-    return Weight(variable.path, shape, tf.as_dtype(variable.dtype).name, bool(variable.trainable))
+    return Weight(
+        variable.path, shape, tf.as_dtype(variable.dtype).name, bool(variable.trainable), bool(variable.value.trainable)
+    )
 
 
 def _weights_of(call: LayerCall) -> list[Weight]:

@@ -74,8 +74,7 @@ def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | N
     if not graph.layers:
         raise errors.value_error("`model` must hold a layer that can be sharded, such as a Dense.", model=model.name)
     ranks = _Ranks(tensor_parallel_size)
-    roles = _one_role_per_path(graph, ranks.choose(graph))
-    shardings = {sharding.layer: sharding for sharding in layer_shardings(graph, roles)}
+    shardings = {sharding.layer: sharding for sharding in suggested_shardings(graph, tensor_parallel_size)}
     table = [ranks.describe(known, shardings.get(known.layer), rows) for known in graph.layers]
     return SuggestedPlan(
         _patterns(model, {row.path: row.role for row in table}),
@@ -85,6 +84,11 @@ def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | N
         parameter_bytes=sum(math.prod(weight.shape) * dtype_bytes(weight.dtype) for weight in model.weights),
         notes=graph.notes,
     )
+
+
+def suggested_shardings(graph: ModelGraph, tensor_parallel_size: int) -> list[LayerSharding]:
+    """Returns how the plan that `suggest_plan` suggests shards the layers of a traced model."""
+    return layer_shardings(graph, _one_role_per_path(graph, _Ranks(tensor_parallel_size).choose(graph)))
 
 
 @dataclasses.dataclass(frozen=True)

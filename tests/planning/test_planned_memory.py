@@ -1,0 +1,138 @@
+"""Planned state against what `memory_report` finds on the devices, to the byte, for every stage, tensor ranks and pipelines."""
+
+import functools
+
+import keras
+import pytest
+from test_traced_model import blocks
+from training import mlp
+
+import tfdist
+from tfdist.planning import Candidate
+from tfdist.planning.memory import memory_of, state_of
+from tfdist.planning.traced_model import trace
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def mixed():
+    """Odd sizes, statistics that are not trained, random seeds, a frozen layer, and a scalar."""
+    inputs = keras.Input((15,))
+    x = keras.layers.Dense(33, activation="tanh", name="hidden")(inputs)
+    x = keras.layers.BatchNormalization()(x)
+    frozen = keras.layers.Dense(5, name="frozen")
+    x = keras.layers.Dropout(0.1)(frozen(x))
+    frozen.trainable = False
+    model = keras.Model(inputs, keras.layers.Dense(7, name="head")(x))
+    model.compile("adam", LOSS)
+    return model
+
+
+def text():
+    """Attention, an MLP and embeddings, for the tensor axis; a table of an odd number of rows."""
+    tokens = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(301, 32)(tokens)
+    x = x + keras.layers.MultiHeadAttention(4, 8)(x, x)
+    x = keras.layers.LayerNormalization()(x)
+    x = x + keras.layers.Dense(32)(keras.layers.Dense(640, "gelu")(x))
+    model = keras.Model(tokens, keras.layers.Dense(512)(x))
+    model.compile("adam", LOSS)
+    return model
+
+
+@functools.cache
+def traced(build, optimizer=None):
+    return trace(build, optimizer)
+
+
+def reported(build, candidate, optimizer=None):
+    """Returns the most that a device holds of each kind of state, as the report of a real model says."""
+    settings = {"tensor_parallel_size": candidate.tensor, "pipeline_parallel_size": candidate.pipeline}
+    devices = [f"CPU:{index}" for index in range(candidate.devices)]
+    strategy = tfdist.ShardedStrategy(devices, zero_stage=candidate.zero_stage, **settings)
+    with strategy.scope():
+        model = build()
+        if candidate.tensor > 1:
+            tfdist.parallelize(model, tfdist.suggest_plan(model, candidate.tensor), print_fn=None)
+        if candidate.pipeline > 1:
+            model = tfdist.PipelineModel(model, num_microbatches=candidate.microbatches, schedule=candidate.schedule)
+        if optimizer is not None:
+            model.compile(optimizer, LOSS)
+        model.optimizer.build(model.trainable_variables)
+    report = tfdist.memory_report(model)
+    return [(device.parameter_bytes, device.gradient_bytes, device.optimizer_bytes) for device in report.devices]
+
+
+def planned(build, candidate, pipe=0, optimizer=None):
+    state = state_of(traced(build, optimizer), candidate, pipe)
+    return state.parameters, state.gradients, state.optimizer
+
+
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("data", [2, pytest.param(4, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=EXHAUSTIVE), 1, pytest.param(2, marks=EXHAUSTIVE), 3])
+@pytest.mark.parametrize("build", [pytest.param(mlp, marks=EXHAUSTIVE), mixed])
+def test_state_of_stages(build, zero_stage, data):
+    candidate = Candidate(zero_stage=zero_stage, data=data)
+    assert reported(build, candidate, "adam") == [planned(build, candidate, optimizer="adam")] * data
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", pytest.param("muon", marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=EXHAUSTIVE), 2])
+def test_state_of_optimizers_that_look_at_whole_tensors(zero_stage, optimizer):
+    candidate = Candidate(zero_stage=zero_stage, data=2)
+    found = reported(mixed, candidate, optimizer)
+    assert max(found, key=sum) == planned(mixed, candidate, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("zero_stage, data", [pytest.param(0, 1, marks=EXHAUSTIVE), pytest.param(2, 2, marks=EXHAUSTIVE), (3, 2)])
+def test_state_of_tensor_ranks(zero_stage, data):
+    candidate = Candidate(zero_stage=zero_stage, data=data, tensor=2)
+    assert set(reported(text, candidate)) == {planned(text, candidate)}
+
+
+@pytest.mark.parametrize(
+    "zero_stage, data, schedule",
+    [(0, 1, "1f1b"), pytest.param(2, 2, "gpipe", marks=EXHAUSTIVE), pytest.param(3, 2, "1f1b", marks=EXHAUSTIVE)],
+)
+def test_state_of_pipelines(zero_stage, data, schedule):
+    candidate = Candidate(zero_stage=zero_stage, data=data, pipeline=2, schedule=schedule, microbatches=4)
+    found = reported(blocks(), candidate)
+    assert found[0] != found[-1]
+    assert found == [planned(BLOCKS, candidate, pipe) for _ in range(data) for pipe in range(2)]
+
+
+BLOCKS = blocks()
+
+
+def test_what_a_step_takes_falls_with_the_stage_and_with_recomputation():
+    model = traced(BLOCKS)
+    one = memory_of(model, Candidate(zero_stage=0), 64)
+    assert one.buffers == 0 and one.activations > 64 * 6 * 160 * 4
+    together = [memory_of(model, Candidate(zero_stage=stage, data=4), 4 * 64).together for stage in range(4)]
+    assert together == sorted(together, reverse=True) and together[0] > one.together
+    again = memory_of(model, Candidate(zero_stage=0, recompute=True), 4096)
+    assert again.activations < 0.6 * memory_of(model, Candidate(zero_stage=0), 4096).activations
+    assert model.block_pattern == "block"
+
+
+def test_a_pipeline_holds_more_microbatches_with_gpipe():
+    model = traced(BLOCKS)
+    sizes = {"data": 1, "pipeline": 2, "microbatches": 8, "zero_stage": 0}
+    gpipe, one_forward_one_backward = (memory_of(model, Candidate(schedule=name, **sizes), 2048) for name in ("gpipe", "1f1b"))
+    assert gpipe.activations > 2 * one_forward_one_backward.activations
+
+
+def test_tensor_ranks_divide_what_is_between_their_layers():
+    model = traced(text)
+    whole, divided = (memory_of(model, Candidate(zero_stage=0, tensor=size), 64).activations for size in (1, 2))
+    assert 0.5 < divided / whole < 0.9
+
+
+def test_batches_that_are_too_small_are_refused():
+    with pytest.raises(ValueError, match="`batch_size` must be at least 4"):
+        memory_of(traced(BLOCKS), Candidate(data=4), 3)
+    with pytest.raises(ValueError, match="sharded over so many"):
+        memory_of(traced(mlp), Candidate(tensor=64), 8)

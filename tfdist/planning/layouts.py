@@ -1,0 +1,98 @@
+"""How a model is sharded over tensor ranks, and split in the stages of a pipeline, as tfdist would do it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import keras
+
+from tfdist import errors
+from tfdist.layers.sharded_weights import ShardedWeights
+from tfdist.pipeline.schedules.make_schedule import make_schedule
+from tfdist.pipeline.schedules.schedule import Schedule
+from tfdist.pipeline.stages.split_points import resolve_split_points
+from tfdist.pipeline.stages.staged_model import StagedModel
+from tfdist.tensor_plans import ModelGraph, sharded_weights, trace_model
+from tfdist.tensor_plans.layer_shardings import LayerSharding
+from tfdist.tensor_plans.suggest import suggested_shardings
+
+
+class ModelLayouts:
+    """The layouts of one model, by sizes of the mesh; what is traced for them is traced once.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+
+    @functools.cached_property
+    def _graph(self) -> ModelGraph:
+        return trace_model(self._model)
+
+    @functools.cache  # noqa: B019  as long as the model
+    def shardings(self, tensor: int) -> tuple[LayerSharding, ...]:
+        """Returns how layers are sharded over so many ranks.
+
+        Raises:
+            ValueError: the model is sharded already, or none of its layers can be.
+        """
+        if tensor == 1:
+            return ()
+        if any(isinstance(layer, ShardedWeights) for layer in self._model._flatten_layers()):
+            raise errors.value_error(
+                "The model is of layers that are sharded already: what they keep is not planned.",
+                model=self._model.name,
+                fix="Plan the same model of Keras layers.",
+            )
+        found = tuple(suggested_shardings(self._graph, tensor))
+        if not found:
+            raise errors.value_error(
+                "No layer of the model can be sharded over so many tensor ranks.", model=self._model.name, tensor=tensor
+            )
+        return found
+
+    @functools.cache  # noqa: B019  as long as the model
+    def axes(self, tensor: int) -> dict[str, int]:
+        """Returns the axis of each weight, by path, that is sharded over so many ranks."""
+        pairs = [pair for one in self.shardings(tensor) for pair in sharded_weights(one.layer, one.role, tensor)]
+        return {variable.path: axis for variable, axis in pairs if axis is not None}
+
+    @functools.cache  # noqa: B019  as long as the model
+    def staged(self, pipeline: int, schedule: str, microbatches: int) -> StagedModel:
+        """Returns the model split in the stages that `PipelineModel` would split it in.
+
+        Raises:
+            ValueError: the model is not functional, or has fewer layers than there are stages, or the schedule cannot run.
+        """
+        module = getattr(self._model, "_functional", None) or self._model
+        if not hasattr(module, "_nodes_by_depth"):
+            raise errors.value_error(
+                "A model is planned in a pipeline if it is functional or Sequential.",
+                model=self._model.name,
+                fix="Plan it without a pipeline; `tfdist.PipelineModel(model, blocks=...)` trains it in one.",
+            )
+        split_points = self._split_points(module, pipeline)
+        return StagedModel(module, split_points, self.schedule(pipeline, schedule, microbatches))
+
+    def owners(self, pipeline: int, schedule: str, microbatches: int) -> dict[str, tuple[int, ...]]:
+        """Returns the ranks of the pipeline that keep each weight, by its path."""
+        staged = self.staged(pipeline, schedule, microbatches)
+        return {variable.path: tuple(staged.owners(variable)) for variable in staged.module.variables}
+
+    def _split_points(self, module: keras.Model, stages: int) -> Sequence[int]:
+        if stages not in self._known_split_points:
+            self._known_split_points[stages] = resolve_split_points(module, None, stages)
+        return self._known_split_points[stages]
+
+    @functools.cached_property
+    def _known_split_points(self) -> dict[int, Sequence[int]]:
+        return {}
+
+    @functools.cache  # noqa: B019  as long as the model
+    def schedule(self, pipeline: int, schedule: str, microbatches: int) -> Schedule:
+        """Returns a schedule by its name, of one stage a rank ("interleaved": two)."""
+        per_rank = 2 if schedule == "interleaved" else 1
+        return make_schedule(schedule, pipeline * per_rank, microbatches, per_rank)

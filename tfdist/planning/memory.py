@@ -1,0 +1,105 @@
+"""What one device holds under a plan: model state by arithmetic, to the byte, and on top of it what a step takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist import errors
+from tfdist.optimizers.ownership import balanced_owners
+from tfdist.planning.candidate import Candidate
+from tfdist.planning.device_memory import DeviceMemory
+from tfdist.planning.parts import Part, parts_of
+from tfdist.planning.step_memory import StepMemory, step_memory
+from tfdist.planning.traced_model import TracedModel
+from tfdist.sharding import Shard, placements_of
+
+
+def memory_of(traced: TracedModel, candidate: Candidate, batch_size: int) -> DeviceMemory:
+    """Returns what the fullest device holds in a step.
+
+    Parameters, gradients and optimizer state are those that `tfdist.memory_report` reports. What a step holds on top of them in
+    its fullest moment is `activations` and `buffers`; gradients that are not there yet then are taken from the activations.
+
+    Args:
+        traced: the model.
+        candidate: the plan.
+        batch_size: examples of a step, of all replicas together.
+
+    Raises:
+        ValueError: the batch has fewer examples than there are replicas and microbatches, or the model cannot be trained so.
+    """
+    pieces = candidate.data * candidate.microbatches
+    if batch_size < pieces:
+        raise errors.value_error(
+            f"`batch_size` must be at least {pieces}, an example for each replica's microbatch.",
+            batch_size=batch_size,
+            data=candidate.data,
+            microbatches=candidate.microbatches,
+        )
+    microbatch = math.ceil(math.ceil(batch_size / candidate.data) / candidate.microbatches)
+    fullest: DeviceMemory | None = None
+    for pipe in range(candidate.pipeline):
+        state = state_of(traced, candidate, pipe)
+        step = step_memory(traced, candidate, microbatch, pipe, parts_of(traced, candidate))
+        memory = _together(state, step)
+        fullest = memory if fullest is None or memory.together > fullest.together else fullest
+    assert fullest is not None
+    return fullest
+
+
+def _together(state: DeviceMemory, step: StepMemory) -> DeviceMemory:
+    """Returns state and step in one: what is full when a step's gradients are not, is not counted twice."""
+    activations = max(step.peak - state.gradients - step.buffers, 0)
+    return dataclasses.replace(state, activations=activations, buffers=step.buffers)
+
+
+def state_of(traced: TracedModel, candidate: Candidate, pipe: int = 0) -> DeviceMemory:
+    """Returns the model state of the fullest replica's device at rank `pipe` of the pipeline, as `tfdist.memory_report` does."""
+    placements = placements_of(candidate.zero_stage)
+    parts = [part for part in parts_of(traced, candidate) if pipe in part.owners]
+    is_sharded = {kind: isinstance(getattr(placements, kind), Shard) for kind in ("parameter", "gradient", "optimizer_state")}
+    parameters = sum(
+        (part.shard if is_sharded["parameter"] and part.is_parameter else part.local) * part.itemsize for part in parts
+    )
+    gradients = sum(
+        (part.shard if is_sharded["gradient"] else part.local) * part.itemsize for part in parts if part.weight.trainable
+    )
+    return DeviceMemory(parameters, gradients, max(_slot_bytes(traced, candidate, pipe)))
+
+
+def _slot_bytes(traced: TracedModel, candidate: Candidate, pipe: int) -> list[int]:
+    """Returns the bytes of the optimizer's variables, of each data rank that differs from the others."""
+    is_sharded = isinstance(placements_of(candidate.zero_stage).optimizer_state, Shard)
+    by_path = {part.weight.path: part for part in parts_of(traced, candidate)}
+    parts = [by_path[weight.path] for weight in traced.trained]
+    owners = _data_owners(traced, candidate, parts, is_sharded)
+    bytes_of = [0] * (candidate.shards if owners else 1)
+    for slot in traced.slots:
+        if slot.of is None:
+            bytes_of = [known + slot.bytes for known in bytes_of]
+            continue
+        part = parts[slot.of]
+        if pipe not in part.owners:
+            continue
+        size = tf.as_dtype(slot.dtype)
+        if slot.shape != part.weight.shape or not size.is_floating:
+            bytes_of = [known + slot.bytes for known in bytes_of]
+        elif slot.of in owners:
+            bytes_of[owners[slot.of]] += slot.bytes
+        else:
+            elements = part.shard if is_sharded else part.local
+            bytes_of = [known + elements * size.size for known in bytes_of]
+    return bytes_of
+
+
+def _data_owners(traced: TracedModel, candidate: Candidate, parts: Sequence[Part], is_sharded: bool) -> dict[int, int]:
+    """Returns which data rank keeps the whole state of a parameter that the optimizer looks at whole."""
+    if traced.is_elementwise:
+        return {}
+    places = [place for place, part in enumerate(parts) if is_sharded or part.local < part.weight.elements]
+    sizes = [parts[place].weight.bytes for place in places]
+    return dict(zip(places, balanced_owners(sizes, candidate.shards), strict=True))

@@ -1,0 +1,58 @@
+"""Which operations of a step compute with a part of their tensors, where layers are sharded over tensor ranks.
+
+    x ── column-parallel ══ gelu ══ row-parallel ── + ──        ── whole, ══ a part
+
+A layer sharded by column leaves its output local up to one sharded by row, unless it has to gather it; within an attention there
+are a part of the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfdist.planning.lifetimes import Sweep
+from tfdist.planning.step_trace import StepTrace
+from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, is_attention
+from tfdist.tensor_plans.layer_shardings import LayerSharding
+
+_PRODUCTS = ("MatMul", "Einsum", "Conv")
+_WHOLE, _LOCAL, _COLUMN, _ROW, _HEADS = range(5)
+
+
+def divided_operations(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> np.ndarray:
+    """Returns for each operation whether what it makes is divided among the tensor ranks, bool (operations,)."""
+    of_layer = {id(one.layer): _region(one) for one in shardings}
+    region = np.full(len(sweep.ops), _WHOLE)
+    sharded = np.zeros(len(sweep.ops), bool)
+    for call in trace.calls:
+        for layer, start, stop in call.within:
+            if of_layer.get(id(layer), _WHOLE) != _WHOLE:
+                region[start:stop] = of_layer[id(layer)]
+            sharded[start:stop] |= id(layer) in of_layer
+    for place in range(trace.forward):
+        if not sharded[place] and any(region[other] in (_COLUMN, _LOCAL) for other in sweep.before[place] if other < place):
+            region[place] = _LOCAL
+    divided = np.isin(region, (_COLUMN, _LOCAL, _HEADS))
+    names = {sweep.ops[place].name: place for place in range(trace.forward)}
+    for place in range(trace.forward, len(sweep.ops)):
+        source = _forward_of(sweep.ops[place].name, names)
+        if source is not None:
+            is_product = any(kind in sweep.ops[place].type for kind in _PRODUCTS)
+            divided[place] = region[source] in (_LOCAL, _HEADS) or region[source] == (_ROW if is_product else _COLUMN)
+    return divided
+
+
+def _region(sharding: LayerSharding) -> int:
+    if is_attention(sharding.layer):
+        return _HEADS
+    if sharding.role == COLUMN:
+        return _WHOLE if sharding.gather_output else _COLUMN
+    return _ROW if sharding.role == ROW and sharding.input_is_parallel else _WHOLE
+
+
+def _forward_of(name: str, names: dict[str, int]) -> int | None:
+    parts = name.removeprefix("gradient_tape/").split("/")
+    prefixes = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((names[prefix] for prefix in prefixes if prefix in names), None)
