@@ -2,14 +2,14 @@
 
     python benchmarks/compression.py cost
     python benchmarks/compression.py loss --steps 1000 --orders 3
-    python benchmarks/compression.py loss --zero-stage 3 --parameters int8 --only none int8
+    python benchmarks/compression.py loss --zero-stage 2 --parameters int4 --only none int8
 
 `cost` times encoding, and decoding with the sum over two ranks, of 4 million numbers in one thread: nanoseconds a number, the
 least of several turns, in which the compressors alternate; `copy` is `x + 0.5`, which only reads and writes.
 
 `loss` trains a small GPT (168 thousand parameters) on the texts of Python's help, one token a byte, over two logical CPUs at
 `--zero-stage`, with Adam and gradients clipped at a norm of 1, and prints the validation loss for each compressor and order of
-the data. An order is the same for all compressors. With `--parameters` layers of stage 3 are gathered so, but for the first
+the data. An order is the same for all compressors. With `--parameters` parameters travel so, but for the first
 compressor, with which the others are compared; "none " and "none" are two.
 """
 
@@ -126,7 +126,7 @@ def main() -> None:
     other.add_argument("--steps", type=int, default=1000)
     other.add_argument("--orders", type=int, default=3)
     other.add_argument("--zero-stage", type=int, default=2)
-    other.add_argument("--parameters", help="how layers of stage 3 are gathered (default: exactly)")
+    other.add_argument("--parameters", help="how parameters travel (default: exactly)")
     other.add_argument("--only", nargs="*", help="compressors, 'none' among them; the first is what others are compared with")
     other.set_defaults(run=loss)
     args = parser.parse_args()

@@ -66,8 +66,25 @@ def state_of(model, trainer):
     return [variable.numpy() for variable in (*model.variables, *trainer.variables)]
 
 
-def sharded(strategy, optimizer, data, eagerly=False):
-    """Trains under `strategy`; returns the losses, and weights and slots before the first step and after each."""
+def exact_values(model):
+    """Returns what the exact shards of each trainable variable are together; None of one without."""
+    exact = [variable.value.exact for variable in model.trainable_variables]
+    return [None if one is None else one.numpy() for one in exact]
+
+
+def assert_copies_are_equal(model):
+    """All ranks hold the same bits."""
+    for variable in model.trainable_variables:
+        first, *others = (copy.numpy() for copy in variable.value.values)
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
+def sharded(strategy, optimizer, data, eagerly=False, look=lambda model: None):
+    """Trains under `strategy`; returns the losses, and weights and slots before the first step and after each.
+
+    `look` is called with the model when weights and slots are read.
+    """
     model, trainer = made(strategy, optimizer)
 
     def on_rank(features, labels):
@@ -82,9 +99,11 @@ def sharded(strategy, optimizer, data, eagerly=False):
     features, labels = (np.concatenate(parts) for parts in zip(*data, strict=True))
     dataset = tf.data.Dataset.from_tensor_slices((features, labels)).batch(len(data[0][0]))
     losses, states = [], [state_of(model, trainer)]
+    look(model)
     for batch in strategy.experimental_distribute_dataset(dataset):
         losses.append(float(run(*batch)))
         states.append(state_of(model, trainer))
+        look(model)
     return losses, states
 
 
@@ -110,12 +129,12 @@ def decoded_sum(summands, decoded, size, is_whole):
     return np.concatenate(shards)[: summands[0].size].reshape(summands[0].shape)
 
 
-def assert_each_step_is(trained, decoded, size, stage, optimizer, data, accumulates=0, parameters=None):
+def assert_each_step_is(trained, decoded, size, stage, optimizer, data, accumulates=0, parameters=None, exact=None):
     """Takes every step again on one device, from the state before it, with the sums of what `size` ranks' gradients decode to.
 
     From the same state, because one that differs by rounding has numbers in it that are rounded to another code. With
     `accumulates` the ranks add up so many of their own gradients before they are encoded. `parameters` decodes what ranks compute
-    with; what they update is exact.
+    with; what they update is exact. With `exact`, what the exact shards were each time, copies and exact weights differ.
     """
     losses, states = trained
     model, trainer = made(one_device(), optimizer)
@@ -149,10 +168,16 @@ def assert_each_step_is(trained, decoded, size, stage, optimizer, data, accumula
             for accumulator in trainer._accumulated_gradients:
                 accumulator.assign(tf.zeros_like(accumulator))
         kept = []
+        for variable, weights in zip(model.trainable_variables, exact[number] if exact else (), strict=bool(exact)):
+            if weights is not None:
+                variable.assign(weights)
         limit = getattr(trainer, "global_clipnorm", None)
         assert limit is None or tf.linalg.global_norm(sums) > limit, "nothing is clipped"
         trainer.apply([tf.constant(total) for total in sums], model.trainable_variables)
-        for ours, theirs in zip(states[number + 1], state_of(model, trainer), strict=True):
+        found = list(states[number + 1])
+        for place, weights in enumerate(exact[number + 1] if exact else ()):
+            found[place] = found[place] if weights is None else weights  # variables of this model are all trainable
+        for ours, theirs in zip(found, state_of(model, trainer), strict=True):
             scale = np.abs(theirs).max(initial=1e-2)
             off = np.abs(ours - theirs) > 1e-5 * scale
             assert off.mean() <= 1e-3, (number, off.mean())

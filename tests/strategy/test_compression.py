@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from compressed_training import adam, batches, build, is_compressed, sharded
+from compressed_training import STEPS, adam, batches, build, exact_values, is_compressed, sharded
 from grids import exhaustive
 from training import one_device, strategy_for
 
@@ -15,6 +15,7 @@ from tests import workers
 from tfdist.collectives import NCCL, RING, Communicator, check_it_pays
 from tfdist.compression import NAMES, Compressor, Int4, Int8, TopK
 from tfdist.mesh import DeviceMesh
+from tfdist.sharding.exact_shards import complete_copies
 
 pytestmark = pytest.mark.as_traced
 
@@ -93,8 +94,24 @@ def test_bytes_of_gathered_parameters(size):
     assert not ours.gradients[0] and not exact.parameters[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "zero_stage", "size"),
+    [("int4", 2, 3), *(exhaustive(name, stage, size) for name in ("int8", "bfloat16") for stage in (1, 2) for size in (2, 4))],
+)
+def test_bytes_of_differences(name, zero_stage, size):
+    """Stages 1 and 2 send what a step has changed: (N-1) times the words of a shard, and shards of small variables."""
+    model, plan = plan_of(strategy_for(size, zero_stage, parameter_compression=name, gradient_compression="int4"))
+    variables = model.trainable_variables
+    gradients = bytes_of_gradients(variables, Int4(), size, zero_stage)
+    differences = bytes_of_gradients(variables, NAMES[name], size, zero_stage)
+    assert plan.sent_bytes() == gradients + differences
+    assert sorted(map(repr, plan.parameters[0].values())) == sorted(
+        repr(NAMES[name]) if is_compressed(variable) else "Exact()" for variable in variables
+    )
+
+
 def test_bytes_of_a_parameter():
-    """Of the largest kind of layer; up to (N-1)/N, stages 1 and 2 send 4 bytes of a parameter more, stage 3 8."""
+    """Of the largest kind of layer; up to (N-1)/N, stages 1 and 2 send 4 bytes of an exact parameter more, stage 3 8."""
 
     def wide():
         return keras.Sequential([keras.Input((512,)), keras.layers.Dense(1024, use_bias=False)])
@@ -102,6 +119,9 @@ def test_bytes_of_a_parameter():
     for compressor, each in ((Int8(), 1.015625), (Int4(), 0.5625), (TopK(), 0.0600586 + 1.015625)):
         _, plan = plan_of(strategy_for(2, 2, gradient_compression=compressor), wide)
         np.testing.assert_allclose(plan.sent_bytes() / (512 * 1024 / 2), each + 4, rtol=1e-6)
+    for compressor, each in ((Int8(), 2.03125), (Int4(), 1.125)):
+        _, plan = plan_of(strategy_for(2, 2, gradient_compression=compressor, parameter_compression=compressor), wide)
+        assert plan.sent_bytes() / (512 * 1024 / 2) == each
 
 
 @pytest.mark.exhaustive
@@ -132,7 +152,7 @@ def test_other_axes_travel_exactly(sizes, zero_stage, settings):
         return tfdist.PipelineModel(model, num_microbatches=2, **settings) if "pipeline" in str(sizes) else model
 
     def trained(name):
-        of_parameters = name if zero_stage == 3 else None
+        of_parameters = name if zero_stage else None
         how = {"gradient_compression": name, "parameter_compression": of_parameters}
         strategy = strategy_for(4, zero_stage, **how, **sizes)
         rng = np.random.default_rng(5)
@@ -145,7 +165,7 @@ def test_other_axes_travel_exactly(sizes, zero_stage, settings):
 
     (expected, none, exact), (found, words, ours) = trained(None), trained("int8")
     assert found == expected and not none
-    assert {record.op for record in words} == {"all_to_all"} | ({"all_gather"} if zero_stage in (0, 3) else set())
+    assert {record.op for record in words} == {"all_to_all", "all_gather"}
     for one, other in zip(ours, exact, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=0.05 * np.abs(other).max())
 
@@ -198,29 +218,40 @@ def test_rows_are_weights_and_a_rank_may_have_none(zero_stage, rows):
 
 
 def settings_of(stage):
-    return {"zero_stage": stage, "gradient_compression": "int4", "parameter_compression": "int8" if stage == 3 else None}
+    of_parameters = {0: None, 1: "int8", 2: "int4", 3: "int8"}[stage]
+    return {"zero_stage": stage, "gradient_compression": "int4", "parameter_compression": of_parameters}
 
 
 def train_as_worker():
-    """Returns what training gives over memory that the workers share, and over TensorFlow's ring."""
+    """Returns what training gives over memory that the workers share, and over TensorFlow's ring; of copies, completed, too."""
     found = {}
+
+    def look(model):
+        expected = exact_values(model)
+        if len(looks := found.setdefault("completed", [])) % (STEPS + 1) == STEPS:  # after the last step
+            complete_copies(model.trainable_variables)
+            for variable, exact in zip(model.trainable_variables, expected, strict=True):
+                assert exact is None or all(np.array_equal(copy.numpy(), exact) for copy in variable.value.values)
+        looks.append(sum(exact is not None for exact in expected))
+
     for way in ("AUTO", "RING"):
         options = tf.distribute.experimental.CommunicationOptions(
             implementation=getattr(tf.distribute.experimental.CommunicationImplementation, way)
         )
-        for stage in (0, 2, 3):
+        for stage in range(4):
             strategy = tfdist.MultiWorkerShardedStrategy(communication_options=options, **settings_of(stage))
-            found[way, stage] = sharded(strategy, adam, batches())[1][-1]
+            found[way, stage] = sharded(strategy, adam, batches(), look=look)[1][-1]
+    assert found.pop("completed") == ([0] * 4 + [3] * 8 + [0] * 4) * 2
     return found
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_two_workers_get_the_bits_of_one_process(tmp_path):
     with workers.job(tmp_path, 2, "tests.strategy.test_compression:train_as_worker") as job:
-        expected = {stage: sharded(strategy_for(2, **settings_of(stage)), adam, batches())[1][-1] for stage in (0, 2, 3)}
-        for found in job.results(180):
-            assert len(found) == 6
+        expected = {stage: sharded(strategy_for(2, **settings_of(stage)), adam, batches())[1][-1] for stage in range(4)}
+        for found in job.results(280):
+            assert len(found) == 8
             for (way, stage), state in found.items():
                 for ours, theirs in zip(state, expected[stage], strict=True):
                     np.testing.assert_array_equal(ours, theirs, err_msg=f"{way} {stage}")
@@ -235,8 +266,10 @@ def test_two_workers_get_the_bits_of_one_process(tmp_path):
         ({"gradient_compression": "int2"}, ["`gradient_compression`", "'int2'", '"int8"']),
         ({"gradient_compression": Int8}, ["`gradient_compression`", "`Int8()`"]),
         ({"gradient_compression": True}, ["`gradient_compression`", "True"]),
-        ({"zero_stage": 3, "parameter_compression": "int4"}, ["`parameter_compression`", "int4", '"int8"']),
+        ({"zero_stage": 3, "parameter_compression": "int4"}, ["`parameter_compression`", "Int4", '"int8"', "stages 1 and 2"]),
         ({"zero_stage": 3, "parameter_compression": TopK()}, ["`parameter_compression`", "TopK"]),
+        ({"zero_stage": 2, "parameter_compression": TopK()}, ["`parameter_compression`", "TopK", '"int4"']),
+        ({"zero_stage": 0, "parameter_compression": "int8"}, ["`parameter_compression`", "zero_stage=0", "`zero_stage=1`"]),
         ({"zero_stage": 3, "parameter_compression": "int2"}, ["`parameter_compression`", "int2"]),
         ({"gradient_compression": "int8", "reduce_dtype": "bfloat16"}, ["`gradient_compression`", "`reduce_dtype`", "Leave one"]),
     ],
@@ -247,12 +280,6 @@ def test_settings_that_are_refused(settings, words):
             make(**settings)
         for word in words:
             assert word in str(caught.value)
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
-def test_parameters_that_are_not_gathered_to_compute_with(zero_stage):
-    with pytest.raises(NotImplementedError, match=f"`parameter_compression`.*stage 3.*zero_stage={zero_stage}"):
-        strategy_for(2, zero_stage, parameter_compression="int8")
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])

@@ -14,6 +14,7 @@ from tfdist.optimizers.late_scope import move_to_variables
 from tfdist.optimizers.loss_scaling import apply_unscaled
 from tfdist.optimizers.outside_ranks import in_scope_of, stands_outside_ranks, step_of_all_ranks
 from tfdist.optimizers.ownership import owner_of
+from tfdist.optimizers.publication import keep_exact_shards_of
 from tfdist.optimizers.step import accumulates_partial_sums
 from tfdist.optimizers.support import check_no_overwriting, check_overrides, check_variables
 from tfdist.optimizers.target import variable_of
@@ -40,6 +41,7 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     original(self, variables)  # averages and accumulators: elementwise, whatever the optimizer
     if config is not None:
         assign_owners_if_needed(self, variables, config)
+        keep_exact_shards_of(self, variables, config)
         self._distribution_strategy.extended.optimizers.setdefault(self, 0)
 
 

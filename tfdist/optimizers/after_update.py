@@ -34,7 +34,7 @@ def update_averages(optimizer: Any, config: MeshConfig, program: RankProgram) ->
     pairs = [(target, average) for target, average in pairs if target.is_stored]
     not_first = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
     for target, average in pairs:
-        weight = target.read(target.stored)
+        weight = target.read(target.stepped)
         momentum = tf.cast(not_first, weight.dtype) * optimizer.ema_momentum
         average.assign(momentum * average + (1 - momentum) * weight, read_value=False)
     if optimizer.ema_overwrite_frequency:

@@ -13,7 +13,7 @@ from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_prog
 from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients, whole_sums
-from tfdist.optimizers.support import is_elementwise
+from tfdist.optimizers.support import is_elementwise, is_wrapper
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import local_part, variable_of
 from tfdist.optimizers.update import decays
@@ -23,8 +23,7 @@ from tfdist.sharding.held_parameters import HeldParameters
 
 def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: MeshConfig) -> None:
     """Gives an owner to each variable that `optimizer` can only step on whole, and that no rank would hold whole otherwise."""
-    is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer)
-    if is_elementwise(optimizer) or is_wrapper:
+    if is_elementwise(optimizer) or is_wrapper(optimizer):
         return
     if not isinstance(config.placements.optimizer_state, Shard):
         # Ranks that hold a variable whole may step on it; what is sharded over the tensor axis needs an owner to be whole.

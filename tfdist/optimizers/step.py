@@ -17,6 +17,7 @@ from tfdist.optimizers.after_update import constrain, update_averages
 from tfdist.optimizers.clipping import clip, kind_of_clipping
 from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.ownership import owner_of
+from tfdist.optimizers.publication import publish
 from tfdist.optimizers.reduction import KnownReductions, agreed, own_part, reduce_bucket, summand, summand_of_sum
 from tfdist.optimizers.slots import publish_slots
 from tfdist.optimizers.support import changes_gradients, may_share
@@ -27,7 +28,7 @@ from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.host_lead import limit_lead
-from tfdist.sharding.shard_messages import gather_shards, gather_shards_in_buckets
+from tfdist.sharding.shard_messages import gather_shards_in_buckets
 from tfdist.sharding.slot_reads import SlotReads
 
 
@@ -201,11 +202,9 @@ class _Step:
                         shards = self._updates.update(targets, grads, vector.trace)
                         self._updated.update(zip(vector.members, shards, strict=False))  # none of what is stepped in place
                 case plan.Gather(bucket):
-                    shards, layouts = [self._updated[place] for place in members], [target.state_layout for target in targets]
-                    wholes = gather_shards(program, shards, layouts, f"all_gather/bucket_{bucket}")
-                    for target, whole in zip(targets, wholes, strict=True):
-                        # What waits for the message waits for this: until then the old parameter's memory is in use, too.
-                        self._latest = target.stored.assign(whole, read_value=False)
+                    shards = [self._updated.get(place) for place in members]  # none of what is stepped in place
+                    # What waits for the message waits for this: until then the old parameter's memory is in use, too.
+                    self._latest = publish(targets, shards, f"all_gather/bucket_{bucket}", config, program)
                 case plan.Complete(bucket):
                     wholes, weights = owned_step.complete(grads, targets, bucket, program)
                     self._replace(members, wholes)
@@ -333,7 +332,7 @@ class _Step:
             stepped=math.prod(target.state_layout.component_shape),
             dtype=grad.dtype.name,
             itemsize=grad.dtype.size,
-            kind=(decays(self._optimizer, target.variable), target.variable.dtype.name),
+            kind=(decays(self._optimizer, target.variable), target.variable.dtype.name, target.exact is None),
             is_sharded=target.layout.is_data_sharded,
             is_reduced=is_reduced,
             owner=owner_of(self._optimizer, target.variable),

@@ -55,6 +55,11 @@ def may_share(optimizer: Any) -> bool:
     return type(optimizer) in _KERAS_OWN
 
 
+def is_wrapper(optimizer: Any) -> bool:
+    """Whether `optimizer` lets others step, which are built by themselves."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer)
+
+
 def is_elementwise(optimizer: Any) -> bool:
     """Whether `optimizer` may run on flat shards."""
     return type(optimizer) in _ELEMENTWISE

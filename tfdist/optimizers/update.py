@@ -62,15 +62,15 @@ class Updates:
         if trace is not Trace.INLINE and not tf.executing_eagerly():
             return self._call(targets[0], grads[0], trace is Trace.COMPILED)
         if len(targets) == 1:
-            return self._update_one(targets[0], grads[0], self._learning_rate, targets[0].stored)
+            return self._update_one(targets[0], grads[0], self._learning_rate, targets[0].stepped)
         return self._update_side_by_side(targets, grads)
 
     def _update_one(
-        self, target: Target, grad: tf.Tensor, learning_rate: tf.Tensor, stored: tf.Variable | StandIn
+        self, target: Target, grad: tf.Tensor, learning_rate: tf.Tensor, stepped: tf.Variable | StandIn
     ) -> list[tf.Tensor]:
         with tf.control_dependencies([grad]):
-            parameter = stand_in_of(self._optimizer, target.variable, target.read(stored))
-        return target.keep(update(self._optimizer, parameter, grad, learning_rate), stored)
+            parameter = stand_in_of(self._optimizer, target.variable, target.read(stepped))
+        return target.keep(update(self._optimizer, parameter, grad, learning_rate), stepped)
 
     def _update_side_by_side(self, targets: Sequence[Target], grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         constant = self._program.constant
@@ -78,7 +78,7 @@ class Updates:
         slots = list(zip(*(self._slots(target) for target in targets), strict=True))
         grad = packing.side_by_side(grads, constant)
         with tf.control_dependencies([grad]):  # or the copies would lie in memory from the step's begin
-            values = packing.side_by_side([target.read(target.stored) for target in targets], constant)
+            values = packing.side_by_side([target.read(target.stepped) for target in targets], constant)
             parameter = StandIn(targets[0].variable, values)
             stand_ins = [StandIn(same[0], packing.side_by_side([x.value() for x in same], constant)) for same in slots]
         with slots_replaced(self._optimizer, parameter, stand_ins):
@@ -86,23 +86,23 @@ class Updates:
         for same, stand_in in zip(slots, stand_ins, strict=True):
             for slot, part in zip(same, packing.apart(stand_in.value(), shapes, constant), strict=True):
                 slot.assign(part, read_value=False)
-        return [kept for target, value in zip(targets, updated, strict=True) for kept in target.keep(value, target.stored)]
+        return [kept for target, value in zip(targets, updated, strict=True) for kept in target.keep(value, target.stepped)]
 
     def _call(self, target: Target, grad: tf.Tensor, is_compiled: bool) -> list[tf.Tensor]:
         """Calls the function of `target`'s kind on its own gradient, parameter and slots."""
-        stored, slots = target.stored, self._slots(target)
-        is_decaying = decays(self._optimizer, target.variable)
-        key = (tuple(grad.shape), tuple(stored.shape), stored.dtype, grad.dtype, is_decaying, target.is_in_place)
+        stepped, slots = target.stepped, self._slots(target)
+        kinds = (decays(self._optimizer, target.variable), target.is_in_place, target.exact is None)
+        key = (tuple(grad.shape), tuple(stepped.shape), stepped.dtype, grad.dtype, *kinds)
         if key not in self._functions:
 
             @tf.function(autograph=False, jit_compile=is_compiled or None, experimental_attributes={"_noinline": True})
             def shared(grad: tf.Tensor, rate: tf.Tensor, parameter: tf.Tensor, *handles: tf.Tensor) -> list[tf.Tensor]:
                 stand_ins = [StandIn(slot, slot, handle=handle) for handle, slot in zip(handles, slots, strict=True)]
                 with slots_replaced(self._optimizer, target.variable, stand_ins):
-                    return self._update_one(target, grad, rate, StandIn(stored, stored, handle=parameter))
+                    return self._update_one(target, grad, rate, StandIn(stepped, stepped, handle=parameter))
 
             self._functions[key] = shared
-        handles = [variable.handle for variable in (stored, *slots)]
+        handles = [variable.handle for variable in (stepped, *slots)]
         return self._functions[key](grad, self._learning_rate, *handles)
 
     def _slots(self, target: Target) -> list[tf.Variable]:

@@ -25,16 +25,19 @@ class DeviceMemory:
         parameter_bytes: the model's weights, trainable and not, as stored.
         gradient_bytes: the gradients of the trainable weights, by where the ZeRO stage keeps them between backward and step.
         optimizer_bytes: the optimizer's variables, as stored; 0 before the optimizer is built.
+        exact_bytes: exact shards of weights whose copies are rounded (`parameter_compression` at stages 1 and 2); they are made
+            when an optimizer is built.
     """
 
     device: str
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    exact_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.exact_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +57,15 @@ class MemoryReport:
     optimizer_is_built: bool
 
     def __str__(self) -> str:
-        columns = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "total_bytes")
-        rows = [["device", "parameters", "gradients", "optimizer", "together", "of mirrored"]]
+        columns = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer"}
+        if any(memory.exact_bytes for memory in self.devices):
+            columns["exact_bytes"] = "exact shards"
+        columns["total_bytes"] = "together"
+        rows = [["device", *columns.values(), "of mirrored"]]
         for memory in (*self.devices, self.mirrored):
             share = memory.total_bytes / self.mirrored.total_bytes if self.mirrored.total_bytes else 1.0
             rows.append([memory.device, *(size_text(getattr(memory, name)) for name in columns), f"{share:.1%}"])
-        header, *lines, mirrored = table_lines(rows, "<>>>>>")
+        header, *lines, mirrored = table_lines(rows, "<" + ">" * (len(columns) + 1))
         rule = "-" * len(header)
         note = [] if self.optimizer_is_built else ["The optimizer has no state yet: it is made before the first step."]
         return "\n".join([f"Model state: {self.strategy}", header, rule, *lines, rule, mirrored, *note])
@@ -91,12 +97,15 @@ def memory_report(model: keras.Model) -> MemoryReport:
         )
     optimizer = getattr(model, "optimizer", None)
     slots = [] if optimizer is None else optimizer.variables
+    of_strategy = [v.value for v in model.trainable_variables if config_of(getattr(v.value, "distribute_strategy", None))]
+    exact_shards = [value.exact for value in of_strategy if value.exact is not None]
     memories = tuple(
         DeviceMemory(
             device=_short_name(device),
             parameter_bytes=sum(_stored_bytes(variable.value, index) for variable in model.variables),
             gradient_bytes=sum(_gradient_bytes(variable.value, index) for variable in model.trainable_variables),
             optimizer_bytes=sum(_stored_bytes(variable.value, index) for variable in slots),
+            exact_bytes=sum(_stored_bytes(exact, index) for exact in exact_shards),
         )
         for index, device in enumerate(_devices(model))
     )

@@ -19,6 +19,7 @@ from tfdist import errors
 from tfdist.compression import EXACT, Compressor, Int4, TopK, compressor_of
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding.layout import Layout
+from tfdist.sharding.placements import Shard
 from tfdist.sharding.zero import ZeroPlacements, placements_of
 
 _Check = Callable[[str, Any], Any]
@@ -65,14 +66,6 @@ def _floating_dtype_or_none(name: str, value: Any) -> tf.DType | None:
     if dtype not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
         raise errors.value_error(f"`{name}` must be a floating dtype or None (the variable's own).", **{name: value})
     return dtype
-
-
-def _compressor_of_parameters(name: str, value: Any) -> Compressor | None:
-    compressor = compressor_of(name, value)
-    if isinstance(compressor, Int4 | TopK):
-        expected = f'`{name}` must be "int8", "bfloat16", one like these, or None: weights lose too much otherwise.'
-        raise errors.value_error(expected, fix="`gradient_compression` takes it.", **{name: value})
-    return compressor
 
 
 def with_settings_listed(owner: type) -> type:
@@ -152,10 +145,10 @@ class ShardingConfig:
     )
     parameter_compression: str | Compressor | None = _setting(
         None,
-        _compressor_of_parameters,
-        'stage 3: how layers are gathered in fewer bytes: "int8", "bfloat16", or one of `tfdist.compression`. Ranks then compute '
-        "with rounded weights, and update exact ones; variables of one dimension or of fewer than 4,096 elements are exact. "
-        "None: exactly.",
+        compressor_of,
+        'stages 1-3: how parameters travel in fewer bytes: "int8", "bfloat16", or one of `tfdist.compression`; at stages 1 and '
+        '2, which send what a step has changed, "int4", too. Ranks then compute with rounded weights, and update exact ones; '
+        "variables of one dimension or of fewer than 4,096 elements are exact. None: exactly.",
     )
     kept_bytes: int = _setting(
         2**30,
@@ -188,19 +181,31 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(ShardingConfig):
             object.__setattr__(self, field.name, field.metadata["check"](field.name, getattr(self, field.name)))
-        if self.parameter_compression is not None and self.zero_stage != 3:
-            raise errors.not_implemented(
-                "`parameter_compression` is there at stage 3 only, which gathers parameters to compute with them.",
-                parameter_compression=self.parameter_compression,
-                zero_stage=self.zero_stage,
-                fix="Use `zero_stage=3`, or leave it out.",
-            )
+        self._check_parameter_compression()
         if self.gradient_compression is not None and self.reduce_dtype is not None:
             raise errors.value_error(
                 "`gradient_compression` and `reduce_dtype` both say how gradients travel.",
                 gradient_compression=self.gradient_compression,
                 reduce_dtype=self.reduce_dtype,
                 fix='Leave one out: `gradient_compression="bfloat16"` sends bfloat16, too.',
+            )
+
+    def _check_parameter_compression(self) -> None:
+        given = {"parameter_compression": self.parameter_compression, "zero_stage": self.zero_stage}
+        if self.parameter_compression is not None and self.zero_stage == 0:
+            raise errors.value_error(
+                "`parameter_compression` says how parameters travel, and at stage 0 none do: every rank updates all of them.",
+                fix="Use `zero_stage=1`, or leave it out: `gradient_compression` compresses all that travels there.",
+                **given,
+            )
+        loses = TopK if self.zero_stage < 3 else Int4 | TopK  # of what a step has changed 4 bits are enough, of a weight not
+        if isinstance(self.parameter_compression, loses):
+            others = '"int4", ' if self.zero_stage < 3 else ""
+            raise errors.value_error(
+                f'`parameter_compression` must be "int8", {others}"bfloat16", one like these, or None: weights lose too much '
+                "otherwise.",
+                fix="At stages 1 and 2, which send what a step has changed, int4 is taken; `gradient_compression` takes all.",
+                **given,
             )
 
     def settings(self) -> dict[str, Any]:
@@ -269,11 +274,18 @@ class MeshConfig(ShardingConfig):
         return EXACT if _is_small(layout) else self.compressor or EXACT
 
     def parameter_compressor_of(self, layout: Layout) -> Compressor | None:
-        """Returns how a sharded parameter of `layout` is gathered; None: nothing is compressed."""
+        """Returns how a parameter of `layout` travels; None: nothing is compressed."""
         compressor = compressor_of("parameter_compression", self.parameter_compression)
         if compressor is None or self.mesh.data_parallel_size == 1:
             return None
         return EXACT if _is_small(layout) else compressor
+
+    def rounds_copies(self, layout: Layout, dtype: tf.DType) -> bool:
+        """Whether ranks hold rounded copies of parameters of `layout`, and exact shards that they update (stages 1 and 2)."""
+        placements = self.placements
+        if isinstance(placements.parameter, Shard) or not isinstance(placements.optimizer_state, Shard):
+            return False
+        return dtype.is_floating and dtype.size <= 4 and self.parameter_compressor_of(layout) not in (None, EXACT)
 
     def slot_layout(self, parameter: Layout) -> Layout:
         """Returns the layout of an optimizer slot of `parameter`: sharded as it, and flat over data where the stage says so."""

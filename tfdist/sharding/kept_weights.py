@@ -34,6 +34,7 @@ from tfdist import errors
 from tfdist.collectives import at_every_call, rank_program
 from tfdist.sharding import keras_scope
 from tfdist.sharding.assembly import is_elsewhere
+from tfdist.sharding.watched_writes import watch_writes
 
 
 class KeptWeights:
@@ -139,28 +140,14 @@ def sharded_parameters(what: Iterable[Any]) -> list[Any]:
 
 def tells_of_writes(shard: tf.Variable) -> None:
     """Makes `shard`, a component of a `ShardedVariable`, tell its strategy's `KeptWeights` of every assignment to it."""
-    kind: Any = type(shard)
-    shard.__class__ = _telling(kind)
+    watch_writes(shard, _drop_first)
 
 
-@functools.cache
-def _telling(kind: Any) -> Any:
-    def telling(name: str) -> Callable[..., Any]:
-        original = getattr(kind, name)
-
-        @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            whole = self.handle._distributed_container()
-            if whole is not None:
-                kept_weights_of(whole.distribute_strategy).drop_at_write(whole.number)
-            return original(self, *args, **kwargs)
-
-        return method
-
-    return type(kind.__name__, (kind,), {name: telling(name) for name in dir(kind) if name.startswith(_WRITES)})
-
-
-_WRITES = ("assign", "scatter_", "batch_scatter_", "_strided_slice_assign")
+def _drop_first(shard: tf.Variable, write: Callable[[], Any]) -> Any:
+    whole = shard.handle._distributed_container()
+    if whole is not None:
+        kept_weights_of(whole.distribute_strategy).drop_at_write(whole.number)
+    return write()
 
 
 def kept_weights_of(strategy: tf.distribute.Strategy) -> KeptWeights:

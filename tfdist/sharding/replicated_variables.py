@@ -28,10 +28,11 @@ class _WithLayout(AsNumber, _Variable):
     """The part that both kinds share: a layout, which copies keep; and to Python and NumPy they are numbers."""
 
     layout: Layout
+    exact: Any = None  # a `ShardedVariable`, which is updated where copies are rounded: see `exact_shards`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
-        copied.layout = self.layout
+        copied.layout, copied.exact = self.layout, None
         return copied
 
 
