@@ -189,6 +189,11 @@ def _() -> tf.Graph:
         return fit(compiled(strategy(3, zero_stage=3, parameter_compression="int8"), wide), vectors(), 6)
 
 
+@step("stage 2/compressed parameters")
+def _() -> tf.Graph:
+    return fit(compiled(strategy(3, zero_stage=2, parameter_compression="int4"), wide), vectors(), 6)
+
+
 # Optimizers
 
 OPTIMIZERS = {

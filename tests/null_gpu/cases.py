@@ -120,8 +120,8 @@ CASES: dict[str, Case] = {
     **{f"mixed float16, stage {stage}": case(dense, loss_scaled, policy="mixed_float16", zero_stage=stage) for stage in range(4)},
     **{f"mixed bfloat16, stage {stage}": case(dense, policy="mixed_bfloat16", zero_stage=stage) for stage in range(4)},
     **{
-        f"{name}, stage {stage}": case(dense, zero_stage=stage, gradient_compression=name)
-        for name, stage in (("int8", 2), ("top_k", 3), ("bfloat16", 1))
+        f"{name}, stage {stage}": case(dense, zero_stage=stage, gradient_compression=name, parameter_compression=parameters)
+        for name, stage, parameters in (("int8", 2, "int4"), ("top_k", 3, None), ("bfloat16", 1, "int8"))
     },
     "fit": case(fitted, zero_stage=3, devices=2),
     "owners": case(dense, lambda: keras.optimizers.Muon(), zero_stage=2),

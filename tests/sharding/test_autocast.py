@@ -59,11 +59,10 @@ def test_half_the_bytes(policy):
     assert sum(label.endswith(("hidden", "hidden/backward")) for label in half) >= 2
 
 
-@pytest.mark.parametrize(("reduce_dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_reduce_dtype_is_what_gradients_travel_in(reduce_dtype, size):
-    messages = step_of(strategy_for(2, 3, reduce_dtype=reduce_dtype), "mixed_bfloat16")
+def test_reduce_dtype_is_what_gradients_travel_in():
+    messages = step_of(strategy_for(2, 3, reduce_dtype="float32"), "mixed_bfloat16")
     sizes = [tf.as_dtype(dtype).size for label, dtype, _ in messages if label.startswith("reduce_scatter")]
-    assert sizes == [size] * 3
+    assert sizes == [4] * 3
     gathered = [tf.as_dtype(dtype).size for label, dtype, _ in messages if label == "unshard/hidden"]
     assert gathered == [2]
 

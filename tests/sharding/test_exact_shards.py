@@ -23,6 +23,7 @@ from training import CLASSES, FEATURES, one_device, strategy_for
 
 import tfdist
 from tfdist.compression import Int4, Int8
+from tfdist.optimizers import plan
 
 pytestmark = pytest.mark.as_traced
 
@@ -89,6 +90,17 @@ def test_ranks_update_exact_shards_and_send_differences(codec, stage, size, grad
 )
 def test_optimizers(stage, optimizer, accumulates):
     check("int8", stage, 2, optimizer, accumulates=accumulates)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_updates_of_large_parameters(is_compiled, monkeypatch):
+    """By a function that parameters of one shape share; compiled, where they are very large."""
+    monkeypatch.setattr(plan, "LARGE_ELEMENTS", 1000)
+    if is_compiled:
+        monkeypatch.setattr(plan, "COMPILED_ELEMENTS", 1000)
+        monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ALL", 1000)
+    check("int4", 2, 2)
 
 
 @pytest.mark.exhaustive

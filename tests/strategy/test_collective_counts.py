@@ -366,10 +366,10 @@ def test_inference_gathers_each_layer_once():
 
 
 def test_reduce_dtype_halves_the_reduced_bytes():
-    graph, plan = traced_step(strategy_for(2, 2, reduce_dtype="bfloat16"))
+    graph, plan = traced_step(strategy_for(2, 2, reduce_dtype="float16"))
     assert collectives_of(graph) == collectives_of(traced_step(strategy_for(2, 2))[0])
     dtypes = {record.op: record.dtype for record in plan.records[0]}
-    assert dtypes == {"reduce_scatter": "bfloat16", "all_gather": "float32"}
+    assert dtypes == {"reduce_scatter": "float16", "all_gather": "float32"}
 
 
 def _deep(depth):

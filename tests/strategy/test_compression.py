@@ -124,6 +124,20 @@ def test_bytes_of_a_parameter():
         assert plan.sent_bytes() / (512 * 1024 / 2) == each
 
 
+@pytest.mark.parametrize("zero_stage", [exhaustive(0), 2, exhaustive(3)])
+def test_reduce_dtype_bfloat16_is_another_name(zero_stage):
+    """The same messages; given twice, as well. It is one setting: what replaces it turns it off."""
+    given = [{"gradient_compression": "bfloat16"}, {"reduce_dtype": "bfloat16"}]
+    given.append(given[0] | given[1])
+    first, *others = [plan_of(strategy_for(2, zero_stage, **settings))[1] for settings in given]
+    for plan in others:
+        of_one, of_other = ([(x.op, x.shape, x.dtype) for x in one.records[0]] for one in (plan, first))
+        assert of_one == of_other and plan.sent_bytes() == first.sent_bytes()
+    config = tfdist.ShardingConfig(reduce_dtype="bfloat16")
+    strategy = tfdist.ShardedStrategy(["CPU:0", "CPU:1"], config=config, reduce_dtype=None)
+    assert strategy.sharding_config.compressor is None
+
+
 @pytest.mark.exhaustive
 def test_a_group_of_one_compresses_nothing():
     data = batches()
@@ -272,6 +286,7 @@ def test_two_workers_get_the_bits_of_one_process(tmp_path):
         ({"zero_stage": 0, "parameter_compression": "int8"}, ["`parameter_compression`", "zero_stage=0", "`zero_stage=1`"]),
         ({"zero_stage": 3, "parameter_compression": "int2"}, ["`parameter_compression`", "int2"]),
         ({"gradient_compression": "int8", "reduce_dtype": "bfloat16"}, ["`gradient_compression`", "`reduce_dtype`", "Leave one"]),
+        ({"gradient_compression": "bfloat16", "reduce_dtype": "float16"}, ["`gradient_compression`", "float16", "Leave one"]),
     ],
 )
 def test_settings_that_are_refused(settings, words):
@@ -289,6 +304,11 @@ def test_parameters_that_are_refused(zero_stage):
             keras.Variable(np.ones((80, 80)), dtype="float64", name="wide")
         keras.Variable(np.ones((3,)), dtype="float64", trainable=False)
         tf.Variable(0, dtype=tf.int64)
+
+
+def test_a_refusal_names_the_setting_that_was_given():
+    with strategy_for(2, 2, reduce_dtype="bfloat16").scope(), pytest.raises(ValueError, match="`reduce_dtype`.*float64"):
+        keras.Variable(np.ones((80, 80)), dtype="float64")
 
 
 def test_a_compressor_that_does_not_keep_its_word():

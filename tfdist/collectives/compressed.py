@@ -10,6 +10,7 @@ message, each encoded on its own: how they are grouped in messages changes no bi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -57,11 +58,13 @@ def all_gather(
     return [compressor.decode(_words(one), part.shape[0]) for one, part, compressor in zip(rows, parts, compressors, strict=True)]
 
 
-def check_it_pays(communicator: Communicator, compressor: Compressor) -> None:
+def check_it_pays(communicator: Communicator, compressor: Compressor, setting: dict[str, Any] | None = None) -> None:
     """Raises NotImplementedError where a data group has no all-to-all, and gathering words would send more than exact sums do.
 
-    Of n numbers each of N ranks then sends (N-1) b(n) bytes, where exact ones are 4 n (N-1)/N.
+    `setting` is what the user has given, by the argument's name. Of n numbers each of N ranks then sends (N-1) b(n) bytes, where
+    exact ones are 4 n (N-1)/N.
     """
+    setting = {"gradient_compression": compressor} if setting is None else setting
     numbers = 2**20
     for ranks in communicator.mesh.groups("data"):
         size = len(ranks)
@@ -69,11 +72,12 @@ def check_it_pays(communicator: Communicator, compressor: Compressor) -> None:
             continue
         if size * compressor.bytes_of(numbers) >= 4 * numbers:
             raise errors.not_implemented(
-                f"`gradient_compression` sends more than it saves here: TensorFlow has no all-to-all for this group of {size} "
+                f"`{next(iter(setting))}` saves nothing here: TensorFlow has no all-to-all for this group of {size} "
                 f"ranks, and gathering what is compressed takes {size * compressor.bytes_of(numbers) / (4 * numbers):.1f} times "
                 "the bytes of exact gradients.",
-                gradient_compression=compressor,
-                fix="Leave it out, or take one of fewer bytes: here int8 pays for up to 3 ranks, int4 for up to 7.",
+                fix="Leave it out, or take a `gradient_compression` of fewer bytes: here int8 pays for up to 3 ranks, int4 for "
+                "up to 7.",
+                **setting,
             )
 
 

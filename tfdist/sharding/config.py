@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.compression import EXACT, Compressor, Int4, TopK, compressor_of
+from tfdist.compression import EXACT, BFloat16, Compressor, Int4, TopK, compressor_of
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Shard
@@ -132,8 +132,8 @@ class ShardingConfig:
     reduce_dtype: str | tf.DType | None = _setting(
         None,
         _floating_dtype_or_none,
-        'dtype in which gradients travel, such as "bfloat16"; None: their own, and half-precision gradients are summed in '
-        "float32. Between processes on GPUs float32 travels all the same, because TensorFlow's NCCL sums no bfloat16.",
+        'dtype in which gradients travel; None: their own, and half-precision gradients are summed in float32. "bfloat16" is '
+        'another name of `gradient_compression="bfloat16"`.',
     )
     gradient_compression: str | Compressor | None = _setting(
         None,
@@ -182,12 +182,14 @@ class ShardingConfig:
         for field in dataclasses.fields(ShardingConfig):
             object.__setattr__(self, field.name, field.metadata["check"](field.name, getattr(self, field.name)))
         self._check_parameter_compression()
-        if self.gradient_compression is not None and self.reduce_dtype is not None:
+        compressor = compressor_of("gradient_compression", self.gradient_compression)
+        is_said_twice = self.reduce_dtype == tf.bfloat16 and compressor == BFloat16()
+        if compressor is not None and self.reduce_dtype is not None and not is_said_twice:
             raise errors.value_error(
-                "`gradient_compression` and `reduce_dtype` both say how gradients travel.",
+                "`gradient_compression` and `reduce_dtype` say different things of how gradients travel.",
                 gradient_compression=self.gradient_compression,
                 reduce_dtype=self.reduce_dtype,
-                fix='Leave one out: `gradient_compression="bfloat16"` sends bfloat16, too.',
+                fix='Leave one out: `gradient_compression="bfloat16"` is what `reduce_dtype="bfloat16"` is.',
             )
 
     def _check_parameter_compression(self) -> None:
@@ -256,13 +258,21 @@ class MeshConfig(ShardingConfig):
         return placements_of(self.zero_stage)
 
     def travel_dtype(self, dtype: tf.DType) -> tf.DType:
-        """Returns the dtype in which gradients of `dtype` are sent."""
-        return self.reduce_dtype or dtype
+        """Returns the dtype in which gradients of `dtype` are sent that are not compressed."""
+        return dtype if self.reduce_dtype in (None, tf.bfloat16) else self.reduce_dtype
 
     @property
     def compressor(self) -> Compressor | None:
-        """What `gradient_compression` means; None: nothing is compressed."""
+        """What `gradient_compression`, or the `reduce_dtype` that is another name of it, means; None: nothing is compressed."""
+        if self.gradient_compression is None and self.reduce_dtype == tf.bfloat16:
+            return BFloat16()
         return compressor_of("gradient_compression", self.gradient_compression)
+
+    @property
+    def compressing_setting(self) -> dict[str, Any]:
+        """The setting that compresses gradients, by its name."""
+        name = "reduce_dtype" if self.gradient_compression is None else "gradient_compression"
+        return {name: getattr(self, name)}
 
     @property
     def compresses(self) -> bool:

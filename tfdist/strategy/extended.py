@@ -65,7 +65,7 @@ class ShardedExtendedMixin(VariableCreation):
     def _check_compression(self) -> None:
         """Refuses compression that would send more, once it is known how the groups' bytes travel."""
         if self._sharding.compressor is not None:
-            check_it_pays(self.communicator, self._sharding.compressor)
+            check_it_pays(self.communicator, self._sharding.compressor, self._sharding.compressing_setting)
 
     # Running
 

@@ -53,11 +53,13 @@ class VariableCreation(_Extended):
         """Raises ValueError for a parameter whose gradient would lose digits, or a part, in float32."""
         is_wider = variable.dtype.size > 4 and not variable.dtype.is_integer or variable.dtype.is_complex
         if self._sharding.compresses and is_wider and variable.trainable and not is_slot:
+            setting = self._sharding.compressing_setting
+            (name,) = setting
             raise errors.value_error(
-                f"`gradient_compression` decodes gradients in float32, and variable {variable.name!r} is of another kind.",
-                gradient_compression=self._sharding.gradient_compression,
+                f"`{name}` decodes gradients in float32, and variable {variable.name!r} is of another kind.",
                 dtype=variable.dtype.name,
-                fix="Make it float32, or not trainable, or leave `gradient_compression` out.",
+                fix=f"Make it float32, or not trainable, or leave `{name}` out.",
+                **setting,
             )
 
     def _request(self, kwargs: dict[str, Any]) -> PlacementRequest:
