@@ -1,4 +1,4 @@
-"""Steps of wide layers on this process's null GPUs, for what is seen only where products and messages take time.
+"""Steps of wide layers on null GPUs, of one process or of a job's, for what is seen only where products and messages take time.
 
 python -m tests.null_gpu.lead_program CASES    (JSON: {name: {"zero_stage": 3, "predicts": true, ...}}, settings of the strategy)
 
@@ -38,7 +38,7 @@ def main(cases: dict[str, dict[str, Any]]) -> None:
 def _run(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     predicts = settings.pop("predicts", False)
     strategy = make_strategy(**settings)  # first: workers must meet before TensorFlow starts
-    gpus = [gpu.name for gpu in tf.config.list_logical_devices("GPU")]
+    gpus = [f"GPU:{index}" for index in range(len(tf.config.list_physical_devices("GPU")))]
     keras.backend.clear_session()
     gc.collect()  # what the case before has kept
     before = [_memory(gpu)["current"] for gpu in gpus]
@@ -57,23 +57,19 @@ def _run(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         return strategy.run(rank_step, (x,))
 
     for number in range(2):  # the first traces
-        tf.test.experimental.sync_devices()
+        device.wait_for_all()
         rest = [_memory(gpu)["current"] for gpu in gpus]
         for gpu in gpus:
-            tf.config.experimental.reset_memory_stats(_short(gpu))
+            tf.config.experimental.reset_memory_stats(gpu)
         device.note(f"{name} {number} begins")
         step(x)
-        tf.test.experimental.sync_devices()
+        device.wait_for_all()
         device.note(f"{name} {number} ends")
     return {"states": states, "rest": rest, "peak": [_memory(gpu)["peak"] for gpu in gpus]}
 
 
 def _memory(gpu: str) -> dict[str, int]:
-    return tf.config.experimental.get_memory_info(_short(gpu))
-
-
-def _short(gpu: str) -> str:
-    return gpu.split("device:")[1]
+    return tf.config.experimental.get_memory_info(gpu)
 
 
 if __name__ == "__main__":

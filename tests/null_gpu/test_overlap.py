@@ -4,6 +4,7 @@ A product takes as long as hundreds of kernels are queued in, and a message abou
 the order of streams, on a busy machine too.
 """
 
+import dataclasses
 import json
 
 import pytest
@@ -53,6 +54,23 @@ def test_messages_pass_behind_products(ended):
         hidden = [one for one in messages if any(a < one.span[1] and one.span[0] < b for a, b in timeline.products)]
         assert len(messages) >= LAYERS, name
         assert len(hidden) >= len(messages) / 2 - 1, f"{name}: {len(hidden)} of {len(messages)} messages overlap a product"
+
+
+@pytest.mark.exhaustive
+def test_messages_pass_behind_products_between_processes(null_gpus):
+    """There all stand on a chain. Of these, without parts of products: all of stage 0, half of stage 2, none of stage 3."""
+    cases = {name: DEFAULT[name] for name in ("stage 0", "stage 2", "stage 3")}
+    machine = dataclasses.replace(MACHINE, devices=1, product_us=40_000, message_us_per_mib=5_000)
+    ended = null_gpus(machine, ["-m", "tests.null_gpu.lead_program", json.dumps(cases)], 2, 280)
+    assert ended.codes == [0, 0], ended.outputs[0][-3000:]
+    log = ended.log.of_process(ended.processes[0])
+    for name in cases:
+        timeline = timeline_of(log, f"{name} 1")
+        messages = [message for message in timeline.messages if message.bytes > 1024]
+        hidden = [one for one in messages if any(a < one.span[1] and one.span[0] < b for a, b in timeline.products)]
+        assert len(messages) >= LAYERS
+        assert len(hidden) >= len(messages) * 2 / 3 - 1, f"{name}: {len(hidden)} of {len(messages)} messages overlap a product"
+    assert hazards(ended.log) == []
 
 
 def test_no_more_groups_are_gathered_than_prefetch_says(ended):

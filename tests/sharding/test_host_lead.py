@@ -1,7 +1,10 @@
-"""The host is held back behind the device in backward, and collectives begin in no order among each other: as over NCCL.
+"""The host is held back behind the device, and collectives begin in no order among each other: as over NCCL. Between processes
+they stand on a chain.
 
 Here TensorFlow's ring does so, on logical CPUs, where numbers can be compared.
 """
+
+import collections
 
 import keras
 import pytest
@@ -9,6 +12,8 @@ import pytest
 from tests import training
 from tfdist.collectives import RING
 from tfdist.sharding import host_lead
+
+GROUPS, BUCKETS = 5, 7  # of the model's parameters, and of its gradients, in the sizes below
 
 
 @pytest.fixture
@@ -18,18 +23,32 @@ def as_over_nccl(monkeypatch):
 
 
 @pytest.fixture
+def as_between_processes(monkeypatch):
+    monkeypatch.setattr(type(RING), "waits_for_queue", True)
+
+
+@pytest.fixture
 def holds(monkeypatch):
     """Returns, per call, the names of what is held back and of what it waits for."""
     found = []
     held_back = host_lead.run_when_done
 
-    def note(held, operation, program):
-        found.append(([one.name for one in held], operation.name))
-        held_back(held, operation, program)
+    def note(held, operations, program, kind):
+        found.append(([one.name for one in held], [one.name for one in operations], kind))
+        held_back(held, operations, program, kind)
 
     monkeypatch.setattr(host_lead, "run_when_done", note)
-    monkeypatch.setattr("tfdist.sharding.unshard.run_when_done", note)
     return found
+
+
+def fit_and_compare(zero_stage, **settings):
+    """Trains on two devices and compares with one, two steps in each call of TensorFlow; returns the strategy."""
+    expected = training.fit(training.one_device(), model, keras.optimizers.Adam, epochs=2)
+    expected.losses = expected.losses[1::2]
+    strategy = training.strategy_for(2, zero_stage, bucket_bytes=600, group_bytes=600, **settings)
+    actual = training.fit(strategy, model, keras.optimizers.Adam, epochs=2, steps_per_execution=2)
+    training.assert_same(actual, expected, rtol=1e-4)
+    return strategy
 
 
 def model():
@@ -38,20 +57,34 @@ def model():
     return keras.Sequential([keras.Input((training.FEATURES,)), *layers, keras.layers.Dense(training.CLASSES)])
 
 
-@pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1)), 2, 3])
+@pytest.mark.parametrize("zero_stage", [2, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 3))])
 def test_numbers_are_those_of_one_device(as_over_nccl, holds, zero_stage):
-    settings = {"bucket_bytes": 600, "group_bytes": 600}
-    expected = training.fit(training.one_device(), model, keras.optimizers.Adam, epochs=2)
-    expected.losses = expected.losses[1::2]
-    strategy = training.strategy_for(2, zero_stage, **settings)
-    actual = training.fit(strategy, model, keras.optimizers.Adam, epochs=2, steps_per_execution=2)
-    training.assert_same(actual, expected, rtol=1e-4)
-    assert any("gradient_tape" in name for held, _ in holds for name in held)
+    strategy = fit_and_compare(zero_stage)
+    assert any("gradient_tape" in name for held, _, _ in holds for name in held)
     # One chain for each key, and none for all: else each collective would begin when the one before it is over.
     keys = strategy.extended.communicator._turns
     assert len(keys) >= 10 and {rank for rank, _ in keys} == {0, 1}
 
 
-def test_nothing_is_held_back_on_the_chain(holds):
+@pytest.mark.parametrize(
+    ("zero_stage", "prefetch"),
+    [(3, 1), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((0, 1), (1, 1), (2, 1), (3, 0), (3, 2)))],
+)
+def test_on_a_chain_products_are_queued_in_parts(as_between_processes, holds, zero_stage, prefetch):
+    """A part of backward for each collective behind it; in forward, what reads a gather when that is over."""
+    strategy = fit_and_compare(zero_stage, prefetch=prefetch)
+    assert not strategy.extended.communicator._turns
+    kinds = collections.Counter(kind for _, _, kind in holds)
+    ranks, gaps = 2, (GROUPS if zero_stage == 3 else BUCKETS) - 1  # between the messages of backward
+    if zero_stage == 0:
+        assert kinds["lead"] == ranks * gaps
+    else:  # what a single operation computes has no two parts
+        assert ranks * gaps < kinds["lead"] <= ranks * gaps * 2
+    assert kinds["forward"] == (ranks * GROUPS if zero_stage == 3 and prefetch else 0)
+    # The last is kept, and nobody asks for the gradient of what the first reads.
+    assert kinds["gathers of backward"] == (ranks * (GROUPS - 2) if zero_stage == 3 else 0)
+
+
+def test_nothing_is_held_back_where_collectives_wait_for_their_input_alone(holds):
     training.fit(training.strategy_for(2, 2, bucket_bytes=600), model, keras.optimizers.Adam)
     assert holds == []

@@ -56,7 +56,7 @@ class Communicator:
         self._tokens: dict[int, tf.Variable] = {}
         self._turns: dict[tuple[int, int], tf.Tensor] = {}
         self._message_tokens: dict[int, tf.Variable] = {}
-        self._marks: dict[int, tf.Variable] = {}
+        self._marks: dict[str, dict[int, tf.Variable]] = {}
         self._running: dict[int, tf.Variable] = {}  # the number of each rank's program
         self._started: dict[int, tf.Variable] = {}  # how many each has started
         self._completed: dict[int, dict[int, tf.Variable]] = {}  # how often each has come to the end of one, by its number
@@ -117,16 +117,16 @@ class Communicator:
                 tokens[rank] = resource_variable_ops.ResourceVariable(tf.zeros([], tf.int64), trainable=False)
         return tokens[rank]
 
-    def mark_on_host(self, rank: int, operation: tf.Operation) -> tf.Operation:
-        """Emits an operation on the host that runs when `rank`'s device has done `operation`, and all that it had queued before.
+    def mark_on_host(self, rank: int, operations: Sequence[tf.Operation], kind: str) -> tf.Operation:
+        """Emits an operation on the host that runs when `rank`'s device has done `operations`, and all that it had queued before.
 
         It counts in a variable that nobody reads: TensorFlow's optimizers would make an operation without an effect an edge past
-        the host.
+        the host. Those of one `kind` write the same one, and so run in the order in which they are emitted.
         """
-        mark = self._made(self._marks, rank, on_host=True)
+        mark = self._made(self._marks.setdefault(kind, {}), rank, on_host=True)
         with tf.device(mark.device):
             one = tf.constant(1, tf.int64)
-            with tf.control_dependencies([operation]):
+            with tf.control_dependencies(list(operations)):
                 return tf.raw_ops.AssignAddVariableOp(resource=mark.handle, value=one)
 
     def new_plan(self, name: str = "") -> CollectivePlan:

@@ -357,7 +357,8 @@ class _Step:
         messages = plan.buckets_of(gradients, self._config.bucket_bytes)
         whole = [[self._grads[place] for place in bucket if not gradients[place].is_reduced] for bucket in messages]
         if whole and all(whole) and self._config.mesh.data_parallel_size > 1:
-            limit_lead(whole, self._program)
+            gathers = isinstance(self._config.placements.optimizer_state, Shard)  # a bucket's new parameters, behind a later one
+            limit_lead(whole, self._program, collectives_each=1 + gathers)
 
     def _gradients_in_flight(self, gradients: Sequence[plan.Gradient]) -> GradientsInFlight | None:
         """Returns those of stage 2, if they were made in the graph in which they are reduced."""

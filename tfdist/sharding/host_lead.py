@@ -1,4 +1,4 @@
-"""How far the host runs ahead of a GPU in the backward pass.
+"""How far the host runs ahead of a GPU.
 
 When TensorFlow begins a collective, NCCL's stream waits for all that the computation's stream has queued until then, not for the
 collective's input alone. A host queues the products of a whole backward pass before the GPU has computed the first, and so every
@@ -6,12 +6,25 @@ reduction would wait for all of them. It must begin while nothing is queued behi
 
     GPU            | products 0         | products 1         | products 2         | ...
     reductions                          | reduction 0        | reduction 1        | ...
-    host queues    products 1, begins 0   products 2, begins 1
+    host queues      products 1, begins 0   products 2, begins 1
 
-So the products of message m + 1 are queued when the GPU has computed those of message m - 1. That is a control edge by way of the
+So the products of message m + 1 are queued when the GPU has computed those of message m. That is a control edge by way of the
 host: TensorFlow lets an operation on the host wait for what the GPU has queued before it.
 
-The edges lead from what was made before to what was made after, and so close no cycle; what waits is never a collective.
+Note: on a chain. Between processes a collective begins when the one before it is over, in the middle of some product, and then
+waits for what is queued at that moment. So with every end of products at most one begins, and there the products are queued in
+parts, one for each collective that is to pass behind them: each when the GPU has done the part before. What reads a gather is
+queued when that is over and the GPU has heard of it, which gives the gather's successor on the chain the time to begin before:
+
+    GPU            | products of unit 0 | products of unit 1 | ...
+    gathers    0   | 1                  | 2                  | ...
+    host queues      0, begins 1          1, begins 2
+
+The GPU waits for the host at the end of each part, so the parts should be few. Who begins first is a race, and one that is lost
+costs the time of a message: order and numbers do not depend on it.
+
+The edges lead from what was made before to what was made after, or beside an edge from a gather to what reads it, and so close
+no cycle; what waits is never a collective.
 """
 
 from __future__ import annotations
@@ -24,10 +37,19 @@ from tfdist.collectives import RankProgram
 from tfdist.sharding import tape
 
 
-def limit_lead(messages: Sequence[Sequence[tf.Tensor]], program: RankProgram) -> None:
+def is_on_chain(program: RankProgram) -> bool:
+    """Whether collectives of the data axis begin as said in the note on chains."""
+    ranks = program.group_ranks("data")
+    return program.transport_of(ranks).waits_for_queue and not program.is_eager and not program.has_own_turns(ranks)
+
+
+def limit_lead(messages: Sequence[Sequence[tf.Tensor]], program: RankProgram, collectives_each: int = 1) -> None:
     """Holds the backward pass of gradients that leave in `messages`, in this order, back behind the GPU, as above.
 
     Where the transport begins collectives as said, and the gradients were made in the graph of the rank; else nothing is done.
+
+    Args:
+        collectives_each: how many collectives are to pass behind the products of a message, where they are on a chain.
     """
     if not program.transport_of(program.group_ranks("data")).waits_for_queue or program.is_eager:
         return
@@ -39,15 +61,58 @@ def limit_lead(messages: Sequence[Sequence[tf.Tensor]], program: RankProgram) ->
     ends: list[int] = []  # per message, the number of the operation that makes the last gradient of it or of those before
     for message in messages:
         ends.append(max([*ends[-1:], *(numbers[gradient.op.name] for gradient in message)]))
+    needed = tape.ancestors(gradients, operations, by_control=False)  # not what stands for a sum, and is there after a reduction
+    parts = collectives_each if is_on_chain(program) else 1
     for end, following in zip(ends, ends[1:], strict=False):
-        run_when_done(_computing(operations[end + 1 : following + 1], gradients[0].device), operations[end], program)
+        last = operations[end]
+        held = [operation for operation in operations[end + 1 : following + 1] if operation in needed]
+        for part in _in_parts(_computing(held, gradients[0].device), parts):
+            run_when_done(part, [last], program, "lead")
+            last = part[-1]
 
 
-def run_when_done(held: Sequence[tf.Operation], operation: tf.Operation, program: RankProgram) -> None:
-    """Has `held` queued when the GPU has done `operation`, which was made before them, and all that it had queued till then."""
+def queue_in_turn(units: Sequence[tuple[tf.Operation, Sequence[tf.Operation]]], program: RankProgram) -> None:
+    """Has what reads a unit's parameters queued when their gather is over and the GPU has done what reads the unit before.
+
+    Args:
+        units: of each the operation that yields what was gathered, and those that read it, in the order of the gathers.
+    """
+    numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
+    last: list[tf.Operation] = []
+    for gathered, readers in units:
+        latest = max(numbers[operation.name] for operation in [gathered, *last])
+        later = [operation for operation in dict.fromkeys(readers) if numbers[operation.name] > latest]
+        run_when_done(later, [gathered, *last], program, "forward")
+        if later:
+            last = [max(later, key=lambda operation: numbers[operation.name])]
+
+
+def begin_backward(readers: Sequence[tf.Operation], start: tf.Operation, program: RankProgram) -> None:
+    """Has `readers`, which come first in backward, queued when the GPU has done forward, which ends with `start`.
+
+    What is gathered again for those that follow would else wait for them. On a chain it waits, too, for what stands there before
+    it: sums of a loss.
+    """
+    if not program.transport_of(program.group_ranks("data")).waits_for_queue:
+        return
+    before = [start]
+    if is_on_chain(program):
+        numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
+        first = min(numbers[operation.name] for operation in readers)
+        on_chain = program.graph.capture(program.token()).consumers()
+        earlier = [operation for operation in on_chain if operation.outputs and numbers[operation.name] < first]
+        before += sorted(earlier, key=lambda operation: numbers[operation.name])[-1:]
+    run_when_done(readers, before, program, "backward")
+
+
+def run_when_done(held: Sequence[tf.Operation], operations: Sequence[tf.Operation], program: RankProgram, kind: str) -> None:
+    """Has `held` queued when the GPU has done `operations`, which come before them, and all that it had queued till then.
+
+    What is held by one `kind` of edges is queued in the order of the calls.
+    """
     if held:
         with program.outermost(), tf.control_dependencies(None):
-            tape.run_all_after(held, [program.communicator.mark_on_host(program.rank, operation)])
+            tape.run_all_after(held, [program.communicator.mark_on_host(program.rank, operations, kind)])
 
 
 def queue_apart(first: Sequence[tf.Operation], second: Sequence[tf.Operation], program: RankProgram) -> None:
@@ -59,7 +124,13 @@ def queue_apart(first: Sequence[tf.Operation], second: Sequence[tf.Operation], p
         numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
         last = max(first, key=lambda operation: numbers[operation.name])
         later = [operation for operation in second if numbers[operation.name] > numbers[last.name]]
-        run_when_done(list(dict.fromkeys(later)), last, program)
+        run_when_done(list(dict.fromkeys(later)), [last], program, "first gathers")
+
+
+def _in_parts(operations: Sequence[tf.Operation], count: int) -> list[Sequence[tf.Operation]]:
+    """Returns `operations` in up to `count` parts of about equally many, none empty."""
+    bounds = [len(operations) * place // count for place in range(count + 1)]
+    return [operations[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False) if begin < end]
 
 
 def _computing(operations: Sequence[tf.Operation], device: str) -> list[tf.Operation]:

@@ -57,9 +57,18 @@ class Unit:
     outputs: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)  # the gathered tensor by variable id
     is_kept: bool = False  # the forward copy serves backward too
 
+    @property
+    def gathered(self) -> tf.Operation:
+        """The operation that yields what was gathered last."""
+        return list(self.outputs.values())[-1].op
+
     def readers(self) -> list[Reader]:
         """Returns who reads the gathered tensors or views of them."""
         return [reader for variable, full in self.outputs.items() for reader in readers_of(full, variable)]
+
+    def forward_operations(self) -> list[tf.Operation]:
+        """Returns who reads them in forward."""
+        return [reader.operation for reader in self.readers() if not tape.is_backward(reader.operation)]
 
     def backward_readers(self, idle: Set[str] = frozenset()) -> list[Reader]:
         """Returns who reads them in backward, but for operations of the names `idle`, which do not run."""

@@ -21,14 +21,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
-from tfdist.sharding import keras_scope, tape
+from tfdist.sharding import host_lead, keras_scope, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_stubs import GradientStubs, second_order
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
-from tfdist.sharding.host_lead import queue_apart, run_when_done
 from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.nested_tapes import NestedTapes
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
@@ -150,7 +149,7 @@ class UnshardSchedule:
             gate = [reader.operation for reader in window[0].readers()]
         if len(self._units) == 2 and config.prefetch:  # both gathered at once, and in any order: see `queue_apart`
             first, second = ([reader.operation for reader in made.readers()] for made in self._units)
-            queue_apart(first, second, self._program)
+            host_lead.queue_apart(first, second, self._program)
         unit = Unit(len(self._units), group, compute_dtype, shards)
         before = tape.operations_so_far()
         with self._own_emission(), tape.stop_recording():
@@ -216,6 +215,8 @@ class UnshardSchedule:
         self.flush()
         with self._own_emission():
             self._stubs.return_summands(returned)
+        if self._units and self._config.prefetch and host_lead.is_on_chain(self._program):
+            host_lead.queue_in_turn([(unit.gathered, unit.forward_operations()) for unit in self._units], self._program)
 
     # Backward
 
@@ -290,7 +291,9 @@ class UnshardSchedule:
             reduced = [step.action.unit for step in steps if isinstance(step.action, Reduction)]
             flight = self._in_flight([by_unit[index] for index in reduced], uses, numbers)
             has_own_turns = self._program.has_own_turns(self._program.group_ranks("data"))
-            self._begin_when_done(start, regathers, uses)
+            if start and regathers:
+                first = min(regathers, key=lambda regather: min(regather.uses))
+                host_lead.begin_backward([reader.operation for reader in uses[first.unit]], start[-1], self._program)
             for step in steps:
                 if isinstance(step.action, Regather):
                     gate = start if step.gate is None else [operations[number] for number in step.gate]
@@ -300,20 +303,14 @@ class UnshardSchedule:
                     flight.hold_back(flight.note_emitted(), sent[-1].op)
                     previous = [] if has_own_turns else sent
 
-    def _begin_when_done(
-        self, start: Sequence[tf.Operation], regathers: Sequence[Regather], uses: dict[int, list[Reader]]
-    ) -> None:
-        """Has backward queued when forward is done, where the first regathers would else wait for what is queued of it."""
-        if start and regathers and self._program.transport_of(self._program.group_ranks("data")).waits_for_queue:
-            first = min(regathers, key=lambda regather: min(regather.uses))
-            run_when_done([reader.operation for reader in uses[first.unit]], start[-1], self._program)
-
     def _in_flight(
         self, messages: Sequence[Sequence[PendingGradient]], uses: dict[int, list[Reader]], numbers: dict[str, int]
     ) -> GradientsInFlight:
         """Returns the full gradients, each made when its unit's gathered parameters have been read: they are freed first."""
         fulls = [[pending.full for pending in message] for message in messages]
         flight = GradientsInFlight(fulls, numbers, self._program)
+        if host_lead.is_on_chain(self._program):
+            host_lead.limit_lead(fulls, self._program, collectives_each=2)  # its reduction, and a gather
         for number, message in enumerate(messages):
             readers = uses.get(message[0].unit.index, [])
             flight.compute_after(number, list(dict.fromkeys(reader.operation for reader in readers)))
@@ -353,6 +350,9 @@ class UnshardSchedule:
         read = {reader.variable for reader in readers}
         variables = [v for v in unit.group.variables if id(v) in read]
         again = self._all_gather(unit, variables, gate, f"unshard/{unit.group.name}/backward")
+        if host_lead.is_on_chain(self._program):
+            over = list(again.values())[-1].op
+            host_lead.run_when_done([reader.operation for reader in readers], [over], self._program, "gathers of backward")
         copies = {unit.outputs[key].name: full for key, full in again.items()}
         for reader in readers:
             tape.reconnect(reader.operation, reader.tensor, copy_of(reader.tensor, copies))

@@ -82,7 +82,7 @@ static size_t sent_bytes(operation *one) {
 
 static long microseconds(operation *one) {
   double mib = sent_bytes(one) / 1048576.0;
-  return null_gpu_setting("NULL_GPU_MESSAGE_US", 0) + (long)(mib * null_gpu_setting("NULL_GPU_MESSAGE_US_PER_MIB", 0));
+  return null_gpu_time("NULL_GPU_MESSAGE_US") + (long)(mib * null_gpu_time("NULL_GPU_MESSAGE_US_PER_MIB"));
 }
 
 static void run(void *argument) {

@@ -44,6 +44,8 @@ int null_gpu_stream_device(void *stream);
 void null_gpu_log(const char *kind, int device, int stream, double queued, double began, double ended, const char *text);
 void null_gpu_note(const char *text);                /* by the test: a mark in the log */
 void null_gpu_set_condition(int value);              /* by the test: what a bool or int32 is that the host reads from a device */
+void null_gpu_set_pace(int times);                   /* by the test: how many times as long products and messages take */
+long null_gpu_time(const char *name);                /* the setting of this name, microseconds, at that pace */
 long null_gpu_unknown(const char *name, long value); /* a function that nobody has written: logged, and returns `value` */
 void null_gpu_fail(const char *text);                /* logs and prints an error; the process ends soon after */
 

@@ -29,10 +29,13 @@ static null_stream *default_streams[NULL_GPU_MAX_DEVICES];
 static pthread_mutex_t default_lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_int stream_numbers = 1;
 static atomic_int condition = 0;
+static atomic_int pace = 1;
 
 int null_gpu_current(void) { return current; }
 void null_gpu_set_current(int device) { current = device; }
 void null_gpu_set_condition(int value) { atomic_store(&condition, value); }
+void null_gpu_set_pace(int times) { atomic_store(&pace, times); }
+long null_gpu_time(const char *name) { return null_gpu_setting(name, 0) * pace; }
 
 /* The thread of a stream */
 
@@ -128,7 +131,7 @@ static void take_time(task *one, null_stream *stream) {
 
 void null_gpu_kernel(void *stream, const char *name, int is_product) {
   task *one = new_task(take_time, is_product ? "product" : "kernel", name);
-  if (is_product) one->microseconds = null_gpu_setting("NULL_GPU_PRODUCT_US", 0);
+  if (is_product) one->microseconds = null_gpu_time("NULL_GPU_PRODUCT_US");
   push(stream, one);
 }
 
