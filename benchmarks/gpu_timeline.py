@@ -1,28 +1,32 @@
 """How much of a step's communication passes behind its products on GPUs: TensorFlow's GPU runtime and NCCL path on null GPUs.
 
     python -m benchmarks.gpu_timeline
-    python -m benchmarks.gpu_timeline --links 400gbit --picture docs/images/gpu_timeline.png
+    python -m benchmarks.gpu_timeline --meshes "data 4" --links 400gbit --picture docs/images/gpu_timeline.png
 
 A null GPU (tests/null_gpu) computes nothing, but its streams keep their order and take time, so that what waits for what is
-TensorFlow's own doing. Every product takes --product-us. A message takes what it would take beside products of an H100: with
---tokens tokens per device, a layer's product of W x W weights is 2 tokens W^2 operations at 400 TFLOP/s, its weights are 4 W^2
-bytes on a link of so many bytes per second; both are stretched alike until the host of this machine is not what is waited for.
-All other kernels take no time.
+TensorFlow's own doing. Every product takes --product-us, or its part of it: a tensor rank computes half of one, and a microbatch
+of a pipeline takes a quarter. A message takes what it would take beside products of an H100: with --tokens tokens per replica, a
+layer's product of W x W weights is 2 tokens W^2 operations at 400 TFLOP/s, its weights are 4 W^2 bytes on a link of so many bytes
+per second; both are stretched alike until the host of this machine is not what is waited for. Activations are as large beside
+weights as those of layers of --hidden units. All other kernels, and copies between devices, take no time.
 
     compute     time in which a device computes products, of one step
-    messages    time in which it is in a collective whose ranks have all come
+    messages    time in which it is in a collective of the data axis whose ranks have all come
     hidden      the part of `messages` in which it also computes
     can hide    what could be hidden: not the gather before the first product, nor what follows the last gradient
     share       hidden / can hide
-    step        the step's time beside the ideal one, max(compute, messages that can hide) + messages that cannot
+    step        the step's time beside the ideal one: max(compute, messages that can hide) + messages that cannot, and the time in
+                which tensor-parallel layers wait for activations
     waits       gathers after the first in which no product ran for a tenth of a product's time or more
 
-Figures are of the median step. A table, and a line of JSON for each case, are printed.
+Figures are of the first device, and of the median step. A table, and a line of JSON for each case, are printed. Messages take ten
+times as long as products at 25 Gbit/s: there everything is stretched less, so that the whole ends in some ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -38,9 +42,43 @@ from tests.null_gpu import building, running
 from tests.null_gpu.log import Log
 
 LINKS = {"nvlink": 450e9, "400gbit": 50e9, "25gbit": 3.125e9}  # bytes per second that a device sends
+PRODUCT_US = {"nvlink": 20_000, "400gbit": 20_000, "25gbit": 3_000}
 FLOPS = 400e12  # what large products reach on an H100, in bfloat16
 BYTES_PER_WEIGHT = 4
-# Strategies: None is MirroredStrategy.
+MICROBATCHES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """What the devices of a run are: `devices` in each of `processes`, and the strategy's settings."""
+
+    processes: int = 1
+    devices: int = 4
+    tensor: int = 1
+    pipe: int = 1
+
+    @property
+    def settings(self) -> dict[str, int]:
+        sizes = {"tensor_parallel_size": self.tensor, "pipeline_parallel_size": self.pipe}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    @property
+    def products(self) -> int:
+        """Returns how many products of a device make one of a layer on a replica's whole batch."""
+        return self.tensor * (MICROBATCHES if self.pipe > 1 else 1)
+
+    def is_over_data(self, ranks: list[int]) -> bool:
+        """Whether `ranks` differ in their place on the axis "data" alone, the outermost."""
+        return len({rank % (self.tensor * self.pipe) for rank in ranks}) == 1
+
+
+MESHES = {
+    "data 4": Mesh(),
+    "data 2 x tensor 2": Mesh(tensor=2),
+    "data 2 x pipe 2": Mesh(pipe=2),
+    "2 processes": Mesh(processes=2, devices=1),
+}
+# Strategies: None is TensorFlow's own, of the axis "data" alone.
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "mirrored": None,
     "stage 0": {"zero_stage": 0},
@@ -56,81 +94,110 @@ PICTURED = ("mirrored", "stage 0", "stage 1", "stage 2", "stage 3")
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="default: all")
+    parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES), help="default: all")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="default: all")
-    parser.add_argument("--bucket-layers", type=cases.positive_int, default=2, help="layers in a gradient bucket; default: 2")
-    sizes = {"devices": 4, "layers": 12, "width": 512, "tokens": 8192, "product-us": 10_000, "steps": 3}
+    bucket_help = "layers in a gradient bucket and in a parameter group; default: 2"
+    parser.add_argument("--bucket-layers", nargs="+", type=cases.positive_int, default=[2], help=bucket_help)
+    sizes = {"layers": 12, "width": 512, "tokens": 8192, "hidden": 8192, "steps": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=cases.positive_int, default=default, help=f"default: {default}")
+    product_help = f"of a layer's product; default: by the link, {PRODUCT_US}"
+    parser.add_argument("--product-us", type=cases.positive_int, help=product_help)
     pending_help = "kernels that may be queued on a device before the host waits (TensorFlow's kernel tracker); default: no limit"
     parser.add_argument("--pending-kernels", type=cases.positive_int, metavar="N", help=pending_help)
-    parser.add_argument("--picture", type=pathlib.Path, help="a file for timelines of the last link's steps")
+    parser.add_argument("--picture", type=pathlib.Path, help="a file for timelines of the steps of the last mesh and link")
     return parser.parse_args(argv)
 
 
+def product_us(args: argparse.Namespace, link: str) -> int:
+    return args.product_us or PRODUCT_US[link]
+
+
 def microseconds_per_mib(args: argparse.Namespace, link: str) -> float:
-    """Returns how long a MiB on the link takes, in the time in which a product takes `--product-us`."""
+    """Returns how long a MiB on the link takes, in the time in which a layer's product takes `product_us`."""
     product_seconds = 2 * args.tokens / FLOPS  # per weight
     message_seconds = BYTES_PER_WEIGHT / LINKS[link]
     weights_per_mib = 2**20 / BYTES_PER_WEIGHT
-    return args.product_us * message_seconds / product_seconds * weights_per_mib / args.width**2
+    return product_us(args, link) * message_seconds / product_seconds * weights_per_mib / args.width**2
 
 
-def run(args: argparse.Namespace, link: str) -> dict[str, list[Timeline]]:
+def run(args: argparse.Namespace, mesh: Mesh, link: str, bucket_layers: int) -> dict[str, list[Timeline]]:
     """Returns the timelines of each contender's steps on the first device."""
     machine = running.Machine(
-        args.devices, bytes=1 << 30, product_us=args.product_us, message_us_per_mib=round(microseconds_per_mib(args, link))
+        mesh.devices,
+        bytes=1 << 30,
+        product_us=product_us(args, link) // mesh.products,
+        message_us_per_mib=round(microseconds_per_mib(args, link)),
     )
-    bucket = args.bucket_layers * BYTES_PER_WEIGHT * args.width**2
-    children = {
-        name: {
-            "layers": args.layers,
-            "width": args.width,
-            "steps": args.steps,
-            "settings": None if CONTENDERS[name] is None else {**CONTENDERS[name], "bucket_bytes": bucket},
-        }
-        for name in args.contenders
-    }
+    bucket = bucket_layers * BYTES_PER_WEIGHT * args.width**2 // mesh.tensor
+    names = [name for name in args.contenders if CONTENDERS[name] is not None or not mesh.settings]
+    children = {}
+    for name in names:
+        settings = CONTENDERS[name]
+        if settings is not None:
+            settings = {**settings, **mesh.settings, "bucket_bytes": bucket, "group_bytes": bucket}
+        rows = max(MICROBATCHES, args.width * args.tokens // args.hidden)
+        sizes = {"layers": args.layers, "width": args.width, "rows": rows, "microbatches": MICROBATCHES, "steps": args.steps}
+        children[name] = {**sizes, "settings": settings}
     with tempfile.TemporaryDirectory() as folder:
         program = ["-m", "benchmarks.gpu_timeline_child", json.dumps(children), str(args.pending_kernels or 0)]
-        ended = running.run(pathlib.Path(folder), machine, program, seconds=1800)
-    for name, result in ended.results[0].items():
-        if "error" in result:
-            print(f"{name}: {result['error']}", file=sys.stderr)
-    if ended.codes != [0]:
+        ended = running.run(pathlib.Path(folder), machine, program, mesh.processes, seconds=1800)
+    for results in ended.results:
+        for name, result in results.items():
+            if "error" in result:
+                print(f"{name}: {result['error']}", file=sys.stderr)
+    if any(ended.codes):
         print(ended.outputs[0][-3000:], file=sys.stderr)
-    done = [name for name in args.contenders if "error" not in ended.results[0].get(name, {"error": "not run"})]
-    return {name: [timeline_of(ended.log, f"{name} {step}") for step in range(args.steps)] for name in done}
+    done = [name for name in names if all("error" not in results.get(name, {"error": "not run"}) for results in ended.results)]
+    members = {
+        name: [ended.processes.index(process) * mesh.devices + device for process, device in ranks]
+        for name, ranks in ended.log.members().items()
+    }
+    over_data = {name for name, ranks in members.items() if mesh.is_over_data(ranks)}
+    log = ended.log.of_process(ended.processes[0])
+    return {name: [timeline_of(log, f"{name} {step}", over_data) for step in range(args.steps)] for name in done}
 
 
-def timeline_of(log: Log, step: str) -> Timeline:
+def timeline_of(log: Log, step: str, over_data: set[str] | None = None) -> Timeline:
+    """Returns that of the first device, in a `log` of one process; messages of communicators not `over_data` are activations."""
     records = [record for record in log.between(f"{step} begins", f"{step} ends").records if record.device == 0]
     products = [(record.began, record.ended) for record in records if record.kind == "product"]
-    calls = sorted(Log(records).calls(), key=lambda call: call.met)
-    return Timeline(products, [Message(call.op, (call.met, call.record.ended), call.bytes) for call in calls])
+    messages: tuple[list[Message], list[Message]] = [], []
+    for call in sorted(Log(records).calls(), key=lambda call: call.met):
+        is_over_data = over_data is None or call.communicator in over_data
+        messages[not is_over_data].append(Message(call.op, (call.met, call.record.ended), call.bytes))
+    return Timeline(products, *messages)
 
 
-def record_of(args: argparse.Namespace, link: str, name: str, timelines: list[Timeline]) -> dict[str, Any]:
+def record_of(
+    args: argparse.Namespace, mesh: str, link: str, bucket_layers: int, name: str, timelines: list[Timeline]
+) -> dict[str, Any]:
     def median(field: str) -> float:
         return statistics.median(getattr(timeline, field) for timeline in timelines)
 
     fields = ("step_us", "compute_us", "message_us", "hidden_us", "can_hide_us", "ideal_us", "hidden_share")
+    product = product_us(args, link) // MESHES[mesh].products
     return {
+        "mesh": mesh,
         "link": link,
         "contender": name,
-        "devices": args.devices,
+        "bucket_layers": bucket_layers,
+        "product_us": product,
         "pending_kernels": args.pending_kernels,
         **{field: median(field) for field in fields},
-        "waits": statistics.median(timeline.waits(args.product_us / 10) for timeline in timelines),
+        "waits": statistics.median(timeline.waits(product / 10) for timeline in timelines),
     }
 
 
 def row_of(record: dict[str, Any]) -> list[Any]:
     times = [f"{record[field] / 1000:.0f}" for field in ("compute_us", "message_us", "hidden_us", "can_hide_us")]
     return [
+        record["mesh"],
         record["link"],
         record["contender"],
+        record["bucket_layers"],
         *times,
-        f"{record['hidden_share']:.0%}",
+        f"{record['hidden_share']:.0%}" if record["can_hide_us"] else "",
         f"{record['step_us'] / 1000:.0f}",
         f"{record['step_us'] / record['ideal_us']:.2f}",
         f"{record['waits']:g}",
@@ -172,16 +239,20 @@ def main(argv: list[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         return 1
     records = []
-    for link in args.links:
-        found = run(args, link)
-        for name, timelines in found.items():
-            records.append(record_of(args, link, name, timelines))
-            print(json.dumps(records[-1]), flush=True)
-        if args.picture and link == args.links[-1]:
-            draw({name: found[name][-1] for name in PICTURED if name in found}, link, args.picture)
-    head = ["link", "strategy", "compute", "messages", "hidden", "can hide", "share", "step ms", "/ ideal", "waits"]
-    print(tabulate([row_of(record) for record in records], head))
-    return 0 if len(records) == len(args.links) * len(args.contenders) else 1
+    complete = True
+    for mesh in args.meshes:
+        for link in args.links:
+            for bucket_layers in args.bucket_layers:
+                found = run(args, MESHES[mesh], link, bucket_layers)
+                complete &= len(found) >= sum(CONTENDERS[name] is not None for name in args.contenders)
+                for name, timelines in found.items():
+                    records.append(record_of(args, mesh, link, bucket_layers, name, timelines))
+                    print(json.dumps(records[-1]), flush=True)
+    if args.picture:
+        draw({name: found[name][-1] for name in PICTURED if name in found}, args.links[-1], args.picture)
+    head = ["mesh", "link", "strategy", "bucket", "compute", "messages", "hidden", "can hide", "share", "step ms", "/ ideal"]
+    print(tabulate([row_of(record) for record in records], [*head, "waits"]))
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":

@@ -49,15 +49,17 @@ class Timeline:
 
     Attributes:
         products: when it computed products.
-        messages: its collectives, in order.
+        messages: its collectives of the axis "data", in order.
+        activations: those of other axes: what comes next needs them, but for gradients of weights.
     """
 
     products: Sequence[Span]
     messages: Sequence[Message]
+    activations: Sequence[Message] = ()
 
     @property
     def step_us(self) -> float:
-        spans = [*self.products, *(message.span for message in self.messages)]
+        spans = [*self.products, *(message.span for message in (*self.messages, *self.activations))]
         return max(end for _, end in spans) - min(begin for begin, _ in spans)
 
     @property
@@ -91,7 +93,9 @@ class Timeline:
 
     @property
     def ideal_us(self) -> float:
-        return max(self.compute_us, self.message_us - self.cannot_hide_us) + self.cannot_hide_us
+        activations = [message.span for message in self.activations]
+        waited = length(activations) - overlap(activations, self.products)
+        return max(self.compute_us, self.message_us - self.cannot_hide_us) + self.cannot_hide_us + waited
 
     @property
     def hidden_share(self) -> float:
