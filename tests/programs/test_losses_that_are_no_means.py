@@ -63,6 +63,10 @@ EXACT = {
     ),
     "Keras's sum": lambda m, x, y, p: keras.losses.MeanSquaredError(reduction="sum")(y, p) / BATCH,
     "sum over the rows": lambda m, x, y, p: tf.reduce_sum(errors_of(y, p)) / rows_of(x) + keras.ops.mean(p * p),
+    "sums over the rows": lambda m, x, y, p: (
+        (0.0 + 0.5 * tf.reduce_sum(tf.abs(p)) + 0.5 * tf.reduce_sum(p * p)) / rows_of(x)
+        + tf.reduce_sum(tf.boolean_mask(errors_of(y, p), x[:, 0] > 0)) / rows_of(x)
+    ),
     "reciprocal": lambda m, x, y, p: keras.ops.sum(errors_of(y, p)) * (1.0 / rows_of(x)),
     "a loss of every row": lambda m, x, y, p: 0.05 * errors_of(y, p),
     "several means": lambda m, x, y, p: tf.reduce_sum(
@@ -74,6 +78,20 @@ NO_MEANS = {
     "half a sum": (lambda m, x, y, p: 0.01 * tf.nn.l2_loss(y - p) + tf.reduce_mean(p * p), "a sum over the rows"),
     "masked mean": (
         lambda m, x, y, p: tf.reduce_sum(errors_of(y, p) * y[:, 0]) / (tf.reduce_sum(y[:, 0]) + 1),
+        "a function of the whole batch",
+    ),
+    "mean of some rows": (
+        lambda m, x, y, p: tf.reduce_mean(tf.boolean_mask(errors_of(y, p), x[:, 0] > 0)),
+        "a function of the whole batch",
+    ),
+    "mean of rows that a condition finds": (
+        lambda m, x, y, p: tf.reduce_mean(errors_of(*(tf.gather_nd(z, tf.where(x[:, 0] > 0)) for z in (y, p)))),
+        "a function of the whole batch",
+    ),
+    "sum of some rows over their number": (
+        lambda m, x, y, p: (lambda e: tf.reduce_sum(e) / tf.cast(tf.size(e), e.dtype))(
+            tf.boolean_mask(errors_of(y, p), x[:, 0] > 0)
+        ),
         "a function of the whole batch",
     ),
     "root": (lambda m, x, y, p: tf.sqrt(tf.reduce_mean(errors_of(y, p)) + 1), "a function of the whole batch"),

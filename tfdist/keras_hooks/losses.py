@@ -24,6 +24,7 @@ from tfdist.losses.global_losses import (
 )
 from tfdist.losses.layer_losses import eager_losses
 from tfdist.losses.step_gradients import gradient_of_means, weighted_in_gradient
+from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
 from tfdist.optimizers.application import noted
 from tfdist.pipeline.model import PipelineModel
@@ -174,7 +175,7 @@ def _gradient(
         return gradient(output_gradients)
     with program.attachment(NestedTapes).going_back() as is_nested:
         found = gradient(output_gradients) if is_nested else gradient_of_means(gradient, target, sources, output_gradients)
-    return found if is_nested else noted(found, sources)
+    return found if is_nested else noted(found, sources, is_of_weights)
 
 
 @replaces("tensorflow.GradientTape", "jacobian")

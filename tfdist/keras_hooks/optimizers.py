@@ -11,7 +11,7 @@ from tfdist.keras_hooks.table import replaces
 from tfdist.optimizers.after_update import overwrite_with_averages
 from tfdist.optimizers.application import apply, assign_owners_if_needed, decay_weights
 from tfdist.optimizers.late_scope import move_to_variables
-from tfdist.optimizers.loss_scaling import apply_unscaled
+from tfdist.optimizers.loss_scaling import apply_unscaled, scale_loss
 from tfdist.optimizers.outside_ranks import in_scope_of, stands_outside_ranks, step_of_all_ranks
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.publication import keep_exact_shards_of
@@ -163,3 +163,9 @@ def _loss_scaled_apply(original: Callable[..., None], self: Any, grads: Any, tra
     # The scope says that an optimizer assigns the scale: it is no statistic of a layer.
     with keras.name_scope(self.name, caller=self):
         apply_unscaled(self, grads, trainable_variables, config)
+
+
+@replaces("keras.optimizers.LossScaleOptimizer", "scale_loss")
+def _scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
+    """Before the optimizer is built Keras takes the initial scale, a constant, and a rank's function is traced once."""
+    return original(self, loss) if _config(self) is None else scale_loss(original, self, loss)

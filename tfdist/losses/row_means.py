@@ -7,6 +7,7 @@ From the loss back, through operations on numbers:
     a sum over rows, divided by the number of rows            a mean
     a sum over rows, divided by a constant or by nothing      too small by the number of ranks
     sum / sum (a masked mean, Dice), sqrt(mean) (RMSE), ...   a function of the whole batch: no mean of the ranks' own
+    a mean over those rows that satisfy a condition           the same
     rows @ transposed rows, wherever the loss comes from      rows are compared with the rank's own alone
     rows - mean over rows, reordered rows, all pairs          rows meet the rank's own alone (see `row_meetings`)
     a gradient (a penalty, a Hessian's product)               not looked behind: what reads one reads that of the batch
@@ -22,6 +23,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.losses.row_meetings import RowMeetings
+from tfdist.losses.selected_rows import has_selected_rows
 from tfdist.losses.static_rows import before, has_rows
 from tfdist.sharding import tape
 from tfdist.sharding.row_kinds import RowKind
@@ -36,6 +38,7 @@ _PASSING = frozenset(
     "AddN AddV2 Add BiasAdd Cast CheckNumerics ConcatV2 EnsureShape ExpandDims Identity Neg Pack Reshape Squeeze StopGradient "
     "StridedSlice Sub Unpack".split()
 )
+_ADDING = frozenset("Add AddN AddV2 Sub".split())
 _DIVIDING = frozenset("Div DivNoNan RealDiv Xdivy".split())
 _MULTIPLYING = frozenset("Mul MulNoNan".split())
 _SUMMING = frozenset("L2Loss Sum".split())
@@ -128,7 +131,9 @@ class RowMeans:
         if op.type in _SUMMING:
             return SUM if self._is_over_rows(inputs[0]) else inputs[:1]
         if op.type == "Mean":
-            return [] if self._is_over_rows(inputs[0]) else inputs[:1]
+            if self._is_over_rows(inputs[0]):
+                return FUNCTION if has_selected_rows(inputs[0]) else []
+            return inputs[:1]
         if op.type == "IdentityN":  # the end of a custom gradient
             return [inputs[tensor.value_index]]
         if op.type in _PASSING:
@@ -166,7 +171,7 @@ class RowMeans:
     def _look_at_ratio(self, numerator: tf.Tensor, denominator: tf.Tensor) -> str | list[tf.Tensor]:
         summed = self._sum_behind(numerator)
         if self._varies(denominator):
-            if not self._is_count(denominator):
+            if not self._is_count(denominator) or self._counts_selected_rows(denominator):
                 return FUNCTION
             if summed is None:
                 return [numerator]
@@ -179,20 +184,26 @@ class RowMeans:
         return [numerator]
 
     def _sum_behind(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        """Returns the sum over rows that `tensor` is, but for factors that no row changes."""
+        """Returns the sum over rows that `tensor` is, but for factors that no row changes; or one of several that it adds up."""
         while True:
             op = tensor.op
             if tensor.name in self._sums or op.type in _SUMMING and self._is_over_rows(op.inputs[0]):
                 return tensor
-            if tensor.name in self._means or op.type not in _MULTIPLYING | {"Cast", "Identity", "Neg", "StopGradient"}:
-                return None
-            varying = [factor for factor in op.inputs if self._varies(factor)]
-            if len(varying) != 1:
+            varying = [x for x in op.inputs if self._varies(x)]
+            names = {x.name for x in varying}
+            if op.type in _ADDING and all(x.name in names or _is_zero(x) for x in op.inputs):
+                sums = [self._sum_behind(x) for x in varying]
+                is_known = [x is not None and x.name in self._sums for x in sums]
+                return sums[0] if all(x is not None for x in sums) and len(set(is_known)) == 1 else None
+            is_passed = op.type in _MULTIPLYING | {"Cast", "Identity", "Neg", "StopGradient"}
+            if tensor.name in self._means or not is_passed or len(varying) != 1:
                 return None
             tensor = varying[0]
 
     def _is_over_rows(self, x: tf.Tensor) -> bool:
         """Whether `x` has rows: a size that is not known before the step runs, or as many as the rank's batch."""
+        if x.op.type == "Pack" and x.op.get_attr("axis") == 0:
+            return False  # several losses, as many as there are
         if x.shape.rank is None or not x.shape.is_fully_defined():
             return True
         return bool(x.shape.rank) and self._varies(x) and has_rows(x, self._program)
@@ -200,6 +211,11 @@ class RowMeans:
     def _is_count(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` depends on the shapes of the batch alone."""
         return not any(x.name in self._arguments for x, _ in before(tensor, lambda op: op.type in _COUNTING))
+
+    def _counts_selected_rows(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor`, computed of the shapes of the batch, is computed of how many rows satisfy a condition."""
+        found = (x.op for x, _ in before(tensor, lambda op: op.type in _COUNTING) if x.op.type in _COUNTING)
+        return any(has_selected_rows(x) for op in found for x in op.inputs)
 
     def _is_same_on_all(self, op: tf.Operation) -> bool:
         return op.name in self._same_on_all or op.type.startswith("Collective") or self._is_of_weights(op)
@@ -223,6 +239,11 @@ class RowMeans:
                 return True
         self._same_on_all.update(name.rpartition(":")[0] for name in of)
         return False
+
+
+def _is_zero(tensor: tf.Tensor) -> bool:
+    value = tf.get_static_value(tensor)
+    return value is not None and not value.any()
 
 
 def _computed_of(tensor: tf.Tensor) -> list[tf.Tensor]:

@@ -2,7 +2,9 @@
 
     x - ops.mean(x, 0)                a number of all rows goes back to each: standardised advantages, minibatch deviations
     tf.roll(x, 1, 0), x[::-1]         rows in another order meet those in the first
+    x[1:] - x[:-1], x - x[0]          a part of the rows meets another, or all
     x[:, None] - x[None]              all pairs
+    tf.gather(of_groups, group)       sums or means over groups of rows go back to them
     tf.sort(x, 0), tf.cumsum(x, 0)    along the axis of rows
     einsum("id,jd->ij", x, y)         the same
 
@@ -17,11 +19,14 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfdist.losses.row_parts import part_of_rows
+from tfdist.losses.static_numbers import value_of
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.row_kinds import RowKind, RowKinds, reduced_axes
 
 _MOVING = ("ExpandDims", "StridedSlice", "Transpose")
 _REDUCTIONS = ("Max", "Mean", "Min", "Prod", "Sum")
+_OF_GROUPS = frozenset("SegmentMean SegmentSum UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentSum".split())
 _ALONG_LAST = ("LogSoftmax", "Softmax", "TopKV2")
 
 
@@ -36,6 +41,7 @@ class RowMeetings:
         self._of_source = of_source
         self._kinds = RowKinds(of_source)
         self._of_all: dict[str, bool] = {}  # by name: whether it is a number of the rank's rows together
+        self._parts: dict[str, str] = {}  # by name: which part of the rank's rows it is of, in words
         self._moved: dict[str, int] = {}  # tensors whose axis of rows is no longer the first, and which it is, from the end
 
     def found_in(self, loss: tf.Tensor) -> bool:
@@ -53,6 +59,8 @@ class RowMeetings:
                 if inputs and tensor.op.type != "IdentityN" and self._meet(tensor.op):
                     return True
                 self._of_all[tensor.name] = bool(inputs) and self._is_of_all(tensor)
+                if inputs and (part := self._part(tensor)):
+                    self._parts[tensor.name] = part
         return False
 
     def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
@@ -73,8 +81,21 @@ class RowMeetings:
         """Returns the axis of rows of `x`, from the end; None: it has none, or it is not known."""
         return -x.shape.rank if self._is_rows(x) and x.shape.rank else self._moved.get(x.name)
 
+    def _part(self, tensor: tf.Tensor) -> str | None:
+        """Returns of which part of the rank's rows `tensor` is, in words; None: of all, of none, or it is not known."""
+        op = tensor.op
+        found = part_of_rows(tensor) if op.inputs and self._is_rows(_sliced(op)) else None
+        if found or not (gradient_graph.is_elementwise(op) or op.type in ("BiasAdd", "IdentityN", "MatMul", *_REDUCTIONS)):
+            return found
+        if op.type in _REDUCTIONS:
+            axes = reduced_axes(op.inputs[1], op.inputs[0].shape.rank)
+            return self._parts.get(op.inputs[0].name) if axes is not None and 0 not in axes else None
+        return next((self._parts[x.name] for x in self._inputs(tensor) if x.name in self._parts), None)
+
     def _is_of_all(self, tensor: tf.Tensor) -> bool:
         op = tensor.op
+        if op.type in _OF_GROUPS:
+            return self._is_rows(op.inputs[0])
         if op.type in _REDUCTIONS and self._is_rows(op.inputs[0]):
             axes = reduced_axes(op.inputs[1], op.inputs[0].shape.rank)
             return axes is not None and 0 in axes
@@ -88,6 +109,9 @@ class RowMeetings:
         return any(self._of_all[x.name] for x in self._inputs(tensor)) and not self._is_rows(tensor)
 
     def _meet(self, op: tf.Operation) -> bool:
+        parts = {self._parts[x.name] for x in op.inputs if x.name in self._parts}
+        if parts and gradient_graph.is_elementwise(op) and (len(parts) > 1 or any(self._is_rows(x) for x in op.inputs)):
+            return True
         axes = [self._row_axis(x) for x in op.inputs]
         if all(axis is None for axis in axes):
             return False
@@ -99,6 +123,8 @@ class RowMeetings:
             along = tf.get_static_value(op.inputs[1])
             rank = op.inputs[0].shape.rank
             return axes[0] is not None and along is not None and rank is not None and int(along) % rank == axes[0] % rank
+        if op.type == "GatherV2" and self._is_rows(op.inputs[1]) and not self._is_rows(op.inputs[0]):
+            return self._of_all[op.inputs[0].name]
         if op.type == "GatherV2":
             return self._is_rows(op.inputs[0]) and op.inputs[1].op.type == "RandomShuffle" and not op.get_attr("batch_dims")
         if not gradient_graph.is_elementwise(op):
@@ -119,11 +145,15 @@ def _moved_axis(op: tf.Operation) -> int | None:
         while mask >> place & 1:
             place += 1
         return place - rank if place else None
-    given = tf.get_static_value(op.inputs[1])
+    given = value_of(op.inputs[1])
     if given is None or not given.size:
         return None
     place = list(given).index(0) if op.type == "Transpose" else int(given.flat[0] in (0, -rank))
     return place - rank if place else None
+
+
+def _sliced(op: tf.Operation) -> tf.Tensor:
+    return op.inputs[1] if op.type == "Split" else op.inputs[0]
 
 
 def _reorders_rows(op: tf.Operation) -> bool:

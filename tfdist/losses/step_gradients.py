@@ -11,6 +11,7 @@ from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
 from tfdist.losses.row_means import RowMeans
 from tfdist.losses.static_rows import has_rows
+from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.losses.warning import warn_of_step
 from tfdist.sharding import tape
@@ -34,9 +35,10 @@ def weighted_in_gradient(loss: Any) -> Any:
 def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any, output_gradients: Any) -> Any:
     """Returns the gradient of `target` by `sources`, as `tf.GradientTape.gradient` does.
 
-    `gradient` calls it, with what it is given as `output_gradients`. The gradients of variables of the strategy are such that
-    reductions, which multiply whole ones by the rank's weight, make of them the gradient that one device has. Those of inputs,
-    and of what is computed of rows, are one device's as they are.
+    `gradient` calls it, with what it is given as `output_gradients`. The gradients of variables of the strategy, and of tensors
+    that are computed of weights alone, are such that reductions, which multiply whole ones by the rank's weight, make of them the
+    gradient that one device has. Those of inputs, and of what is computed of rows, are one device's as they are: they count the
+    weight already.
     """
     step, program = trainer_step(), rank_program()
     if step is None or program is None:
@@ -45,9 +47,13 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
     targets = tf.nest.flatten(target)
     if program.here() is None or not all(map(tf.is_tensor, targets)):
         return gradient(output_gradients)
-    if not any(v is not None for v in variables):
-        return gradient(_of_rows(targets, step.weight(), program) if output_gradients is None else output_gradients)
-    if program.attachment(GradientWeight).of_wholes() is None:
+    weights = program.attachment(GradientWeight)
+    of_rows = [v is None and not is_of_weights(x, program) for v, x in zip(variables, tf.nest.flatten(sources), strict=True)]
+    if all(of_rows):
+        found = gradient(_of_rows(targets, step.weight(), program) if output_gradients is None else output_gradients)
+        weights.note_of_rows(tf.nest.flatten(found))
+        return found
+    if weights.of_wholes() is None:
         return gradient(output_gradients)
     # Within a `tf.vectorized_map` gradients are a rank's own.
     is_sharded = [v is not None and v.layout.is_data_sharded and not tape.in_vectorized_map() for v in variables]
@@ -56,19 +62,19 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
     for loss in targets:
         warn_of_step(step.model, program, loss)
     seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
-    with program.attachment(GradientWeight).beginning_with(weight if begins_with_weight else None):
+    with weights.beginning_with(weight if begins_with_weight else None):
         found = gradient([_seed(x, seed, weight, begins_with_weight) for x, seed in zip(targets, seeds, strict=True)])
-    if not begins_with_weight and all(v is not None for v in variables):
+    if not begins_with_weight and not any(of_rows):
         return found
     are_sums = any(_is_sum(x, program) for x in targets)
     flat = []
-    for grad, variable, is_reduced in zip(tf.nest.flatten(found), variables, is_sharded, strict=True):
-        is_of_rows = variable is None
+    for grad, is_of_rows, is_reduced in zip(tf.nest.flatten(found), of_rows, is_sharded, strict=True):
         if begins_with_weight and (are_sums if is_of_rows else not is_reduced):
             grad = _changed(grad, lambda x: tf.math.divide_no_nan(x, tf.cast(weight, x.dtype)))
         elif is_of_rows and not (begins_with_weight or are_sums):
             grad = _changed(grad, lambda x: x * tf.cast(weight, x.dtype))
         flat.append(grad)
+    weights.note_of_rows([grad for grad, is_of_rows in zip(flat, of_rows, strict=True) if is_of_rows])
     return tf.nest.pack_sequence_as(found, flat)
 
 

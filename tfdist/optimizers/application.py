@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import local_part, variable_of
 from tfdist.optimizers.update import decays
 from tfdist.sharding import MeshConfig, Shard, config_of, placement, tape
+from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.held_parameters import HeldParameters
 
 
@@ -31,11 +32,12 @@ def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: Me
     assign_owners(optimizer, variables, config.mesh.data_parallel_size)
 
 
-def noted(found: Any, sources: Any) -> Any:
+def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], bool]) -> Any:
     """Returns `found`, the gradients of `sources` that a tape has returned, and notes those of parameters that ranks hold whole.
 
-    Where the user's code reads them, it reads the sums over the ranks (`tape_gradients`). Gradients of embeddings are made dense.
-    A tape in a block that holds parameters is not the user's: what it returns is not noted.
+    So it does, in a step of Keras's trainer, with those of tensors that `is_of_weights` (see `losses.tensors_of_weights`). Where
+    the user's code reads them, it reads the sums over the ranks (`tape_gradients`). Gradients of embeddings are made dense. A
+    tape in a block that holds parameters is not the user's: what it returns is not noted.
     """
     program = rank_program(peers_on="data")
     if program is None or tape.in_vectorized_map():  # which gives gradients of single examples
@@ -48,7 +50,7 @@ def noted(found: Any, sources: Any) -> Any:
     strategy = tf.distribute.get_strategy()
     if program.is_eager:
         if tf.executing_eagerly():
-            _watch_eagerly(flat, variables, strategy, program)
+            _watch_eagerly(flat, variables, strategy, program, is_of_weights)
         return found
     is_in_loop = in_loop(program.root.graph)
     places = [
@@ -61,12 +63,20 @@ def noted(found: Any, sources: Any) -> Any:
             flat[place] = tf.convert_to_tensor(flat[place])
             program.attachment(TapeGradients).note_in_loop(flat[place])
         return tf.nest.pack_sequence_as(found, flat)
+    is_of_trainer = program.attachment(GradientWeight).is_of_trainer
+    tensors = [place for place, source in enumerate(variables) if is_of_trainer and is_of_weights(source, program)]
+    here = program.here()
+    tensors = [place for place in tensors if flat[place] is not None and here is program.root]
+    for place in tensors:
+        flat[place] = tf.convert_to_tensor(flat[place])
+    if tensors:
+        program.attachment(TapeGradients).note_of_tensors([flat[place] for place in tensors])
+        found = tf.nest.pack_sequence_as(found, flat)
     if not places:
-        here = program.here()
         if here is not None and here.outer is not None:  # a branch, whose gradients of sharded parameters may come out of it
             here.attachment(TapeGradients).be_asked()
         return found
-    if (here := program.here()) is None or tf.compat.v1.get_default_graph() is not here.graph:
+    if here is None or tf.compat.v1.get_default_graph() is not here.graph:
         raise nested_functions.refusal(variable_of(variables[places[0]]))
     program = here
     for place in places:
@@ -82,14 +92,18 @@ def noted(found: Any, sources: Any) -> Any:
 
 
 def _watch_eagerly(
-    grads: Sequence[Any], variables: Sequence[Any], strategy: tf.distribute.Strategy, program: RankProgram
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    strategy: tf.distribute.Strategy,
+    program: RankProgram,
+    is_of_weights: Callable[[Any, RankProgram], bool],
 ) -> None:
     """Lets a warning be given where the user's code reads one of `grads`, of parameters that ranks hold whole."""
     pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
-    pairs = [pair for pair in pairs if _is_parameter(pair[1], strategy, is_whole=True)]
-    if pairs:
-        handles = [local_part(variable, program).handle for _, variable in pairs]
-        program.attachment(EagerReads).note([grad for grad, _ in pairs], handles)
+    handles = [local_part(v, program).handle for _, v in pairs if _is_parameter(v, strategy, is_whole=True)]
+    found = [grad for grad, v in pairs if _is_parameter(v, strategy, is_whole=True) or is_of_weights(v, program)]
+    if found:
+        program.attachment(EagerReads).note(found, handles)
 
 
 def _is_parameter(variable: Any, strategy: tf.distribute.Strategy, is_whole: bool) -> bool:

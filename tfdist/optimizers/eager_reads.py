@@ -52,6 +52,10 @@ class EagerReads:
         self._known.update((id(part), part) for grad in grads for part in tf.nest.flatten(grad, expand_composites=True))
         self._parameters.update(map(id, handles))
 
+    def knows(self, grad: Any) -> bool:
+        """Whether `grad` is a gradient of a parameter, or linear in such."""
+        return all(id(part) in self._known for part in tf.nest.flatten(grad, expand_composites=True))
+
     @contextlib.contextmanager
     def own_use(self) -> Iterator[None]:
         """A block of operations that are not the user's: an optimizer's."""

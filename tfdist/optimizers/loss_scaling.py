@@ -1,20 +1,60 @@
-"""`LossScaleOptimizer` over ranks: one decision, taken by all of them, whether a step is taken or skipped."""
+"""`LossScaleOptimizer` over ranks: one decision, taken by all of them, whether a step is taken or skipped.
+
+Note: the scale before there is one. A `train_step` of one's own scales its loss before its optimizer has been built, in the
+trace in which that is: Keras takes the initial scale, a constant, and TensorFlow traces again what has made variables. A rank's
+function is traced once, and what has read the constant is made to read the variable when that is there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, group_ops
+from tfdist.collectives import RankProgram, group_ops, rank_program
 from tfdist.mesh import MESH_AXES
 from tfdist.optimizers.reduction import KnownReductions
 from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients, stepping_program, wholes_of
 from tfdist.optimizers.support import changes_gradients
 from tfdist.optimizers.tape_gradients import TapeGradients
-from tfdist.sharding import MeshConfig, Shard
+from tfdist.sharding import MeshConfig, Shard, tape
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
+
+
+class EarlyScales:
+    """The scales that one rank's program, in one trace, has given losses before their optimizers were built; an attachment."""
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._given: list[tuple[Any, tf.Tensor]] = []
+
+    def scaled(self, optimizer: Any, loss: Any) -> Any:
+        """Returns `loss` times the scale of `optimizer`, which is not built."""
+        with self._program.root.outermost():
+            scale = tf.identity(tf.constant(optimizer.initial_scale, tf.float32))
+        self._given.append((optimizer, scale))
+        return keras.ops.multiply(loss, scale)
+
+    def settle(self, optimizer: Any) -> None:
+        """Lets what was scaled read the scale that `optimizer` has, which is built."""
+        scales = [scale for given, scale in self._given if given is optimizer]
+        self._given = [pair for pair in self._given if pair[0] is not optimizer]
+        if scales:
+            with self._program.root.outermost(), tape.stop_recording():
+                now = tf.convert_to_tensor(optimizer.dynamic_scale)
+        for scale in scales:
+            for reader in scale.consumers():
+                tape.reconnect(reader, scale, now)
+
+
+def scale_loss(original: Callable[..., Any], optimizer: Any, loss: Any) -> Any:
+    """Returns `loss` times the scale that `optimizer` has when the step runs."""
+    program = rank_program()
+    if optimizer.built or program is None or program.is_eager or not tf.is_symbolic_tensor(loss):
+        return original(optimizer, loss)
+    return program.attachment(EarlyScales).scaled(optimizer, loss)
 
 
 def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None, config: MeshConfig) -> None:
@@ -36,6 +76,7 @@ def _apply_unscaled(
     variables = list(optimizer._trainable_variables if variables is None else variables)
     pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
     found = [grad for grad, _ in pairs]
+    program.attachment(EarlyScales).settle(optimizer)
     scale = tf.convert_to_tensor(optimizer.dynamic_scale)
     steppers = getattr(inner, "optimizers", [inner])
     looks_at_gradients = any(map(changes_gradients, [inner, *steppers]))

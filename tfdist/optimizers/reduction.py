@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops
+from tfdist.optimizers.row_gradients import of_own_mean
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
@@ -78,7 +79,7 @@ def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
     shard = schedule.shard_of(grad) if schedule is not None and tf.is_tensor(grad) else None
     if shard is not None:
         return shard, True
-    grad = dense(grad, target)
+    given, grad = grad, dense(grad, target)
     if schedule is not None and comes_reduced(grad, target):
         return grad, True
     whole = program.attachment(TapeGradients).whole_of(grad)
@@ -90,7 +91,7 @@ def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
     kept = program.attachment(EagerSums if program.is_eager else TapeGradients)
     whole = grad if whole is None and kept.is_of_variables(grad) else whole
     if whole is None:
-        return grad, False
+        return of_own_mean(grad, given, program), False
     if target.state_layout.is_data_sharded:
         data_rank = program.mesh.coordinate(program.rank).data
         return packing.data_shard(whole, target.state_layout, data_rank, program.constant), True
@@ -99,11 +100,11 @@ def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
 
 def summand(grad: Any, target: Target, weight: tf.Tensor | None) -> tf.Tensor:
     """Returns what this rank adds to the sum of a whole parameter's gradients, counted with `weight` (None: 1)."""
-    grad = dense(grad, target)
+    given, grad = grad, dense(grad, target)
     program = target.program
     whole = program.attachment(TapeGradients).whole_of(grad)
     if whole is None:
-        return grad
+        return of_own_mean(grad, given, program)
     # All ranks have the sum. Their weights add up to 1; without weights it is the first rank's summand.
     is_first = weight is not None or program.mesh.coordinate(program.rank).data == 0
     return whole if is_first else tf.zeros_like(whole)

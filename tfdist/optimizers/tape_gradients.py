@@ -37,7 +37,7 @@ from tfdist.sharding.slot_reads import SlotReads
 @dataclasses.dataclass(eq=False)
 class _Summand:
     tensor: tf.Tensor
-    variable: Any  # None: of what a loop or a branch has computed of gradients
+    variable: Any  # None: of what a loop or a branch has computed of gradients, and of a tensor that is computed of weights
     is_weighted: bool  # that the loss which was differentiated counted the rank's weight
     whole: tf.Tensor | None = None  # the sum, once it is read
 
@@ -73,6 +73,13 @@ class TapeGradients:
             self._own.update(operation.name for operation in grad.consumers())  # the backward pass itself goes on from it
             if self._program.outer is not None:
                 self._program.attachment(CarriedGradients).note(grad)
+
+    def note_of_tensors(self, grads: Sequence[tf.Tensor]) -> None:
+        """Notes what a tape has returned for tensors that are computed of weights alone."""
+        self.be_asked()
+        for grad in grads:
+            self._summands.setdefault(grad.name, _Summand(grad, None, is_weighted=False))
+            self._own.update(operation.name for operation in grad.consumers())
 
     def note_in_loop(self, grad: tf.Tensor) -> None:
         """Notes what a tape has returned in a loop, where nothing can be summed: a rank's summand, of what may come out."""
@@ -127,6 +134,13 @@ class TapeGradients:
         names = {leaf.name for leaf in leaves if tf.is_symbolic_tensor(leaf)}
         names.update(root.attachment(TapeGradients)._summands)
         return not gradient_graph.Sources(lambda x: x.graph is root.graph and x.name in names).of(grad)
+
+    def is_of_rows(self, grad: tf.Tensor) -> bool:
+        """Whether `grad`, in a step of Keras's trainer, is computed of gradients of rows; behind those of weights is no look."""
+        rows = {part.name for part in self._program.attachment(GradientWeight).of_rows.values()}
+        ends = rows | self._summands.keys() | self._wholes
+        found = gradient_graph.Sources(lambda x: x.graph is self._program.graph and x.name in ends).of(grad)
+        return any(x.name in rows for x in found)
 
     def whole_of(self, grad: tf.Tensor) -> tf.Tensor | None:
         """Returns the sum, whole, where `grad` is computed from sums, or linear in gradients with known sums; else None."""

@@ -23,6 +23,7 @@ class EagerSums:
         self._known: dict[int, tuple[tf.Tensor, tf.Tensor, tf.Tensor]] = {}  # whole sums, which stay, by id; shards; summands
         self._given: list[tf.Tensor] = []  # summands that collectives were given
         self._same: list[tf.Tensor] = []  # what else is whole, and the same on all ranks
+        self._of_rows: list[tf.Tensor] = []  # gradients of rows
         self._is_asking = False
         self._recorder: Any = None  # of what is computed of sums
 
@@ -36,6 +37,16 @@ class EagerSums:
         if whole.dtype.is_floating:
             self._same.append(whole)
             self._record(whole)
+
+    def note_of_rows(self, grads: Sequence[tf.Tensor]) -> None:
+        """Notes `grads`, which a tape has returned for rows of the batch."""
+        for grad in grads:
+            self._of_rows.append(grad)
+            self._record(grad)
+
+    def is_of_rows(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` was computed of gradients of rows."""
+        return self._is_computed_of(tensor, self._of_rows)
 
     def is_of_variables(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` was computed of the whole value of a slot."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.sharding.eager_sums import EagerSums
 
 
 class GradientWeight:
@@ -20,15 +22,17 @@ class GradientWeight:
         whole (stages 0 to 2, or made by the program itself)           the weight
         what a tape hands to a sharded parameter (stage 3)             1, the tape began with the weight; 0 without rows
         of a loss that was weighted itself (`entered_with_the_loss`)   nothing
+        made of what a tape returned for rows, which counts the weight 1: it is divided by the weight first (`each_once`)
 
     A gradient of a rank without rows may be NaN, the mean of nothing. It counts nothing.
     """
 
     def __init__(self, program: RankProgram):
-        del program
+        self._program = program
         self._weight: Callable[[], tf.Tensor] | None = None
         self.is_in_loss = False
         self.began_with: tf.Tensor | None = None  # what the gradient that is being taken began with at the losses
+        self.of_rows: dict[int, tf.Tensor] = {}  # gradients that count the weight, by id
 
     def use(self, weight: Callable[[], tf.Tensor]) -> None:
         """Lets gradients count what `weight` returns, a scalar; it may send a message, and is called where all ranks run."""
@@ -63,6 +67,13 @@ class GradientWeight:
         A reduced gradient is that of the global batch, and what is computed of it no mean of the rank's own.
         """
         return upstream if self.began_with is None else tf.math.divide_no_nan(upstream, tf.cast(self.began_with, upstream.dtype))
+
+    def note_of_rows(self, grads: Iterable[Any]) -> None:
+        """Notes that `grads`, which a tape has returned for rows of the batch, count the weight already."""
+        parts = [x for x in tf.nest.flatten(list(grads), expand_composites=True) if tf.is_tensor(x) and x.dtype.is_floating]
+        self.of_rows.update((id(part), part) for part in parts)
+        if parts and self._program.is_eager:
+            self._program.attachment(EagerSums).note_of_rows(parts)
 
     def of_wholes(self) -> tf.Tensor | None:
         """Returns what whole gradients are multiplied by, a scalar; None: nothing."""

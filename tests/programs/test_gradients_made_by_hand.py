@@ -1,0 +1,147 @@
+"""A `train_step` that makes gradients itself: of gradients of rows, or of weights that it hands to a model as tensors."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from grids import exhaustive
+from keras import layers
+
+from tests.parity.comparison import state
+from tests.programs.comparing import assert_as_on_one_device
+
+pytestmark = pytest.mark.as_traced
+
+ROWS, BATCH = 22, 8  # the last batch has 6 rows
+
+
+class Model(keras.Model):
+    """A table of seven rows, of which each example has three, and a net; `made_by(model, ids, y)` returns loss and gradients."""
+
+    made_by = None
+
+    def __init__(self):
+        super().__init__()
+        self.table = self.add_weight(shape=(7, 4), initializer="glorot_uniform", name="table")
+        self.hidden, self.head = layers.Dense(5, "tanh"), layers.Dense(2)
+        self.hidden.build((None, 4))
+        self.head.build((None, 5))
+        self.built = True
+
+    def looked_up(self, ids):
+        return tf.gather(tf.convert_to_tensor(self.table), tf.reshape(ids, [-1]))
+
+    def error_of(self, rows, y):
+        found = self.head(self.hidden(tf.reduce_mean(tf.reshape(rows, [-1, 3, 4]), 1)))
+        return tf.reduce_mean(tf.reduce_sum((found - y) ** 2, -1))
+
+    def train_step(self, data):
+        loss, grads = type(self).made_by(self, *data)
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"loss": loss}
+
+
+def slices_of_rows(model, ids, y):
+    """The table's gradient as IndexedSlices, of the gradient of the rows that were looked up."""
+    rows = model.looked_up(ids)
+    with tf.GradientTape() as tape:
+        tape.watch(rows)
+        loss = model.error_of(rows, y)
+    of_rows, *others = tape.gradient(loss, [rows, *model.trainable_variables[1:]])
+    return loss, [tf.IndexedSlices(of_rows, tf.reshape(ids, [-1]), tf.constant([7, 4])), *others]
+
+
+def chain_rule(model, ids, y):
+    """The hidden layer's gradient by a formula, of that of what it returns, in a step that adds decay to another's."""
+    _, kernel, bias, head, head_bias = model.trainable_variables
+    x = tf.reduce_mean(tf.reshape(model.looked_up(ids), [-1, 3, 4]), 1)
+    hidden = model.hidden(x)
+    with tf.GradientTape() as tape:
+        tape.watch(hidden)
+        loss = tf.reduce_mean(tf.reduce_sum((model.head(hidden) - y) ** 2, -1))
+    of_hidden, of_head, of_bias = tape.gradient(loss, [hidden, head, head_bias])
+    steep = of_hidden * (1 - hidden**2)
+    return loss, [
+        tf.zeros(model.table.shape),
+        tf.matmul(x, steep, transpose_a=True),
+        tf.reduce_sum(steep, 0),
+        of_head + 0.1 * tf.convert_to_tensor(head),
+        of_bias,
+    ]
+
+
+def rows_clipped_one_by_one(model, ids, y):
+    """As `slices_of_rows`, with the gradient of each row clipped."""
+    loss, (of_table, *others) = slices_of_rows(model, ids, y)
+    values = tf.clip_by_norm(of_table.values, 0.02, axes=[1])
+    return loss, [tf.IndexedSlices(values, of_table.indices, of_table.dense_shape), *others]
+
+
+def of_weights_as_tensors(model, ids, y):
+    """A function of weights, whose gradients are clipped together and decayed, as in JAX."""
+    weights = [tf.convert_to_tensor(variable) for variable in model.trainable_variables]
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        table, kernel, bias, head, head_bias = weights
+        x = tf.reduce_mean(tf.reshape(tf.gather(table, tf.reshape(ids, [-1])), [-1, 3, 4]), 1)
+        loss = tf.reduce_mean(tf.reduce_sum((tf.tanh(x @ kernel + bias) @ head + head_bias - y) ** 2, -1))
+    return loss, [tf.convert_to_tensor(grad) for grad in tape.gradient(loss, weights)]
+
+
+def of_weights_clipped(model, ids, y):
+    loss, grads = of_weights_as_tensors(model, ids, y)
+    grads = [grad + 0.1 * tf.convert_to_tensor(v) for grad, v in zip(grads, model.trainable_variables, strict=True)]
+    return loss, tf.clip_by_global_norm(grads, 0.5)[0]
+
+
+def against_an_adversary(model, ids, y):
+    """Gradients of variables, at rows that a step along their gradient has moved: which are a device's own mean's, as ever."""
+    rows = model.looked_up(ids)
+    with tf.GradientTape() as tape:
+        tape.watch(rows)
+        loss = model.error_of(rows, y)
+    moved = rows + 0.1 * tf.sign(tape.gradient(loss, rows))
+    with tf.GradientTape() as tape:
+        loss = model.error_of(moved, y)
+    others = tape.gradient(loss, model.trainable_variables[1:])
+    return loss, [tf.zeros(model.table.shape), *others]
+
+
+STEPS = (slices_of_rows, chain_rule, rows_clipped_one_by_one, of_weights_as_tensors, of_weights_clipped, against_an_adversary)
+EAGERLY = tuple(step for step in STEPS if step is not of_weights_clipped)  # what reads a gradient there is warned of
+
+
+def fitted(made_by, run_eagerly=False, **arguments):
+    def program(strategy):
+        rng = np.random.default_rng(4)
+        with strategy.scope():
+            model = type("Model", (Model,), {"made_by": staticmethod(made_by)})()
+            model.compile(keras.optimizers.SGD(0.3, momentum=0.5, **arguments), run_eagerly=run_eagerly)
+        x, y = rng.integers(0, 7, size=(ROWS, 3)).astype("int32"), rng.normal(size=(ROWS, 2)).astype("float32")
+        return {**model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history, **state(model)}
+
+    program.__name__ = made_by.__name__
+    return program
+
+
+PROGRAMS = {(step, is_eager): fitted(step, is_eager) for step in STEPS for is_eager in (False, True)}
+ACCUMULATING = {step: fitted(step, gradient_accumulation_steps=2) for step in (slices_of_rows, of_weights_as_tensors)}
+
+
+def _grid():
+    chosen = {(slices_of_rows, False, 0), (of_weights_clipped, False, 0), (of_weights_as_tensors, False, 3)}
+    for is_eager, steps in ((False, STEPS), (True, EAGERLY)):
+        for case in ((step, is_eager, stage) for step in steps for stage in range(4)):
+            yield case if case in chosen else exhaustive(*case)
+
+
+@pytest.mark.parametrize(("made_by", "is_eager", "zero_stage"), _grid())
+def test_it_is_one_device(made_by, is_eager, zero_stage):
+    assert_as_on_one_device(PROGRAMS[made_by, is_eager], zero_stage)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("made_by", ACCUMULATING)
+def test_accumulated(made_by, zero_stage):
+    assert_as_on_one_device(ACCUMULATING[made_by], zero_stage)

@@ -1,0 +1,41 @@
+"""Whether a tensor that a tape is asked about is computed of weights alone, and not of the rows of the batch.
+
+weights = [tf.convert_to_tensor(v) for v in model.trainable_variables]
+tape.watch(weights)                            a model that is called with its weights, as a function of them
+grads = tape.gradient(loss, weights)           summands of the ranks, as gradients of the variables are
+
+rows = tf.gather(table, ids)                   of the rank's rows: what a tape returns for them is that of one device
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+from tfdist.losses.static_rows import before, has_rows
+from tfdist.losses.trainer_step import TrainerStep
+
+
+def is_of_weights(source: Any, program: RankProgram) -> bool:
+    """Whether `source`, a tensor, is the same on all ranks of `program`, as weights and what is computed of them are.
+
+    In an eager run nothing is known of a tensor but its shape: that of a weight, and not as many rows as the rank's batch.
+    """
+    if not isinstance(source, tf.Tensor) or not source.dtype.is_floating:
+        return False
+    if not tf.is_symbolic_tensor(source):
+        model = program.attachment(TrainerStep).model
+        shapes = [] if model is None else [tuple(variable.shape) for variable in model.trainable_variables]
+        return program.is_eager and tuple(source.shape) in shapes and not has_rows(source, program)
+    if not program.exists_here(source):
+        return False
+    leaves = tf.nest.flatten(program.arguments, expand_composites=True)
+    arguments = {leaf.name for leaf in leaves if tf.is_symbolic_tensor(leaf)}
+    reads_weights = False
+    for x, _ in before(source, lambda op: op.type == "ReadVariableOp"):
+        if x.name in arguments or "Random" in x.op.type:
+            return False
+        reads_weights = reads_weights or x.op.type == "ReadVariableOp"
+    return reads_weights
