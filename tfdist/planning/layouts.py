@@ -14,8 +14,10 @@ from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.split_points import resolve_split_points
 from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.tensor_plans import ModelGraph, sharded_weights, trace_model
+from tfdist.tensor_plans.layer_kinds import dtype_bytes
 from tfdist.tensor_plans.layer_shardings import LayerSharding
 from tfdist.tensor_plans.suggest import suggested_shardings
+from tfdist.tensor_plans.traffic import moved_units
 
 
 class ModelLayouts:
@@ -59,6 +61,16 @@ class ModelLayouts:
         """Returns the axis of each weight, by path, that is sharded over so many ranks."""
         pairs = [pair for one in self.shardings(tensor) for pair in sharded_weights(one.layer, one.role, tensor)]
         return {variable.path: axis for variable, axis in pairs if axis is not None}
+
+    @functools.cache  # noqa: B019  as long as the model
+    def moved_bytes(self, tensor: int) -> float:
+        """Returns the bytes that sharded layers send over so many tensor ranks in a step, for one example of a replica."""
+        moved = 0.0
+        uses = {id(known.layer): known.uses for known in self._graph.layers}
+        for one in self.shardings(tensor):
+            units = sum(moved_units(one, use) for use in uses[id(one.layer)])
+            moved += units * dtype_bytes(one.layer.compute_dtype) * (tensor - 1) / tensor
+        return moved
 
     @functools.cache  # noqa: B019  as long as the model
     def staged(self, pipeline: int, schedule: str, microbatches: int) -> StagedModel:

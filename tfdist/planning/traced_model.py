@@ -20,7 +20,7 @@ from tfdist.planning.layouts import ModelLayouts
 from tfdist.planning.lifetimes import Buffers, Sweep
 from tfdist.planning.optimizer_slots import slots_of
 from tfdist.planning.step_profile import StepProfile, end_of, profile_of
-from tfdist.planning.step_trace import trace_step
+from tfdist.planning.step_trace import StepTrace, trace_step
 from tfdist.planning.tensor_regions import divided_operations
 from tfdist.planning.weightless import weightless_model
 from tfdist.sharding import layers_within
@@ -150,6 +150,17 @@ class TracedModel:
     def parameters(self) -> int:
         """How many elements the weights have."""
         return sum(weight.elements for weight in self.weights)
+
+    @property
+    def first_trace(self) -> StepTrace:
+        """The trace of the smaller batch."""
+        return self._traces[0]
+
+    @functools.cached_property
+    def statistics(self) -> frozenset[str]:
+        """The paths of running statistics, which a step averages over the replicas."""
+        norms = [one for one in layers_within(self.model) if isinstance(one, keras.layers.BatchNormalization) and one.trainable]
+        return frozenset(variable.path for one in norms for variable in (one.moving_mean, one.moving_variance))
 
     @property
     def is_lower_bound(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,9 +22,10 @@ _FIX = "It must return a Keras model that is built: functional, or with `model.b
 def weightless() -> Iterator[None]:
     """A block in which variables made from an initializer get a shape and a dtype, and no memory. The initializer does not run.
 
-    Variables made from a value, as counters are, have it. The others are there to be traced with, and not to be computed with.
+    They have a `number`, in the order in which they are made, and are there to be traced with, not to be computed with. Variables
+    made from a value, as counters are, have it.
     """
-    scratch = tf.Graph()
+    scratch, numbers = tf.Graph(), itertools.count()
 
     def create(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
         initial = settings.get("initial_value")
@@ -31,7 +33,9 @@ def weightless() -> Iterator[None]:
             return next_creator(**settings)
         shape, dtype = _spec(initial, scratch)
         is_trainable = settings.get("trainable") is not False
-        return tape.variable_without_value(shape, settings.get("dtype") or dtype, is_trainable, settings.get("name"), "CPU:0")
+        made = tape.variable_without_value(shape, settings.get("dtype") or dtype, is_trainable, settings.get("name"), "CPU:0")
+        made.number = next(numbers)
+        return made
 
     with tf.variable_creator_scope(create):
         yield

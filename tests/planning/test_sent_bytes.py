@@ -1,0 +1,103 @@
+"""Planned traffic against what the plan of a real step counts, to the byte, by axis of the mesh.
+
+In tests the default `group_bytes` gathers each layer alone; other sizes gather layers together.
+"""
+
+import keras
+import numpy as np
+import pytest
+from test_planned_memory import BLOCKS, LOSS, mixed, text, traced
+from training import mlp
+
+import tfdist
+from tfdist.planning import Candidate
+from tfdist.planning.sent_bytes import sent_of
+
+RNG = np.random.default_rng(0)
+LABELS = RNG.integers(0, 7, 8)
+DATA = {
+    mlp: (RNG.normal(size=(8, 15)).astype("float32"), LABELS),
+    mixed: (RNG.normal(size=(8, 15)).astype("float32"), LABELS),
+    text: (RNG.integers(0, 300, (8, 6)), RNG.integers(0, 500, (8, 6))),
+    BLOCKS: (RNG.normal(size=(8, 160)).astype("float32"), LABELS),
+}
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+ALONE, GROUPS = (tfdist.ShardingConfig(group_bytes=size) for size in (0, 150_000))
+
+
+def counted(build, candidate, config=ALONE):
+    """Returns the bytes that rank 0 sends in a step of `fit`, by the axis that its groups lie on."""
+    settings = {"tensor_parallel_size": candidate.tensor, "pipeline_parallel_size": candidate.pipeline}
+    if candidate.gradient_compression:
+        settings["gradient_compression"] = candidate.gradient_compression
+    if candidate.parameter_compression:
+        settings["parameter_compression"] = candidate.parameter_compression
+    devices = [f"CPU:{index}" for index in range(candidate.devices)]
+    strategy = tfdist.ShardedStrategy(devices, config=config, zero_stage=candidate.zero_stage, **settings)
+    with strategy.scope():
+        model = build()
+        if candidate.tensor > 1:
+            tfdist.parallelize(model, tfdist.suggest_plan(model, candidate.tensor), print_fn=None)
+        if candidate.pipeline > 1:
+            model = tfdist.PipelineModel(model, num_microbatches=candidate.microbatches, schedule=candidate.schedule)
+        model.compile("adam", LOSS)
+    model.fit(*DATA[build], batch_size=8, epochs=1, verbose=0)
+    plan, mesh = strategy.last_plan, strategy.mesh
+    assert plan.sent_bytes() > 0
+    sent = dict.fromkeys(("data", "tensor", "pipe"), 0.0)
+    for record in plan.records[0]:
+        sent[next(axis for axis in sent if mesh.group_ranks(axis, 0) == record.ranks)] += record.sent_bytes
+    assert sum(sent.values()) == plan.sent_bytes()
+    return sent
+
+
+@pytest.mark.parametrize(
+    "build, zero_stage, data",
+    [
+        (mixed, 0, 2),
+        pytest.param(mixed, 1, 4, marks=EXHAUSTIVE),
+        pytest.param(mixed, 3, 2, marks=EXHAUSTIVE),
+        pytest.param(mlp, 2, 4, marks=EXHAUSTIVE),
+        pytest.param(mlp, 3, 2, marks=EXHAUSTIVE),
+        pytest.param(text, 1, 2, marks=EXHAUSTIVE),
+        (text, 3, 4),
+        pytest.param(BLOCKS, 3, 4, marks=EXHAUSTIVE),
+    ],
+)
+def test_bytes_over_replicas(build, zero_stage, data):
+    candidate = Candidate(zero_stage=zero_stage, data=data)
+    for config in (ALONE, GROUPS) if zero_stage == 3 else (ALONE,):
+        assert sent_of(traced(build), candidate, 8, config=config) == counted(build, candidate, config)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_bytes_of_compressed_messages(zero_stage):
+    given = {"parameter_compression": "int8"} if zero_stage == 3 else {}
+    candidate = Candidate(zero_stage=zero_stage, data=2, gradient_compression="int8", **given)
+    assert sent_of(traced(text), candidate, 8, config=ALONE) == counted(text, candidate)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero_stage, data", [(0, 1), (3, 2)])
+def test_bytes_over_tensor_ranks(zero_stage, data):
+    candidate = Candidate(zero_stage=zero_stage, data=data, tensor=2)
+    assert sent_of(traced(text), candidate, 8, config=ALONE) == counted(text, candidate)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero_stage, data", [(0, 1), (2, 2), (3, 2)])
+def test_bytes_over_a_pipeline(zero_stage, data):
+    """What passes between stages of one process is no message: it is an edge of the graph."""
+    candidate = Candidate(zero_stage=zero_stage, data=data, pipeline=2, schedule="1f1b", microbatches=4)
+    planned, found = sent_of(traced(BLOCKS), candidate, 8), counted(BLOCKS, candidate)
+    passed = (8 // data) * 160 * 4
+    assert planned["data"] == found["data"] and planned["pipe"] == passed + found["pipe"]
+
+
+def test_a_compiled_model_is_needed_by_none():
+    """Of a model that is not compiled, the traffic is that of the same model."""
+    bare = traced(lambda: keras.models.clone_model(mlp()))
+    assert sent_of(bare, Candidate(data=2), 8) == sent_of(traced(mlp), Candidate(data=2), 8)

@@ -1,0 +1,151 @@
+"""Which weights are gathered in a step of stage 3, how often, and together with which others.
+
+The life of a sharded parameter is that of `tfdist.sharding.unshard`: gathered with its group when it is read in forward, dropped,
+and gathered again if an operation of backward reads it. The last group of forward is the first of backward, and is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from tfdist.planning.equal_layers import LayerCall
+from tfdist.planning.step_trace import StepTrace
+from tfdist.sharding import keras_scope, layers_within, tape
+from tfdist.sharding.units import readers_of
+
+
+@dataclasses.dataclass
+class Gather:
+    """One group of weights that is gathered in forward.
+
+    Attributes:
+        paths: the weights that are gathered.
+        again: those of them that are gathered again for backward.
+        first_use: the number of the first operation of backward that reads one of them.
+    """
+
+    paths: tuple[str, ...]
+    again: set[str] = dataclasses.field(default_factory=set)
+    first_use: float = float("inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A read of a weight in forward, and the first operation of backward that reads what it returned; None: there is none."""
+
+    path: str
+    backward: float | None
+
+
+def gathers_of(
+    model: keras.Model, trace: StepTrace, local_bytes: Mapping[str, int], group_bytes: int, prefetch: int
+) -> list[Gather]:
+    """Returns the gathers of forward, in order, with what is gathered again in backward.
+
+    Args:
+        model: the model that was traced.
+        trace: its trace.
+        local_bytes: the bytes of each parameter on a tensor rank, by its path.
+        group_bytes: the setting of the strategy.
+        prefetch: the setting of the strategy.
+    """
+    layers = _layers_in_order(model, local_bytes)
+    groups: dict[str, tuple[str, ...]] = {}
+    gathers: list[Gather] = []
+    live: list[Gather] = []
+    for read in _reads(model, trace):
+        if read.path not in local_bytes:
+            continue
+        found = next((one for one in reversed(live) if read.path in one.paths), None)
+        if found is None:
+            if read.path not in groups:
+                members = _new_group(read.path, layers, groups, local_bytes, group_bytes)
+                groups.update(dict.fromkeys(members, members))
+            found = Gather(groups[read.path])
+            gathers.append(found)
+            live = [*live, found][-prefetch - 1 :]
+        if read.backward is not None:
+            found.again.add(read.path)
+            found.first_use = min(found.first_use, read.backward)
+    used = [one for one in gathers if one.again]
+    if used and min(used, key=lambda one: one.first_use) is gathers[-1]:
+        gathers[-1].again.clear()
+    return gathers
+
+
+def _layers_in_order(model: keras.Model, local_bytes: Mapping[str, int]) -> list[tuple[Any, list[str]]]:
+    """Returns the layers that have parameters of their own, in the order in which they made the first, with these."""
+    found = []
+    for layer in layers_within(model):
+        own = [(getattr(made, "number", 0), variable.path) for made, variable, _ in keras_scope.own_variables(layer)]
+        own = [one for one in own if one[1] in local_bytes]
+        if own:
+            found.append((min(own)[0], layer, [path for _, path in own]))
+    return [(layer, paths) for _, layer, paths in sorted(found, key=lambda one: one[0])]
+
+
+def _new_group(
+    path: str,
+    layers: Sequence[tuple[Any, list[str]]],
+    grouped: Mapping[str, tuple[str, ...]],
+    local_bytes: Mapping[str, int],
+    group_bytes: int,
+) -> tuple[str, ...]:
+    """Returns what a weight is gathered with: its layer's, and small layers made next (`sharding.parameter_group`)."""
+    place = next((place for place, (_, paths) in enumerate(layers) if path in paths), None)
+    if place is None:
+        return (path,)
+    layer, paths = layers[place]
+    members = [one for one in paths if one not in grouped]
+    filled = sum(local_bytes[one] for one in paths)
+    for following, theirs in layers[place + 1 :]:
+        more = [one for one in theirs if one not in grouped]
+        filled += sum(local_bytes[one] for one in theirs)
+        if filled > group_bytes or not more or following.compute_dtype != layer.compute_dtype:
+            break  # a message has one dtype
+        members += more
+    return tuple(members)
+
+
+def _reads(model: keras.Model, trace: StepTrace) -> Iterator[_Read]:
+    """Yields the reads of weights in forward, in order; of a call that was passed over, as in the equal one that was traced."""
+    paths = {id(variable.value.handle): variable.path for variable in model.variables}
+    inside = {inner.name: paths[id(outer)] for outer, inner in trace.graph.captures if id(outer) in paths}
+    operations = trace.graph.get_operations()
+    numbers = {operation.name: number for number, operation in enumerate(operations)}
+    for place, call in enumerate(trace.calls):
+        source = _traced_like(trace.calls, place)
+        renamed = {} if source is call else _renamed(source, call)
+        stop = trace.calls[trace.calls.index(source) + 1].start if source is not trace.calls[-1] else trace.forward
+        for operation in operations[source.start : stop]:
+            path = inside.get(operation.inputs[0].name) if operation.type == "ReadVariableOp" else None
+            if path is None:
+                continue
+            readers = [one.operation for one in readers_of(operation.outputs[0], 0) if tape.is_backward(one.operation)]
+            first: float | None = min((numbers[one.name] for one in readers), default=None)
+            if source is not call:
+                first = None if first is None else float("inf")
+            yield _Read(renamed.get(path, path), first)
+
+
+def _traced_like(calls: Sequence[LayerCall], place: int) -> LayerCall:
+    """Returns the call itself if it was traced, else the next equal one that was: the first may be the model's first layer."""
+    call = calls[place]
+    if call.stands_for is None or call.layer is None:
+        return call
+    shapes = [tuple(variable.shape) for variable in call.layer.variables]
+    for other in calls[place + 1 :]:
+        is_traced = other.stands_for is None and other.layer is not None and type(other.layer) is type(call.layer)
+        if is_traced and [tuple(variable.shape) for variable in other.layer.variables] == shapes:
+            return other
+    return call.stands_for
+
+
+def _renamed(source: LayerCall, call: LayerCall) -> dict[str, str]:
+    assert source.layer is not None and call.layer is not None
+    pairs = zip(source.layer.variables, call.layer.variables, strict=True)
+    return {theirs.path: own.path for theirs, own in pairs}

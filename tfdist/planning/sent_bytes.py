@@ -1,0 +1,127 @@
+"""What a rank sends in a training step under a plan, by axis of the mesh: to the byte what `strategy.last_plan` counts.
+
+With P bytes of the local part of parameters, padded to N equal shards, and ring algorithms:
+
+    data     stage 0       all-reduce of gradients                                    2 P (N - 1)/N
+             stages 1, 2   reduce-scatter of gradients, all-gather of parameters      2 P (N - 1)/N
+             stage 3       all-gathers for forward and for backward, reduce-scatter   up to 3 P (N - 1)/N: see `gathers`
+             all           the rows of the batch, and running statistics
+    tensor   what sharded layers sum and gather (`tensor_plans.traffic`)
+    pipe     what passes between stages, each way, and the loss
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.compression import Compressor, compressor_of
+from tfdist.planning.candidate import Candidate
+from tfdist.planning.gathers import Gather, gathers_of
+from tfdist.planning.parts import Part, parts_of
+from tfdist.planning.traced_model import TracedModel
+from tfdist.sharding import ShardingConfig
+
+_FLOAT, _DOUBLE = 4, 8
+_COMPRESSED_ELEMENTS = 4096
+
+
+def sent_of(
+    traced: TracedModel, candidate: Candidate, batch_size: int, pipe: int = 0, config: ShardingConfig | None = None
+) -> dict[str, float]:
+    """Returns the bytes that a rank sends in a step, by axis: "data", "tensor" and "pipe".
+
+    On one machine stages pass tensors by edges of the graph, which `last_plan` does not count; they are counted here. Of
+    optimizers that look at whole tensors, and of layers that compute in half precision, the bytes are an estimate.
+
+    Args:
+        traced: the model.
+        candidate: the plan.
+        batch_size: examples of a step, of all replicas together.
+        pipe: the rank of the pipeline.
+        config: the settings of the strategy that the plan leaves open, `group_bytes` and `prefetch` among them; None: defaults.
+    """
+    config = config or ShardingConfig()
+    rows = -(-batch_size // candidate.data)
+    return {
+        "data": _over_data(traced, candidate, pipe, config) if candidate.data > 1 else 0.0,
+        "tensor": traced.layouts.moved_bytes(candidate.tensor) * rows if candidate.tensor > 1 else 0.0,
+        "pipe": _over_pipe(traced, candidate, rows, pipe) if candidate.pipeline > 1 else 0.0,
+    }
+
+
+def _over_data(traced: TracedModel, candidate: Candidate, pipe: int, config: ShardingConfig) -> float:
+    size = candidate.shards
+    part = (size - 1) / size
+    parts = [one for one in parts_of(traced, candidate) if pipe in one.owners]
+    trained = [one for one in parts if one.weight.trainable]
+    gradients = compressor_of("gradient_compression", candidate.gradient_compression)
+    padded = sum(_bytes(one, gradients, size) for one in trained)
+    exact = sum(one.shard * one.itemsize * size for one in trained)
+    if candidate.zero_stage == 3:
+        sent = padded * part + _gathered(traced, candidate, parts, config) * part
+    elif candidate.zero_stage == 0:
+        whole = sum(one.local * one.itemsize for one in trained)
+        sent = 2 * (whole if gradients is None else padded) * part
+    else:
+        sent = (padded + exact) * part
+    if not traced.is_elementwise and candidate.zero_stage:  # shards are gathered again, and owners send what they have updated
+        sent += exact * part * (1 if candidate.zero_stage == 3 else 0) + exact / size
+    return sent + _small(traced, candidate, size, pipe)
+
+
+def _bytes(part: Part, compressor: Compressor | None, size: int) -> int:
+    """Returns the bytes of the rows for all ranks in which a weight or its gradient travels."""
+    is_exact = len(part.weight.shape) < 2 or part.weight.elements < _COMPRESSED_ELEMENTS
+    if compressor is None or is_exact:
+        return part.shard * part.itemsize * size
+    return compressor.bytes_of(part.shard) * size
+
+
+def _gathered(traced: TracedModel, candidate: Candidate, parts: Sequence[Part], config: ShardingConfig) -> int:
+    """Returns the bytes, of all ranks' shards together, of the gathers of a step of stage 3."""
+    compressor = compressor_of("parameter_compression", candidate.parameter_compression)
+    size = candidate.shards
+    sizes = {part.weight.path: _bytes(part, compressor, size) for part in parts if part.is_parameter}
+    if candidate.pipeline > 1:
+        return sum(sizes.values())
+    gathers = _gathers(traced, candidate.tensor, config.group_bytes, config.prefetch)
+    return sum(sizes[path] for one in gathers for path in (*one.paths, *one.again))
+
+
+@functools.lru_cache(maxsize=64)
+def _gathers(traced: TracedModel, tensor: int, group_bytes: int, prefetch: int) -> list[Gather]:
+    parts = parts_of(traced, Candidate(tensor=tensor))
+    local = {part.weight.path: part.local * part.itemsize for part in parts if part.is_parameter}
+    return gathers_of(traced.model, traced.first_trace, local, group_bytes, prefetch)
+
+
+def _small(traced: TracedModel, candidate: Candidate, size: int, pipe: int) -> float:
+    """Returns the bytes of sums over the replicas besides gradients: how many rows each has, and running statistics."""
+    part = 2 * (size - 1) / size
+    statistics = [one for one in parts_of(traced, candidate) if one.weight.path in traced.statistics and pipe in one.owners]
+    sent = part * _FLOAT * (sum(one.local for one in statistics) + len(statistics))
+    if candidate.pipeline > 1:
+        return sent + part * (_DOUBLE * candidate.microbatches + _FLOAT)
+    return sent + part * 2 * _DOUBLE
+
+
+def _over_pipe(traced: TracedModel, candidate: Candidate, rows: int, pipe: int) -> float:
+    """Returns the bytes of activations that a rank hands on, of gradients that it hands back, and of the loss."""
+    staged = traced.layouts.staged(candidate.pipeline, candidate.schedule or "", candidate.microbatches)
+    rank_of = staged.schedule.rank_of
+    sent = 0.0
+    for stage in staged.stages[:-1]:
+        passing = sum(_example_bytes(x) for x in stage.stage_outputs) * rows
+        here, there = rank_of(stage.index), rank_of(stage.index + 1)
+        if here != there:
+            sent += passing * (here == pipe) + passing * (there == pipe)
+    return sent + _FLOAT * 2 * (candidate.pipeline - 1) / candidate.pipeline
+
+
+def _example_bytes(tensor: Any) -> int:
+    return math.prod(size or 1 for size in tensor.shape[1:]) * tf.as_dtype(tensor.dtype).size
