@@ -1,4 +1,4 @@
-"""The groups of a strategy: their keys, the transport of each, and one ordering token per local rank."""
+"""The groups of a strategy: their keys, the transport of each, and the ordering tokens of each local rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Communicator:
     Group keys are global to the cluster and strategies of TensorFlow take 1, 2, ...: ours start high. Each communicator has a
     range of its own, in which a group's number follows from the mesh: workers in different groups must not give them one key.
     Collectives of one rank form one chain on its token, in program order: one token for two ranks, or two ranks that issue in
-    different orders on their tokens, would hang. Within a process NCCL's have turns of their own (`transports.kernels`).
+    different orders on their tokens, would hang. Within a process NCCL's have turns of their own (`transports.kernels`); what
+    travels between processes by gRPC forms several chains (`transports.chunked`).
 
     Args:
         mesh: all ranks of the job.
@@ -53,7 +54,7 @@ class Communicator:
         groups = [group for mesh_axis in MESH_AXES for group in mesh.groups(mesh_axis)]
         groups.append(self.first_ranks)
         self._group_numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-        self._tokens: dict[int, tf.Variable] = {}
+        self._tokens: dict[int, dict[int, tf.Variable]] = {}  # by lane and rank
         self._turns: dict[tuple[int, int], tf.Tensor] = {}
         self._message_tokens: dict[int, tf.Variable] = {}
         self._marks: dict[str, dict[int, tf.Variable]] = {}
@@ -93,9 +94,9 @@ class Communicator:
         """The first rank of every worker, this one's among them; workers have equally many ranks."""
         return tuple(range(0, self.mesh.world_size, len(self.local_ranks)))
 
-    def token(self, rank: int) -> tf.Tensor:
-        """Returns the resource handle on which `rank`'s collectives are chained."""
-        return self._made(self._tokens, rank).handle
+    def token(self, rank: int, lane: int = 0) -> tf.Tensor:
+        """Returns the resource handle on which `rank`'s collectives are chained, those of one lane: see `transports.chunked`."""
+        return self._made(self._tokens.setdefault(lane, {}), rank).handle
 
     def turn(self, rank: int, key: int) -> tf.Tensor:
         """Returns the resource handle on which `rank`'s collectives of the instance key `key` are chained: of no variable."""
@@ -149,7 +150,9 @@ class Communicator:
         completed = self._made(self._completed.setdefault(number, {}), rank, on_host=True).handle
 
         def step_on_chain() -> tf.Operation:
-            return tf.raw_ops.AssignAddVariableOp(resource=self.token(rank), value=tf.constant(1, tf.int64))
+            lanes = [tokens[rank].handle for tokens in self._tokens.values() if rank in tokens]
+            with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=lane, dtype=tf.int64) for lane in lanes]):
+                return tf.raw_ops.AssignAddVariableOp(resource=self.token(rank), value=tf.constant(1, tf.int64))
 
         def note() -> tf.Operation:
             with tf.device(self._running[rank].device):

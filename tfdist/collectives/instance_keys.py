@@ -25,7 +25,7 @@ class InstanceKeys:
     TensorFlow binds a key to one operation, shape and dtype for the life of the process. Collectives of a rank run one after the
     other (on its token), and one is over only when its peers have taken what it sent, so that all collectives of one kind can
     share a key. Where each has a turn of its own (`Transport.has_own_turns`), several may be under way: there the key also says
-    the how manieth of its kind in the step it is.
+    the how manieth of its kind in the step it is. Pieces of a message that are under way at once have the numbers of their lanes.
 
     The key follows from the kind alone: a number drawn while tracing would differ between workers as soon as one of them traces
     a step once more (a last batch of another size, say).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,8 @@ class RankProgram:
         self._is_marked = False
         self._is_on_trial = False
         self._is_draft = False
+        self._lane = 0
+        self._pieces: collections.Counter[Ranks] = collections.Counter()
         self._branches: list[tf.Graph] = []
         self._trusted: list[tf.Tensor] = []
         self._attachments: dict[Callable[[RankProgram], Any], Any] = {}
@@ -133,7 +136,7 @@ class RankProgram:
         number = self.plan.add(self.rank, record)
         self.root._mark_start()
         if None not in record.shape:
-            return self.communicator.instance_keys.key(record, number if self.has_own_turns(ranks) else 0)
+            return self.communicator.instance_keys.key(record, number if self.has_own_turns(ranks) else self._lane)
         key = self.communicator.instance_keys.key(record)
         # A key is bound to one shape for the life of the process: every power of two has its own.
         if rows is None:
@@ -191,7 +194,23 @@ class RankProgram:
         With turns of their own those of one key form a chain, and no others: no two calls of a key are under way at once.
         """
         is_own = isinstance(key, int) and self.has_own_turns(ranks)
-        return self.communicator.turn(self.rank, key) if is_own else self.token()
+        return self.communicator.turn(self.rank, key) if is_own else self.communicator.token(self.rank, self._lane)
+
+    @contextlib.contextmanager
+    def in_next_lane(self, ranks: Ranks, lanes: int) -> Iterator[None]:
+        """Within it a collective of `ranks` stands on one of several chains, which the group takes in turns.
+
+        See the note on lanes in `transports.chunked`. The lane is part of its key, so that no two of one key are under way at
+        once. All members count the same in a trace, as they run the same collectives of the group.
+        """
+        before = self._lane
+        if not self.is_eager:
+            self._lane = self._pieces[ranks] % lanes
+            self._pieces[ranks] += 1
+        try:
+            yield
+        finally:
+            self._lane = before
 
     def cond(self, predicate: tf.Tensor, true_fn: Callable[[], None], false_fn: Callable[[], None] | None = None) -> None:
         """`tf.cond` whose branches may hold collectives: `predicate` must be the same on all ranks of every group in them."""

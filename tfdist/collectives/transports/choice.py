@@ -13,7 +13,7 @@ from tfdist.collectives.transports.chunked import Chunked
 from tfdist.collectives.transports.kernels import NCCL, RING, Kernels
 from tfdist.mesh import uses_physical_gpus
 
-RING_BETWEEN_WORKERS = Chunked(RING, chunk_bytes=8 * 2**20)
+RING_BETWEEN_WORKERS = Chunked(RING, chunk_bytes=2 * 2**20)
 
 
 def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_multi_worker: bool = False) -> Kernels | Chunked:
