@@ -18,8 +18,9 @@ ZERO_STAGES = {f"zero{stage}": stage for stage in range(4)}
 KERAS_KERNELS = {f"{contender}-keras": contender for contender in ("zero1", "zero2", "zero3")}  # tfdist, Keras's own kernels
 # Data parallelism in PyTorch, of benchmarks.run.
 TORCH_SINGLE, DDP, ZERO_REDUNDANCY, FSDP2 = "torch-single", "ddp", "zero-redundancy", "fsdp2"
+DDP_BF16, DDP_POWERSGD = "ddp-bf16", "ddp-powersgd"  # of benchmarks.links: DDP with a hook that sends fewer bytes
 DEEPSPEED_STAGES = {f"ds{stage}": stage for stage in (1, 2, 3)}
-TORCH_DATA = (TORCH_SINGLE, DDP, ZERO_REDUNDANCY, FSDP2, *DEEPSPEED_STAGES)
+TORCH_DATA = (TORCH_SINGLE, DDP, DDP_BF16, DDP_POWERSGD, ZERO_REDUNDANCY, FSDP2, *DEEPSPEED_STAGES)
 SINGLES = (SINGLE, TORCH_SINGLE)
 STAGES = {**ZERO_STAGES, ZERO_REDUNDANCY: 1, FSDP2: 3, **DEEPSPEED_STAGES}  # what a rank holds; others hold what stage 0 does
 
@@ -34,6 +35,7 @@ class Case:
             `tfdist.MultiWorkerShardedStrategy`). Where all devices are tensor or pipeline ranks: "tfdist" (`tfdist.parallelize`,
             `tfdist.PipelineModel`) or "torch" (PyTorch's `parallelize_module`, `torch.distributed.pipelining`, a process a rank).
             Of `benchmarks.run`, in PyTorch: "torch-single" (one process), "ddp", "zero-redundancy", "fsdp2", "ds1" to "ds3".
+            Of `benchmarks.links`, in PyTorch: "ddp-bf16" (gradients in bfloat16), "ddp-powersgd" (PowerSGD of rank 4).
         model: "mlp", a stack of square Dense layers, or "gpt", a decoder.
         devices: that share the work; a "single" contender uses the first, and makes no other logical CPUs.
         layers: Dense layers, or decoder blocks.
@@ -49,6 +51,7 @@ class Case:
             A rank of PyTorch has the GPU with the others.
         jit_compile: whether XLA compiles the step: of "single" only.
         policy: Keras's dtype policy.
+        gradients, parameters: how tfdist's ranks send them: see `tfdist.compression`, or "top_k_int4"; None: exactly.
     """
 
     contender: str
@@ -67,6 +70,8 @@ class Case:
     logical_gpus: int = 0
     jit_compile: bool = False
     policy: str = "float32"
+    gradients: str | None = None
+    parameters: str | None = None
 
     @property
     def num_ranks(self) -> int:

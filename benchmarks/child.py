@@ -34,7 +34,9 @@ VERSIONS = {"tensorflow": tf.__version__, "keras": keras.__version__, "tfdist": 
 
 
 def describe(loop: DataLoop) -> dict[str, Any]:
-    return {"parameters": sum(int(np.prod(weight.shape)) for weight in loop.model.trainable_weights), **VERSIONS}
+    plan = getattr(loop.strategy, "last_plan", None)
+    counted = {} if plan is None else {"sent_bytes": plan.sent_bytes()}
+    return {"parameters": sum(int(np.prod(weight.shape)) for weight in loop.model.trainable_weights), **counted, **VERSIONS}
 
 
 # Measurements

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 
 from benchmarks.cases import Case
 
@@ -46,6 +46,19 @@ class JobError(RuntimeError):
         self.reason = reason
 
 
+class Hosts(Protocol):
+    """Machines, real or not, on which processes of a job run.
+
+    Attributes:
+        addresses: the IP address of each.
+    """
+
+    addresses: Sequence[str]
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """Returns `command` as it is to be called to run on `host`, in the same process."""
+
+
 class Job:
     """The processes that run one case, each `python -m benchmarks.child MEASUREMENT`.
 
@@ -65,6 +78,7 @@ class Job:
         environment: variables set in the processes beside those that every one gets.
         timeout_seconds: longest wait for the answers to one request.
         program: what each process runs, before the measurement.
+        hosts: where they run, as many on each, in order; None: on this machine.
 
     Raises:
         JobError: on entering or asking, when a process dies, hangs or reports an error.
@@ -78,6 +92,7 @@ class Job:
         environment: dict[str, str],
         timeout_seconds: float,
         program: Sequence[str] = (sys.executable, "-m", "benchmarks.child"),
+        hosts: Hosts | None = None,
     ):
         self._case = case
         self._timeout_seconds = timeout_seconds
@@ -85,9 +100,15 @@ class Job:
         self._processes: list[_Process] = []
         try:
             sharers = int(environment.get(SHARERS, 1))
-            for index, own in enumerate(_torch_ranks(case) if case.is_torch else _tf_configs(case, sharers)):
+            number = case.num_processes
+            places = [None if hosts is None else index * len(hosts.addresses) // number for index in range(number)]
+            names = ["localhost" if hosts is None or host is None else hosts.addresses[host] for host in places]
+            ranks = _torch_ranks(case, names[0]) if case.is_torch else _tf_configs(case, sharers, names)
+            for index, (own, host) in enumerate(zip(ranks, places, strict=True)):
+                command = [*program, measurement]
+                command = command if hosts is None or host is None else hosts.command(host, command)
                 variables = {**(_NO_GPU if not case.logical_gpus else {}), **environment, **own}
-                self._processes.append(_Process([*program, measurement], index, variables, self._lines))
+                self._processes.append(_Process(command, index, variables, self._lines))
             self.ready = self.ask(dataclasses.asdict(case))
         except BaseException:
             self._kill()
@@ -189,11 +210,14 @@ class _Process:
         return self._stderr.read()[-_STDERR_TAIL:]
 
 
-def _tf_configs(case: Case, sharers: int) -> list[dict[str, str]]:
-    """Returns the variables that tell each process of `case` its place in the job, and its part of the GPU."""
+def _tf_configs(case: Case, sharers: int, names: Sequence[str]) -> list[dict[str, str]]:
+    """Returns the variables that tell each process of `case` its place in the job, and its part of the GPU.
+
+    `names` has the host of each.
+    """
     if not case.multi_worker or case.num_processes == 1:
         return [{}]
-    addresses = [f"localhost:{port}" for port in _free_ports(case.num_processes)]
+    addresses = [f"{name}:{port}" for name, port in zip(names, _free_ports(case.num_processes), strict=True)]
     parts = {"TFDIST_LOGICAL_GPUS": "1", SHARERS: str(sharers * case.logical_gpus)} if case.logical_gpus else {}
     return [
         {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}), **parts}
@@ -201,10 +225,10 @@ def _tf_configs(case: Case, sharers: int) -> list[dict[str, str]]:
     ]
 
 
-def _torch_ranks(case: Case) -> list[dict[str, str]]:
+def _torch_ranks(case: Case, master: str) -> list[dict[str, str]]:
     """Returns the variables that tell each process of `case` its rank, as `torchrun` sets them."""
     (port,) = _free_ports(1)
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.num_processes)}
+    shared = {"MASTER_ADDR": master, "MASTER_PORT": str(port), "WORLD_SIZE": str(case.num_processes)}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(case.num_processes)]
 
 

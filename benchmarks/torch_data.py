@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.cases import DDP, FSDP2, TORCH_SINGLE, ZERO_REDUNDANCY, Case
+from benchmarks.cases import DDP, DDP_BF16, DDP_POWERSGD, FSDP2, TORCH_SINGLE, ZERO_REDUNDANCY, Case
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, WEIGHT_DECAY, make_batch
 from benchmarks.torch_devices import device_of, wait
 from benchmarks.torch_gpt import GPT, assign_initial_weights, cross_entropy
@@ -54,9 +55,27 @@ def _single(case: Case) -> tuple[nn.Module, Any]:
     return model, torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
-def _ddp(case: Case) -> tuple[nn.Module, Any]:
-    model = DistributedDataParallel(_build_whole(case), gradient_as_bucket_view=True)
+def _ddp(case: Case, **settings: Any) -> tuple[nn.Module, Any]:
+    model = DistributedDataParallel(_build_whole(case), gradient_as_bucket_view=True, **settings)
     return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+def _ddp_bf16(case: Case) -> tuple[nn.Module, Any]:
+    model, optimizer = _ddp(case)
+    # In a function of another name: DDP refuses this one without a GPU, though gloo can send bfloat16.
+    model.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+    return model, optimizer
+
+
+def _ddp_powersgd(case: Case) -> tuple[nn.Module, Any]:
+    """Rank 4, from the third step on: the first two, which it needs to start from, are among those that warm up.
+
+    All in one bucket: of several, gloo mixes up the messages, which follow upon each other in callbacks, and ends the process.
+    """
+    model, optimizer = _ddp(case, bucket_cap_mb=10_000)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return model, optimizer
 
 
 def _zero_redundancy(case: Case) -> tuple[nn.Module, Any]:
@@ -79,7 +98,14 @@ def _fsdp2(case: Case) -> tuple[nn.Module, Any]:
     return model, torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
-BUILDERS = {TORCH_SINGLE: _single, DDP: _ddp, ZERO_REDUNDANCY: _zero_redundancy, FSDP2: _fsdp2}
+BUILDERS = {
+    TORCH_SINGLE: _single,
+    DDP: _ddp,
+    DDP_BF16: _ddp_bf16,
+    DDP_POWERSGD: _ddp_powersgd,
+    ZERO_REDUNDANCY: _zero_redundancy,
+    FSDP2: _fsdp2,
+}
 
 
 class DataLoop:

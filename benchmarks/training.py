@@ -14,10 +14,13 @@ import tfdist
 from benchmarks.cases import MIRRORED, MW_MIRRORED, SINGLE, ZERO_STAGES, Case
 from benchmarks.devices import take_devices, wait
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, WEIGHT_DECAY, initial_weight, make_batch
+from tfdist.compression import TopK
 from tfdist.mesh import worker_devices
 from tfdist.runtime import share_cores
 
 # Strategies
+
+_COMPRESSORS = {"top_k_int4": TopK(rest="int4")}  # those that have no name in tfdist
 
 
 def build_strategy(case: Case) -> tf.distribute.Strategy:
@@ -54,7 +57,9 @@ def _build_local_strategy(case: Case, devices: list[str]) -> tf.distribute.Strat
 
 
 def _settings(case: Case) -> dict[str, Any]:
-    return {"zero_stage": ZERO_STAGES[case.contender], "use_kernels": case.use_kernels}
+    compressed = {"gradient_compression": case.gradients, "parameter_compression": case.parameters}
+    compressors = {name: _COMPRESSORS.get(value, value) for name, value in compressed.items()}
+    return {"zero_stage": ZERO_STAGES[case.contender], "use_kernels": case.use_kernels, **compressors}
 
 
 # Models and data
@@ -112,6 +117,7 @@ class DataLoop:
     """
 
     def __init__(self, case: Case, strategy: tf.distribute.Strategy):
+        self.strategy = strategy
         keras.config.set_dtype_policy(case.policy)
         with strategy.scope():
             self.model = model = build_model(case)
