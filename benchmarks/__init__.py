@@ -6,6 +6,7 @@
     python -m benchmarks.tensor_parallel    tensor parallelism beside PyTorch's
     python -m benchmarks.pipeline           pipeline schedules, their speed and memory, beside PyTorch's
     python -m benchmarks.pipeline_picture   what each rank of a pipeline really did, drawn
+    python -m benchmarks.links              steps over a slow link between two hosts, compressed and not, beside PyTorch's
     python -m benchmarks.one_card           all that one GPU, split in logical ones, can show: exactness, memory, cost, overlap
 
 Ranks are logical CPUs, or with `--logical-gpus N` parts of one GPU; memory is then what their allocators count.
