@@ -1,6 +1,7 @@
 """Parameters that travel compressed at stages 1 and 2: steps, bit by bit, what resets exact shards, saving and restoring."""
 
 import functools
+import io
 
 import keras
 import numpy as np
@@ -15,10 +16,12 @@ from compressed_training import (
     build,
     decoded_weights,
     exact_values,
+    gradients_of,
     sgd,
     sharded,
 )
 from grids import exhaustive
+from keras.src.saving import saving_lib
 from training import CLASSES, FEATURES, one_device, strategy_for
 
 import tfdist
@@ -245,6 +248,47 @@ def test_what_is_assigned_counts(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_weight_that_is_assigned_under_a_tape():
+    """What follows the assignment is no part of its gradient."""
+    strategy = strategy_for(2, 2, parameter_compression="int4")
+    model = trained(strategy)
+    kernel = model.trainable_variables[0]
+    before = kernel.numpy()
+
+    def on_rank():
+        with tf.GradientTape() as tape:
+            kernel.assign(kernel * 0.5)
+            square = tf.reduce_sum(kernel * kernel)
+        return tape.gradient(square, kernel)
+
+    for gradient in strategy.experimental_local_results(tf.function(lambda: strategy.run(on_rank))()):
+        np.testing.assert_allclose(gradient.numpy(), before, rtol=1e-6)
+    np.testing.assert_array_equal(kernel.value.exact.numpy(), kernel.numpy())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_an_optimizer_that_is_built_in_the_first_step(eagerly):
+    strategy = strategy_for(2, 2, parameter_compression="int4")
+    keras.backend.clear_session()
+    with strategy.scope():
+        model, trainer = build(), adam()
+
+    def on_rank(features, labels):
+        _, grads = gradients_of(model, trainer, len(features) * 2, features, labels)
+        trainer.apply(grads, model.trainable_variables)
+
+    def step(*batch):
+        strategy.run(on_rank, args=batch)
+
+    dataset = tf.data.Dataset.from_tensor_slices(batches()[0]).batch(12)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        (step if eagerly else tf.function(step))(*batch)
+    assert_copies_are_equal(model)
+    assert lacks(model)
+
+
+@pytest.mark.exhaustive
 def test_averages_and_constraints():
     """An average is of exact weights, and where it takes their place it counts; what has a constraint travels exactly."""
     strategy = strategy_for(2, 2, parameter_compression="int4", use_kernels=False)
@@ -340,7 +384,25 @@ def test_what_is_saved_is_exact_and_training_goes_on_from_it(save, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(200)
+def test_what_is_exported_or_saved_in_memory_is_exact(tmp_path):
+    model = trained(strategy_for(2, 2, parameter_compression="int4"))
+    exact = exact_values(model)
+    model.export(tmp_path / "exported", verbose=False)
+    served = {tuple(one.shape): one.numpy() for one in tf.saved_model.load(str(tmp_path / "exported")).variables}
+    for place in KERNELS:
+        np.testing.assert_array_equal(served[exact[place].shape], exact[place])
+    assert_is_exact(model)
+    steps_of(model, 1)
+    assert lacks(model)
+    saving_lib.save_model(model, io.BytesIO())
+    assert_is_exact(model)
+    steps_of(model, 1)
+    model.save(tmp_path / "model.h5")
+    assert_is_exact(model)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
 def test_a_run_that_is_begun_again_ends_with_the_same_bits(tmp_path):
     """`BackupAndRestore` of every second step: killed in the fifth and begun again, as if nothing had happened."""
     data = tf.data.Dataset.from_tensor_slices(tuple(map(np.concatenate, zip(*batches(), strict=True)))).batch(6)

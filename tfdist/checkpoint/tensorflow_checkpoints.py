@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.checkpoint.writing_role import cluster_strategy_of, is_chief
+from tfdist.sharding.exact_shards import complete_copies
 
 # Whether this worker writes, records and removes no files: it is not the chief.
 _only_reads: contextvars.ContextVar[bool] = contextvars.ContextVar("only_reads", default=False)
@@ -58,12 +59,16 @@ def write_checkpoint(checkpoint: Any, path: str, write: Callable[[], Any]) -> An
     Raises:
         OSError: what the chief has met with; what a worker itself has met with is raised as it is.
     """
-    strategy = _strategy_of(checkpoint) if tf.executing_eagerly() else None
+    if not tf.executing_eagerly():
+        return write()
+    strategy, variables = _strategy_of(checkpoint), tf.train.TrackableView(checkpoint).descendants()
     if strategy is None:
+        complete_copies(variables)
         return write()
     failure, written = None, None
     before = _only_reads.set(not _writes_files(strategy, path))
     try:
+        complete_copies(variables)
         written = write()
     except (tf.errors.OpError, OSError) as error:  # others may wait for this worker
         failure = error

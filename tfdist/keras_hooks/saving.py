@@ -7,8 +7,6 @@ import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import tensorflow as tf
-
 from tfdist.checkpoint import (
     WritingRole,
     all_workers_inside,
@@ -39,8 +37,8 @@ def _save_model(original: Callable[..., None], model: Any, filepath: Any, *args:
     given = inspect.signature(original).bind(model, filepath, *args, **kwargs).arguments
     path, zipped = str(filepath), given.get("zipped", True)
     refused = zipped != path.endswith(".keras") or (zipped and path.startswith("hf://"))
-    if not refused:
-        complete_copies(getattr(model, "variables", ()))
+    if isinstance(filepath, io.IOBase):
+        complete_copies(model.variables)
     # An object in memory is no file: each worker fills its own. What Keras refuses, it refuses on every worker.
     if writing_role(model) is WritingRole.ALONE or isinstance(filepath, io.IOBase) or refused:
         write(filepath)
@@ -61,8 +59,6 @@ def _save_weights_only(
 
     suffixes = (".weights.h5",) if max_shard_size is None else ("weights.h5", "weights.json")
     refused = not model.built or not str(filepath).endswith(suffixes)
-    if not refused:
-        complete_copies(getattr(model, "variables", ()))
     if writing_role(model) is WritingRole.ALONE or refused:
         write(filepath)
     else:
@@ -73,7 +69,6 @@ def _save_weights_only(
 def _save_model_to_hdf5(
     original: Callable[..., None], model: Any, filepath: Any, overwrite: bool = True, include_optimizer: bool = True
 ) -> None:
-    complete_copies(getattr(model, "variables", ()))
     if writing_role(model) is WritingRole.ALONE:
         original(model, filepath, overwrite, include_optimizer)
     else:
@@ -132,8 +127,6 @@ other's."""
 
 @replaces("tensorflow.python.checkpoint.checkpoint.Checkpoint", "_write", why=_ONE_PATH)
 def _write_checkpoint(original: Callable[..., Any], self: Any, file_prefix: str, options: Any = None) -> Any:
-    if tf.executing_eagerly():
-        complete_copies(tf.train.TrackableView(self).descendants())
     return tensorflow_checkpoints.write_checkpoint(self, file_prefix, lambda: original(self, file_prefix, options))
 
 
@@ -225,11 +218,13 @@ def _export_plain(resources: list[Any], write: Callable[[], Any], is_for_all: bo
     variables = plain_variables.variables_of(resources)
     if not variables:  # of no strategy, or within another export
         return write()
-    complete_copies(variables)
     strategy = cluster_strategy_of(variables)
     if strategy is None:
+        complete_copies(variables)
         with plain_variables.plain(variables):
             return write()
     writes = is_for_all or strategy.cluster.is_chief
-    with all_workers_inside(strategy, "export"), plain_variables.plain(variables, only_read=not writes):
-        return write() if writes else None
+    with all_workers_inside(strategy, "export"):
+        complete_copies(variables)
+        with plain_variables.plain(variables, only_read=not writes):
+            return write() if writes else None

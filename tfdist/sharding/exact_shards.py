@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, compressed
 from tfdist.compression import EXACT
-from tfdist.sharding import packing
+from tfdist.sharding import packing, tape
 from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.assembly import assemble
 from tfdist.sharding.config import MeshConfig
@@ -63,7 +63,7 @@ def _take_over(copy: Any, write: Callable[[], Any]) -> Any:
     """Writes a copy, and what is then its part into the exact shard."""
     written = write()
     shard, layout, data_rank = getattr(copy, _OF_COPY)
-    with tf.device(copy.device):
+    with tf.device(copy.device), tape.stop_recording():
         part = packing.data_shard(copy.read_value(), layout, data_rank)
         # A slice shares its parent's buffer: without a copy of its own the old whole would live as long as the shard.
         shard.assign(tf.raw_ops.DeepCopy(x=part) if tf.executing_eagerly() else part, read_value=False)
