@@ -129,13 +129,30 @@ def decoded_sum(summands, decoded, size, is_whole):
     return np.concatenate(shards)[: summands[0].size].reshape(summands[0].shape)
 
 
-def assert_each_step_is(trained, decoded, size, stage, optimizer, data, accumulates=0, parameters=None, exact=None):
+def decoded_sum_of_groups(summands, decoded, group_size):
+    """Returns the sum of the ranks' `summands` where exact sums of groups travel, shard by shard, and are encoded."""
+    sums = [functools.reduce(np.add, summands[start:][:group_size]) for start in range(0, len(summands), group_size)]
+    length = -(-summands[0].size // group_size)
+    flat = [np.pad(one.ravel(), [0, group_size * length - one.size]) for one in sums]
+    shards = [
+        decoded_sum([one[place * length :][:length] for one in flat], decoded, len(sums), True) for place in range(group_size)
+    ]
+    return np.concatenate(shards)[: summands[0].size].reshape(summands[0].shape)
+
+
+def assert_each_step_is(
+    trained, decoded, size, stage, optimizer, data, accumulates=0, parameters=None, exact=None, group_size=None
+):
     """Takes every step again on one device, from the state before it, with the sums of what `size` ranks' gradients decode to.
 
     From the same state, because one that differs by rounding has numbers in it that are rounded to another code. With
     `accumulates` the ranks add up so many of their own gradients before they are encoded. `parameters` decodes what ranks compute
     with; what they update is exact. With `exact`, what the exact shards were each time, copies and exact weights differ.
+    With sharding groups of `group_size` ranks their sums are encoded, and not the ranks' own.
     """
+    whole_sum = functools.partial(decoded_sum, size=size, is_whole=stage == 0)
+    if group_size is not None:
+        whole_sum = functools.partial(decoded_sum_of_groups, group_size=group_size)
     losses, states = trained
     model, trainer = made(one_device(), optimizer)
     grads_of = tf.function(lambda x, y: gradients_of(model, trainer, len(data[0][0]), x, y), autograph=False)
@@ -161,7 +178,7 @@ def assert_each_step_is(trained, decoded, size, stage, optimizer, data, accumula
         for place, variable in enumerate(model.trainable_variables):
             summands = [functools.reduce(np.add, [step[rank][place] for step in kept[::-1]]) for rank in range(size)]
             summands = [summand / np.float32(len(kept)) for summand in summands]
-            total = decoded_sum(summands, decoded, size, stage == 0) if is_compressed(variable) else None
+            total = whole_sum(summands, decoded) if is_compressed(variable) else None
             sums.append(functools.reduce(np.add, summands) if total is None else total)
         if accumulates:  # all at once, in the last of these steps
             sums = [total * np.float32(accumulates) for total in sums]

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.mesh import MESH_AXES, Coordinate, DeviceMesh, current_mesh
+from tfdist.mesh import DATA_AXES, MESH_AXES, Coordinate, DeviceMesh, current_mesh
 from tfdist.mesh.device_mesh import canonical
 
 SHAPES = list(itertools.product((1, 2, 3), (1, 2, 4), (1, 2, 3)))
@@ -50,6 +50,50 @@ def test_the_documented_example():
     assert mesh.groups("data") == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert mesh.groups("pipe") == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert mesh.coordinate(5) == Coordinate(data=1, pipe=0, tensor=1)
+
+
+@pytest.mark.parametrize(("data", "pipe", "tensor", "group_size"), [(4, 1, 1, 2), (8, 1, 2, 4), (6, 2, 1, 3), (4, 1, 1, 1)])
+def test_sharding_groups_divide_the_data_axis(data, pipe, tensor, group_size):
+    """A data group is a grid of its own, with its sharding groups one after the other."""
+    mesh = DeviceMesh(tuple(f"CPU:{index}" for index in range(data * pipe * tensor)), pipe, tensor, group_size)
+    assert mesh.is_hybrid and [mesh.size(axis) for axis in DATA_AXES] == [data // group_size, group_size]
+    for along_data in mesh.groups("data"):
+        grid = [along_data[start : start + group_size] for start in range(0, data, group_size)]
+        assert [group for group in mesh.groups("shard") if group[0] in along_data] == grid
+        assert [group for group in mesh.groups("replicate") if group[0] in along_data] == list(zip(*grid, strict=True))
+        assert [mesh.shard_rank(mesh.coordinate(rank)) for rank in along_data] == list(range(group_size)) * (data // group_size)
+
+
+def test_as_a_rule_a_sharding_group_has_all_data_ranks():
+    for mesh in (mesh_of((3, 2, 1)), DeviceMesh(("CPU:0", "CPU:1"), sharding_group_size=2)):
+        assert mesh.groups("shard") == mesh.groups("data") and not mesh.is_hybrid
+        assert mesh.groups("replicate") == [(rank,) for rank in range(mesh.world_size)]
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+def test_the_size_of_a_sharding_group_is_checked(size):
+    with pytest.raises(ValueError, match="`sharding_group_size` must be a positive integer") as error:
+        DeviceMesh(("CPU:0", "CPU:1"), sharding_group_size=size)
+    assert f"Received: sharding_group_size={size!r}" in str(error.value)
+
+
+def test_a_sharding_group_divides_the_data_ranks():
+    with pytest.raises(ValueError, match="must divide the number of data ranks, 4") as error:
+        DeviceMesh(tuple(f"CPU:{index}" for index in range(8)), tensor_parallel_size=2, sharding_group_size=3)
+    assert "Received: sharding_group_size=3" in str(error.value) and "Sizes that work: 1, 2, 4." in str(error.value)
+
+
+def test_a_sharding_group_is_within_a_host_or_has_whole_hosts():
+    devices = tuple(f"CPU:{index}" for index in range(12))
+    hosts = tuple(rank // 3 for rank in range(12))
+    for works in (1, 3, 6, 12):
+        mesh = DeviceMesh(devices, sharding_group_size=works, hosts=hosts)
+        assert [mesh.spans_hosts(group) for group in mesh.groups("shard")] == [works > 3] * (12 // works)
+    for split in (2, 4):
+        with pytest.raises(ValueError, match="within a host, or have all data ranks of its hosts") as error:
+            DeviceMesh(devices, sharding_group_size=split, hosts=hosts)
+        assert f"sharding_group_size={split}" in str(error.value) and "`ranks_per_host`" in str(error.value)
+    DeviceMesh(devices, sharding_group_size=4)  # of one host
 
 
 def test_devices_may_be_a_list():

@@ -11,22 +11,23 @@ from tfdist.sharding import Layout, Own, Partial, Replicate, Shard
 
 SHAPES = [(), (1,), (5,), (7, 15), (33, 65), (2, 3, 5), (0,), (4, 0), (0, 6, 2)]
 MESHES = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (1, 1, 2), (1, 3, 1), (2, 1, 2), (4, 1, 2), (3, 2, 2), (8, 1, 1)]
+HYBRID = [(4, 1, 1, 2), (4, 1, 2, 2), (6, 2, 1, 3), (2, 1, 1, 1)]  # and the size of a sharding group
 
 
 def mesh_of(shape):
-    data, pipe, tensor = shape
+    data, pipe, tensor, *group = shape
     devices = tuple(f"CPU:{index}" for index in range(data * pipe * tensor))
-    return DeviceMesh(devices, pipeline_parallel_size=pipe, tensor_parallel_size=tensor)
+    return DeviceMesh(devices, pipe, tensor, *group)
 
 
 def layouts():
     """Every shape on every mesh, with every cut that divides, whole and flat over data, with and without an owner."""
-    for shape, mesh_shape in itertools.product(SHAPES, MESHES):
+    for shape, mesh_shape in itertools.product(SHAPES, [*MESHES, *HYBRID]):
         mesh = mesh_of(mesh_shape)
         cuts = [Shard(axis) for axis, size in enumerate(shape) if size % mesh.tensor_parallel_size == 0]
         pipe = range(mesh.pipeline_parallel_size)
         owners = [None, *((rank,) for rank in pipe), (pipe[0], pipe[-1])] if len(pipe) > 1 else [None]
-        placements = [Replicate(), Shard(), Own(mesh.data_parallel_size - 1)]
+        placements = [Replicate(), Shard(), Own(mesh.num_shards - 1)]
         for tensor, data, owner in itertools.product([Replicate(), *cuts], placements, owners):
             yield Layout(shape, mesh, tensor=tensor, data=data, pipe_owners=owner)
 
@@ -37,7 +38,7 @@ ALL = list(layouts())
 def name(layout):
     tensor = layout.tensor.axis if isinstance(layout.tensor, Shard) else "-"
     flat = "flat" if layout.is_data_sharded else f"whole {layout.data}"
-    return f"{layout.shape} on {layout.mesh.shape} axis {tensor} {flat} owner {layout.pipe_owners}"
+    return f"{layout.shape} on {layout.mesh.shape} in {layout.num_shards} axis {tensor} {flat} owner {layout.pipe_owners}"
 
 
 def numbered(shape, dtype=np.float64):
@@ -66,9 +67,9 @@ def test_unshard_inverts_shard():
 
 
 def test_exact_sizes():
-    """Over the data axis the shards hold the local elements and less than N elements of padding, which are zero."""
+    """Within a sharding group the shards hold the local elements and less than N elements of padding, which are zero."""
     for layout in ALL:
-        n = layout.mesh.data_parallel_size
+        n = layout.mesh.num_shards
         parts = layout.mesh.tensor_parallel_size if isinstance(layout.tensor, Shard) else 1
         assert layout.num_elements == math.prod(layout.shape)
         assert layout.local_elements * parts == layout.num_elements, name(layout)
@@ -78,7 +79,7 @@ def test_exact_sizes():
         components = components_of(layout, numbered(layout.shape))
         if layout.is_data_sharded:
             owners = layout.mesh.pipeline_parallel_size if layout.pipe_owners is None else len(layout.pipe_owners)
-            copies = owners * layout.mesh.tensor_parallel_size // parts
+            copies = owners * layout.mesh.tensor_parallel_size // parts * (layout.mesh.data_parallel_size // n)
             stored = sum(component.size for component in components.values())
             assert stored == copies * (layout.num_elements + parts * layout.padding), name(layout)
             zeros = sum(int(np.sum(component == 0)) for component in components.values())
@@ -92,6 +93,7 @@ def test_flat_ranges_partition_the_local_tensor():
         for pipe, tensor in itertools.product(*map(range, layout.mesh.shape[1:])):
             stop = 0
             for data in range(layout.mesh.data_parallel_size):
+                stop = 0 if data % layout.num_shards == 0 else stop
                 start, end = layout.flat_range(Coordinate(data, pipe, tensor))
                 assert start == stop, name(layout)
                 assert 0 <= end - start <= layout.shard_elements
@@ -226,3 +228,16 @@ def test_holders():
     layout = Layout((6,), mesh, data=Own(1), pipe_owners=(0,))
     assert [layout.holders(axis) for axis in MESH_AXES] == [(1,), (0,), None]
     assert [Layout((6,), mesh, data=Shard()).holders(axis) for axis in MESH_AXES] == [None] * 3
+    assert Layout((6,), mesh_of((6, 1, 1, 3)), data=Own(1)).holders("data") == (1, 4)
+
+
+def test_sharding_groups_have_copies():
+    mesh = mesh_of((4, 1, 1, 2))
+    layout = Layout((5,), mesh, data=Shard())
+    shards = [layout.shard(numbered((5,)), coordinate).tolist() for coordinate in mesh.coordinates()]
+    assert shards == [[1, 2, 3], [4, 5, 0]] * 2
+    assert [layout.counts_along("data", coordinate) for coordinate in mesh.coordinates()] == [True, True, False, False]
+    owned = Layout((5,), mesh, data=Own(1))
+    assert [owned.stores(coordinate) for coordinate in mesh.coordinates()] == [False, True] * 2
+    with pytest.raises(ValueError, match=r"owned by a rank in \[0, 2\)"):
+        Layout((5,), mesh, data=Own(2))

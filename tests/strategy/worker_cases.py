@@ -48,6 +48,19 @@ def train_grid(loops: dict[int, list[str]]) -> dict[tuple[int, str], Any]:
     return found
 
 
+def train_in_groups(loops: dict[int, list[str]], settings: dict[str, Any]) -> dict[tuple[int, str], Any]:
+    """As `train_grid`, with `settings` of sharding groups; and what the first local rank sends, and that between hosts."""
+    found = {}
+    for stage, names in loops.items():
+        for name in names:
+            strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage, **settings)
+            numbers = as_numbers(getattr(training, name)(strategy, training.small, adam))
+            plan = strategy.last_plan
+            found[stage, name] = numbers, plan.sent_bytes(), plan.sent_bytes(between_hosts=True)
+            gc.freeze()  # as after every test: see conftest.py
+    return found
+
+
 def normalise(strategy: Any) -> dict[str, Any]:
     """Trains with BatchNormalization, synchronized and not, on batches of 9 and 1: ranks with fewer rows, or none."""
     x, y = training.vectors(37)

@@ -12,7 +12,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.collectives.instance_keys import InstanceKeys
 from tfdist.collectives.plan import CollectivePlan, Ranks
-from tfdist.mesh import MESH_AXES, DeviceMesh
+from tfdist.mesh import DATA_AXES, MESH_AXES, DeviceMesh
 
 if TYPE_CHECKING:
     from tfdist.collectives.transports.chunked import Chunked
@@ -51,7 +51,7 @@ class Communicator:
         self.programs: list[CollectivePlan] = []  # what was traced; only kept where other workers take part
         self.instance_keys = InstanceKeys()
         self._first_key = next(self._next_key_range)
-        groups = [group for mesh_axis in MESH_AXES for group in mesh.groups(mesh_axis)]
+        groups = [group for mesh_axis in (*MESH_AXES, *DATA_AXES) for group in mesh.groups(mesh_axis)]
         groups.append(self.first_ranks)
         self._group_numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         self._tokens: dict[int, dict[int, tf.Variable]] = {}  # by lane and rank
@@ -132,7 +132,7 @@ class Communicator:
 
     def new_plan(self, name: str = "") -> CollectivePlan:
         """Returns the plan of a new trace; `name` is that of the program, if it has the same on all workers that run it."""
-        plan = CollectivePlan(self.mesh.world_size, self.local_ranks)
+        plan = CollectivePlan(self.mesh.world_size, self.local_ranks, self.mesh.hosts)
         plan.name = name
         if self.is_multi_worker:
             self.programs.append(plan)

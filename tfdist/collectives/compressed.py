@@ -58,15 +58,28 @@ def all_gather(
     return [compressor.decode(_words(one), part.shape[0]) for one, part, compressor in zip(rows, parts, compressors, strict=True)]
 
 
-def check_it_pays(communicator: Communicator, compressor: Compressor, setting: dict[str, Any] | None = None) -> None:
-    """Raises NotImplementedError where a data group has no all-to-all, and gathering words would send more than exact sums do.
+def all_reduce(
+    program: RankProgram, parts: Sequence[tf.Tensor], compressors: Sequence[Compressor], ranks: Ranks, label: str
+) -> list[tf.Tensor]:
+    """Sums vectors (L,) of float32 over `ranks` in two messages: each member sums its part of all, and all gather the sums."""
+    size = len(ranks)
+    padded = [tf.pad(part, [[0, -part.shape[0] % size]]) for part in parts]
+    rows = [tf.reshape(part, [size, part.shape[0] // size]) for part in padded]
+    sums = reduce_scatter(program, rows, compressors, ranks, f"{label}/scatter")
+    gathered = all_gather(program, sums, compressors, ranks, f"{label}/gather")
+    return [tf.reshape(whole, [-1])[: part.shape[0]] for whole, part in zip(gathered, parts, strict=True)]
 
-    `setting` is what the user has given, by the argument's name. Of n numbers each of N ranks then sends (N-1) b(n) bytes, where
-    exact ones are 4 n (N-1)/N.
+
+def check_it_pays(communicator: Communicator, compressor: Compressor, setting: dict[str, Any] | None = None) -> None:
+    """Raises NotImplementedError where a group has no all-to-all, and gathering words would send more than exact sums do.
+
+    The groups are those whose sums are compressed. `setting` is what the user has given, by the argument's name. Of n numbers
+    each of N ranks then sends (N-1) b(n) bytes, where exact ones are 4 n (N-1)/N.
     """
     setting = {"gradient_compression": compressor} if setting is None else setting
     numbers = 2**20
-    for ranks in communicator.mesh.groups("data"):
+    mesh = communicator.mesh
+    for ranks in mesh.groups("replicate" if mesh.is_hybrid else "data"):
         size = len(ranks)
         if size == 1 or communicator.transport_of(ranks).exchanges(communicator, ranks):
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -89,6 +89,7 @@ class CollectivePlan:
     Args:
         world_size: number of ranks.
         local_ranks: the ranks that this process traces; None: all of them.
+        hosts: the number of each rank's host; empty: all are on one.
 
     Attributes:
         records: the collectives of each rank.
@@ -99,7 +100,8 @@ class CollectivePlan:
         parameters: where parameters are compressed, by which compressor each travels, per rank and by name.
     """
 
-    def __init__(self, world_size: int, local_ranks: Iterable[int] | None = None):
+    def __init__(self, world_size: int, local_ranks: Iterable[int] | None = None, hosts: Sequence[int] = ()):
+        self.hosts = tuple(hosts) or (0,) * world_size
         self.local_ranks = tuple(range(world_size) if local_ranks is None else local_ranks)
         self.records: list[list[CollectiveRecord]] = [[] for _ in range(world_size)]
         self.notes: list[str] = []
@@ -193,7 +195,14 @@ class CollectivePlan:
         rank = self.local_ranks[0] if rank is None else rank
         return dict(collections.Counter(record.op for record in self.records[rank]))
 
-    def sent_bytes(self, rank: int | None = None) -> float:
-        """Returns the bytes that `rank`, a local one (None: the first), sends in a step; receiving is not sending."""
+    def sent_bytes(self, rank: int | None = None, *, between_hosts: bool = False) -> float:
+        """Returns the bytes that `rank`, a local one (None: the first), sends in a step; receiving is not sending.
+
+        With `between_hosts` those of groups whose members are on several hosts only: what a rank sends to another host, of a ring
+        over all of them a rank whose neighbour is on another host. Where no host is known to be another one they are 0.
+        """
         rank = self.local_ranks[0] if rank is None else rank
-        return sum(record.sent_bytes for record in self.records[rank] if record.is_summed or record.source in (None, rank))
+        sent = [record for record in self.records[rank] if record.is_summed or record.source in (None, rank)]
+        if between_hosts:
+            sent = [record for record in sent if len({self.hosts[member] for member in record.ranks}) > 1]
+        return sum(record.sent_bytes for record in sent)

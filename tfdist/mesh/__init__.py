@@ -1,6 +1,6 @@
 """Level 2: which devices there are, and how they form a mesh."""
 
-from tfdist.mesh.device_mesh import MESH_AXES, Coordinate, DeviceMesh, current_mesh
+from tfdist.mesh.device_mesh import DATA_AXES, MESH_AXES, Coordinate, DeviceMesh, current_mesh
 from tfdist.mesh.devices import (
     are_cpus,
     default_devices,
@@ -13,6 +13,7 @@ from tfdist.mesh.devices import (
 from tfdist.mesh.logical_gpus import use_logical_gpus
 
 __all__ = [
+    "DATA_AXES",
     "MESH_AXES",
     "Coordinate",
     "DeviceMesh",

@@ -29,7 +29,7 @@ def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: Me
     if not isinstance(config.placements.optimizer_state, Shard):
         # Ranks that hold a variable whole may step on it; what is sharded over the tensor axis needs an owner to be whole.
         variables = [v for v in variables if variable_of(v).layout.is_tensor_sharded]
-    assign_owners(optimizer, variables, config.mesh.data_parallel_size)
+    assign_owners(optimizer, variables, config.mesh.num_shards)
 
 
 def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], bool]) -> Any:

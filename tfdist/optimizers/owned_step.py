@@ -57,7 +57,7 @@ def publish(
         for slot in slots_of(optimizer, target.variable)
         if slot.dtype.is_floating and slot.layout.data_owner is None
     ]
-    ranks, tensors = program.group_ranks("data"), [*weights, *(slot.read_value() for slot in kept)]
+    ranks, tensors = program.group_ranks("shard"), [*weights, *(slot.read_value() for slot in kept)]
     values = broadcast_together(tensors, ranks, ranks[owner], f"broadcast/owned_{bucket}", program)
     for target, weight in zip(targets, values, strict=False):
         target.store_global(weight)

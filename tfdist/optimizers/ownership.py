@@ -1,7 +1,7 @@
 """Whole-variable ownership: for optimizers that look at a whole tensor (Adafactor, Lamb, Muon, and all that are unknown).
 
 Flat shards would change what such an optimizer computes. So each variable's slots live whole on one data rank, its owner, which
-alone takes the step and then sends the result to the others:
+alone takes the step and then sends the result to the others of its sharding group:
 
     variables      a (6)   b (5)   c (4)   d (1)         owners, balanced by bytes:  a -> 0   b -> 1   c -> 1   d -> 0
     rank 0         slots of a and d
@@ -34,13 +34,16 @@ def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def assign_owners(optimizer: Any, variables: Sequence[Any], num_ranks: int) -> None:
-    """Gives each of `variables` an owner among the data ranks: from now on slots that `optimizer` makes for it live there."""
+    """Gives each of `variables` an owner among the `num_ranks` of a group: slots that `optimizer` makes for it live there."""
     sizes = [math.prod(variable.shape) * variable_of(variable).dtype.size for variable in variables]
     owners = balanced_owners(sizes, num_ranks)
     _owners[optimizer] = {variable_of(variable)._unique_id: owner for variable, owner in zip(variables, owners, strict=True)}
 
 
 def owner_of(optimizer: Any, variable: Any) -> int | None:
-    """Returns the data rank that owns `variable`'s slots in `optimizer`, any object or None; None: nobody owns them whole."""
+    """Returns the place in its sharding group of the rank that owns `variable`'s slots in `optimizer`, any object or None.
+
+    None: nobody owns them whole.
+    """
     owners = {} if optimizer is None else _owners.get(optimizer, {})
     return owners.get(variable_of(variable)._unique_id)

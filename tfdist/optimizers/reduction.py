@@ -6,7 +6,8 @@ What happens to a gradient follows from the placements of its variable:
     state sharded (stages 1, 2)      reduce-scatter in buckets: a flat shard
     nothing sharded (stage 0)        all-reduce in buckets: the whole gradient
 
-With `gradient_compression` both travel as `collectives.compressed` says.
+With several sharding groups sums are taken in two levels (`sharding.shard_messages`), at stage 0 too. With
+`gradient_compression` gradients travel as `collectives.compressed` says.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from tfdist.optimizers.target import Target
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
 from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_weight import weighted
-from tfdist.sharding.shard_messages import all_reduce_sums, gather_shards_in_buckets, note_compressors, scatter_sums
+from tfdist.sharding.shard_messages import (
+    all_reduce_sums,
+    gather_shards_in_buckets,
+    note_compressors,
+    scatter_sums,
+    wide_dtype,
+)
 
 
 class KnownReductions:
@@ -112,7 +119,7 @@ def summand(grad: Any, target: Target, weight: tf.Tensor | None) -> tf.Tensor:
 
 def summand_of_sum(total: tf.Tensor, target: Target) -> tf.Tensor:
     """Returns what this rank adds, so that the ranks' summands make the whole sum of which it has `total`: all, or its shard."""
-    data_rank, size = target.program.mesh.coordinate(target.program.rank).data, target.layout.mesh.data_parallel_size
+    data_rank, size = target.program.mesh.coordinate(target.program.rank).data, target.layout.num_shards
     if not target.state_layout.is_data_sharded:
         return total if data_rank == 0 else tf.zeros_like(total)
     rows = [total if rank == data_rank else tf.zeros_like(total) for rank in range(size)]
@@ -121,7 +128,8 @@ def summand_of_sum(total: tf.Tensor, target: Target) -> tf.Tensor:
 
 def agreed(grads: Sequence[tf.Tensor], targets: Sequence[Target], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:
     """Returns whole `grads`, each shard as the data rank of that number has it: they may have come from random numbers."""
-    layouts = [dataclasses.replace(target.layout, data=Shard()) for target in targets]
+    mesh = dataclasses.replace(config.mesh, sharding_group_size=None)  # all ranks are to have the same
+    layouts = [dataclasses.replace(target.layout, mesh=mesh, data=Shard()) for target in targets]
     data_rank = program.mesh.coordinate(program.rank).data
     shards = [packing.data_shard(grad, layout, data_rank) for grad, layout in zip(grads, layouts, strict=True)]
     gathered = dict(gather_shards_in_buckets(program, shards, layouts, config.bucket_bytes, "all_gather/changed_gradient"))
@@ -175,10 +183,10 @@ def reduce_bucket(
     note_compressors(program, [target.variable for target in targets], config)
     if layouts[0].is_data_sharded:
         return scatter_sums(program, grads, layouts, f"reduce_scatter/{label}", config, dtype, weight)
-    if config.compresses:
+    if config.compresses or config.mesh.is_hybrid:
         return all_reduce_sums(program, grads, layouts, f"all_reduce/{label}", config, dtype, weight)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
-    wide = config.travel_dtype(tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype)
+    wide = config.travel_dtype(wide_dtype(dtype))
     flat = weighted(tf.cast(packing.side_by_side(grads, program.constant), wide), weight)
     reduced = tf.cast(group_ops.all_reduce(program, flat, program.group_ranks("data"), "sum", f"all_reduce/{label}"), dtype)
     return packing.apart(reduced, [grad.shape for grad in grads], program.constant)

@@ -210,7 +210,7 @@ class _Step:
                     self._replace(members, wholes)
                     self._updated.update(zip(members, weights, strict=True))
                 case plan.UpdateWhole(owner):
-                    if program.mesh.coordinate(program.rank).data == owner:
+                    if program.mesh.shard_rank(program.mesh.coordinate(program.rank)) == owner:
                         for place, target, grad in zip(members, targets, grads, strict=True):
                             stepped = owned_step.update_owned(optimizer, target, self._updated[place], grad, self._learning_rate)
                             self._updated[place] = stepped
@@ -296,7 +296,7 @@ class _Step:
             "average": optimizer.use_ema,
             "constrain": any(getattr(variable, "constraint", None) for variable in self._variables),
             "publish slots": config.mesh.splits_layers,
-            "check drift": config.check_drift_every and config.mesh.tensor_parallel_size > 1,
+            "check drift": config.check_drift_every and (config.mesh.tensor_parallel_size > 1 or config.mesh.is_hybrid),
         }
         return gradients, dataclasses.replace(
             settings,

@@ -145,7 +145,7 @@ def _gradient_bytes(value: tf.Variable, index: int) -> int:
     layout = value.layout
     if not layout.stores(config.mesh.coordinate(index)):
         return 0
-    is_sharded = config.placements.fraction("gradient", config.mesh.data_parallel_size) < 1
+    is_sharded = config.placements.fraction("gradient", config.mesh.num_shards) < 1
     return (layout.shard_elements if is_sharded else layout.local_elements) * value.dtype.size
 
 
@@ -163,7 +163,8 @@ def _describe(model: keras.Model) -> str:
     if config is not None:
         sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
         above_one = [f"{name}={size}" for name, size in sizes.items() if size > 1]
-        settings = ", ".join([f"zero_stage={config.zero_stage}", *above_one])
+        groups = [f"sharding_group_size={config.mesh.num_shards}"] if config.mesh.is_hybrid else []
+        settings = ", ".join([f"zero_stage={config.zero_stage}", *groups, *above_one])
         return f"{type(strategy).__name__}, {settings}, {config.mesh.world_size} devices"
     if len(_devices(model)) > 1:
         return f"{type(strategy).__name__}, {strategy.num_replicas_in_sync} devices"

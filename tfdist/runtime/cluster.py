@@ -67,6 +67,12 @@ class Cluster:
         """How many workers' addresses name the same host as this one's."""
         return sum(task.host == self.task.host for task in self.tasks)
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each worker's host: those have one number whose addresses name the same."""
+        names = list(dict.fromkeys(task.host for task in self.tasks))
+        return tuple(names.index(task.host) for task in self.tasks)
+
     def tf_config(self) -> str:
         """Returns the TF_CONFIG of this worker, which `read_cluster` reads."""
         addresses: dict[str, list[str]] = {}

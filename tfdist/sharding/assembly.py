@@ -50,7 +50,7 @@ def _join(variable: Any) -> tf.Tensor:
     pieces = []
     with tf.device(variable.values[0].device):
         for tensor in range(mesh.tensor_parallel_size if layout.is_tensor_sharded else 1):
-            holders = range(mesh.data_parallel_size) if layout.is_data_sharded else [layout.data_owner or 0]
+            holders = range(layout.num_shards) if layout.is_data_sharded else [layout.data_owner or 0]
             ranks = [mesh.rank(Coordinate(data, pipe, tensor)) for data in holders]
             shards = [variable.component(rank).read_value() for rank in ranks]
             # Only what is needed: a model that is called eagerly after a step puts all of its weights together.
@@ -64,7 +64,7 @@ def _join(variable: Any) -> tf.Tensor:
 
 def _gather_whole(layout: Layout, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
     """Returns the full value from this rank's part, over all three axes."""
-    ranks = program.group_ranks("data")
+    ranks = program.group_ranks("shard")
     owners = layout.pipe_owners
     if owners is None or program.mesh.coordinate(program.rank).pipe in owners:
         if layout.data_owner is not None:

@@ -25,6 +25,7 @@ from tfdist.sharding.zero import ZeroPlacements, placements_of
 _Check = Callable[[str, Any], Any]
 # Vectors, and variables below it, are not compressed: among larger neighbours they would lose more than others.
 _COMPRESSED_ELEMENTS = 4096
+_SIZES = ("pipeline_parallel_size", "tensor_parallel_size", "sharding_group_size")  # of the mesh
 # The line of a docstring in whose place `with_settings_listed` puts the settings.
 _LIST = "...: the settings"
 
@@ -42,6 +43,15 @@ def _zero_stage(name: str, value: Any) -> int:
 def _at_least(least: int, fix: str = "") -> _Check:
     def check(name: str, value: Any) -> int:
         errors.check_integer(name, value, least, fix=fix)
+        return value
+
+    return check
+
+
+def _at_least_one_or_none(fix: str) -> _Check:
+    def check(name: str, value: Any) -> int | None:
+        if value is not None:
+            errors.check_integer(name, value, 1, fix=fix)
         return value
 
     return check
@@ -114,6 +124,20 @@ class ShardingConfig:
         1,
         _at_least(1, fix="1 turns it off."),
         "how many ranks share the layers of a `tfdist.PipelineModel`, which the model to train must then be.",
+    )
+    sharding_group_size: int | None = _setting(
+        None,
+        _at_least_one_or_none("None shards over all data ranks."),
+        "hybrid sharding: over how many consecutive data ranks, such as those of a host, is sharded what the stage shards; each "
+        "such group has a copy. Parameters are then gathered within a group only, and gradients are summed within it first: "
+        "groups send each other a rank's shard of them, compressed where `gradient_compression` says so. It must divide the "
+        "number of data ranks, and be within a host or made of whole hosts. None: over all data ranks.",
+    )
+    ranks_per_host: int | None = _setting(
+        None,
+        _at_least_one_or_none("None finds the hosts."),
+        "how many consecutive ranks, one for each device, share a host: `last_plan` tells apart what travels between hosts. "
+        "None: in one process all ranks do; over several workers those whose addresses in TF_CONFIG name the same host.",
     )
     bucket_bytes: int = _setting(8 * 2**20, _at_least(1), "stages 0-2: gradients travel in messages of about this many bytes.")
     group_bytes: int = _setting(
@@ -248,10 +272,21 @@ class MeshConfig(ShardingConfig):
     mesh: DeviceMesh
 
     @classmethod
-    def over(cls, devices: Sequence[str], config: ShardingConfig) -> MeshConfig:
-        """Returns the settings `config` on the mesh of `devices`. Raises ValueError when its sizes do not divide their number."""
-        sizes = {name: getattr(config, name) for name in ("pipeline_parallel_size", "tensor_parallel_size")}
-        return cls(mesh=DeviceMesh(tuple(devices), **sizes), **config.settings())
+    def over(cls, devices: Sequence[str], config: ShardingConfig, hosts: Sequence[int] = ()) -> MeshConfig:
+        """Returns the settings `config` on the mesh of `devices`. Raises ValueError when its sizes do not divide their number.
+
+        `hosts` has the number of each one's host, unless `config` says which are on one; empty: all are.
+        """
+        sizes = {name: getattr(config, name) for name in _SIZES}
+        if (each := config.ranks_per_host) is not None:
+            if len(devices) % each:
+                raise errors.value_error(
+                    f"`ranks_per_host` must divide the number of devices, {len(devices)}.",
+                    ranks_per_host=each,
+                    fix="Leave it out where hosts have different numbers of devices: over several workers they are found.",
+                )
+            hosts = [rank // each for rank in range(len(devices))]
+        return cls(mesh=DeviceMesh(tuple(devices), hosts=tuple(hosts), **sizes), **config.settings())
 
     @property
     def placements(self) -> ZeroPlacements:
@@ -286,7 +321,7 @@ class MeshConfig(ShardingConfig):
     def parameter_compressor_of(self, layout: Layout) -> Compressor | None:
         """Returns how a parameter of `layout` travels; None: nothing is compressed."""
         compressor = compressor_of("parameter_compression", self.parameter_compression)
-        if compressor is None or self.mesh.data_parallel_size == 1:
+        if compressor is None or self.mesh.num_shards == 1:
             return None
         return EXACT if _is_small(layout) else compressor
 

@@ -85,7 +85,7 @@ def complete_copies(variables: Iterable[Any]) -> None:
 def gather_differences(
     program: RankProgram, shards: Sequence[tf.Tensor], variables: Sequence[Any], label: str, config: MeshConfig
 ) -> list[Any]:
-    """Brings this rank's copies of `variables` up to what the data ranks' `shards`, (L,) each, of them are. One message.
+    """Brings this rank's copies of `variables` up to what the sharding group's `shards`, (L,) each, of them are. One message.
 
     Variables without exact shards get what the shards are. Returns the operations that write the copies; None where run eagerly.
     """
@@ -100,7 +100,7 @@ def gather_differences(
             copy = variable.values[program.local_index].value()
             part -= tf.cast(packing.data_shard(copy, layout, data_rank, program.constant), tf.float32)
         parts.append(part)
-    gathered = compressed.all_gather(program, parts, compressors, program.group_ranks("data"), label)
+    gathered = compressed.all_gather(program, parts, compressors, program.group_ranks("shard"), label)
     for variable, whole in zip(variables, packing.fulls_of(gathered, layouts, program.constant), strict=True):
         copy = variable.values[program.local_index]
         if variable.exact is None:

@@ -29,8 +29,8 @@ class Layout:
     """Maps a variable of a global shape to the components that the ranks store.
 
     Two ways to shard combine: first a tensor axis over the mesh's `tensor` axis (column, row or vocabulary parallel), then
-    what is left, flattened and padded, over `data` (ZeRO). `pipe_owners` says which pipe ranks (coordinates of the axis
-    "pipe") store the variable at all.
+    what is left, flattened and padded, over `data` (ZeRO), within each sharding group of the mesh. `pipe_owners` says which pipe
+    ranks (coordinates of the axis "pipe") store the variable at all.
 
     Args:
         shape: the global shape.
@@ -57,8 +57,8 @@ class Layout:
         if not isinstance(self.data, Replicate | Shard | Own | Partial):
             expected = "`data` must be `Replicate()`, `Shard()`, `Own(rank)` or `Partial()`."
             raise errors.value_error(expected, data=self.data)
-        if isinstance(self.data, Own) and not 0 <= self.data.rank < self.mesh.data_parallel_size:
-            raise errors.value_error(f"`data` must be owned by a rank in [0, {self.mesh.data_parallel_size}).", data=self.data)
+        if isinstance(self.data, Own) and not 0 <= self.data.rank < self.mesh.num_shards:
+            raise errors.value_error(f"`data` must be owned by a rank in [0, {self.mesh.num_shards}).", data=self.data)
         if self.is_tensor_sharded:
             axis, parts = self.tensor.axis, self.mesh.tensor_parallel_size
             if axis is None or not 0 <= axis < len(self.shape):
@@ -116,14 +116,19 @@ class Layout:
         return math.prod(self.local_shape)
 
     @property
+    def num_shards(self) -> int:
+        """How many flat data shards there are of what is sharded: of each a copy in every sharding group."""
+        return self.mesh.num_shards
+
+    @property
     def shard_elements(self) -> int:
-        """Elements of one flat data shard, padding included: ceil(local elements / data size)."""
-        return -(-self.local_elements // self.mesh.data_parallel_size)
+        """Elements of one flat data shard, padding included: ceil(local elements / number of shards)."""
+        return -(-self.local_elements // self.num_shards)
 
     @property
     def padding(self) -> int:
-        """Elements of padding over all data shards together; less than the data size."""
-        return self.shard_elements * self.mesh.data_parallel_size - self.local_elements
+        """Elements of padding over all data shards together; less than their number."""
+        return self.shard_elements * self.num_shards - self.local_elements
 
     @property
     def component_shape(self) -> tuple[int, ...]:
@@ -132,26 +137,29 @@ class Layout:
 
     @property
     def data_owner(self) -> int | None:
-        """The data rank that stores all of it; None: every data rank stores a part or a copy."""
+        """The place in its sharding group of the rank that stores all of it; None: every rank stores a part or a copy."""
         return self.data.rank if isinstance(self.data, Own) else None
 
     def stores(self, coordinate: Coordinate) -> bool:
         """Whether the rank at `coordinate` stores a part of the variable."""
         is_stage = self.pipe_owners is None or coordinate.pipe in self.pipe_owners
-        return is_stage and self.data_owner in (None, coordinate.data)
+        return is_stage and self.data_owner in (None, self.mesh.shard_rank(coordinate))
 
     def counts_along(self, mesh_axis: str, coordinate: Coordinate) -> bool:
         """Whether what the rank at `coordinate` stores counts in a sum over the ranks along `mesh_axis`: of copies the first."""
         if mesh_axis == "pipe":
             return coordinate.pipe == self.first_pipe
-        is_sharded = self.is_data_sharded if mesh_axis == "data" else self.is_tensor_sharded
-        return is_sharded or coordinate.along(mesh_axis) == 0
+        if mesh_axis == "data":
+            return coordinate.data < (self.num_shards if self.is_data_sharded else 1)
+        return self.is_tensor_sharded or coordinate.tensor == 0
 
     def holders(self, mesh_axis: str) -> tuple[int, ...] | None:
         """Returns the places along `mesh_axis` of the only ranks that store a part of the variable; None: all do."""
         if mesh_axis == "pipe":
             return self.pipe_owners
-        return (self.data.rank,) if mesh_axis == "data" and isinstance(self.data, Own) else None
+        if mesh_axis == "data" and isinstance(self.data, Own):
+            return tuple(range(self.data.rank, self.mesh.data_parallel_size, self.num_shards))
+        return None
 
     @property
     def first_pipe(self) -> int:
@@ -177,7 +185,7 @@ class Layout:
 
     def flat_range(self, coordinate: Coordinate) -> tuple[int, int]:
         """Returns [start, stop) of the data shard at `coordinate` in the flattened local tensor, without its padding."""
-        start = min(coordinate.data * self.shard_elements, self.local_elements)
+        start = min(self.mesh.shard_rank(coordinate) * self.shard_elements, self.local_elements)
         return start, min(start + self.shard_elements, self.local_elements)
 
     # The reference implementation, in numpy; `ShardedVariable` does the same with tensors and is tested against it.
@@ -207,7 +215,8 @@ class Layout:
         full = np.empty(self.shape, next(iter(components.values())).dtype)
         for tensor in range(self.mesh.tensor_parallel_size):
             local = np.zeros(self.local_elements, full.dtype)
-            for data in range(self.mesh.data_parallel_size) if self.data_owner is None else [self.data_owner]:
+            data_ranks = range(self.mesh.data_parallel_size if self.is_partial else self.num_shards)
+            for data in data_ranks if self.data_owner is None else [self.data_owner]:
                 coordinate = Coordinate(data, pipe, tensor)
                 component = np.asarray(components[coordinate])
                 if self.is_data_sharded:

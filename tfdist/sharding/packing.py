@@ -1,4 +1,4 @@
-"""How variables travel: of each a row for every rank, so that a reduce-scatter splits it between ranks.
+"""How variables travel: of each a row for every rank of a sharding group, so that a reduce-scatter splits it between them.
 
     variables a (L=2 per shard), b (L=1), N = 2 ranks
 
@@ -28,12 +28,12 @@ def _as_it_is(value: Any) -> Any:
 
 
 def rows_of(fulls: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Constant = _as_it_is) -> list[tf.Tensor]:
-    """Returns of each full local tensor (N, L_v), row i being what rank i stores; `fulls_of` inverts it."""
+    """Returns of each full local tensor (N, L_v), row i being what the i-th of a sharding group stores; `fulls_of` inverts it."""
     rows = []
     for full, layout in zip(fulls, layouts, strict=True):
         if layout.padding:
             full = tf.pad(tf.reshape(full, constant([-1])), constant([[0, layout.padding]]))
-        rows.append(tf.reshape(full, constant([layout.mesh.data_parallel_size, layout.shard_elements])))
+        rows.append(tf.reshape(full, constant([layout.num_shards, layout.shard_elements])))
     return rows
 
 
@@ -82,7 +82,7 @@ def tensor_shard(whole: tf.Tensor, layout: Layout, coordinate: Coordinate) -> tf
 
 def data_shard(full: tf.Tensor, layout: Layout, data_rank: int, constant: Constant = _as_it_is) -> tf.Tensor:
     """Returns data rank `data_rank`'s flat shard of a full local tensor, padded with zeros: (...) to (L,)."""
-    start = min(data_rank * layout.shard_elements, layout.local_elements)
+    start = min(data_rank % layout.num_shards * layout.shard_elements, layout.local_elements)
     size = min(layout.shard_elements, layout.local_elements - start)
     part = tf.slice(tf.reshape(full, constant([-1])), constant([start]), constant([size]))
     missing = layout.shard_elements - size

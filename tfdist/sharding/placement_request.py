@@ -2,7 +2,7 @@
 
     with placement(tensor=Shard(1)):            a layer's weight, sharded over the tensor axis
     with placement(pipe_owners=(0, 3)):         a weight that pipe ranks 0 and 3 store
-    with placement(data_owner=2):               an optimizer's slot that data rank 2 alone keeps, whole
+    with placement(data_owner=2):               an optimizer's slot that the third rank of each sharding group keeps, whole
     with placement(is_partial=True):            a sum to which every rank holds a summand
     with placement(is_of_metric=True):          a metric's state, of which every rank holds all until it updates it by itself
     with placement(is_replicated=True):         an optimizer's scalar, which is no parameter though Keras calls it trainable
@@ -42,7 +42,8 @@ class PlacementRequest:
         tensor: the tensor axis of it that is sharded over the mesh's tensor axis, if one is.
         pipe_owners: the pipe ranks that store it, ascending; None: all.
         slot_of: the layout of the parameter whose optimizer state it is; None: it is no such state.
-        data_owner: the data rank that alone keeps the slot, whole; None: it is sharded as the ZeRO stage says.
+        data_owner: the place in its sharding group of the rank that alone keeps the slot there, whole; None: it is sharded as the
+            ZeRO stage says.
         is_partial: whether each rank keeps a summand of it.
         is_replicated: whether it is no parameter, though it is trainable.
         is_of_metric: whether it is a metric's state (see `PartialSyncOnReadVariable`).

@@ -1,6 +1,12 @@
 """From shards to whole tensors and back, over the data axis: the messages in which flat shards are gathered and summed.
 
 shard of each rank (L,)   -- gather_shards -->   local tensor of every rank   -- scatter_sums -->   shard of the sum (L,)
+
+Shards are gathered within a sharding group. Where there are several, of which each has a copy, sums are taken in two levels:
+
+    whole (n,)  -- reduce-scatter within the group -->  shard of the group's sum (L,)  -- all-reduce over the groups -->  (L,)
+
+so that what the groups send each other is each rank's shard, and that alone is compressed where gradients are.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets, compressed, group_ops
+from tfdist.collectives.plan import Ranks
 from tfdist.sharding import packing
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.gradient_weight import weighted
@@ -23,15 +30,20 @@ LARGE_BYTES = 4 * 2**20
 
 
 def gather_shards(program: RankProgram, shards: Sequence[tf.Tensor], layouts: Sequence[Layout], label: str) -> list[tf.Tensor]:
-    """Returns the whole local tensors, of `layout.local_shape` each, from every data rank's `shards`, (L,) each. One message."""
-    gathered = group_ops.all_gather_parts(program, shards, program.group_ranks("data"), label)
+    """Returns the whole local tensors, of `layout.local_shape` each, from the group's `shards`, (L,) each. One message."""
+    gathered = group_ops.all_gather_parts(program, shards, sharding_group(program, layouts), label)
     return packing.fulls_of(gathered, layouts, program.constant)
+
+
+def sharding_group(program: RankProgram, layouts: Sequence[Layout]) -> Ranks:
+    """Returns the ranks that together store what has one of `layouts`, all of one mesh, this one among them."""
+    return layouts[0].mesh.group_ranks("shard", program.rank)
 
 
 def gather_parameters(
     program: RankProgram, shards: Sequence[tf.Tensor], variables: Sequence[Any], label: str, config: MeshConfig, dtype: tf.DType
 ) -> list[tf.Tensor]:
-    """Returns sharded `variables` whole, as `dtype`, from every data rank's `shards`, (L,) each, which travel as `config` says.
+    """Returns sharded `variables` whole, as `dtype`, from the group's `shards`, (L,) each, which travel as `config` says.
 
     What the ranks compute with is then the same on all of them, and rounded where it is compressed: the owner's part, too.
     """
@@ -43,7 +55,7 @@ def gather_parameters(
     names = [variable.name.partition(":")[0] for variable in variables]
     program.plan.parameters[program.rank].update(zip(names, chosen, strict=True))
     exact = [tf.cast(shard, tf.float32) for shard in shards]
-    gathered = compressed.all_gather(program, exact, chosen, program.group_ranks("data"), label)
+    gathered = compressed.all_gather(program, exact, chosen, sharding_group(program, layouts), label)
     return [tf.cast(whole, dtype) for whole in packing.fulls_of(gathered, layouts, program.constant)]
 
 
@@ -84,14 +96,35 @@ def scatter_sums(
 
     With a `weight` this rank's summands are multiplied by it (see `GradientWeight`).
     """
+    ranks, is_hybrid = sharding_group(program, layouts), layouts[0].mesh.is_hybrid
     rows = packing.rows_of(summands, layouts, program.constant)
-    if config.compresses:
+    if config.compresses and not is_hybrid:
         rows = [weighted(tf.cast(row, tf.float32), weight) for row in rows]
         compressors = [config.compressor_of(layout) for layout in layouts]
-        return compressed.reduce_scatter(program, rows, compressors, program.group_ranks("data"), label, dtype=dtype)
+        return compressed.reduce_scatter(program, rows, compressors, ranks, label, dtype=dtype)
     rows = [weighted(row, weight) for row in rows]
     rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in rows]
-    return group_ops.reduce_scatter_parts(program, rows, program.group_ranks("data"), label, dtype=dtype)
+    shards = group_ops.reduce_scatter_parts(program, rows, ranks, label, dtype=wide_dtype(dtype) if is_hybrid else dtype)
+    if is_hybrid:
+        shards = _summed_over_groups(program, shards, layouts, f"{label}/between_groups", config)
+    return [tf.cast(shard, dtype) for shard in shards]
+
+
+def _summed_over_groups(
+    program: RankProgram, shards: Sequence[tf.Tensor], layouts: Sequence[Layout], label: str, config: MeshConfig
+) -> list[tf.Tensor]:
+    """Returns the sums of the sharding groups' `shards`, (L,) each, sent as `config` says."""
+    ranks = layouts[0].mesh.group_ranks("replicate", program.rank)
+    if config.compresses:
+        return compressed.all_reduce(program, shards, [config.compressor_of(layout) for layout in layouts], ranks, label)
+    packed = tf.cast(packing.side_by_side(shards, program.constant), config.travel_dtype(shards[0].dtype))
+    total = group_ops.all_reduce(program, packed, ranks, "sum", label)
+    return packing.apart(total, [shard.shape for shard in shards], program.constant)
+
+
+def wide_dtype(dtype: tf.DType) -> tf.DType:
+    """Returns the dtype in which gradients of `dtype` are summed on the way, unless the user wants another one."""
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def all_reduce_sums(
@@ -103,15 +136,21 @@ def all_reduce_sums(
     dtype: tf.DType,
     weight: tf.Tensor | None = None,
 ) -> list[tf.Tensor]:
-    """Returns the sums, whole and as `dtype`, of the data ranks' whole `summands`, which travel compressed both ways.
+    """Returns the sums, whole and as `dtype`, of the data ranks' whole `summands`, which travel in shards.
 
-    Each rank sums a shard, as in `scatter_sums`, and all decode what its owner has encoded of the sum, the owner too.
+    Each rank sums a shard, as in `scatter_sums`. Where they travel compressed in one level, all decode what its owner has encoded
+    of the sum, the owner too.
     """
     flat = [dataclasses.replace(layout, data=Shard()) for layout in layouts]
-    sums = scatter_sums(program, summands, flat, f"{label}/scatter", config, tf.float32, weight)
-    compressors, ranks = [config.compressor_of(layout) for layout in flat], program.group_ranks("data")
-    gathered = compressed.all_gather(program, sums, compressors, ranks, f"{label}/gather")
-    return [tf.cast(whole, dtype) for whole in packing.fulls_of(gathered, flat, program.constant)]
+    wide = tf.float32 if config.compresses else wide_dtype(dtype)
+    sums = scatter_sums(program, summands, flat, f"{label}/scatter", config, wide, weight)
+    if config.compresses and not flat[0].mesh.is_hybrid:
+        compressors = [config.compressor_of(layout) for layout in flat]
+        gathered = compressed.all_gather(program, sums, compressors, sharding_group(program, flat), f"{label}/gather")
+        wholes = packing.fulls_of(gathered, flat, program.constant)
+    else:
+        wholes = gather_shards(program, [tf.cast(one, config.travel_dtype(wide)) for one in sums], flat, f"{label}/gather")
+    return [tf.cast(whole, dtype) for whole in wholes]
 
 
 def note_compressors(program: RankProgram, variables: Sequence[Any], config: MeshConfig) -> None:

@@ -53,7 +53,7 @@ class SlotReads:
                 "function of the function given to `strategy.run`.",
                 fix="Read it before the loop, or use `zero_stage=0`.",
             )
-        label, ranks = f"slots/{variable.name}", program.group_ranks("data")
+        label, ranks = f"slots/{variable.name}", program.group_ranks("shard")
         with tape.stop_recording(), tf.device(program.device):
             part = component.read_value()
             if layout.data_owner is None:

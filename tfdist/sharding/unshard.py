@@ -290,7 +290,7 @@ class UnshardSchedule:
             steps = order_backward(regathers, reductions, self._config.prefetch)
             reduced = [step.action.unit for step in steps if isinstance(step.action, Reduction)]
             flight = self._in_flight([by_unit[index] for index in reduced], uses, numbers)
-            has_own_turns = self._program.has_own_turns(self._program.group_ranks("data"))
+            has_own_turns = self._program.has_own_turns(self._program.group_ranks("shard"))
             if start and regathers:
                 first = min(regathers, key=lambda regather: min(regather.uses))
                 host_lead.begin_backward([reader.operation for reader in uses[first.unit]], start[-1], self._program)

@@ -83,7 +83,7 @@ class ShardedExtendedMixin(VariableCreation):
         communicator = self.communicator
         if tf.executing_eagerly():
             self.kept_weights.expect_writes()
-            plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks)
+            plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks, communicator.mesh.hosts)
             meeting = Meeting(communicator, self.cross_replica)
             eager_program = functools.partial(EagerProgram, communicator, plan=plan, meeting=meeting)
             return self._run_ranks(fn, args, kwargs, plan, eager_program)

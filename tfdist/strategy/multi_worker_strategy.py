@@ -107,7 +107,8 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         self._step_timeout_seconds = options.timeout_seconds or step_timeout_seconds
         self._peer_timeout_seconds = peer_timeout_seconds
         config = dataclasses.replace(config, bucket_bytes=options.bytes_per_pack or config.bucket_bytes)
-        self._sharding_config = MeshConfig.over(devices, config)
+        hosts = [host for host in cluster.hosts for _ in range(number)] if cluster else []
+        self._sharding_config = MeshConfig.over(devices, config, hosts)
         serial = next(self._serials)
         self._collective_key_base = 1000 * serial
         server_runs = cluster is not None and coordination.is_started()

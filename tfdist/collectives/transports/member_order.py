@@ -14,12 +14,12 @@ from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.plan import CollectivePlan, Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_settings import TIMEOUT_SECONDS
-from tfdist.mesh import MESH_AXES
+from tfdist.mesh import DATA_AXES, MESH_AXES
 
 
 def find_member_orders(communicator: Communicator) -> None:
     """Finds the order of every group of the mesh that has a local rank. All workers call it at once."""
-    for mesh_axis in MESH_AXES:
+    for mesh_axis in (*MESH_AXES, *DATA_AXES):
         for ranks in communicator.mesh.groups(mesh_axis):
             if len(ranks) > 1 and set(ranks) & set(communicator.local_ranks):
                 _order(communicator, ranks)

@@ -36,7 +36,7 @@ from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.transports.shared_memory.exchange import Exchange, file_bytes
 from tfdist.collectives.transports.shared_memory.mailbox import Mailbox
 from tfdist.collectives.transports.shared_memory.transport import MailboxMessages, SharedMemory
-from tfdist.mesh import MESH_AXES
+from tfdist.mesh import DATA_AXES, MESH_AXES
 from tfdist.runtime import Coordination, operations_at_once
 
 _MEMORY = "/dev/shm"
@@ -64,8 +64,8 @@ def connect_shared_memory(
     send each other messages; None if they send none.
     """
     here = communicator.local_ranks[0]
-    axes = [message_axis] if message_axis else [mesh_axis for mesh_axis in MESH_AXES if communicator.mesh.size(mesh_axis) > 1]
-    groups = dict.fromkeys(communicator.mesh.group_ranks(mesh_axis, here) for mesh_axis in axes)
+    mesh, axes = communicator.mesh, [message_axis] if message_axis else [*MESH_AXES, *DATA_AXES]
+    groups = dict.fromkeys(mesh.group_ranks(mesh_axis, here) for mesh_axis in axes if mesh.size(mesh_axis) > 1)
     is_wanted = is_wanted and _may_wait(communicator)
     with contextlib.ExitStack() as stack:
         first = [ranks for ranks in groups if is_wanted and ranks[0] == here]
