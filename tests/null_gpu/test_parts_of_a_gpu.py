@@ -22,15 +22,14 @@ def check(null_gpus, monkeypatch, names, parts, workers=1):
 
 
 def test_ranks_on_parts_of_one_gpu(null_gpus, monkeypatch):
-    names = ["pipeline 2", "mixed float16, stage 3"]
-    ended = check(null_gpus, monkeypatch, names, 4)
+    ended = check(null_gpus, monkeypatch, ["mixed float16, stage 3"], 4)
     assert all(len(result["peaks"]) == 4 for result in ended.results[0].values())
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("parts", "workers", "names"),
-    [(4, 1, ["stage 3", *MIXED]), (8, 1, ["2 x 2 x 2"]), (2, 2, ["stage 2", "stage 3", *MIXED[::3]])],
+    [(4, 1, ["stage 3", "pipeline 2", *MIXED]), (8, 1, ["2 x 2 x 2"]), (2, 2, ["stage 2", "stage 3", *MIXED[::3]])],
 )
 def test_more_on_parts_of_one_gpu(null_gpus, monkeypatch, parts, workers, names):
     check(null_gpus, monkeypatch, names, parts, workers)
