@@ -139,6 +139,20 @@ def run(args: argparse.Namespace, mesh: Mesh, link: str, bucket_layers: int) -> 
         rows = max(MICROBATCHES, args.width * args.tokens // args.hidden)
         sizes = {"layers": args.layers, "width": args.width, "rows": rows, "microbatches": MICROBATCHES, "steps": args.steps}
         children[name] = {**sizes, "settings": settings}
+    timelines: dict[str, list[Timeline]] = {}
+    # In a job of several processes TensorFlow's strategy and tfdist's start their servers differently: each has a job of its own.
+    own = [name for name in names if mesh.processes > 1 and CONTENDERS[name] is None]
+    for job in (own, [name for name in names if name not in own]):
+        timelines |= run_job(args, mesh, machine, {name: children[name] for name in job})
+    return {name: timelines[name] for name in names if name in timelines}
+
+
+def run_job(
+    args: argparse.Namespace, mesh: Mesh, machine: running.Machine, children: dict[str, Any]
+) -> dict[str, list[Timeline]]:
+    """Runs the contenders in one job, and returns the timelines of those that ended well."""
+    if not children:
+        return {}
     with tempfile.TemporaryDirectory() as folder:
         program = ["-m", "benchmarks.gpu_timeline_child", json.dumps(children), str(args.pending_kernels or 0)]
         ended = running.run(pathlib.Path(folder), machine, program, mesh.processes, seconds=1800)
@@ -148,7 +162,7 @@ def run(args: argparse.Namespace, mesh: Mesh, link: str, bucket_layers: int) -> 
                 print(f"{name}: {result['error']}", file=sys.stderr)
     if any(ended.codes):
         print(ended.outputs[0][-3000:], file=sys.stderr)
-    done = [name for name in names if all("error" not in results.get(name, {"error": "not run"}) for results in ended.results)]
+    done = [name for name in children if all("error" not in results.get(name, {"error": "not run"}) for results in ended.results)]
     members = {
         name: [ended.processes.index(process) * mesh.devices + device for process, device in ranks]
         for name, ranks in ended.log.members().items()

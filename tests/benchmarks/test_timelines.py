@@ -69,16 +69,22 @@ def test_a_link_takes_what_it_takes_beside_products():
     assert gpu_timeline.microseconds_per_mib(args, "400gbit") * mib_per_layer == pytest.approx(1953.125)
 
 
+def test_what_waits_for_activations_is_not_hidden():
+    timeline = Timeline([(0, 10), (12, 20)], [message("AllReduce", 15, 18)], [message("AllReduce", 10, 12)])
+    assert timeline.ideal_us == 18 + 3 + 2 and timeline.step_us == 20 and timeline.message_us == 3
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(building.missing() is not None, reason=building.missing() or "")
 def test_the_program(capsys, tmp_path):
     picture = tmp_path / "timeline.png"
-    sizes = "--layers 3 --width 256 --devices 2 --product-us 2000 --steps 1 --links nvlink"
-    assert gpu_timeline.main([*sizes.split(), "--contenders", "mirrored", "stage 3", "--picture", str(picture)]) == 0
+    sizes = "--layers 4 --width 256 --product-us 2000 --steps 1 --links nvlink"
+    meshes = ["--meshes", "data 2 x tensor 2", "data 2 x pipe 2", "2 processes"]
+    assert gpu_timeline.main([*sizes.split(), *meshes, "--contenders", "mirrored", "stage 3", "--picture", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
     records = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [record["contender"] for record in records] == ["mirrored", "stage 3"]
-    for record in records:
-        assert record["compute_us"] >= (3 * 3 - 1) * 2000 and record["message_us"] > 0
+    assert [record["contender"] for record in records] == ["stage 3", "stage 3", "mirrored", "stage 3"]
+    for record, products in zip(records, (11 / 2, 5, 11, 11), strict=True):  # of the first device, a layer's on the whole batch
+        assert record["compute_us"] >= products * 2000 and record["message_us"] > 0
         assert record["step_us"] >= record["compute_us"]
-    assert picture.stat().st_size > 1000 and len(lines) == 2 + 4
+    assert picture.stat().st_size > 1000 and len(lines) == 4 + 6
