@@ -254,4 +254,24 @@ def _computed_of(tensor: tf.Tensor) -> list[tf.Tensor]:
     op = tensor.op
     if op.type == "IdentityN":  # the end of a custom gradient
         return [op.inputs[tensor.value_index]]
-    return [] if op.type in _COUNTING or op.type.startswith("Collective") else list(op.inputs)
+    if op.type.endswith("CandidateSampler"):  # it draws classes at random, and is given those of the rows to count them
+        return []
+    looked_up = _looked_up_last(op)
+    return looked_up or ([] if op.type in _COUNTING or op.type.startswith("Collective") else list(op.inputs))
+
+
+def _looked_up_last(op: tf.Operation) -> list[tf.Tensor]:
+    """Returns the table and the ids, where `op` slices off what was looked up for the last of two lists of ids; else nothing.
+
+    `tf.nn.sampled_softmax_loss` and `tf.nn.nce_loss` look the classes of the rows and the sampled ones up together.
+    """
+    if op.type != "Slice":
+        return []
+    begin, looked_up = tf.get_static_value(op.inputs[1]), op.inputs[0].op
+    while looked_up.type == "Identity":
+        looked_up = looked_up.inputs[0].op
+    if begin is not None and not begin[0] or looked_up.type not in ("GatherV2", "ResourceGather"):
+        return []
+    ids = looked_up.inputs[1].op
+    is_of_two = ids.type == "ConcatV2" and len(ids.inputs) == 3  # the axis is last
+    return [looked_up.inputs[0], ids.inputs[1]] if is_of_two else []

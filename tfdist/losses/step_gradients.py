@@ -57,7 +57,7 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
         return gradient(output_gradients)
     # Within a `tf.vectorized_map` gradients are a rank's own.
     is_sharded = [v is not None and v.layout.is_data_sharded and not tape.in_vectorized_map() for v in variables]
-    begins_with_weight = any(is_sharded) or _sends_gradients(program)
+    begins_with_weight = any(is_sharded) or _sends_gradients(program) or _has_custom_gradients(program)
     weight = step.weight()
     for loss in targets:
         warn_of_step(step.model, program, loss)
@@ -116,6 +116,17 @@ def _sends_gradients(program: RankProgram) -> bool:
     ranks, counts = program.group_ranks("data"), ("loss/", "metrics")
     records = program.plan.records[program.rank]
     return any(record.ranks == ranks and not record.label.startswith(counts) for record in records)
+
+
+def _has_custom_gradients(program: RankProgram) -> bool:
+    """Whether gradients may go back through a `tf.custom_gradient`, which need not be linear in what comes back to it.
+
+    It must then get what comes back to it on one device. In an eager run nobody knows.
+    """
+    if program.is_eager:
+        return True
+    found = (op for op in program.graph.get_operations() if op.type == "IdentityN")
+    return any(op.node_def.attr["_gradient_op_type"].s.startswith(b"CustomGradient-") for op in found)
 
 
 def _strategys_variable(source: Any) -> Any:
