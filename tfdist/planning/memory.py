@@ -45,7 +45,8 @@ def memory_of(traced: TracedModel, candidate: Candidate, batch_size: int) -> Dev
     for pipe in range(candidate.pipeline):
         state = state_of(traced, candidate, pipe)
         step = step_memory(traced, candidate, microbatch, pipe, parts_of(traced, candidate))
-        memory = _together(state, step)
+        given = traced.input_bytes(math.ceil(batch_size / candidate.data))
+        memory = _together(state, dataclasses.replace(step, peak=step.peak + given))
         fullest = memory if fullest is None or memory.together > fullest.together else fullest
     assert fullest is not None
     return fullest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ class StepTrace:
         graph: the graph.
         batch_size: the examples that it was traced for.
         calls: the calls of the model's layers, in order; the first stands for all before them.
+        inputs: bytes of what the model is given.
         forward: how many operations the graph had when forward and the loss were traced.
         gradients: the names of the tensors that are gradients, each with the places of its variables in
             `model.trainable_variables`.
@@ -31,6 +33,7 @@ class StepTrace:
     graph: tf.Graph
     batch_size: int
     calls: list[LayerCall]
+    inputs: int
     forward: int
     gradients: dict[str, int]
     assumed: tuple[str, ...]
@@ -79,7 +82,8 @@ def trace_step(model: keras.Model, batch_size: int, sequence_length: int | None 
             model=model.name,
             batch_size=batch_size,
         ) from error
-    return StepTrace(traced.graph, batch_size, noted["calls"], noted["forward"], noted["gradients"], tuple(assumed))
+    given = sum(math.prod(spec.shape) * spec.dtype.size for spec in tf.nest.flatten(inputs))
+    return StepTrace(traced.graph, batch_size, noted["calls"], given, noted["forward"], noted["gradients"], tuple(assumed))
 
 
 def _inputs(model: keras.Model, batch_size: int, sequence_length: int | None) -> Any:

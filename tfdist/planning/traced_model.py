@@ -211,6 +211,11 @@ class TracedModel:
         low, high = (trace.calls[place].output for trace in self._traces)
         return Affine.through(_BATCH_SIZES, (low, high))
 
+    def input_bytes(self, batch_size: int) -> int:
+        """Returns the bytes of what the model is given in a step."""
+        low, high = (trace.inputs for trace in self._traces)
+        return Affine.through(_BATCH_SIZES, (low, high)).at(batch_size)
+
     def output_bytes(self, place: int, batch_size: int) -> int:
         """Returns the bytes of what the call at `place` returns."""
         return self._output(place).at(batch_size)
