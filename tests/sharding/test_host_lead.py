@@ -7,7 +7,9 @@ Here TensorFlow's ring does so, on logical CPUs, where numbers can be compared.
 import collections
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests import training
 from tfdist.collectives import RING
@@ -83,6 +85,22 @@ def test_on_a_chain_products_are_queued_in_parts(as_between_processes, holds, ze
     assert kinds["forward"] == (ranks * GROUPS if zero_stage == 3 and prefetch else 0)
     # The last is kept, and nobody asks for the gradient of what the first reads.
     assert kinds["gathers of backward"] == (ranks * (GROUPS - 2) if zero_stage == 3 else 0)
+
+
+def test_in_a_vectorized_map_nothing_is_held_back(as_over_nccl):
+    """TensorFlow makes all rows of it at once, and has no way to do so with what is done on the host."""
+    strategy = training.strategy_for(2, 3, group_bytes=600)
+    with strategy.scope():
+        built = model()
+    rows = tf.ones([3, training.FEATURES])
+
+    def each() -> tf.Tensor:
+        return tf.vectorized_map(lambda row: tf.reduce_sum(built(row[tf.newaxis])), rows)
+
+    found = tf.function(lambda: strategy.run(each), autograph=False)()
+    expected = tf.reduce_sum(built(rows), axis=1)
+    for local in strategy.experimental_local_results(found):
+        np.testing.assert_allclose(local, expected, rtol=1e-5)
 
 
 def test_nothing_is_held_back_where_collectives_wait_for_their_input_alone(holds):

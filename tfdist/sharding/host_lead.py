@@ -108,9 +108,10 @@ def begin_backward(readers: Sequence[tf.Operation], start: tf.Operation, program
 def run_when_done(held: Sequence[tf.Operation], operations: Sequence[tf.Operation], program: RankProgram, kind: str) -> None:
     """Has `held` queued when the GPU has done `operations`, which come before them, and all that it had queued till then.
 
-    What is held by one `kind` of edges is queued in the order of the calls.
+    What is held by one `kind` of edges is queued in the order of the calls. In a `tf.vectorized_map`, which has no way to do for
+    all rows what is done on the host, nothing is held.
     """
-    if held:
+    if held and not tape.in_vectorized_map():
         with program.outermost(), tf.control_dependencies(None):
             tape.run_all_after(held, [program.communicator.mark_on_host(program.rank, operations, kind)])
 
