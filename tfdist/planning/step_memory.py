@@ -65,11 +65,14 @@ def _recomputed(traced: TracedModel, profile: StepProfile) -> np.ndarray:
 
 
 def _messages(candidate: Candidate, trained: Sequence[Part]) -> int:
-    """Returns the bytes of messages in which gradients are summed over the replicas: each packed, and what arrives."""
+    """Returns the bytes of messages in which gradients are summed over the replicas: each packed, and what arrives.
+
+    Stage 0 sums all gradients before it updates: with links slower than backward all messages are there at once.
+    """
     if candidate.data == 1 or candidate.zero_stage == 3:
         return 0
-    largest = max(_buckets(tuple(part.local * part.itemsize for part in trained)), default=0)
-    return 2 * largest
+    sizes = tuple(part.local * part.itemsize for part in trained)
+    return 2 * (sum(sizes) if candidate.zero_stage == 0 else max(_buckets(sizes), default=0))
 
 
 @functools.lru_cache(maxsize=64)
