@@ -17,7 +17,7 @@ _ALIASES = frozenset(
     ).split()
 )
 # What they return is a variable's buffer, or what a step is given.
-_GIVEN = frozenset(("ReadVariableOp", "VarHandleOp", "Placeholder"))
+GIVEN = frozenset(("ReadVariableOp", "VarHandleOp", "Placeholder"))
 # A kernel that writes each element of the output after it has read that of the input may write into a dying input.
 _IN_PLACE = frozenset(
     (
@@ -75,7 +75,7 @@ def seconds_of(moved_bytes: float, flops: float) -> float:
 
 def output_bytes(operation: tf.Operation) -> list[int | None]:
     """Returns the bytes of each output that is no other's; None where a size is known only when it runs."""
-    if operation.type in _GIVEN:
+    if operation.type in GIVEN:
         return [0] * len(operation.outputs)
     if operation.type in tape.LOOPS:
         return [_of_loop(operation, number) for number in range(len(operation.outputs))]
@@ -113,7 +113,7 @@ def scratch_bytes(operation: tf.Operation) -> int:
 
 def _computing(body: tf.Graph) -> Iterator[tf.Operation]:
     for operation in body.get_operations():
-        if operation.type not in _GIVEN and operation.type not in _ALIASES:
+        if operation.type not in GIVEN and operation.type not in _ALIASES:
             yield operation
 
 
@@ -130,7 +130,7 @@ def _of_loop(loop: tf.Operation, number: int) -> int | None:
     item = put.op.inputs[-1]
     while item.op.type in _ALIASES and item.op.inputs:
         item = item.op.inputs[0]
-    if item.op.type in _GIVEN:  # what was there before the loop, or came in a list
+    if item.op.type in GIVEN:  # what was there before the loop, or came in a list
         return 0
     size, times = tensor_bytes(item), trips(loop)
     return None if size is None or times is None else size * times

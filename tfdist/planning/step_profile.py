@@ -50,7 +50,7 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
     """
     calls, steps = trace.calls, len(buffers.steps)
     step_of = {place: step for step, place in enumerate(buffers.steps)}
-    owners = _owners(trace, sweep)
+    owners = owners_of(trace)
     is_backward = _is_backward(trace, sweep, owners)
     backward = min((step_of[place] for place in np.flatnonzero(is_backward).tolist() if place in step_of), default=steps)
     of_gradient = {buffers.holding[name]: place for name, place in trace.gradients.items()}
@@ -86,18 +86,19 @@ def end_of(calls: Sequence[LayerCall], place: int, forward: int) -> int:
     return calls[place + 1].start if place + 1 < len(calls) else forward
 
 
-def _owners(trace: StepTrace, sweep: Sweep) -> np.ndarray:
+def owners_of(trace: StepTrace) -> np.ndarray:
     """Returns for each operation of the graph the place of the call that it belongs to.
 
     The tape names the operations of a gradient after the operation of forward that it is of.
     """
-    owners = np.zeros(len(sweep.ops), np.int64)
+    ops = trace.graph.get_operations()
+    owners = np.zeros(len(ops), np.int64)
     for place, call in enumerate(trace.calls):
         owners[call.start : end_of(trace.calls, place, trace.forward)] = place
-    scopes = {one.name: int(owners[number]) for number, one in enumerate(sweep.ops[: trace.forward])}
+    scopes = {one.name: int(owners[number]) for number, one in enumerate(ops[: trace.forward])}
     current = len(trace.calls) - 1
-    for number in range(trace.forward, len(sweep.ops)):
-        current = _owner_by_name(sweep.ops[number].name, scopes, current)
+    for number in range(trace.forward, len(ops)):
+        current = _owner_by_name(ops[number].name, scopes, current)
         owners[number] = current
     return owners
 

@@ -107,6 +107,8 @@ class TracedModel:
     """A model as it is traced: made by `trace`.
 
     Attributes:
+        traces: of its step, for two sizes of the batch.
+        sequence_length: the size of axes that its inputs leave open.
         model: the Keras model, whose weights hold no values.
         name: its name.
         weights: all its variables, those that are not trained too.
@@ -122,18 +124,18 @@ class TracedModel:
     def __init__(self, model: keras.Model, optimizer: Any, sequence_length: int | None):
         self.model = model
         self.name = model.name
-        self._sequence_length = sequence_length
+        self.sequence_length = sequence_length
         self.weights = tuple(_weight(variable) for variable in model.variables)
         self.trained = tuple(_weight(variable) for variable in model.trainable_variables)
         self.optimizer, self.slots, self.is_elementwise = slots_of(model, optimizer)
         self.layouts = ModelLayouts(model)
-        self._traces = [trace_step(model, size, sequence_length) for size in _BATCH_SIZES]
-        first = self._traces[0]
+        self.traces = [trace_step(model, size, sequence_length) for size in _BATCH_SIZES]
+        first = self.traces[0]
         self.calls = first.calls
         self.assumed = list(first.assumed)
         effects = [operation.name for operation in first.graph.control_outputs]
         try:
-            self._sweep = Sweep([one.graph for one in self._traces], _BATCH_SIZES, list(first.gradients), effects)
+            self._sweep = Sweep([one.graph for one in self.traces], _BATCH_SIZES, list(first.gradients), effects)
         except ValueError as error:
             raise errors.value_error(
                 "`build` returned a model whose operations depend on the size of the batch.",
@@ -172,11 +174,11 @@ class TracedModel:
         """Returns what is in memory in the course of a step of so many examples, on one of so many tensor ranks."""
         buffers = self._buffers(batch_size)
         if tensor > 1:
-            divided = divided_operations(self._traces[0], self._sweep, self.layouts.shardings(tensor))
+            divided = divided_operations(self.traces[0], self._sweep, self.layouts.shardings(tensor))
             sizes = np.where(divided[buffers.makers], -(-buffers.sizes // tensor), buffers.sizes)
             buffers = dataclasses.replace(buffers, sizes=sizes)
         paths = [weight.path for weight in self.trained]
-        return profile_of(self._traces[0], self._sweep, buffers, paths, batch_size)
+        return profile_of(self.traces[0], self._sweep, buffers, paths, batch_size)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  as long as the model
     def _buffers(self, batch_size: int) -> Buffers:
@@ -208,7 +210,7 @@ class TracedModel:
         return found
 
     def _output(self, place: int) -> Affine:
-        low, high = (trace.calls[place].output for trace in self._traces)
+        low, high = (trace.calls[place].output for trace in self.traces)
         return Affine.through(_BATCH_SIZES, (low, high))
 
     def input_bytes(self, batch_size: int) -> int:
@@ -230,7 +232,7 @@ class TracedModel:
         for place, call in enumerate(self.calls):
             traced = call.stands_for or call
             at = self.calls.index(traced)
-            sums = [float(one[traced.start : end_of(self.calls, at, self._traces[0].forward)].sum()) for one in flops]
+            sums = [float(one[traced.start : end_of(self.calls, at, self.traces[0].forward)].sum()) for one in flops]
             own = [weight for weight in _weights_of(call) if weight.path not in seen]
             seen.update(weight.path for weight in own)
             block = Block(

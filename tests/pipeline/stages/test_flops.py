@@ -84,6 +84,19 @@ def test_functions_and_branches():
     assert counted(lambda x: tf.switch_case(tf.cast(x[0], tf.int32), [lambda: x, lambda: tf.tanh(x)]), (3,)) == 3
 
 
+def test_gradients_of_convolutions_cost_what_they_do_forward():
+    def backward(x, kernel, op):
+        with tf.GradientTape() as tape:
+            tape.watch([x, kernel])
+            y = op(x, kernel, 1, "SAME") if op is tf.nn.conv2d else op(x, kernel, [1, 1, 1, 1], "SAME")
+        return tape.gradient(y, [x, kernel], tf.ones_like(y))
+
+    dense, depthwise = 2 * (2 * 6 * 6 * 5) * (3 * 3 * 4), 2 * (2 * 6 * 6 * 8) * (3 * 3)
+    assert counted(lambda x, k: backward(x, k, tf.nn.conv2d), (2, 6, 6, 4), (3, 3, 4, 5)) == 2 * dense
+    found = counted(lambda x, k: backward(x, k, tf.nn.depthwise_conv2d), (2, 6, 6, 4), (3, 3, 4, 2))
+    assert found == 2 * depthwise
+
+
 def test_cudnn():
     def lstm(x, state, parameters):
         return tf.raw_ops.CudnnRNN(input=x, input_h=state, input_c=state, params=parameters, rnn_mode="lstm")[0]

@@ -111,8 +111,9 @@ def _einsum(operation: tf.Operation) -> int:
 def _convolution(operation: tf.Operation) -> int:
     """Counts for each output (of a transposed one, input) a product with all of the filter but its axes of the same channels."""
     x = operation.inputs[2] if "Backprop" in operation.type else operation.outputs[0]
+    weights = operation.outputs[0] if "BackpropFilter" in operation.type else operation.inputs[1]
     num_own_axes = 2 if operation.type.startswith("Depthwise") else 1
-    return 2 * elements(x.shape) * math.prod(_sizes(operation.inputs[1].shape)[:-num_own_axes])
+    return 2 * elements(x.shape) * math.prod(_sizes(weights.shape)[:-num_own_axes])
 
 
 def _cudnn_rnn(operation: tf.Operation) -> int:
@@ -130,5 +131,7 @@ _RULES: dict[str, Callable[[tf.Operation], int]] = {
     "Einsum": _einsum,
     **dict.fromkeys(("Conv", "Conv2D", "Conv3D", "DepthwiseConv2dNative"), _convolution),
     **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), _convolution),
+    **dict.fromkeys(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2"), _convolution),
+    **dict.fromkeys((f"DepthwiseConv2dNativeBackprop{what}" for what in ("Input", "Filter")), _convolution),
     **dict.fromkeys(("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"), _cudnn_rnn),
 }

@@ -1,0 +1,82 @@
+"""What a traced step computes, where it is known by arithmetic."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+
+from tfdist.planning.hardware import Hardware
+from tfdist.planning.traced_model import trace
+from tfdist.planning.work import work_of
+
+COUNTS = Hardware("counts FLOPs", {"float32": [(1.0, 1.0)]}, float("inf"), 0.0, {})
+
+
+def mlp():
+    layers = [keras.layers.Dense(units, use_bias=False, name=f"dense_{units}") for units in (33, 65, 7)]
+    model = keras.Sequential([keras.Input((15,)), *layers])
+    model.compile("adam", "mse")
+    return model
+
+
+def test_products_of_an_mlp():
+    """Forward 2 B N; backward as much for the weights, and as much for the inputs of all layers but the first."""
+    weights = np.array([15 * 33, 33 * 65, 65 * 7])
+    for rows in (2, 11):
+        seconds = work_of(trace(mlp).traces).seconds(rows, COUNTS)
+        assert seconds.forward[1:] == pytest.approx(2 * rows * weights)  # call 0 stands for what is before the first layer
+        assert seconds.backward[1:] == pytest.approx(2 * rows * weights * [1, 2, 2])
+
+
+def test_tensor_ranks_share_products():
+    whole, shared = (work_of(trace(mlp).traces).seconds(8, COUNTS, sharded=0.5, ranks=ranks).forward.sum() for ranks in (1, 4))
+    assert shared == pytest.approx(whole * (0.5 + 0.5 / 4))
+
+
+def test_what_moves_bytes_takes_their_time_and_each_operation_at_least_something():
+    moves = dataclasses.replace(COUNTS, matmul={"float32": [(1.0, float("inf"))]}, bytes_per_second=4.0)
+    work = work_of(trace(mlp).traces)
+    seconds = work.seconds(8, moves)
+    assert seconds.forward[2] == pytest.approx(8 * 33 + 33 * 65 + 8 * 65)  # reads x and the kernel, writes y
+    slow = work.seconds(8, dataclasses.replace(moves, bytes_per_second=float("inf"), operation_seconds=3.0))
+    assert slow.forward[1:3] == pytest.approx(3.0) and (slow.backward[1:] > 0).all()
+
+
+def blocks(count):
+    class Block(keras.layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.inner = [keras.layers.Dense(48, "relu"), keras.layers.Dense(16)]
+
+        def build(self, shape):
+            self.inner[0].build(shape)
+            self.inner[1].build((*shape[:-1], 48))
+
+        def call(self, x):
+            return x + self.inner[1](self.inner[0](x))
+
+    def build():
+        x = inputs = keras.Input((16,))
+        for place in range(count):
+            x = Block(name=f"block_{place}")(x)
+        return keras.Model(inputs, keras.layers.Dense(3)(x))
+
+    return build
+
+
+def test_equal_layers_count_each():
+    """Of six only two are traced; three are traced each."""
+    six, three = (work_of(trace(blocks(count)).traces).seconds(8, COUNTS) for count in (6, 3))
+    assert len(set(np.round(six.forward[1:7], 6))) == 1
+    assert six.forward[1:7].sum() == pytest.approx(2 * three.forward[1:4].sum())
+    assert six.backward[2:7].mean() == pytest.approx(three.backward[2:4].mean(), rel=0.1)
+
+
+def test_convolutions_are_products():
+    def build():
+        return keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Conv2D(4, 3, padding="same", use_bias=False)])
+
+    seconds = work_of(trace(build).traces).seconds(2, COUNTS)
+    flops = 2 * (2 * 8 * 8 * 4) * (3 * 3 * 3)
+    assert (seconds.forward[1], seconds.backward[1]) == (pytest.approx(flops), pytest.approx(flops))

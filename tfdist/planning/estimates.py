@@ -1,0 +1,171 @@
+"""What a replica of a traced model computes and sends under a candidate."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os.path
+import re
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.pipeline.stages.balance import balanced_split_points
+from tfdist.planning.candidate import Candidate
+from tfdist.planning.hardware import Hardware
+from tfdist.planning.search import divisors
+from tfdist.planning.step_time import Step, StepTime, slowest_share, step_time
+from tfdist.planning.traced_model import Affine, TracedModel
+from tfdist.planning.work import Seconds, work_of
+from tfdist.sharding import ShardingConfig
+from tfdist.tensor_plans import SuggestedPlan, suggest_plan
+
+
+class Estimates:
+    """Makes the time of a step of a traced model, for any candidate.
+
+    Args:
+        traced: the model.
+        batch_size: examples of a step, all devices together.
+        hardware: devices and links.
+        devices_per_host: how many devices of one host take part.
+    """
+
+    def __init__(self, traced: TracedModel, batch_size: int, hardware: Hardware, devices_per_host: int):
+        self.traced = traced
+        self.batch_size = batch_size
+        self.hardware = hardware
+        self.devices_per_host = devices_per_host
+        self.work = work_of(traced.traces)
+        self.assumed: list[str] = []
+        self._settings: Any = ShardingConfig()
+        self._seconds = functools.lru_cache(maxsize=256)(self._seconds_of)
+        self._plans: dict[int, SuggestedPlan | None] = {}
+
+    def time(self, candidate: Candidate) -> StepTime:
+        """Returns how long a step takes."""
+        return step_time(self.step(candidate), candidate, self.hardware, self.devices_per_host)
+
+    def step(self, candidate: Candidate) -> Step:
+        """Returns what a replica computes and sends."""
+        rows = self.batch_size // candidate.data // candidate.microbatches
+        plan = self.tensor_plan(candidate.tensor)
+        sharded = self._sharded_part(plan)
+        seconds = self._seconds(rows, candidate.tensor)
+        costs = seconds.forward + seconds.backward
+        starts = balanced_split_points([float(cost) for cost in costs], candidate.pipeline) if candidate.pipeline > 1 else []
+        share = slowest_share([float(cost) for cost in costs], starts)
+        held = (1 - sharded + sharded / candidate.tensor) / candidate.pipeline
+        trained = self.traced.trained
+        size = sum(weight.bytes for weight in trained) * held
+        limit = self._settings.group_bytes if candidate.zero_stage == 3 else self._settings.bucket_bytes
+        forward = float(seconds.forward.sum())
+        blocks = float(seconds.forward[self._block_calls].sum())
+        whole_stages = candidate.pipeline > 1
+        return Step(
+            forward=forward,
+            backward=float(seconds.backward.sum()),
+            stage_share=share,
+            parameter_bytes=size,
+            parameters=sum(weight.elements for weight in trained) * held,
+            messages=self._messages(limit, candidate.zero_stage == 3, held),
+            tensor_bytes=rows * plan.moved_bytes if plan is not None else 0.0,
+            tensor_messages=_messages_of(plan) if plan is not None else 0,
+            border_bytes=max((self._border(start, rows) for start in starts), default=0.0),
+            recomputed=(1.0 if whole_stages else blocks / forward if forward else 0.0) if candidate.recompute else 0.0,
+        )
+
+    def tensor_sizes(self, most: int) -> list[int]:
+        """Returns over how many tensor ranks the model can be sharded: divisors of `most` for which a plan saves something."""
+        found = [1]
+        for size in divisors(most)[1:]:
+            plan = self.tensor_plan(size)
+            if plan is not None and plan.saved_bytes > 0:
+                found.append(size)
+        return found
+
+    def pipeline_sizes(self, most: int) -> list[int]:
+        """Returns how many stages the model can be cut in, among the divisors of `most`."""
+        model = self.traced.model
+        is_graph = isinstance(model, keras.Sequential) or hasattr(model, "_nodes_by_depth")
+        return [size for size in divisors(most) if size == 1 or (is_graph and size < len(self.traced.calls))]
+
+    def tensor_plan(self, size: int) -> SuggestedPlan | None:
+        """Returns what `tfdist.suggest_plan` says for so many tensor ranks and one example; None for one, or if it cannot."""
+        if size == 1:
+            return None
+        if size not in self._plans:
+            try:
+                self._plans[size] = suggest_plan(self.traced.model, size)
+            except ValueError as error:
+                self._plans[size] = None
+                self.assumed.append(f"No tensor ranks: {error}")
+        return self._plans[size]
+
+    @functools.cached_property
+    def blocks(self) -> str:
+        """The regular expression of the model's blocks: the heaviest equal layers in a row; "" if there are none."""
+        runs = [block for block in self.traced.blocks if block.count > 1 and block.weight_bytes]
+        if not runs:
+            return ""
+        heaviest = max(runs, key=lambda block: block.count * block.weight_bytes)
+        prefix = os.path.commonprefix(list(heaviest.layers)).rstrip("0123456789")
+        return re.escape(prefix) if prefix else "|".join(map(re.escape, heaviest.layers))
+
+    @functools.cached_property
+    def _block_calls(self) -> np.ndarray:
+        pattern = self.blocks
+        names = [call.layer.name if call.layer is not None else "" for call in self.traced.calls]
+        return np.array([bool(pattern and name and re.search(pattern, name)) for name in names], bool)
+
+    @functools.cached_property
+    def flops_per_example(self) -> float:
+        """FLOPs of forward and backward of one example."""
+        low, high = self.work.batch_sizes
+        times = np.bincount(self.work.stands_for, minlength=len(self.work.stands_for))[self.work.calls]
+        flops = (self.work.flops[1] - self.work.flops[0]) / (high - low)
+        return float((flops * times)[self.work.is_product].sum())
+
+    @functools.cached_property
+    def tokens_per_example(self) -> int:
+        """The length of the first input of integers, as of tokens; 1 where there is none: an example is a token then."""
+        for one in getattr(self.traced.model, "inputs", None) or ():
+            if "int" in str(one.dtype) and len(one.shape) == 2:
+                return int(one.shape[1] or self.traced.sequence_length or 1)
+        return 1
+
+    def _seconds_of(self, rows: int, tensor: int) -> Seconds:
+        return self.work.seconds(rows, self.hardware, sharded=self._sharded_part(self.tensor_plan(tensor)), ranks=tensor)
+
+    def _sharded_part(self, plan: SuggestedPlan | None) -> float:
+        """Returns what part of the parameters tensor ranks share."""
+        if plan is None or not plan.parameter_bytes:
+            return 0.0
+        size = plan.tensor_parallel_size
+        return min(1.0, plan.saved_bytes / plan.parameter_bytes * size / (size - 1))
+
+    def _messages(self, limit: int, by_layer: bool, held: float) -> int:
+        """Returns in how many messages the trained parameters travel once: packed up to `limit` bytes, whole layers or not."""
+        sizes: dict[str, float] = {}
+        for place, weight in enumerate(self.traced.trained):
+            key = weight.path.rpartition("/")[0] if by_layer else str(place)
+            sizes[key] = sizes.get(key, 0.0) + weight.bytes * held
+        count, filled = 0, math.inf
+        for size in sizes.values():
+            if filled + size > limit:
+                count, filled = count + 1, 0.0
+            filled += size
+        return count
+
+    def _border(self, start: int, rows: int) -> float:
+        """Returns the bytes that a microbatch of so many examples has where the call number `start` begins."""
+        first, last = self.traced.traces
+        sizes = (first.batch_size, last.batch_size)
+        return float(Affine.through(sizes, (first.calls[start - 1].output, last.calls[start - 1].output)).at(rows))
+
+
+def _messages_of(plan: Any) -> int:
+    """Returns how often tensor ranks send in a step: of a pair of layers one forward and one backward, of any other two."""
+    moving = [one for one in plan.shardings if one.moved_bytes]
+    return sum(1 if one.is_paired else 2 for one in moving)

@@ -1,0 +1,130 @@
+"""What a traced training step computes: the operations of forward and backward, with their FLOPs and the bytes that they move."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.pipeline.stages.flops import flops_of_operation
+from tfdist.planning import operations
+from tfdist.planning.hardware import Hardware
+from tfdist.planning.step_profile import owners_of
+from tfdist.planning.step_trace import StepTrace
+from tfdist.sharding import tape
+
+_PRODUCT = ("MatMul", "Einsum", "Conv", "CudnnRNN")
+_COMPUTED = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Work:
+    """The operations of a step, in the order of the trace; arrays have an element for each operation.
+
+    Attributes:
+        batch_sizes: of the two traces.
+        flops: FLOPs in each trace, float64 (2, operations).
+        moved: bytes read and written in each trace, float64 (2, operations).
+        dtypes: the name of what each operation computes in.
+        is_product: whether it multiplies matrices, or convolves.
+        calls: the number of the layer's call that it belongs to, forward or backward.
+        is_forward: whether it belongs to forward.
+        stands_for: for each call of a layer the number of the one that was traced in its place: itself, or an equal one.
+    """
+
+    batch_sizes: tuple[int, int]
+    flops: np.ndarray
+    moved: np.ndarray
+    dtypes: np.ndarray
+    is_product: np.ndarray
+    calls: np.ndarray
+    is_forward: np.ndarray
+    stands_for: tuple[int, ...]
+
+    def seconds(self, batch_size: float, hardware: Hardware, *, sharded: float = 0.0, ranks: int = 1) -> Seconds:
+        """Returns how long the operations take on one device, one after another.
+
+        Args:
+            batch_size: how many examples.
+            hardware: what the device can do.
+            sharded: the part of the products, and of what is computed of their results, that tensor ranks share.
+            ranks: among how many.
+        """
+        low, high = self.batch_sizes
+        part = (batch_size - low) / (high - low)
+        share = 1 - sharded + sharded / ranks
+        flops = np.maximum(self.flops[0] + (self.flops[1] - self.flops[0]) * part, 0) * share
+        moved = np.maximum(self.moved[0] + (self.moved[1] - self.moved[0]) * part, 0) * share
+        seconds = np.maximum(moved / hardware.bytes_per_second, hardware.operation_seconds)
+        for place in np.flatnonzero(self.is_product):
+            dtype = str(self.dtypes[place])
+            rate = hardware.flops_per_second(dtype if dtype in hardware.matmul else "float32", float(flops[place]))
+            seconds[place] = max(seconds[place], flops[place] / rate)
+        count = len(self.stands_for)
+        by_call = [np.bincount(self.calls[chosen], seconds[chosen], count) for chosen in (self.is_forward, ~self.is_forward)]
+        traced = np.array(self.stands_for)
+        forward, backward = by_call[0][traced], by_call[1][traced]
+        for place in np.flatnonzero(traced != np.arange(count)):
+            # The first of equal layers may have no input to make a gradient of; the last has.
+            last = next(
+                (later for later in range(place + 1, count) if traced[later] == later and _alike(forward, later, place)), place
+            )
+            backward[place] = max(backward[place], backward[last])
+        return Seconds(forward, backward)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Seconds:
+    """How long each call of a layer takes, forward and backward, float64 (calls,)."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+
+
+def work_of(traces: Sequence[StepTrace]) -> Work:
+    """Returns the work of a step, of its traces for two sizes of the batch."""
+    graphs = [trace.graph.get_operations() for trace in traces]
+    ops, first = graphs[0], traces[0]
+    results = [first.graph.get_tensor_by_name(name) for name in first.gradients]
+    needed = tape.ancestors(results, ops) | {one.op for one in results}
+    places = [place for place, one in enumerate(ops) if one in needed and not _is_free(one)]
+    owners = owners_of(first)
+    stands_for = tuple(first.calls.index(call.stands_for or call) for call in first.calls)
+    return Work(
+        batch_sizes=(traces[0].batch_size, traces[-1].batch_size),
+        flops=np.array([[float(flops_of_operation(graph[place])) for place in places] for graph in (graphs[0], graphs[-1])]),
+        moved=np.array([[_moved(graph[place]) for place in places] for graph in (graphs[0], graphs[-1])]),
+        dtypes=np.array([_dtype(ops[place]) for place in places]),
+        is_product=np.array([_is_product(ops[place]) for place in places], bool),
+        calls=owners[places],
+        is_forward=np.array([place < first.forward for place in places], bool),
+        stands_for=stands_for,
+    )
+
+
+def _alike(forward: np.ndarray, one: Any, other: Any) -> bool:
+    return bool(np.isclose(forward[one], forward[other]))
+
+
+def _is_free(operation: tf.Operation) -> bool:
+    return operation.type in operations.GIVEN or operation.type == "Const" or operations.alias_of(operation, 0) is not None
+
+
+def _is_product(operation: tf.Operation) -> bool:
+    return any(word in operation.type for word in _PRODUCT) or operation.type in tape.LOOPS
+
+
+def _dtype(operation: tf.Operation) -> str:
+    names = [x.dtype.name for x in (*operation.outputs, *operation.inputs)]
+    return next((name for name in names if name in _COMPUTED), "float32")
+
+
+def _moved(operation: tf.Operation) -> float:
+    """Returns the bytes of what the operation reads and writes; of a lookup those of what it writes, twice."""
+    written = sum(operations.tensor_bytes(x) or 0 for x in operation.outputs)
+    if operation.type in ("GatherV2", "ResourceGather", "Gather"):
+        return 2.0 * written
+    return float(written + sum(operations.tensor_bytes(x) or 0 for x in operation.inputs))
