@@ -20,7 +20,7 @@ from typing import Any
 import keras
 
 import tfdist
-from tfdist import mesh, profiling, runtime, tensor_plans
+from tfdist import mesh, planning, profiling, runtime, tensor_plans
 
 PAGE = pathlib.Path(__file__).with_name("reference.md")
 
@@ -40,6 +40,11 @@ RETURNED = (
     profiling.DeviceMemory,
     tensor_plans.SuggestedPlan,
     tensor_plans.SuggestedSharding,
+    planning.Plans,
+    planning.Estimated,
+    planning.Candidate,
+    planning.StepTime,
+    planning.Hardware,
 )
 
 # What programs call of the modules whose `__all__` serves tfdist's own packages too.

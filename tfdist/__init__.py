@@ -13,6 +13,7 @@ from tfdist.layers import recompute
 from tfdist.mesh import use_logical_cpus, use_logical_gpus
 from tfdist.optimizers import clip_by_global_norm, global_norm
 from tfdist.pipeline import PipelineModel
+from tfdist.planning import plan
 from tfdist.profiling import memory_report
 from tfdist.sharding import ShardingConfig
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
@@ -36,6 +37,7 @@ __all__ = [
     "optimizers",
     "parallelize",
     "pipeline",
+    "plan",
     "recompute",
     "suggest_plan",
     "use_logical_cpus",

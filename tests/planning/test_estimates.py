@@ -32,7 +32,7 @@ def estimates():
 
 
 def test_what_the_model_can_be_cut_in(estimates):
-    assert estimates.blocks == "block_"
+    assert estimates.blocks == "block"
     assert estimates.tensor_sizes(8) == [1, 2, 4, 8]
     assert estimates.pipeline_sizes(16) == [1, 2, 4, 8]  # nine layers: embedding, six blocks, norm, head
     assert estimates.tokens_per_example == 32

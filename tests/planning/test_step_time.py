@@ -7,7 +7,7 @@ import pytest
 
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.hardware import BUS_FACTORS, Collective, Hardware
-from tfdist.planning.step_time import Step, slowest_share, step_time
+from tfdist.planning.step_time import Step, step_time
 
 MIB = 2**20
 LINKS = {kind: dict.fromkeys(BUS_FACTORS, Collective(0.01, beta)) for kind, beta in (("within", 1e9), ("between", 1e8))}
@@ -94,8 +94,3 @@ def test_devices_that_share_a_processor_do_not_wait():
 def test_recomputation_is_a_forward_more():
     step = dataclasses.replace(STEP, recomputed=1.0)
     assert seconds(Candidate(0, recompute=True), step).together == pytest.approx(4.1)
-
-
-def test_the_slowest_stage():
-    assert slowest_share([3, 1, 1, 4, 2, 2], [3, 4]) == pytest.approx(5 / 13)
-    assert slowest_share([0, 0], [1]) == 0.5

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-import os.path
-import re
 from typing import Any
 
 import keras
 import numpy as np
 
-from tfdist.pipeline.stages.balance import balanced_split_points
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.hardware import Hardware
 from tfdist.planning.search import divisors
-from tfdist.planning.step_time import Step, StepTime, slowest_share, step_time
-from tfdist.planning.traced_model import Affine, TracedModel
+from tfdist.planning.step_time import Step, StepTime, step_time
+from tfdist.planning.traced_model import TracedModel
 from tfdist.planning.work import Seconds, work_of
 from tfdist.sharding import ShardingConfig
-from tfdist.tensor_plans import SuggestedPlan, suggest_plan
+from tfdist.tensor_plans import SuggestedPlan
+from tfdist.tensor_plans.suggest import suggest_plan_of
 
 
 class Estimates:
@@ -54,25 +52,24 @@ class Estimates:
         sharded = self._sharded_part(plan)
         seconds = self._seconds(rows, candidate.tensor)
         costs = seconds.forward + seconds.backward
-        starts = balanced_split_points([float(cost) for cost in costs], candidate.pipeline) if candidate.pipeline > 1 else []
-        share = slowest_share([float(cost) for cost in costs], starts)
+        stages = self._stages(candidate)
         held = (1 - sharded + sharded / candidate.tensor) / candidate.pipeline
         trained = self.traced.trained
         size = sum(weight.bytes for weight in trained) * held
         limit = self._settings.group_bytes if candidate.zero_stage == 3 else self._settings.bucket_bytes
         forward = float(seconds.forward.sum())
-        blocks = float(seconds.forward[self._block_calls].sum())
+        blocks = float(seconds.forward[self.traced.recomputed_calls].sum())
         whole_stages = candidate.pipeline > 1
         return Step(
             forward=forward,
             backward=float(seconds.backward.sum()),
-            stage_share=share,
+            stage_share=float(max(costs[stage].sum() for stage in stages) / costs.sum()) if len(stages) > 1 else 1.0,
             parameter_bytes=size,
             parameters=sum(weight.elements for weight in trained) * held,
             messages=self._messages(limit, candidate.zero_stage == 3, held),
             tensor_bytes=rows * plan.moved_bytes if plan is not None else 0.0,
             tensor_messages=_messages_of(plan) if plan is not None else 0,
-            border_bytes=max((self._border(start, rows) for start in starts), default=0.0),
+            border_bytes=max((self.traced.output_bytes(stage[-1], rows) for stage in stages[:-1] if stage), default=0),
             recomputed=(1.0 if whole_stages else blocks / forward if forward else 0.0) if candidate.recompute else 0.0,
         )
 
@@ -97,27 +94,16 @@ class Estimates:
             return None
         if size not in self._plans:
             try:
-                self._plans[size] = suggest_plan(self.traced.model, size)
+                self._plans[size] = suggest_plan_of(self.traced.model, self.traced.layouts.graph, size)
             except ValueError as error:
                 self._plans[size] = None
                 self.assumed.append(f"No tensor ranks: {error}")
         return self._plans[size]
 
-    @functools.cached_property
+    @property
     def blocks(self) -> str:
-        """The regular expression of the model's blocks: the heaviest equal layers in a row; "" if there are none."""
-        runs = [block for block in self.traced.blocks if block.count > 1 and block.weight_bytes]
-        if not runs:
-            return ""
-        heaviest = max(runs, key=lambda block: block.count * block.weight_bytes)
-        prefix = os.path.commonprefix(list(heaviest.layers)).rstrip("0123456789")
-        return re.escape(prefix) if prefix else "|".join(map(re.escape, heaviest.layers))
-
-    @functools.cached_property
-    def _block_calls(self) -> np.ndarray:
-        pattern = self.blocks
-        names = [call.layer.name if call.layer is not None else "" for call in self.traced.calls]
-        return np.array([bool(pattern and name and re.search(pattern, name)) for name in names], bool)
+        """The regular expression of the model's blocks, which are recomputed; "" if there are none."""
+        return self.traced.block_pattern or ""
 
     @functools.cached_property
     def flops_per_example(self) -> float:
@@ -158,11 +144,12 @@ class Estimates:
             filled += size
         return count
 
-    def _border(self, start: int, rows: int) -> float:
-        """Returns the bytes that a microbatch of so many examples has where the call number `start` begins."""
-        first, last = self.traced.traces
-        sizes = (first.batch_size, last.batch_size)
-        return float(Affine.through(sizes, (first.calls[start - 1].output, last.calls[start - 1].output)).at(rows))
+    def _stages(self, candidate: Candidate) -> list[list[int]]:
+        """Returns the places of the calls of each stage."""
+        if candidate.schedule is None:
+            return [list(range(len(self.traced.calls)))]
+        staged = self.traced.layouts.staged(candidate.pipeline, candidate.schedule, candidate.microbatches)
+        return self.traced.calls_of_stages(staged)
 
 
 def _messages_of(plan: Any) -> int:

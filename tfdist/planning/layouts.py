@@ -11,7 +11,8 @@ from tfdist import errors
 from tfdist.layers.sharded_weights import ShardedWeights
 from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.schedule import Schedule
-from tfdist.pipeline.stages.split_points import resolve_split_points
+from tfdist.pipeline.stages.balance import balanced_split_points
+from tfdist.pipeline.stages.split_points import node_weights, resolve_split_points
 from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.tensor_plans import ModelGraph, sharded_weights, trace_model
 from tfdist.tensor_plans.layer_kinds import dtype_bytes
@@ -31,7 +32,8 @@ class ModelLayouts:
         self._model = model
 
     @functools.cached_property
-    def _graph(self) -> ModelGraph:
+    def graph(self) -> ModelGraph:
+        """The layers of the model that can be sharded, and their calls."""
         return trace_model(self._model)
 
     @functools.cache  # noqa: B019  as long as the model
@@ -49,7 +51,7 @@ class ModelLayouts:
                 model=self._model.name,
                 fix="Plan the same model of Keras layers.",
             )
-        found = tuple(suggested_shardings(self._graph, tensor))
+        found = tuple(suggested_shardings(self.graph, tensor))
         if not found:
             raise errors.value_error(
                 "No layer of the model can be sharded over so many tensor ranks.", model=self._model.name, tensor=tensor
@@ -66,7 +68,7 @@ class ModelLayouts:
     def moved_bytes(self, tensor: int) -> float:
         """Returns the bytes that sharded layers send over so many tensor ranks in a step, for one example of a replica."""
         moved = 0.0
-        uses = {id(known.layer): known.uses for known in self._graph.layers}
+        uses = {id(known.layer): known.uses for known in self.graph.layers}
         for one in self.shardings(tensor):
             units = sum(moved_units(one, use) for use in uses[id(one.layer)])
             moved += units * dtype_bytes(one.layer.compute_dtype) * (tensor - 1) / tensor
@@ -96,8 +98,14 @@ class ModelLayouts:
 
     def _split_points(self, module: keras.Model, stages: int) -> Sequence[int]:
         if stages not in self._known_split_points:
-            self._known_split_points[stages] = resolve_split_points(module, None, stages)
+            if stages > len(self._node_weights(module)):
+                resolve_split_points(module, None, stages)  # which raises
+            self._known_split_points[stages] = balanced_split_points(self._node_weights(module), stages)
         return self._known_split_points[stages]
+
+    @functools.cache  # noqa: B019  as long as the model
+    def _node_weights(self, module: keras.Model) -> list[int]:
+        return node_weights(module)
 
     @functools.cached_property
     def _known_split_points(self) -> dict[int, Sequence[int]]:

@@ -15,7 +15,6 @@ wait: a step then takes what all of them compute together, at least.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from tfdist.pipeline.schedules.actions import Phase
@@ -197,11 +196,3 @@ class _Links:
 
     def _link(self, span: int) -> str:
         return "within" if span <= self.devices_per_host else "between"
-
-
-def slowest_share(costs: Sequence[float], starts: Sequence[int]) -> float:
-    """Returns the part of the whole that the slowest of some stages has, given where each after the first begins."""
-    bounds = [0, *starts, len(costs)]
-    whole = math.fsum(costs)
-    stages = [math.fsum(costs[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
-    return max(stages) / whole if whole else 1 / len(stages)

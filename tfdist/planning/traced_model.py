@@ -156,7 +156,7 @@ class TracedModel:
     @property
     def first_trace(self) -> StepTrace:
         """The trace of the smaller batch."""
-        return self._traces[0]
+        return self.traces[0]
 
     @functools.cached_property
     def statistics(self) -> frozenset[str]:
@@ -215,7 +215,7 @@ class TracedModel:
 
     def input_bytes(self, batch_size: int) -> int:
         """Returns the bytes of what the model is given in a step."""
-        low, high = (trace.inputs for trace in self._traces)
+        low, high = (trace.inputs for trace in self.traces)
         return Affine.through(_BATCH_SIZES, (low, high)).at(batch_size)
 
     def output_bytes(self, place: int, batch_size: int) -> int:

@@ -70,7 +70,11 @@ def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | N
     errors.check_integer("tensor_parallel_size", tensor_parallel_size, 1)
     rows = 1 if rows is None else rows
     errors.check_integer("rows", rows, 1, fix="It is how many examples a replica gets in one step.")
-    graph = trace_model(model)
+    return suggest_plan_of(model, trace_model(model), tensor_parallel_size, rows)
+
+
+def suggest_plan_of(model: keras.Model, graph: ModelGraph, tensor_parallel_size: int, rows: int = 1) -> SuggestedPlan:
+    """Returns what `suggest_plan` does of a model that is traced already; for several sizes it need not be traced again."""
     if not graph.layers:
         raise errors.value_error("`model` must hold a layer that can be sharded, such as a Dense.", model=model.name)
     ranks = _Ranks(tensor_parallel_size)

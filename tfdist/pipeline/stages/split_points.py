@@ -43,7 +43,7 @@ def resolve_split_points(module: keras.Model, stages: Sequence[str | int] | None
             fix="Take a smaller `pipeline_parallel_size` or `stages_per_rank`, or a model of more layers.",
         )
     if stages is None:
-        return balanced_split_points(_weigh(node_costs(module)), num_stages) if num_stages > 1 else []
+        return balanced_split_points(node_weights(module), num_stages) if num_stages > 1 else []
     if isinstance(stages, str) or not isinstance(stages, Sequence):
         raise errors.value_error("`stages` must be a sequence of names or places of layers, or None.", stages=stages)
     first_call: dict[str, int] = {}
@@ -60,6 +60,11 @@ def resolve_split_points(module: keras.Model, stages: Sequence[str | int] | None
             stages=stages,
         )
     return split_points
+
+
+def node_weights(module: keras.Model) -> list[int]:
+    """Returns what is balanced between stages: a number for each of `nodes_in_order(module)`."""
+    return _weigh(node_costs(module))
 
 
 def _check_order(stages: Sequence[str | int], split_points: Sequence[int]) -> None:

@@ -1,0 +1,138 @@
+"""`tfdist.plan`: what it chooses, that the line which it prints runs, and what bad input gets."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tfdist.planning.data_sheets import from_sheet
+from tfdist.planning.planner import hardware_of
+
+
+def build():
+    class Block(keras.layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.inner = [keras.layers.Dense(128, "relu"), keras.layers.Dense(32)]
+
+        def build(self, shape):
+            self.inner[0].build(shape)
+            self.inner[1].build((*shape[:-1], 128))
+
+        def call(self, x):
+            return x + self.inner[1](self.inner[0](x))
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    x = inputs = keras.Input((32,))
+    for place in range(5):
+        x = Block(name=f"block_{place}")(x)
+    model = keras.Model(inputs, keras.layers.Dense(7, name="head")(x), name="five_blocks")
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return tfdist.plan(build, devices=4, memory_per_device="1 GB", batch_size=16, tokens=1e9)
+
+
+def run(lines):
+    """Runs the lines of Python of a plan, on the four logical CPUs, and a step of the model that they make."""
+    namespace = {"tfdist": tfdist, "build": build}
+    exec(lines, namespace)
+    model = namespace["model"]
+    if not model.compiled:
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(16, 32)).astype("float32"), rng.integers(0, 7, 16)
+    return model.fit(x, y, batch_size=16, verbose=0).history["loss"]
+
+
+def test_what_it_knows_of_the_model(plans):
+    assert plans.model == "five_blocks" and plans.optimizer == "Adam" and plans.blocks == "block"
+    assert plans.parameters == 5 * (32 * 128 + 128 + 128 * 32 + 32) + 32 * 7 + 7
+    kinds = {(one.candidate.data, one.candidate.tensor, one.candidate.pipeline) for one in plans.candidates}
+    assert {(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4)} <= kinds
+    by_stage = {
+        one.candidate.zero_stage: one.memory.parameters + one.memory.gradients + one.memory.optimizer
+        for one in plans.candidates
+        if one.candidate.data == 4 and not one.candidate.recompute
+    }
+    assert [round(by_stage[stage] / plans.parameters, 1) for stage in range(4)] == pytest.approx([16, 10, 7, 4], abs=0.3)
+    assert plans.training.tokens == 1e9 and plans.training.days > 0
+
+
+def test_the_line_runs(plans):
+    assert np.isfinite(run(plans.python)).all()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_the_lines_of_all_kinds_run(plans):
+    kinds = {}
+    for one in plans.candidates:
+        candidate = one.candidate
+        kinds.setdefault((candidate.zero_stage, candidate.tensor, candidate.pipeline, candidate.recompute), one)
+    chosen = [one for (stage, *_), one in kinds.items() if stage in (0, 3)]
+    losses = {one.candidate.name(): run(plans.python_of(one)) for one in chosen}
+    assert len(losses) > 8 and np.isfinite(list(losses.values())).all()
+
+
+def test_memory_decides(plans):
+    least = min(one.memory.together for one in plans.candidates)
+    some = tfdist.plan(build, devices=4, memory_per_device=least, batch_size=16, zero_stages=(0, 3))
+    assert 0 < len(some.fitting) < len(some.candidates) and some.best.memory.together <= least
+    none = tfdist.plan(build, devices=4, memory_per_device="1 kB", batch_size=16, zero_stages=(3,))
+    assert not none.fitting and "No plan fits: " in str(none)
+
+
+def needs_data():
+    model = build()
+    model.fit(np.zeros((4, 32), "float32"), np.zeros(4), verbose=0)
+    return model
+
+
+def one_layer():
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(5)])
+
+
+GIVEN = {"devices": 4, "memory_per_device": "1 GB", "batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": 0}, "`devices` must be a positive integer"),
+        ({"hosts": 3}, "`hosts` must divide `devices`: each has as many. Received: devices=4, hosts=3"),
+        ({"batch_size": -1}, "`batch_size` must be a positive integer"),
+        ({"memory_per_device": "eighty"}, "`memory_per_device` must be a size in bytes. Received: memory_per_device='eighty'"),
+        ({"hardware": "abacus"}, "`hardware` must be one of v100, a100"),
+        ({"hardware": "no/such.json"}, "`calibration` must be a file that can be read"),
+        ({"optimizer": "hopeful"}, "hopeful"),
+        ({"build": None}, "`build` must be a function"),
+        ({"build": lambda: 3}, "must return a Keras model"),
+        ({"build": lambda: 1 / 0}, "`build` must return a Keras model, but failed: ZeroDivisionError"),
+        ({"build": needs_data}, "`build`"),
+        (
+            {"build": one_layer, "batch_size": 7},
+            "`batch_size` must be one that a plan divides: over 4 devices it is divided among 4",
+        ),
+        ({"gradient_compressions": ("zip",)}, "`gradient_compressions` must be"),
+        ({"tokens": "many"}, "`tokens` must be a positive number"),
+        ({"tokens": 1e9, "flops": 1e20}, "`tokens` or `flops` must be None"),
+    ],
+)
+def test_bad_input(changes, message):
+    given = {**GIVEN, **changes}
+    function = given.pop("build", build)
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        tfdist.plan(function, **given)
+
+
+def test_hardware_in_every_form(tmp_path):
+    known = from_sheet("a100")
+    known.to_file(tmp_path / "hardware.json")
+    assert all(hardware_of(one) == known for one in (known, "A100", tmp_path / "hardware.json", str(tmp_path / "hardware.json")))
+    assert hardware_of(None) == from_sheet("h100")

@@ -1,0 +1,117 @@
+"""`python -m tfdist plan ...`: whether a model fits on some devices, how fast a step is, and which plan is best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tfdist.launch.arguments import positive_int
+from tfdist.planning.builders import arguments_of, named_builder
+from tfdist.planning.data_sheets import DATA_SHEETS
+from tfdist.planning.decoder import decoder_builder
+from tfdist.planning.known_models import KNOWN_MODELS, known_model
+from tfdist.planning.planner import plan
+
+_DESCRIPTION = """\
+Traces the training step of a model without data and without memory for its weights, and says for every way to spread it over
+the devices what the fullest device holds and how long a step takes: what fits, the fastest first, what does not and by how much,
+and the line of Python that runs the best plan."""
+
+_EPILOG = """\
+examples:
+  python -m tfdist plan --model mypackage.models:build --devices 16 --memory 80GB --batch-size 256
+  python -m tfdist plan --config llama3-70b --sequence-length 4096 --devices 64 --hosts 8 --memory 80GB --batch-size 512
+  python -m tfdist plan --model keras_hub.models.Llama3Backbone --arguments '{"vocabulary_size": 128256, ...}' ...
+  python -m tfdist plan ... --calibration hardware.json     # times of your devices: python -m tfdist calibrate
+
+exit code: 0 when a plan fits, 1 when none does; 2 for wrong arguments."""
+
+
+def add_plan(commands: Any) -> None:
+    """Adds the command to those of the program."""
+    parser = commands.add_parser(
+        "plan",
+        help="say whether a model fits, how fast a step is, and which plan is best",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", metavar="NAME", help='"package.module:build" or "package.Class": makes a built Keras model')
+    model.add_argument("--config", metavar="NAME", help=f"a known decoder: {', '.join(KNOWN_MODELS)}")
+    parser.add_argument("--arguments", metavar="JSON", help="keyword arguments of --model, as a JSON object")
+    parser.add_argument(
+        "--sequence-length", type=positive_int, metavar="N", help="tokens of an example, where the model leaves it open"
+    )
+    parser.add_argument("--devices", type=positive_int, required=True, metavar="N", help="devices in all")
+    parser.add_argument(
+        "--hosts", type=positive_int, default=1, metavar="H", help="machines, with as many devices each (default: 1)"
+    )
+    parser.add_argument("--memory", required=True, metavar="SIZE", help='of each device, such as "80 GB", 80GiB or 8e10')
+    parser.add_argument(
+        "--batch-size", type=positive_int, required=True, metavar="B", help="examples of a step, all devices together"
+    )
+    parser.add_argument("--optimizer", metavar="NAME", help="such as adamw (default: that of the compiled model, or adam)")
+    hardware = parser.add_mutually_exclusive_group()
+    hardware.add_argument("--hardware", metavar="NAME", help=f"a data sheet: {', '.join(DATA_SHEETS)} (default: h100)")
+    hardware.add_argument("--calibration", metavar="FILE", type=pathlib.Path, help="what `python -m tfdist calibrate` measured")
+    parser.add_argument(
+        "--zero-stages", type=int, nargs="+", choices=range(4), default=(0, 1, 2, 3), metavar="Z", help="some of 0 to 3"
+    )
+    parser.add_argument(
+        "--compress", nargs="+", default=[], metavar="NAME", help="consider gradients in int8, int4, top_k or bfloat16"
+    )
+    parser.add_argument("--tokens", metavar="D", help="of a whole training, such as 1.4T: what it takes")
+    parser.add_argument("--flops", metavar="C", help="of a whole training, such as 2e23: how many tokens these are")
+    parser.add_argument("--top", type=positive_int, default=5, metavar="N", help="how many plans to show (default: 5)")
+    parser.add_argument("--png", type=pathlib.Path, metavar="FILE", help="draw their memory to this file; needs matplotlib")
+    parser.add_argument("--json", metavar="FILE", help="write all plans as JSON; -: to the standard output, and no text")
+    parser.set_defaults(command=lambda args: _plan(parser, args))
+
+
+def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    if args.json not in (None, "-") and not pathlib.Path(args.json).absolute().parent.is_dir():
+        parser.error(f"argument --json: must be a file in a directory that exists. Received: {args.json}")
+    try:
+        plans = plan(
+            _builder(args),
+            devices=args.devices,
+            memory_per_device=args.memory,
+            batch_size=args.batch_size,
+            optimizer=args.optimizer,
+            hosts=args.hosts,
+            hardware=args.calibration or args.hardware,
+            sequence_length=args.sequence_length,
+            zero_stages=tuple(args.zero_stages),
+            gradient_compressions=(None, *args.compress),
+            tokens=args.tokens,
+            flops=args.flops,
+            shown=args.top,
+            progress=lambda line: print(f"{line} ...", file=sys.stderr, flush=True),
+        )
+        if args.png:
+            plans.draw(args.png)
+    except (ValueError, NotImplementedError, ImportError) as error:
+        parser.error(str(error))
+    told = json.dumps(plans.to_json(), indent=2)
+    if args.json == "-":
+        print(told)
+    else:
+        print(plans)
+        if args.json is not None:
+            pathlib.Path(args.json).write_text(f"{told}\n", encoding="utf-8")
+    return 0 if plans.fitting else 1
+
+
+def _builder(args: argparse.Namespace) -> Callable[[], Any]:
+    if args.config:
+        return decoder_builder(known_model(args.config), args.sequence_length)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return named_builder(args.model, arguments_of(args.arguments) if args.arguments else None)
