@@ -1,5 +1,7 @@
 """Gradients of gradients, weights that are read for each example, and TensorFlow's check of numbers, in steps of one's own."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -197,6 +199,31 @@ def clipped_gradients_of_examples(strategy):
     return loop(strategy, model, on_rank)
 
 
+class OfExamples(keras.Sequential):
+    """The same in a `train_step`: the mean over the examples is taken behind the clipping."""
+
+    def train_step(self, data):
+        def of_example(row):
+            x, y = row
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x[tf.newaxis], training=True) - y[tf.newaxis]) ** 2)
+            return tf.clip_by_global_norm(tape.gradient(loss, self.trainable_variables), 0.5)[0]
+
+        grads = [tf.reduce_mean(g, 0) for g in tf.vectorized_map(of_example, data)]
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"mean": tf.reduce_mean(data[0])}
+
+
+def clipped_gradients_of_examples_in_fit(strategy):
+    with strategy.scope():
+        model = OfExamples([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The loss of")
+        model.fit(X, X[:, :3], batch_size=8, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
 def jacobians(strategy, traced=tf.function):
     model, _ = made_small(strategy)
 
@@ -240,7 +267,9 @@ def loop(strategy, model, on_rank, traced=tf.function):
 
 
 @pytest.mark.parametrize("zero_stage", (exhaustive(0), exhaustive(1), exhaustive(2), 3))
-@pytest.mark.parametrize("program", [clipped_gradients_of_examples, jacobians, summed_by_hand])
+@pytest.mark.parametrize(
+    "program", [clipped_gradients_of_examples, clipped_gradients_of_examples_in_fit, jacobians, summed_by_hand]
+)
 def test_gradients_of_a_rank_are_its_own(program, zero_stage):
     assert_as_on_one_device(program, zero_stage)
 

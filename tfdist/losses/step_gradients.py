@@ -55,11 +55,11 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
         return found
     if weights.of_wholes() is None:
         return gradient(output_gradients)
-    # Within a `tf.vectorized_map` gradients are a rank's own.
-    is_sharded = [v is not None and v.layout.is_data_sharded and not tape.in_vectorized_map() for v in variables]
+    is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken behind it
+    is_sharded = [v is not None and v.layout.is_data_sharded and not is_of_examples for v in variables]
     begins_with_weight = any(is_sharded) or _sends_gradients(program) or _has_custom_gradients(program)
     weight = step.weight()
-    for loss in targets:
+    for loss in () if is_of_examples else targets:
         warn_of_step(step.model, program, loss)
     seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
     with weights.beginning_with(weight if begins_with_weight else None):
