@@ -88,6 +88,14 @@ def test_memory_decides(plans):
     assert not none.fitting and "No plan fits: " in str(none)
 
 
+def test_hosts_get_groups_that_share_one_copy():
+    over_hosts = tfdist.plan(build, devices=4, hosts=2, memory_per_device="1 GB", batch_size=16, zero_stages=(3,))
+    (grouped,) = [one for one in over_hosts.candidates if one.candidate.name() == "zero 3, groups of 2"]
+    (whole,) = [one for one in over_hosts.candidates if one.candidate.name() == "zero 3"]
+    assert grouped.memory.parameters > 1.9 * whole.memory.parameters
+    assert "MultiWorkerShardedStrategy(zero_stage=3, sharding_group_size=2)" in over_hosts.python_of(grouped)
+
+
 def needs_data():
     model = build()
     model.fit(np.zeros((4, 32), "float32"), np.zeros(4), verbose=0)

@@ -98,6 +98,7 @@ def plan(
         tensor_sizes=estimates.tensor_sizes(devices // hosts),
         pipeline_sizes=estimates.pipeline_sizes(devices),
         recompute=bool(estimates.blocks),
+        sharding_group_sizes=(devices // hosts,) if hosts > 1 else (),
         gradient_compressions=gradient_compressions,
     )
     tell("estimating what each plan takes")
