@@ -161,15 +161,15 @@ def assert_each_step_is(
         for variable, value in zip((*model.variables, *trainer.variables), states[number], strict=True):
             variable.assign(value)
         if parameters is not None:
-            exact = [variable.numpy() for variable in model.trainable_variables]
-            for variable, weights in zip(model.trainable_variables, exact, strict=True):
+            updated = [variable.numpy() for variable in model.trainable_variables]
+            for variable, weights in zip(model.trainable_variables, updated, strict=True):
                 variable.assign(decoded_weights(weights, parameters, size) if is_compressed(variable) else weights)
         share = -(-len(features) // size)
         parts = [slice(rank * share, (rank + 1) * share) for rank in range(size)]
         found = [grads_of(tf.constant(features[part]), tf.constant(labels[part])) for part in parts]
         np.testing.assert_allclose(losses[number], float(sum(loss for loss, _ in found)), rtol=1e-5)
         if parameters is not None:
-            for variable, weights in zip(model.trainable_variables, exact, strict=True):
+            for variable, weights in zip(model.trainable_variables, updated, strict=True):
                 variable.assign(weights)
         kept.append([[grad.numpy() for grad in grads] for _, grads in found])
         if len(kept) < accumulates:

@@ -35,8 +35,8 @@ LEVELS = {
     "profiling": 9,
     "testing": 9,
     "planning": 9.5,
-    "launch": 10,
-    "doctor": 10.5,
+    "launch": 9,
+    "doctor": 10,
     "__main__": 11,
 }
 TOP = "__init__.py"  # may import everything

@@ -129,6 +129,7 @@ else:
     with socket.create_connection((address, int(port))) as connection:
         connection.sendall(b"x" * 1_000_000)
     print(json.dumps({"host": os.listdir("/dev/shm")}), flush=True)
+next(sys.stdin, None)  # one that ends while the other has not answered has failed
 """
 
 

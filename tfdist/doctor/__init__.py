@@ -1,4 +1,4 @@
-"""Level 10.5: examines the devices of a machine, or of a job: `python -m tfdist doctor`.
+"""Level 10: examines the devices of a machine, or of a job: `python -m tfdist doctor`.
 
 command ──> examination ──> process (a child for the checks), workers (the doctors of other workers), progress
    │            └──> machine (versions, topology, devices), bandwidth, parity, memory ──> session, check

@@ -1,4 +1,4 @@
-"""Level 10: starts the worker processes of one machine, watches them, and starts them again after a failure.
+"""Level 9: starts the worker processes of one machine, watches them, and starts them again after a failure.
 
     cli ──> job (its attempts) ──> worker ──> output
      │       │

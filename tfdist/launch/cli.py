@@ -14,7 +14,6 @@ from typing import Any
 from tfdist.launch.arguments import non_negative_int, positive_int, seconds
 from tfdist.launch.gpus import device_environments, visible_gpus
 from tfdist.launch.job import KILL_SECONDS, Job, run_job
-from tfdist.launch.plan_command import add_plan
 from tfdist.launch.schedule_command import add_schedule
 
 _RUN_DESCRIPTION = """\
@@ -56,7 +55,6 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Callable[[Any], None]
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
     add_schedule(commands)
-    add_plan(commands)
     for add in more:
         add(commands)
     args = parser.parse_args(argv)

@@ -3,7 +3,8 @@
 planner ──> search, plans (the table, the picture)
    ├──> traced_model ──> memory, sent_bytes ──> device_memory
    └──> estimates ──> work, hardware (data_sheets) ──> step_time
-candidate: a plan; known_models, decoder, builders: models by name; scaling: tokens, operations, days
+command: `python -m tfdist plan`; candidate: a plan; known_models, decoder, builders: models by name
+scaling: tokens, operations, days
 """
 
 from tfdist.planning.candidate import Candidate

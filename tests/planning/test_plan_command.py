@@ -5,9 +5,14 @@ import json
 import keras
 import pytest
 
-from tfdist.launch.cli import main
+from tfdist.launch import cli
+from tfdist.planning.command import add_plan
 
 OPTIONS = f"--model {__name__}:build --devices 2 --memory 1GB --batch-size 8 --zero-stages 0 3".split()
+
+
+def main(argv):
+    return cli.main(argv, more=[add_plan])
 
 
 def build(units=33):
