@@ -21,6 +21,7 @@ def shares(output):
     return [float(share) for share in re.findall(r"^CPU:\d .* ([\d.]+)%$", output, re.MULTILINE)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(150)
 def test_four_stages_train_as_one_device(run_on_random_text, tmp_path):
     output = run_on_random_text("train_pipeline", f"{SMALL} --layers 1 --batch-size 4 --microbatches 4")
