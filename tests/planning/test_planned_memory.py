@@ -8,6 +8,7 @@ from test_traced_model import blocks
 from training import mlp
 
 import tfdist
+from tests.planning.spreading import spread
 from tfdist.planning import Candidate
 from tfdist.planning.memory import memory_of, state_of
 from tfdist.planning.traced_model import trace
@@ -51,11 +52,7 @@ def reported(build, candidate, optimizer=None):
     devices = [f"CPU:{index}" for index in range(candidate.devices)]
     strategy = tfdist.ShardedStrategy(devices, zero_stage=candidate.zero_stage, **settings)
     with strategy.scope():
-        model = build()
-        if candidate.tensor > 1:
-            tfdist.parallelize(model, tfdist.suggest_plan(model, candidate.tensor), print_fn=None)
-        if candidate.pipeline > 1:
-            model = tfdist.PipelineModel(model, num_microbatches=candidate.microbatches, schedule=candidate.schedule)
+        model = spread(build, candidate)
         if optimizer is not None:
             model.compile(optimizer, LOSS)
         model.optimizer.build(model.trainable_variables)

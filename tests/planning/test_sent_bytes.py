@@ -10,6 +10,7 @@ from test_planned_memory import BLOCKS, LOSS, mixed, text, traced
 from training import mlp
 
 import tfdist
+from tests.planning.spreading import spread
 from tfdist.planning import Candidate
 from tfdist.planning.sent_bytes import sent_of
 
@@ -37,11 +38,7 @@ def counted(build, candidate, config=ALONE):
     devices = [f"CPU:{index}" for index in range(candidate.devices)]
     strategy = tfdist.ShardedStrategy(devices, config=config, zero_stage=candidate.zero_stage, **settings)
     with strategy.scope():
-        model = build()
-        if candidate.tensor > 1:
-            tfdist.parallelize(model, tfdist.suggest_plan(model, candidate.tensor), print_fn=None)
-        if candidate.pipeline > 1:
-            model = tfdist.PipelineModel(model, num_microbatches=candidate.microbatches, schedule=candidate.schedule)
+        model = spread(build, candidate)
         model.compile("adam", LOSS)
     model.fit(*DATA[build], batch_size=8, epochs=1, verbose=0)
     plan, mesh = strategy.last_plan, strategy.mesh

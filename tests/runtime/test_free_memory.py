@@ -8,7 +8,7 @@ from resident import resident_bytes
 
 from tfdist.runtime import give_back_free_memory
 
-BLOCK, COUNT = 2000, 40_000  # 80 MB
+BLOCK, COUNT = 2000, 100_000  # 200 MB: other threads of the process may take some meanwhile
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -24,5 +24,5 @@ def test_what_is_free_between_blocks_in_use_is_given_back():
         c.free(block)
     before = resident_bytes()
     give_back_free_memory()
-    assert before - resident_bytes() > BLOCK * COUNT * 0.8  # other threads may take some meanwhile
+    assert before - resident_bytes() > BLOCK * COUNT * 0.9
     c.free(blocks[-1])

@@ -108,7 +108,7 @@ FAULTS = [
         outside("stop", before_the_end),
         _STOPPED,
         "fails",
-        says=f"{_NAMED}|did not come|cannot be reached",
+        says=_NAMED + r"|did not come|{victim} \S+ cannot be reached",
     ),
     Fault(
         "hang",

@@ -53,7 +53,8 @@ def plan(
         print(plans)         # a table, the line of Python that runs the best one, and what was assumed
         plans.best.memory    # bytes of parameters, gradients, optimizer state, activations, buffers of the fullest device
 
-    What it costs: a trace, some seconds to a minute, and memory for the graph.
+    What it costs: traces of the model and of its parts, seconds for a small one and minutes for decoders of many blocks, and
+    memory for the graphs.
 
     Args:
         build: a function without arguments that returns a built Keras model, compiled or not.
