@@ -108,7 +108,7 @@ CASES = [
     case("synchronized BatchNormalization", lambda: [layers.Dense(5), layers.BatchNormalization(synchronized=True)], VECTOR),
     *(one(name, SERIES, units=5) for name in ("SimpleRNN", "GRU", "LSTM")),
     one("LSTM", SERIES, units=4, return_sequences=True, go_backwards=True),
-    one("GRU", SERIES, units=4, reset_after=False, unroll=True),
+    case("unrolled GRU", lambda: [layers.GRU(4, reset_after=False, unroll=True)], SERIES),
     one("ConvLSTM1D", (3, 5, 2), filters=3, kernel_size=2),
     one("ConvLSTM2D", (3, 4, 4, 2), filters=2, kernel_size=2),
     one("ConvLSTM3D", (2, 3, 3, 3, 2), filters=2, kernel_size=2),

@@ -92,7 +92,7 @@ def saved(strategy, path):
     [
         exhaustive(before_sharding, 2, 1, 0),
         exhaustive(after_training, 2, 1, 0),
-        (before_sharding, 2, 2, 3),
+        exhaustive(before_sharding, 2, 2, 3),
         exhaustive(after_training, 2, 2, 3),
         *(exhaustive(program, 2, 2, stage) for program in (before_sharding, after_training) for stage in (1, 2)),
     ],

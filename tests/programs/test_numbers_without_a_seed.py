@@ -83,7 +83,7 @@ def flat(tree):
 
 CASES = [
     (in_fit, 3, {}),
-    (in_a_loop_of_ones_own, 0, {}),
+    exhaustive(in_a_loop_of_ones_own, 0, {}),
     exhaustive(in_fit, 0, {"run_eagerly": True}),
     exhaustive(in_fit, 2, {"steps_per_execution": 2}),
     exhaustive(in_a_loop_of_ones_own, 3, {}),

@@ -147,7 +147,7 @@ PLAIN = {name: program(name) for name in MODELS}
 GRID = [
     ("rotary", 2, 1, 2, "1f1b"),
     exhaustive("blocks", 2, 2, 2, "1f1b"),
-    ("keywords", 2, 1, 2, "zero_bubble"),
+    exhaustive("keywords", 2, 1, 2, "zero_bubble"),
     exhaustive("encoder-decoder", 4, 1, 2, "1f1b"),
     ("frozen", 2, 1, 2, "1f1b"),
     *(exhaustive(name, 2, 2, 2, "gpipe") for name in MODELS),
