@@ -7,6 +7,7 @@ import pytest
 import tfdist
 from tfdist.planning.data_sheets import from_sheet
 from tfdist.planning.planner import hardware_of
+from tfdist.tensor_plans.tables import size_text
 
 
 def build():
@@ -102,6 +103,10 @@ def needs_data():
     return model
 
 
+def model_itself():
+    return keras.Sequential([keras.layers.Dense(5)])
+
+
 def one_layer():
     return keras.Sequential([keras.Input((3,)), keras.layers.Dense(5)])
 
@@ -125,8 +130,21 @@ GIVEN = {"devices": 4, "memory_per_device": "1 GB", "batch_size": 16}
         ({"build": needs_data}, "`build`"),
         (
             {"build": one_layer, "batch_size": 7},
-            "`batch_size` must be one that a plan divides: over 4 devices it is divided among 4",
+            r"`batch_size` must be one that a plan divides: over 4 devices.*Take 8, or another",
         ),
+        ({"build": one_layer, "batch_size": 1}, "`batch_size` must be one that a plan divides.*Take 4,"),
+        ({"build": model_itself()}, "`build` must be a function without arguments"),
+        (
+            {"build": lambda units: one_layer()},
+            "`build` must return a Keras model, but failed: TypeError.*called without arguments",
+        ),
+        ({"hardware": 3}, "`hardware` must be the name of a data sheet"),
+        ({"zero_stages": 3}, "`zero_stages` must be some of 0, 1, 2 and 3"),
+        ({"zero_stages": ()}, "`zero_stages` must be some of 0, 1, 2 and 3"),
+        ({"zero_stages": (4,)}, "`zero_stage` must be 0"),
+        ({"sequence_length": -1}, "`sequence_length` must be a positive integer"),
+        ({"shown": 0}, "`shown` must be a positive integer"),
+        ({"gradient_compressions": "int8"}, "`gradient_compressions` must be several names"),
         ({"gradient_compressions": ("zip",)}, "`gradient_compressions` must be"),
         ({"tokens": "many"}, "`tokens` must be a positive number"),
         ({"tokens": 1e9, "flops": 1e20}, "`tokens` or `flops` must be None"),
@@ -135,8 +153,36 @@ GIVEN = {"devices": 4, "memory_per_device": "1 GB", "batch_size": 16}
 def test_bad_input(changes, message):
     given = {**GIVEN, **changes}
     function = given.pop("build", build)
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=message):
         tfdist.plan(function, **given)
+
+
+class Doubled(keras.layers.Layer):
+    """Multiplies by a matrix until the numbers are large: nobody knows beforehand how often."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x):
+        def body(x):
+            return (keras.ops.matmul(x, self.kernel),)
+
+        return keras.ops.while_loop(lambda x: keras.ops.max(x) < 10.0, body, (x,))[0]
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_a_loop_of_unknown_length_makes_the_memory_a_lower_bound():
+    def of_unknown_length():
+        return keras.Sequential([keras.Input((6,)), Doubled(), keras.layers.Dense(2)])
+
+    found = tfdist.plan(of_unknown_length, devices=1, memory_per_device="1 MB", batch_size=8)
+    assert found.is_lower_bound and found.to_json()["is_lower_bound"]
+    row = next(line for line in str(found).splitlines() if line.startswith("zero 0"))
+    left = size_text(1e6 - found.best.memory.together)
+    assert ">= " in row and row.endswith(f"yes, if its loops keep less than {left}")
+    assert "of unknown length" in str(found)
 
 
 def test_hardware_in_every_form(tmp_path):

@@ -42,6 +42,8 @@ def test_what_it_prints():
         "optimal for 4.2e+23 FLOPs: 59.2 B parameters, 1.18 T tokens",
     ]
 
+    assert str(scaling.training(1e6, tokens=1e9, flops_per_second=1e12)).splitlines()[0].endswith("6e+15 FLOPs, 1.7 hours")
+
 
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "1e9"])
 def test_numbers_that_are_none(value):

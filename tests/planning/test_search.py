@@ -1,5 +1,7 @@
 """What is enumerated, and what is chosen."""
 
+import dataclasses
+
 import pytest
 
 from tests.planning.fake_estimates import memory_of, time_of
@@ -58,8 +60,15 @@ def test_the_fastest_that_fits_comes_first():
 
 
 def test_a_batch_that_no_plan_divides():
-    with pytest.raises(ValueError, match=r"divided among 4 or 8 replicas. Received: batch_size=7. Take 8"):
-        search(Choices(devices=8, batch_size=7, tensor_sizes=(1, 2)), 400, memory_of, time_of)
+    cases = (
+        (Choices(devices=8, batch_size=7, tensor_sizes=(1, 2)), 8),
+        (Choices(devices=4, batch_size=1, pipeline_sizes=(1, 2, 4)), 4),  # one example fills no pipeline of four stages
+        (Choices(devices=7, batch_size=16), 14),
+    )
+    for choices, nearest in cases:
+        with pytest.raises(ValueError, match=rf"a plan divides.*Received: batch_size={choices.batch_size}. Take {nearest},"):
+            search(choices, 400, memory_of, time_of)
+        assert list(dataclasses.replace(choices, batch_size=nearest).candidates())
 
 
 def test_divisors():

@@ -1,5 +1,6 @@
 """Sizes and counts as people write them."""
 
+import numpy as np
 import pytest
 
 from tfdist.planning.sizes import bytes_of, count_of
@@ -19,6 +20,8 @@ from tfdist.planning.sizes import bytes_of, count_of
         ("100 B", 100),
         ("8e10", 8e10),
         ("80,000,000,000", 8e10),
+        ("1,500.5 MB", 1.5005e9),
+        (np.float32(8e10), float(np.float32(8e10))),
         (8e10, 8e10),
         (2**30, 2**30),
     ],
@@ -28,7 +31,7 @@ def test_sizes(text, size):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "80 XB", "GB", "-3 GB", "0 GB", 0, -1.0, None, True, "80 GB of memory", "1.2.3 GB", float("nan")]
+    "text", ["", "80 XB", "GB", "-3 GB", "0 GB", 0, -1.0, None, True, "80 GB of memory", "1.2.3 GB", "1,5 GB", float("nan")]
 )
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match=r"`memory` must be a size in bytes.*Received: memory=.*Write \"80 GB\""):

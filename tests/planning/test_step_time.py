@@ -42,7 +42,9 @@ def test_messages_that_take_longer_than_backward_and_overlap():
     slow = seconds(Candidate(0, data=4), devices_per_host=2)
     message = 0.01 + 4e8 * 1.5 / 1e8
     assert slow.together == pytest.approx(1.0 + message + 0.1) and slow.hidden == pytest.approx(2.0)
-    assert seconds(Candidate(0, data=4), devices_per_host=2, overlap=1.1).together == pytest.approx(1.0 + message * 1.1 + 0.1)
+    assert seconds(Candidate(0, data=4), devices_per_host=2, overlap=1.1).together == pytest.approx(
+        1.0 + message + 0.1 * 2.0 + 0.1
+    )
     # Never longer than one after the other.
     assert seconds(Candidate(0, data=4), devices_per_host=2, overlap=9.0).together == pytest.approx(3.0 + message + 0.1)
 
@@ -82,6 +84,42 @@ def test_a_pipeline_is_the_simulation_of_its_schedule():
     sent = dataclasses.replace(step, border_bytes=1e8)
     with_messages = seconds(Candidate(0, pipeline=4, schedule="1f1b", microbatches=8), sent)
     assert with_messages.together > (8 + 3) * 0.75 + 2 * 3 * 0.1  # the way there and back of the first and the last
+
+
+def test_a_pipeline_adds_up_the_gradients_of_its_microbatches():
+    links = {"within": dict.fromkeys(BUS_FACTORS, Collective(0.0, math.inf))}
+    step = dataclasses.replace(STEP, stage_share=0.5, parameters=0.0)
+    four = seconds(Candidate(0, pipeline=2, schedule="gpipe", microbatches=4), step, links=links)
+    assert four.together == pytest.approx((4 + 1) * 1.5 + 3 * 3 * 4e8 / 1e11)
+
+
+def order(step, candidates, **changes):
+    times = {one.name(): seconds(one, step, **changes).together for one in candidates}
+    return sorted(times, key=times.get)
+
+
+def test_the_order_of_plans_is_that_of_closed_formulas():
+    """With P bytes of parameters, C seconds of computation and links of B bytes per second, four devices."""
+    fast, slow = ({"within": dict.fromkeys(BUS_FACTORS, Collective(0.0, beta))} for beta in (1e12, 1e8))
+    stages = [Candidate(stage, data=4) for stage in range(4)]
+    # All messages are hidden: what is left is the update, P / 4 of it but for stage 0; stage 1 gathers at last.
+    assert order(STEP, stages, links=fast) == ["zero 2", "zero 3", "zero 1", "zero 0"]
+    # A half of an all-reduce takes 1.875 s: backward, 2 s, hides one half of stage 1 and not two of stages 0 and 2; forward, 1 s,
+    # does not hide the gather of stage 3.
+    slower = {"within": dict.fromkeys(BUS_FACTORS, Collective(0.0, 1.6e8))}
+    assert order(STEP, stages, links=slower) == ["zero 2", "zero 0", "zero 1", "zero 3"]
+    # A pipeline of p stages that all rows go through takes (m + p - 1) / m of what p replicas take without messages, and sends
+    # little; replicas send all parameters. So over fast links replicas are faster, over slow ones the pipeline is.
+    replicas = dataclasses.replace(STEP, parameters=0.0)
+    for m in (4, 16):
+        rows = {"forward": 4 * STEP.forward / m, "backward": 4 * STEP.backward / m}
+        stages_of = dataclasses.replace(replicas, **rows, stage_share=0.25, parameter_bytes=0.0)
+        pipeline = Candidate(0, pipeline=4, schedule="1f1b", microbatches=m)
+        taken = [seconds(pipeline, stages_of, links=links).together for links in (fast, slow)]
+        assert taken == pytest.approx([3.0 * (m + 3) / m] * 2)
+        whole = [seconds(Candidate(0, data=4), replicas, links=links).together for links in (fast, slow)]
+        assert whole == pytest.approx([3.0, 1.0 + 1.5 * 4e8 / 1e8])
+        assert whole[0] < taken[0] and taken[1] < whole[1]
 
 
 def test_devices_that_share_a_processor_do_not_wait():

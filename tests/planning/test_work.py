@@ -5,7 +5,9 @@ import dataclasses
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from tfdist.planning.einsums import transposed_bytes
 from tfdist.planning.hardware import Hardware
 from tfdist.planning.traced_model import trace
 from tfdist.planning.work import work_of
@@ -41,6 +43,38 @@ def test_what_moves_bytes_takes_their_time_and_each_operation_at_least_something
     assert seconds.forward[2] == pytest.approx(8 * 33 + 33 * 65 + 8 * 65)  # reads x and the kernel, writes y
     slow = work.seconds(8, dataclasses.replace(moves, bytes_per_second=float("inf"), operation_seconds=3.0))
     assert slow.forward[1:3] == pytest.approx(3.0) and (slow.backward[1:] > 0).all()
+
+
+def test_functions_take_their_time():
+    functions = dataclasses.replace(COUNTS, matmul={"float32": [(1.0, float("inf"))]}, function_seconds=2.0)
+
+    def build():
+        x = inputs = keras.Input((6, 4))
+        x = keras.layers.Softmax()(keras.layers.Activation("tanh")(keras.layers.Dense(4)(x)))
+        model = keras.Model(inputs, x)
+        model.compile("adam", "mse")
+        return model
+
+    seconds = work_of(trace(build).traces).seconds(3, functions).forward
+    assert list(seconds[2:4]) == pytest.approx([2 * 3 * 6 * 4] * 2) and seconds[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "transposed"),
+    [
+        ("abc,cde->abde", ((2, 3, 4), (4, 5, 6)), ()),  # a projection to heads
+        ("ba,bc->ac", ((3, 2), (3, 4)), ()),
+        ("abc,cb->ba", ((5, 2, 3), (3, 2)), (0, 1)),  # b comes first in neither
+        ("aecd,abcd->acbe", ((2, 3, 4, 5), (2, 6, 4, 5)), (0, 1, 2)),  # scores of attention: heads are behind the tokens
+        ("acbe,aecd->abcd", ((2, 4, 6, 3), (2, 3, 4, 5)), (1, 2)),
+    ],
+)
+def test_einsum_transposes_what_does_not_lie_as_matrices_do(equation, shapes, transposed):
+    with tf.Graph().as_default():
+        inputs = [tf.compat.v1.placeholder(tf.float32, shape) for shape in shapes]
+        operation = tf.raw_ops.Einsum(inputs=inputs, equation=equation).op
+    tensors = [*operation.inputs, *operation.outputs]
+    assert transposed_bytes(operation) == sum(2 * 4 * tensors[place].shape.num_elements() for place in transposed)
 
 
 def blocks(count):

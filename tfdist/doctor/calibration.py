@@ -7,6 +7,7 @@ alone is a figure of its own (`sharing`).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -31,6 +32,7 @@ _SLOW_DTYPE_SECONDS = 0.5  # a dtype without kernels of its own is measured at t
 _SIZES = (4 * 1024, 64 * 1024, MIB, 16 * MIB, 64 * MIB)
 _COPIED_BYTES = {"CPU": 16 * MIB, "GPU": 256 * MIB}
 _OPERATIONS = 200
+_STEPS = 40
 _UPDATED = {"CPU": 2**21, "GPU": 2**25}  # parameters
 _OVERLAP_BYTES = 16 * MIB
 
@@ -38,7 +40,14 @@ _OVERLAP_BYTES = 16 * MIB
 def calibration_checks() -> list[Check]:
     """Returns the checks, whose findings `hardware_of` puts together."""
     checks = [Check(f"matmul/{dtype}", functools.partial(_matmul, dtype)) for dtype in _DTYPES]
-    checks += [Check("copy", _copy), Check("operation", _operation), Check("sharing", _sharing), Check("update", _update)]
+    checks += [
+        Check("copy", _copy),
+        Check("function", _function),
+        Check("operation", _operation),
+        Check("step", _step),
+        Check("sharing", _sharing),
+        Check("update", _update),
+    ]
     for kind in ("between", "within"):
         checks += [Check(f"{kind}/{name}", functools.partial(_collective, kind, name)) for name in COLLECTIVES]
     return [devices_check(), *checks, Check("overlap", _overlap)]
@@ -79,8 +88,9 @@ def hardware_of(outcomes: Sequence[Outcome]) -> Hardware:
         name=f"{n} x {', '.join(cards)}" + (f" on {hosts} hosts" if hosts > 1 else ""),
         matmul=matmul,
         bytes_per_second=min(data["bytes_per_second"] for data in found["copy"]),
+        function_seconds=max(data["seconds"] for data in found["function"]),
         operation_seconds=max(data["seconds"] for data in found["operation"]),
-        step_seconds=max(data["step_seconds"] for data in found["operation"]),
+        step_seconds=max(data["seconds"] for data in found["step"]),
         links=links,
         overlap=max((data["slowdown"] for data in found["overlap"] if data), default=1.0),
         update_seconds=max(data["seconds"] for data in found["update"]),
@@ -142,16 +152,43 @@ def _copy(session: Session) -> Finding:
     return Finding(f"{speed / 1e9:,.1f} GB/s read and written", {"bytes_per_second": speed})
 
 
+def _function(session: Session) -> Finding:
+    """Of one tanh: what it takes longer than a product, which only moves its bytes, and they."""
+    elements = _COPIED_BYTES[_kind(session)] // 16
+
+    def on_rank(functions: int, products: int) -> tf.Tensor:
+        x = y = tf.fill([elements], _unknown())
+        for place in range(products):
+            x = (tf.tanh(x) if place < functions else x) * y
+        return x[-1]
+
+    few, many = (least_seconds(session.base, functools.partial(on_rank, functions, 9)) for functions in (1, 9))
+    seconds = max((many - few) / 8 / elements, 1e-15)
+    return Finding(f"{seconds * 1e9:,.2f} ns an element", {"seconds": seconds})
+
+
 def _operation(session: Session) -> Finding:
-    def on_rank(operations: int) -> tf.Tensor:
-        x = tf.fill([16], _unknown())
-        for _ in range(operations):
-            x = tf.sin(x)
+    def on_rank(pairs: int) -> tf.Tensor:
+        x = y = tf.fill([16], _unknown())
+        for _ in range(pairs):
+            x = tf.sin(x) * y  # the graph optimizer makes one operation of a chain of functions
         return x[0]
 
-    step = least_seconds(session.base, functools.partial(on_rank, 1))
-    seconds = _difference(session, on_rank, _OPERATIONS)
-    return Finding(f"{seconds * 1e6:,.1f} µs, {step * 1e6:,.0f} µs a step", {"seconds": seconds, "step_seconds": step})
+    seconds = _difference(session, on_rank, _OPERATIONS // 2) / 2
+    return Finding(f"{seconds * 1e6:,.1f} µs", {"seconds": seconds})
+
+
+def _step(session: Session) -> Finding:
+    """A step of `fit` of the least model: what Keras, the data and the sums over ranks take before anything is computed."""
+    ends: list[float] = []
+    with session.base.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile("sgd", "mse")
+    rows = tf.zeros([_STEPS * session.world_size, 1])
+    noting = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: ends.append(time.perf_counter()))
+    model.fit(rows, rows, batch_size=session.world_size, shuffle=False, verbose=0, callbacks=[noting])
+    seconds = statistics.median(after - before for before, after in itertools.pairwise(ends[_STEPS // 4 :]))
+    return Finding(f"{seconds * 1e3:,.2f} ms", {"seconds": seconds})
 
 
 def _difference(session: Session, on_rank: Callable[[int], tf.Tensor], count: int) -> float:

@@ -2,6 +2,7 @@
 
     a product of two matrices     FLOPs / rate, which grows with the FLOPs of the product
     what only moves bytes         bytes read and written / `bytes_per_second`
+    exp, tanh, random numbers     elements x `function_seconds`, where that is longer: a GPU hides them behind the bytes
     an operation                  `operation_seconds` at least
     a collective of S bytes       alpha + S k / beta: k is the bus factor of nccl-tests for N ranks, 2 (N - 1)/N of an all-reduce
 
@@ -60,8 +61,9 @@ class Hardware:
         bytes_per_second: read and written together, of operations that only move bytes.
         operation_seconds: what the smallest operation takes.
         links: for "within" a host and "between" hosts, each collective by its name.
-        step_seconds: what a step takes that computes nothing.
-        overlap: by how much two things take longer together than the longer one alone; 1 is perfect overlap.
+        function_seconds: of one element of exp, tanh, erf and their like.
+        step_seconds: what a step of `fit` takes that computes nothing.
+        overlap: how long two things take together that take as long each, over one alone: 1 is perfect overlap, 2 none.
         update_seconds: of one optimizer update (Adam), for each parameter.
         sharing: how much faster a device computes while the others idle: 1 for devices of their own, N for N logical devices
             that share one processor.
@@ -75,6 +77,7 @@ class Hardware:
     bytes_per_second: float
     operation_seconds: float
     links: Mapping[str, Mapping[str, Collective]]
+    function_seconds: float = 0.0
     step_seconds: float = 0.0
     overlap: float = 1.0
     update_seconds: float = 0.0

@@ -127,10 +127,13 @@ def _of_loop(loop: tf.Operation, number: int) -> int | None:
         put = put.op.inputs[0]
     if put.op.type not in ("TensorListPushBack", "TensorListSetItem"):
         return 0
+    times = trips(loop)
+    if times is None:
+        return None
     item = put.op.inputs[-1]
     while item.op.type in _ALIASES and item.op.inputs:
         item = item.op.inputs[0]
     if item.op.type in GIVEN:  # what was there before the loop, or came in a list
         return 0
-    size, times = tensor_bytes(item), trips(loop)
-    return None if size is None or times is None else size * times
+    size = tensor_bytes(item)
+    return None if size is None else size * times

@@ -80,8 +80,15 @@ def plan(
         ValueError: `build` fails, needs data or the values of weights, or returns no built Keras model; no plan divides the
             batch; an argument is out of range, or there is no such optimizer, data sheet or file.
     """
-    for name, number in (("devices", devices), ("hosts", hosts), ("batch_size", batch_size)):
+    sizes = {"devices": devices, "hosts": hosts, "batch_size": batch_size, "shown": shown}
+    for name, number in sizes.items() if sequence_length is None else (*sizes.items(), ("sequence_length", sequence_length)):
         errors.check_integer(name, number, 1)
+    if isinstance(zero_stages, int) or not zero_stages:
+        raise errors.value_error("`zero_stages` must be some of 0, 1, 2 and 3.", zero_stages=zero_stages, fix="Write (0, 3).")
+    if isinstance(gradient_compressions, str):
+        expected = "`gradient_compressions` must be several names, None among them to consider exact gradients, too."
+        fix = f'Write (None, "{gradient_compressions}").'
+        raise errors.value_error(expected, gradient_compressions=gradient_compressions, fix=fix)
     if devices % hosts:
         raise errors.value_error("`hosts` must divide `devices`: each has as many.", devices=devices, hosts=hosts)
     for name in gradient_compressions:
@@ -117,6 +124,7 @@ def plan(
         hardware=known,
         blocks=estimates.blocks,
         assumed=(*traced.assumed, *estimates.assumed),
+        is_lower_bound=traced.is_lower_bound,
         training=_training(estimates, found, tokens, flops),
         shown=shown,
     )
@@ -149,6 +157,9 @@ def hardware_of(given: Hardware | str | os.PathLike[str] | None) -> Hardware:
         return given
     if given is None:
         return from_sheet(_DEFAULT_HARDWARE)
+    if not isinstance(given, str | os.PathLike):
+        expected = "`hardware` must be the name of a data sheet, a file of `python -m tfdist calibrate`, or a `Hardware`."
+        raise errors.value_error(expected, hardware=given)
     if isinstance(given, os.PathLike) or re.search(r"[./\\]", given) or pathlib.Path(given).exists():
         return from_file(pathlib.Path(given))
     return from_sheet(given)

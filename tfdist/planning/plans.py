@@ -35,6 +35,7 @@ class Plans:
         assumed: sentences on what was assumed.
         training: what the whole training takes; None: not asked for.
         shown: how many of each kind the table shows.
+        is_lower_bound: whether a device may hold more: loops whose length is not known count nothing of what they keep.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Plans:
     assumed: Sequence[str] = ()
     training: Training | None = None
     shown: int = 5
+    is_lower_bound: bool = False
 
     @property
     def fitting(self) -> list[Estimated]:
@@ -103,6 +105,7 @@ class Plans:
             "batch_size": self.batch_size,
             "optimizer": self.optimizer,
             "best": self._json(self.fitting[0]) if self.fitting else None,
+            "is_lower_bound": self.is_lower_bound,
             "candidates": [self._json(one) for one in self.candidates],
             "training": dataclasses.asdict(self.training) if self.training is not None else None,
             "hardware": {"name": self.hardware.name, "measured": self.hardware.measured, "source": self.hardware.source},
@@ -146,13 +149,19 @@ class Plans:
         for one in self._shown():
             parts = one.memory.parts()
             step = f"{_duration(one.time.together)}{measured}" if one.time is not None else ""
-            fits = "yes" if one.fits else f"no: {size_text(one.missing_bytes)} too much, most of it {one.memory.largest()}"
-            sizes = [size_text(parts[name]) for name in _PARTS]
-            rows.append([one.candidate.name(), *sizes, size_text(one.memory.together), step, fits])
+            least = ">= " if self.is_lower_bound else ""
+            sizes = [(least if name == "activations" else "") + size_text(parts[name]) for name in _PARTS]
+            rows.append([one.candidate.name(), *sizes, least + size_text(one.memory.together), step, self._verdict(one)])
         header, *lines = table_lines(rows, "<>>>>>>><")
         left = len(self.candidates) - len(self._shown())
         told = [f"{left} more: {len(self.fitting)} of {len(self.candidates)} fit"] if left else []
         return [header, "-" * len(header), *lines, *told]
+
+    def _verdict(self, one: Estimated) -> str:
+        if not one.fits:
+            return f"no: {size_text(one.missing_bytes)} too much, most of it {one.memory.largest()}"
+        left = size_text(one.limit - one.memory.together)
+        return f"yes, if its loops keep less than {left}" if self.is_lower_bound else "yes"
 
     def _alternative(self) -> str:
         """Says why the plan with the least memory is not the best, where it is another."""
@@ -166,7 +175,8 @@ class Plans:
     def _nearest(self) -> str:
         one = self.candidates[0]
         largest = one.memory.largest()
-        return (
+        unit = "A size without a unit is in bytes. " if self.memory_per_device < _SMALL else ""
+        return unit + (
             f"{one.candidate.name()} lacks least, {size_text(one.missing_bytes)} of a device. Its {largest} take most, "
             f"{size_text(one.memory.parts()[largest])}: {_ADVICE[largest]}"
         )
@@ -179,6 +189,7 @@ class Plans:
         return [*self.assumed, *told]
 
 
+_SMALL = 1e5  # bytes: who has so little means gigabytes
 _ADVICE = {
     "parameters": "more devices, or an optimizer with less state, help.",
     "gradients": "more devices help.",

@@ -50,6 +50,10 @@ def optimal_parameters(flops: float) -> float:
     return math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
 
 
+def _time_text(days: float) -> str:
+    return f"{days:,.1f} days" if days >= 1 else f"{24 * days:,.2g} hours"
+
+
 def days(flops: float, flops_per_second: float) -> float:
     """Returns how many days so many operations take. Raises ValueError when a number is not positive."""
     _check_positive(flops=flops, flops_per_second=flops_per_second)
@@ -80,7 +84,7 @@ class Training:
         best, optimal = optimal_parameters(self.flops), optimal_tokens(self.parameters)
         lines = [
             f"{count_text(self.parameters)} parameters, {count_text(self.tokens)} tokens: {self.flops:.3g} FLOPs"
-            + (f", {self.days:,.1f} days" if self.days is not None else ""),
+            + (f", {_time_text(self.days)}" if self.days is not None else ""),
             f"{self.tokens_per_parameter:.3g} tokens for each parameter; {TOKENS_PER_PARAMETER} are optimal (Chinchilla): "
             f"{count_text(optimal)}",
             f"optimal for {self.flops:.3g} FLOPs: {count_text(best)} parameters, {count_text(optimal_tokens(best))} tokens",

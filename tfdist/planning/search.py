@@ -135,17 +135,22 @@ def search(
         one = Estimated(candidate, memory_of(candidate), limit)
         found.append(dataclasses.replace(one, time=time_of(candidate)) if one.fits else one)
     if not found:
-        replicas = sorted(
-            {choices.devices // (t * p) for t in choices.tensor_sizes for p in choices.pipeline_sizes if t == 1 or p == 1}
-        )
-        least = replicas[0]
         raise errors.value_error(
-            f"`batch_size` must be one that a plan divides: over {choices.devices} devices it is divided among "
-            f"{' or '.join(map(str, replicas))} replicas.",
+            f"`batch_size` must be one that a plan divides: over {choices.devices} devices it is divided among the replicas, and "
+            "those of a pipeline divide theirs in microbatches, as many as there are stages or more.",
             batch_size=choices.batch_size,
-            fix=f"Take {max(1, round(choices.batch_size / least)) * least}, or another number of devices.",
+            fix=f"Take {_nearest(choices)}, or another number of devices.",
         )
     return sorted(found, key=_rank)
+
+
+def _nearest(choices: Choices) -> int:
+    """Returns the batch nearest to that of `choices` that some candidate divides: all devices being replicas, one does."""
+    for distance in range(1, choices.devices + 1):
+        for size in (choices.batch_size - distance, choices.batch_size + distance):
+            if size > 0 and any(dataclasses.replace(choices, batch_size=size).candidates()):
+                return size
+    return choices.devices
 
 
 def _rank(one: Estimated) -> tuple[bool, float, float]:

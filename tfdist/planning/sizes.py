@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from typing import Any
 
 from tfdist import errors
 
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_SIZE = re.compile(r"\s*([\d.,_]+(?:e[+-]?\d+)?)\s*(?:([kmgtp]?)(i?)b)?\s*", re.IGNORECASE)
-_COUNT = re.compile(r"\s*([\d.,_]+(?:e[+-]?\d+)?)\s*([kmbt]?)\s*", re.IGNORECASE)
+# A comma stands between thousands: "1,5" may be one and a half, or fifteen mistyped, and is refused.
+_NUMBER = r"((?:\d{1,3}(?:,\d{3})+|[\d_]*)\.?\d*(?:e[+-]?\d+)?)"
+_SIZE = re.compile(rf"\s*{_NUMBER}\s*(?:([kmgtp]?)(i?)b)?\s*", re.IGNORECASE)
+_COUNT = re.compile(rf"\s*{_NUMBER}\s*([kmbt]?)\s*", re.IGNORECASE)
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -52,6 +55,6 @@ def _number(text: str) -> float:
 
 
 def _positive(name: str, value: Any, given: Any, expected: str, fix: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise errors.value_error(f"`{name}` must be {expected}.", fix=fix, **{name: given})
     return float(value)

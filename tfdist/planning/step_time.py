@@ -6,7 +6,8 @@
                             and 2 gather what was updated, stage 2 while backward goes on
     stage 3                 layers are gathered beside forward and again beside backward, with the gradients
     tensor ranks            each message stands between two layers: nothing hides it
-    pipeline                the schedule simulated, with the slowest stage's times and the messages of a border
+    pipeline                the schedule simulated, with the slowest stage's times and the messages of a border; and the gradients
+                            of each microbatch added up
 
 A message of S bytes takes alpha + S k / beta (`hardware`). Devices that share a processor (`sharing`) lose nothing while others
 wait: a step then takes what all of them compute together, at least.
@@ -89,6 +90,8 @@ def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_
     links = _Links(candidate, hardware, devices_per_host)
     forward, backward = step.forward, step.backward + step.recomputed * step.forward
     computed, bubble, border = _pipelined(step, candidate, hardware, links, forward, backward)
+    # The gradients of each microbatch but the first are added to the sum: both are read, and it is written.
+    computed += 3 * step.parameter_bytes * (candidate.microbatches - 1) / hardware.bytes_per_second
     part = backward / (forward + backward) if forward + backward else 0.0
     compressing = (
         _COMPRESSION_PASSES * step.parameter_bytes / hardware.bytes_per_second if candidate.gradient_compression else 0.0
@@ -112,8 +115,8 @@ def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_
 
 
 def _beside(compute: float, messages: float, overlap: float) -> float:
-    """Returns how long both take at once: never longer than one after the other."""
-    return min(compute + messages, max(compute, messages) * (overlap if min(compute, messages) > 0 else 1.0))
+    """Returns how long both take at once: of the shorter one `overlap` - 1 is not hidden, at most all of it."""
+    return max(compute, messages) + min(overlap - 1, 1.0) * min(compute, messages)
 
 
 def _pipelined(

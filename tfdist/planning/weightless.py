@@ -47,7 +47,7 @@ def weightless_model(build: Callable[[], Any]) -> keras.Model:
     Raises:
         ValueError: `build` cannot be called, fails, needs the values of weights, or returns no built Keras model.
     """
-    if not callable(build):
+    if not callable(build) or isinstance(build, keras.Model):
         raise errors.value_error("`build` must be a function without arguments that returns a Keras model.", build=build)
     try:
         with keras_scope.thread_state_of(_copied(keras_scope.thread_state())), weightless():
@@ -60,7 +60,8 @@ def weightless_model(build: Callable[[], Any]) -> keras.Model:
         ) from error
     except Exception as error:  # whatever a user's code raises
         expected = f"`build` must return a Keras model, but failed: {type(error).__name__}: {error}"
-        raise errors.value_error(expected, build=name_of(build)) from error
+        fix = "It is called without arguments, and weights have no values in it: leave out what reads, sets or loads them."
+        raise errors.value_error(expected, build=name_of(build), fix=fix) from error
     if not isinstance(model, keras.Model):
         raise errors.value_error("`build` must return a Keras model.", returned=model, fix=_FIX)
     if not model.built or not model.weights:

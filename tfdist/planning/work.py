@@ -9,14 +9,26 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.pipeline.stages.flops import flops_of_operation
+from tfdist.pipeline.stages.flops import elements, flops_of_operation
 from tfdist.planning import operations
+from tfdist.planning.einsums import transposed_bytes
 from tfdist.planning.hardware import Hardware
 from tfdist.planning.step_profile import owners_of
 from tfdist.planning.step_trace import StepTrace
 from tfdist.sharding import tape
 
 _PRODUCT = ("MatMul", "Einsum", "Conv", "CudnnRNN")
+# What a processor computes by a series, or by several rounds: element by element more than it takes to move it.
+_FUNCTIONS = frozenset(
+    (
+        "Acos Asin Atan Cos Elu Erf Erfc Exp Expm1 Log Log1p LogSoftmax Pow Selu Sigmoid Sin SoftmaxCrossEntropyWithLogits "
+        "Softmax Softplus SparseSoftmaxCrossEntropyWithLogits StatelessRandomNormalV2 StatelessRandomUniformV2 "
+        "StatelessTruncatedNormalV2 Tan Tanh"
+    ).split()
+)
+# Cross-entropy of logits is five expressions after another, which read them five times and write twice; two of them are functions
+# (TensorFlow's `xent_op.h`).
+_CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 _COMPUTED = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -28,6 +40,8 @@ class Work:
         batch_sizes: of the two traces.
         flops: FLOPs in each trace, float64 (2, operations).
         moved: bytes read and written in each trace, float64 (2, operations).
+        transposed: bytes read and written to transpose the operands of a product, float64 (2, operations).
+        functions: elements of exp, tanh and their like that are computed in each trace, float64 (2, operations).
         dtypes: the name of what each operation computes in.
         is_product: whether it multiplies matrices, or convolves.
         calls: the number of the layer's call that it belongs to, forward or backward.
@@ -38,6 +52,8 @@ class Work:
     batch_sizes: tuple[int, int]
     flops: np.ndarray
     moved: np.ndarray
+    transposed: np.ndarray
+    functions: np.ndarray
     dtypes: np.ndarray
     is_product: np.ndarray
     calls: np.ndarray
@@ -58,11 +74,14 @@ class Work:
         share = 1 - sharded + sharded / ranks
         flops = np.maximum(self.flops[0] + (self.flops[1] - self.flops[0]) * part, 0) * share
         moved = np.maximum(self.moved[0] + (self.moved[1] - self.moved[0]) * part, 0) * share
-        seconds = np.maximum(moved / hardware.bytes_per_second, hardware.operation_seconds)
+        transposed = np.maximum(self.transposed[0] + (self.transposed[1] - self.transposed[0]) * part, 0) * share
+        functions = np.maximum(self.functions[0] + (self.functions[1] - self.functions[0]) * part, 0) * share
+        seconds = np.maximum(moved / hardware.bytes_per_second, functions * hardware.function_seconds)
+        seconds = np.maximum(seconds, hardware.operation_seconds)
         for place in np.flatnonzero(self.is_product):
             dtype = str(self.dtypes[place])
             rate = hardware.flops_per_second(dtype if dtype in hardware.matmul else "float32", float(flops[place]))
-            seconds[place] = max(seconds[place], flops[place] / rate)
+            seconds[place] = max(seconds[place], flops[place] / rate) + transposed[place] / hardware.bytes_per_second
         count = len(self.stands_for)
         by_call = [np.bincount(self.calls[chosen], seconds[chosen], count) for chosen in (self.is_forward, ~self.is_forward)]
         traced = np.array(self.stands_for)
@@ -97,6 +116,8 @@ def work_of(traces: Sequence[StepTrace]) -> Work:
         batch_sizes=(traces[0].batch_size, traces[-1].batch_size),
         flops=np.array([[float(flops_of_operation(graph[place])) for place in places] for graph in (graphs[0], graphs[-1])]),
         moved=np.array([[_moved(graph[place]) for place in places] for graph in (graphs[0], graphs[-1])]),
+        transposed=np.array([[transposed_bytes(graph[place]) for place in places] for graph in (graphs[0], graphs[-1])]),
+        functions=np.array([[_functions(graph[place]) for place in places] for graph in (graphs[0], graphs[-1])]),
         dtypes=np.array([_dtype(ops[place]) for place in places]),
         is_product=np.array([_is_product(ops[place]) for place in places], bool),
         calls=owners[places],
@@ -122,9 +143,16 @@ def _dtype(operation: tf.Operation) -> str:
     return next((name for name in names if name in _COMPUTED), "float32")
 
 
+def _functions(operation: tf.Operation) -> float:
+    computed = elements(operation.outputs[-1].shape) if operation.type in _FUNCTIONS else 0
+    return float(2 * computed if operation.type in _CROSSENTROPIES else computed)
+
+
 def _moved(operation: tf.Operation) -> float:
     """Returns the bytes of what the operation reads and writes; of a lookup those of what it writes, twice."""
     written = sum(operations.tensor_bytes(x) or 0 for x in operation.outputs)
+    if operation.type in _CROSSENTROPIES:
+        return 7.0 * (operations.tensor_bytes(operation.outputs[-1]) or 0)
     if operation.type in ("GatherV2", "ResourceGather", "Gather"):
         return 2.0 * written
     return float(written + sum(operations.tensor_bytes(x) or 0 for x in operation.inputs))
