@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tests import training
 from tfdist.collectives import RING
 from tfdist.sharding import host_lead
@@ -43,20 +44,76 @@ def holds(monkeypatch):
     return found
 
 
-def fit_and_compare(zero_stage, **settings):
-    """Trains on two devices and compares with one, two steps in each call of TensorFlow; returns the strategy."""
+def fit_and_compare(zero_stage, model=None, devices=2, **settings):
+    """Trains on several devices and compares with one, two steps in each call of TensorFlow; returns the strategy."""
+    model = model or dense_model
     expected = training.fit(training.one_device(), model, keras.optimizers.Adam, epochs=2)
     expected.losses = expected.losses[1::2]
-    strategy = training.strategy_for(2, zero_stage, bucket_bytes=600, group_bytes=600, **settings)
+    strategy = training.strategy_for(devices, zero_stage, bucket_bytes=600, group_bytes=600, **settings)
     actual = training.fit(strategy, model, keras.optimizers.Adam, epochs=2, steps_per_execution=2)
     training.assert_same(actual, expected, rtol=1e-4)
     return strategy
 
 
-def model():
+def dense_model():
     widths = (17, 13, 11, 9)
     layers = [keras.layers.Dense(width, activation="tanh", name=f"dense_{width}") for width in widths]
     return keras.Sequential([keras.Input((training.FEATURES,)), *layers, keras.layers.Dense(training.CLASSES)])
+
+
+PAIRS = 4
+
+
+def tensor_parallel_model():
+    """Pairs of tensor-parallel layers between two whole ones: each pair but the first sends activations in backward, too."""
+    layers = [keras.layers.Dense(9, name="stem")]
+    for place in range(PAIRS):
+        layers += [
+            tfdist.layers.ColumnParallelDense(14, activation="tanh", gather_output=False, name=f"column_{place}"),
+            tfdist.layers.RowParallelDense(9, input_is_parallel=True, name=f"row_{place}"),
+        ]
+    return keras.Sequential([keras.Input((training.FEATURES,)), *layers, keras.layers.Dense(training.CLASSES, name="head")])
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "prefetch"),
+    [(3, 1), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((0, 1), (1, 1), (2, 1), (3, 0), (3, 2)))],
+)
+def test_activations_go_first_in_backward_and_gradients_of_weights_behind_them(as_over_nccl, holds, zero_stage, prefetch):
+    strategy = fit_and_compare(zero_stage, tensor_parallel_model, 4, tensor_parallel_size=2, prefetch=prefetch)
+    ranks = strategy.mesh.world_size
+    held = [(names, after) for names, after, kind in holds if kind == "activations" and names]
+    assert len(held) == ranks * PAIRS
+    for names, after in held:  # those of the kernels of its pair, and of what has no part in what is sent
+        assert any("MatMul" in name for name in names) and not any("Collective" in name for name in names)
+        assert all("gradient_tape" in name for name in names), (names, after)
+    records = strategy.last_plan.records[0]
+    if zero_stage == 3 and prefetch:
+        # Nothing of stage 3 stands before activations any more: all is emitted at once, and a gather knows what comes later.
+        sent = [record.label for record in records]
+        last = max(place for place, label in enumerate(sent) if label.endswith("copy_to/gradient"))
+        backward = [place for place, label in enumerate(sent) if label.endswith("/backward")]
+        assert backward and last < min(backward)
+        marks = strategy.extended.communicator._marks
+        assert len(marks["behind activations"]) == ranks
+        assert not any(kind == "behind activations" for _, _, kind in holds)  # no product waits for those
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("zero_stage", "schedule"), [(0, "1f1b"), (1, "gpipe"), (2, "zero_bubble"), (2, "interleaved")])
+def test_in_a_pipeline_a_call_waits_for_the_message_before(as_over_nccl, holds, zero_stage, schedule):
+    """Of the last microbatch: nothing else of a gradient is left to hide behind."""
+
+    def model():
+        stages = 2 if schedule == "interleaved" else 1
+        return tfdist.PipelineModel(dense_model(), num_microbatches=4, schedule=schedule, stages_per_rank=stages)
+
+    fit_and_compare(zero_stage, model, 4, pipeline_parallel_size=2)
+    lead = [(names, after) for names, after, kind in holds if kind == "lead" and names]
+    assert lead
+    for names, after in lead:
+        assert all("PartitionedCall" in name for name in (*names, *after))
+        assert any("PP/" in name and "3/" in name for name in names)
 
 
 @pytest.mark.parametrize("zero_stage", [2, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 3))])
@@ -91,7 +148,7 @@ def test_in_a_vectorized_map_nothing_is_held_back(as_over_nccl):
     """TensorFlow makes all rows of it at once, and has no way to do so with what is done on the host."""
     strategy = training.strategy_for(2, 3, group_bytes=600)
     with strategy.scope():
-        built = model()
+        built = dense_model()
     rows = tf.ones([3, training.FEATURES])
 
     def each() -> tf.Tensor:
@@ -104,5 +161,5 @@ def test_in_a_vectorized_map_nothing_is_held_back(as_over_nccl):
 
 
 def test_nothing_is_held_back_where_collectives_wait_for_their_input_alone(holds):
-    training.fit(training.strategy_for(2, 2, bucket_bytes=600), model, keras.optimizers.Adam)
+    training.fit(training.strategy_for(2, 2, bucket_bytes=600), dense_model, keras.optimizers.Adam)
     assert holds == []

@@ -28,6 +28,7 @@ from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.host_lead import limit_lead
+from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
 from tfdist.sharding.slot_reads import SlotReads
 
@@ -358,7 +359,9 @@ class _Step:
         whole = [[self._grads[place] for place in bucket if not gradients[place].is_reduced] for bucket in messages]
         if whole and all(whole) and self._config.mesh.data_parallel_size > 1:
             gathers = isinstance(self._config.placements.optimizer_state, Shard)  # a bucket's new parameters, behind a later one
-            limit_lead(whole, self._program, collectives_each=1 + gathers)
+            order = self._program.attachment(QueueOrder)
+            operations = order.operations([gradient for bucket in whole for gradient in bucket])
+            limit_lead(whole, self._program, operations, order.borders, collectives_each=1 + gathers)
 
     def _gradients_in_flight(self, gradients: Sequence[plan.Gradient]) -> GradientsInFlight | None:
         """Returns those of stage 2, if they were made in the graph in which they are reduced."""
@@ -369,7 +372,7 @@ class _Step:
             return None
         if program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
             return None
-        numbers = {op.name: number for number, op in enumerate(program.graph.get_operations())}
+        numbers = {op.name: number for number, op in enumerate(program.attachment(QueueOrder).operations([]))}
         return GradientsInFlight([[self._grads[place] for place in bucket] for bucket in messages], numbers, program)
 
 

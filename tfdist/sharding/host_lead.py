@@ -23,18 +23,25 @@ queued when that is over and the GPU has heard of it, which gives the gather's s
 The GPU waits for the host at the end of each part, so the parts should be few. Who begins first is a race, and one that is lost
 costs the time of a message: order and numbers do not depend on it.
 
-The edges lead from what was made before to what was made after, or beside an edge from a gather to what reads it, and so close
-no cycle; what waits is never a collective.
+Note: sums of calls. Where a batch is computed in parts, by calls of functions, a gradient is the sum of what they return and is
+complete with the last of them. A call is held back behind that which completes the message before, but where that needs it: calls
+need not run in the order in which they were made. What a rank does stands in one order, and so no other rank is between the two.
+
+The edges lead from what is earlier in the order in which operations are queued (`tfdist.sharding.queue_order`) to what is later,
+or beside an edge from a gather to what reads it, and so close no cycle; what waits is never a collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.sharding import tape
+
+_ADDING = ("AddV2", "AddN", "Identity")
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def is_on_chain(program: RankProgram) -> bool:
@@ -43,12 +50,27 @@ def is_on_chain(program: RankProgram) -> bool:
     return program.transport_of(ranks).waits_for_queue and not program.is_eager and not program.has_own_turns(ranks)
 
 
-def limit_lead(messages: Sequence[Sequence[tf.Tensor]], program: RankProgram, collectives_each: int = 1) -> None:
+def begins_by_itself(program: RankProgram) -> bool:
+    """Whether collectives of the data axis begin as said, each when its input is there."""
+    ranks = program.group_ranks("data")
+    return program.transport_of(ranks).waits_for_queue and program.has_own_turns(ranks)
+
+
+def limit_lead(
+    messages: Sequence[Sequence[tf.Tensor]],
+    program: RankProgram,
+    operations: Sequence[tf.Operation],
+    borders: Sequence[int] = (),
+    collectives_each: int = 1,
+) -> None:
     """Holds the backward pass of gradients that leave in `messages`, in this order, back behind the GPU, as above.
 
     Where the transport begins collectives as said, and the gradients were made in the graph of the rank; else nothing is done.
 
     Args:
+        operations: those of the graph, in the order in which they are queued.
+        borders: places in `operations` behind which nothing is queued before a collective of activations is over: there the
+            host waits already.
         collectives_each: how many collectives are to pass behind the products of a message, where they are on a chain.
     """
     if not program.transport_of(program.group_ranks("data")).waits_for_queue or program.is_eager:
@@ -56,17 +78,21 @@ def limit_lead(messages: Sequence[Sequence[tf.Tensor]], program: RankProgram, co
     gradients = [gradient for message in messages for gradient in message]
     if not all(tf.is_symbolic_tensor(gradient) and gradient.graph is program.graph for gradient in gradients):
         return
-    operations = program.graph.get_operations()
     numbers = {operation.name: number for number, operation in enumerate(operations)}
     ends: list[int] = []  # per message, the number of the operation that makes the last gradient of it or of those before
     for message in messages:
-        ends.append(max([*ends[-1:], *(numbers[gradient.op.name] for gradient in message)]))
+        makers = [_made_by(gradient.op, numbers) if begins_by_itself(program) else gradient.op for gradient in message]
+        ends.append(max([*ends[-1:], *(numbers[maker.name] for maker in makers)]))
     needed = tape.ancestors(gradients, operations, by_control=False)  # not what stands for a sum, and is there after a reduction
     parts = collectives_each if is_on_chain(program) else 1
+    before: set[tf.Operation] = set()
     for end, following in zip(ends, ends[1:], strict=False):
         last = operations[end]
-        held = [operation for operation in operations[end + 1 : following + 1] if operation in needed]
-        for part in _in_parts(_computing(held, gradients[0].device), parts):
+        if last.type in _CALLS:  # see the note on sums
+            before |= tape.ancestors([last], [operation for operation in operations if operation not in before])
+        until = min([following, *(border for border in borders if border >= end)])
+        held = [operation for operation in operations[end + 1 : until + 1] if operation in needed and operation not in before]
+        for part in _in_parts(computing(held, gradients[0].device), parts):
             run_when_done(part, [last], program, "lead")
             last = part[-1]
 
@@ -105,6 +131,30 @@ def begin_backward(readers: Sequence[tf.Operation], start: tf.Operation, program
     run_when_done(readers, before, program, "backward")
 
 
+def after_activations(
+    readers: Sequence[tf.Operation], following: Sequence[tf.Operation], program: RankProgram
+) -> list[tf.Operation]:
+    """Returns what a gather waits for, so that it begins behind the collective of activations that `readers` end in.
+
+    What comes next waits for that collective, and not for the gather, which then passes behind it.
+
+    Args:
+        following: operations that read the parameters gathered next; that collective stands before them.
+    """
+    if not begins_by_itself(program) or tape.in_vectorized_map():
+        return []
+    seen, waiting = set(following), list(readers)
+    while waiting:
+        operation = waiting.pop()
+        if operation.type.startswith("Collective"):
+            sent = [tensor.op for tensor in operation.inputs if tensor.dtype != tf.resource]
+            return [program.communicator.mark_on_host(program.rank, sent, "behind activations")]
+        if operation not in seen:
+            seen.add(operation)
+            waiting += [consumer for tensor in operation.outputs for consumer in tensor.consumers()]
+    return []
+
+
 def run_when_done(held: Sequence[tf.Operation], operations: Sequence[tf.Operation], program: RankProgram, kind: str) -> None:
     """Has `held` queued when the GPU has done `operations`, which come before them, and all that it had queued till then.
 
@@ -134,12 +184,20 @@ def _in_parts(operations: Sequence[tf.Operation], count: int) -> list[Sequence[t
     return [operations[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False) if begin < end]
 
 
-def _computing(operations: Sequence[tf.Operation], device: str) -> list[tf.Operation]:
-    """Returns those of `operations` by which `device` computes with floats, not with shapes, in the backward pass."""
+def _made_by(operation: tf.Operation, numbers: Mapping[str, int]) -> tf.Operation:
+    """Returns the call whose result `operation` adds to those of earlier ones; else `operation`."""
+    maker = operation
+    while maker.type in _ADDING:  # what is added last is no sum itself
+        maker = max((tensor.op for tensor in maker.inputs), key=lambda one: (one.type not in _ADDING, numbers[one.name]))
+    return maker if maker.type in _CALLS else operation
+
+
+def computing(operations: Sequence[tf.Operation], device: str) -> list[tf.Operation]:
+    """Returns those of `operations` by which `device` computes with floats, not with shapes, in the backward pass, and calls."""
     return [
         operation
         for operation in operations
-        if tape.is_backward(operation)
+        if (tape.is_backward(operation) or operation.type in _CALLS)
         and operation.device == device
         and any(tensor.dtype.is_floating for tensor in operation.inputs)
         and any(tensor.dtype.is_floating for tensor in operation.outputs)

@@ -31,6 +31,7 @@ from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.nested_tapes import NestedTapes
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
+from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.shard_messages import gather_parameters, gather_shards, messages_of, note_compressors, scatter_sums
 from tfdist.sharding.units import PendingGradient, Reader, Unit, copy_of, travelling_dtype
@@ -59,7 +60,7 @@ class UnshardSchedule:
         self._config: MeshConfig | None = None
         self._has_regathered = False
         self._differentiated: set[int] = set()
-        program.before_collective.append(self.flush)
+        program.before_collective.append(self._before_collective)
         self._stubs: GradientStubs = program.attachment(GradientStubs)
         program.at_close.append(self._close)
         program.before_branch.append(self._let_branch_read)
@@ -146,7 +147,8 @@ class UnshardSchedule:
         is_training = tape.tapes_watching(list(shards.values())) > 0
         gate: list[tf.Operation] = []
         if len(window) > config.prefetch and (config.reshard_after_forward or not is_training):
-            gate = [reader.operation for reader in window[0].readers()]
+            gate, *later = ([reader.operation for reader in one.readers()] for one in window)
+            gate += host_lead.after_activations(gate, later[0], self._program) if later else []
         if len(self._units) == 2 and config.prefetch:  # both gathered at once, and in any order: see `queue_apart`
             first, second = ([reader.operation for reader in made.readers()] for made in self._units)
             host_lead.queue_apart(first, second, self._program)
@@ -251,6 +253,11 @@ class UnshardSchedule:
         self.is_of_sums(upstream)  # it may be a gradient itself, which must be there before what follows from it
         return second_order(self._program, dtype, upstream)
 
+    def _before_collective(self) -> None:
+        """Emits what stands before a collective, but in a backward in which each begins when its input is there."""
+        if not (tape.in_backward() and host_lead.begins_by_itself(self._program)):
+            self.flush()
+
     def flush(self, gradients: Sequence[Any] = ()) -> None:
         """Emits what backward has asked for so far.
 
@@ -277,7 +284,7 @@ class UnshardSchedule:
         if not ready and not uses:
             return
         self._pending = [p for p in self._pending if p not in ready]
-        operations = self._program.graph.get_operations()
+        operations = self._program.attachment(QueueOrder).operations([pending.full for pending in ready])
         numbers = {op.name: number for number, op in enumerate(operations)}
         by_unit: dict[int, list[PendingGradient]] = {}
         for pending in ready:
@@ -310,7 +317,8 @@ class UnshardSchedule:
         fulls = [[pending.full for pending in message] for message in messages]
         flight = GradientsInFlight(fulls, numbers, self._program)
         if host_lead.is_on_chain(self._program):
-            host_lead.limit_lead(fulls, self._program, collectives_each=2)  # its reduction, and a gather
+            operations = self._program.attachment(QueueOrder).operations([])
+            host_lead.limit_lead(fulls, self._program, operations, collectives_each=2)  # its reduction, and a gather
         for number, message in enumerate(messages):
             readers = uses.get(message[0].unit.index, [])
             flight.compute_after(number, list(dict.fromkeys(reader.operation for reader in readers)))
