@@ -72,6 +72,12 @@ def exact_values(model):
     return [None if one is None else one.numpy() for one in exact]
 
 
+def residuals(model):
+    """Returns what each rank keeps of what its gradients have lost, of each trainable variable; None of one without."""
+    kept = [variable.value.residual for variable in model.trainable_variables]
+    return [None if one is None else [numbers.numpy() for numbers in one.numbers()] for one in kept]
+
+
 def assert_copies_are_equal(model):
     """All ranks hold the same bits."""
     for variable in model.trainable_variables:
@@ -140,23 +146,67 @@ def decoded_sum_of_groups(summands, decoded, group_size):
     return np.concatenate(shards)[: summands[0].size].reshape(summands[0].shape)
 
 
+def fed_back_sum(summands, kept, decoded, is_whole):
+    """Returns the sum of the ranks' flat `summands` with what they have kept of those before, and what these have lost."""
+    size, n = len(summands), summands[0].size
+    length = -(-n // size)
+    x = np.stack([np.pad(own + old, [0, size * length - n]) for own, old in zip(summands, kept, strict=True)])
+    sent = np.stack([np.concatenate([decoded(row) for row in one.reshape(size, length)]) for one in x])
+    lost, total = x - sent, functools.reduce(np.add, sent)
+    if is_whole:
+        again = np.concatenate([decoded(row) for row in total.reshape(size, length)])
+        for place in range(size):
+            part = slice(place * length, (place + 1) * length)
+            lost[place, part] += total[part] - again[part]
+        total = again
+    return total[:n], [one[:n] for one in lost]
+
+
+def fed_back_sum_of_groups(summands, kept, decoded, group_size):
+    """The same where exact sums of groups travel, shard by shard: each rank keeps what its shard has lost."""
+    sums = [functools.reduce(np.add, summands[start:][:group_size]) for start in range(0, len(summands), group_size)]
+    length = -(-summands[0].size // group_size)
+    padded = [np.pad(one, [0, group_size * length - one.size]) for one in sums]
+    shards, lost = [], [None] * len(summands)
+    for place in range(group_size):
+        parts = [one[place * length :][:length] for one in padded]
+        total, lost[place::group_size] = fed_back_sum(parts, kept[place::group_size], decoded, True)
+        shards.append(total)
+    return np.concatenate(shards)[: summands[0].size], lost
+
+
 def assert_each_step_is(
-    trained, decoded, size, stage, optimizer, data, accumulates=0, parameters=None, exact=None, group_size=None
+    trained,
+    decoded,
+    size,
+    stage,
+    optimizer,
+    data,
+    accumulates=0,
+    parameters=None,
+    exact=None,
+    group_size=None,
+    kept=None,
+    kept_as=None,
 ):
     """Takes every step again on one device, from the state before it, with the sums of what `size` ranks' gradients decode to.
 
     From the same state, because one that differs by rounding has numbers in it that are rounded to another code. With
     `accumulates` the ranks add up so many of their own gradients before they are encoded. `parameters` decodes what ranks compute
     with; what they update is exact. With `exact`, what the exact shards were each time, copies and exact weights differ.
-    With sharding groups of `group_size` ranks their sums are encoded, and not the ranks' own.
+    With sharding groups of `group_size` ranks their sums are encoded, and not the ranks' own. With `kept`, what `residuals` were
+    each time, they are added first, and what is lost then is what `kept_as` makes of it.
     """
     whole_sum = functools.partial(decoded_sum, size=size, is_whole=stage == 0)
     if group_size is not None:
         whole_sum = functools.partial(decoded_sum_of_groups, group_size=group_size)
+    with_residual = functools.partial(fed_back_sum, is_whole=stage == 0)
+    if group_size is not None:
+        with_residual = functools.partial(fed_back_sum_of_groups, group_size=group_size)
     losses, states = trained
     model, trainer = made(one_device(), optimizer)
     grads_of = tf.function(lambda x, y: gradients_of(model, trainer, len(data[0][0]), x, y), autograph=False)
-    kept = []
+    accumulated = []
     for number, (features, labels) in enumerate(data):
         for variable, value in zip((*model.variables, *trainer.variables), states[number], strict=True):
             variable.assign(value)
@@ -171,20 +221,30 @@ def assert_each_step_is(
         if parameters is not None:
             for variable, weights in zip(model.trainable_variables, updated, strict=True):
                 variable.assign(weights)
-        kept.append([[grad.numpy() for grad in grads] for _, grads in found])
-        if len(kept) < accumulates:
+        accumulated.append([[grad.numpy() for grad in grads] for _, grads in found])
+        if len(accumulated) < accumulates:
             continue
+        is_dynamic = isinstance(trainer, keras.optimizers.LossScaleOptimizer)
+        scale = np.float32(trainer.dynamic_scale if is_dynamic else trainer.loss_scale_factor or 1)
         sums = []
         for place, variable in enumerate(model.trainable_variables):
-            summands = [functools.reduce(np.add, [step[rank][place] for step in kept[::-1]]) for rank in range(size)]
-            summands = [summand / np.float32(len(kept)) for summand in summands]
-            total = whole_sum(summands, decoded) if is_compressed(variable) else None
+            summands = [functools.reduce(np.add, [step[rank][place] for step in accumulated[::-1]]) for rank in range(size)]
+            summands = [summand / np.float32(len(accumulated)) for summand in summands]
+            total = whole_sum(summands, decoded) if is_compressed(variable) and not kept else None
+            if kept and is_compressed(variable):
+                flat = [summand.ravel() for summand in summands]
+                total, lost = with_residual(flat, [scale * old for old in kept[number][place]], decoded)
+                total = total.reshape(variable.shape)
+                for now, expected in zip(kept[number + 1][place], lost, strict=True):
+                    expected = kept_as(expected / scale)
+                    off = np.abs(now - expected) > 1e-5 * np.abs(expected).max()
+                    assert np.abs(now).max() > 0 and off.mean() <= 2e-3, (number, place, off.mean())
             sums.append(functools.reduce(np.add, summands) if total is None else total)
         if accumulates:  # all at once, in the last of these steps
             sums = [total * np.float32(accumulates) for total in sums]
             for accumulator in trainer._accumulated_gradients:
                 accumulator.assign(tf.zeros_like(accumulator))
-        kept = []
+        accumulated = []
         for variable, weights in zip(model.trainable_variables, exact[number] if exact else (), strict=bool(exact)):
             if weights is not None:
                 variable.assign(weights)

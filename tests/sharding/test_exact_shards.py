@@ -25,7 +25,7 @@ from keras.src.saving import saving_lib
 from training import CLASSES, FEATURES, one_device, strategy_for
 
 import tfdist
-from tfdist.compression import Int4, Int8
+from tfdist.compression import Int4, Int8, TopK
 from tfdist.optimizers import plan
 
 pytestmark = pytest.mark.as_traced
@@ -36,6 +36,7 @@ CODECS = {
     "bfloat16": ("bfloat16", model_of.as_bfloat16),
     "int8-64": (Int8(64), functools.partial(model_of.int8, block_size=64)),
     "int4-128": (Int4(128), functools.partial(model_of.int4, block_size=128)),
+    "top_k-alone": (TopK(0.05, None), functools.partial(model_of.top_k, fraction=0.05, rest=None)),
 }
 KERNELS = (0, 2, 4)  # places of those that are compressed
 

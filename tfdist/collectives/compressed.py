@@ -5,6 +5,8 @@
 
 What a rank sends itself goes through the same, so that a sum does not depend on who takes it. Several tensors travel in one
 message, each encoded on its own: how they are grouped in messages changes no bit. A group of one rank compresses nothing.
+
+What a rank's messages lack of what it had is told of those tensors whose compressor has `feedback`, of the others None.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ def reduce_scatter(
     compressors: Sequence[Compressor],
     ranks: Ranks,
     label: str,
-    *,
-    dtype: tf.DType = tf.float32,
+    losses: list[tf.Tensor | None],
 ) -> list[tf.Tensor]:
-    """Sums several (N, L) over `ranks` in one message; returns of each this rank's (L,), as `dtype`."""
+    """Sums several (N, L) over `ranks` in one message; returns of each this rank's (L,).
+
+    `losses` gets what each lacks, (N, L).
+    """
     if group_ops.is_trivial(tf.TensorSpec([sum(part.shape[1] for part in parts)]), ranks):
-        return [tf.cast(part[0], dtype) for part in parts]
+        losses += [None] * len(parts)
+        return [part[0] for part in parts]
     words = [_encoded(part, compressor) for part, compressor in zip(parts, compressors, strict=True)]
     packed = words[0] if len(words) == 1 else tf.concat([_wire(program, one) for one in words], program.constant(1))
     received = group_ops.all_to_all(program, _wire(program, packed), ranks, label)
@@ -42,7 +47,9 @@ def reduce_scatter(
     decoded = [
         compressor.decode(_words(one), part.shape[1]) for one, part, compressor in zip(split, parts, compressors, strict=True)
     ]
-    return [tf.cast(tf.reduce_sum(one, axis=0), dtype) for one in decoded]
+    for part, one, compressor in zip(parts, words, compressors, strict=True):
+        losses.append(None if compressor.feedback is None else part - compressor.decode(one, part.shape[1]))
+    return [tf.reduce_sum(one, axis=0) for one in decoded]
 
 
 def all_gather(
@@ -59,14 +66,29 @@ def all_gather(
 
 
 def all_reduce(
-    program: RankProgram, parts: Sequence[tf.Tensor], compressors: Sequence[Compressor], ranks: Ranks, label: str
+    program: RankProgram,
+    parts: Sequence[tf.Tensor],
+    compressors: Sequence[Compressor],
+    ranks: Ranks,
+    label: str,
+    losses: list[tf.Tensor | None],
 ) -> list[tf.Tensor]:
-    """Sums vectors (L,) of float32 over `ranks` in two messages: each member sums its part of all, and all gather the sums."""
+    """Sums vectors (L,) of float32 over `ranks` in two messages: each member sums its part of all, and all gather the sums.
+
+    `losses` gets what each lacks, (L,): of the second message in the part that this rank has summed.
+    """
     size = len(ranks)
     padded = [tf.pad(part, [[0, -part.shape[0] % size]]) for part in parts]
     rows = [tf.reshape(part, [size, part.shape[0] // size]) for part in padded]
-    sums = reduce_scatter(program, rows, compressors, ranks, f"{label}/scatter")
+    of_rows: list[tf.Tensor | None] = []
+    sums = reduce_scatter(program, rows, compressors, ranks, f"{label}/scatter", of_rows)
     gathered = all_gather(program, sums, compressors, ranks, f"{label}/gather")
+    own = ranks.index(program.rank)
+    for lost, total, whole, part in zip(of_rows, sums, gathered, parts, strict=True):
+        if lost is not None:
+            lost = tf.concat([lost[:own], [lost[own] + total - whole[own]], lost[own + 1 :]], 0)
+            lost = tf.reshape(lost, [-1])[: part.shape[0]]
+        losses.append(lost)
     return [tf.reshape(whole, [-1])[: part.shape[0]] for whole, part in zip(gathered, parts, strict=True)]
 
 

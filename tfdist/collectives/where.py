@@ -125,6 +125,16 @@ def _program_here() -> RankProgram | None:
     return None if tf.executing_eagerly() else program.innermost()
 
 
+def is_visible(tensor: tf.Tensor) -> bool:
+    """Whether what is traced here may use `tensor`: it may not where that stands in a branch that is another or has ended."""
+    graph = tf.compat.v1.get_default_graph()
+    while tf.is_symbolic_tensor(tensor) and graph is not tensor.graph:
+        graph = getattr(graph, "outer_graph", None)
+        if graph is None:
+            return False
+    return True
+
+
 def in_loop(outermost: tf.Graph) -> bool:
     """Whether the code being traced stands in a loop within `outermost`."""
     graph = tf.compat.v1.get_default_graph()

@@ -13,7 +13,8 @@ class Compressor(abc.ABC):
 
     One of your own is a frozen dataclass with these three methods; its `repr` must be the same on all workers. It is traced with
     the step: TensorFlow operations, no state. What is not finite must stay so: an overflow that is lost on the way is a step that
-    should have been skipped. Ranks decode what they all have been sent, so decoding must give the same bits on each.
+    should have been skipped. Ranks decode what they all have been sent, so decoding must give the same bits on each. With a
+    `feedback` of its own, such as `Int8()`, what it loses of a gradient is added to the next one.
     """
 
     @abc.abstractmethod
@@ -27,6 +28,11 @@ class Compressor(abc.ABC):
     @abc.abstractmethod
     def bytes_of(self, n: int) -> int:
         """Returns the bytes of a row of `n` numbers, a multiple of 4."""
+
+    @property
+    def feedback(self) -> Compressor | None:
+        """How a rank keeps what its messages of gradients lose, which it adds to the next ones; None: it is lost."""
+        return None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

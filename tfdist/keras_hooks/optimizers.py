@@ -15,6 +15,7 @@ from tfdist.optimizers.loss_scaling import apply_unscaled, scale_loss
 from tfdist.optimizers.outside_ranks import in_scope_of, stands_outside_ranks, step_of_all_ranks
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.publication import keep_exact_shards_of
+from tfdist.optimizers.residuals import keep_residuals_of
 from tfdist.optimizers.step import accumulates_partial_sums
 from tfdist.optimizers.support import check_no_overwriting, check_overrides, check_variables
 from tfdist.optimizers.target import variable_of
@@ -25,6 +26,12 @@ _TF_OPTIMIZER = "keras.src.backend.tensorflow.optimizer.TFOptimizer"
 
 def _config(optimizer: Any) -> MeshConfig | None:
     return config_of(getattr(optimizer, "_distribution_strategy", None))
+
+
+def _steppers(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that step: `optimizer`, or those within it."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "optimizers", [inner]))
 
 
 @replaces(_TF_OPTIMIZER, "build")
@@ -42,6 +49,8 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     if config is not None:
         assign_owners_if_needed(self, variables, config)
         keep_exact_shards_of(self, variables, config)
+        steppers = _steppers(self)
+        keep_residuals_of(self, variables, config, any(accumulates_partial_sums(one, config) for one in steppers))
         self._distribution_strategy.extended.optimizers.setdefault(self, 0)
 
 

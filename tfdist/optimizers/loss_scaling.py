@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, group_ops, rank_program
 from tfdist.mesh import MESH_AXES
 from tfdist.optimizers.reduction import KnownReductions
+from tfdist.optimizers.residuals import refuse_two_sums
 from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients, stepping_program, wholes_of
 from tfdist.optimizers.support import changes_gradients
 from tfdist.optimizers.tape_gradients import TapeGradients
@@ -82,7 +83,10 @@ def _apply_unscaled(
     looks_at_gradients = any(map(changes_gradients, [inner, *steppers]))
     known = program.attachment(KnownReductions)
     is_reduced = any(map(known.is_returned, found))
-    is_partial = not (looks_at_gradients or is_reduced) and any(accumulates_partial_sums(each, config) for each in steppers)
+    is_partial = any(accumulates_partial_sums(each, config) for each in steppers)
+    if is_partial and (looks_at_gradients or is_reduced):
+        refuse_two_sums(config)
+        is_partial = False
     if is_partial:
         # A gradient of a rank without rows says nothing. The inner optimizer weighs the others.
         counts = program.attachment(GradientWeight).of_tape()

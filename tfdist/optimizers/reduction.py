@@ -20,19 +20,14 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops
+from tfdist.collectives.where import is_visible
 from tfdist.optimizers.row_gradients import of_own_mean
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
 from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_weight import weighted
-from tfdist.sharding.shard_messages import (
-    all_reduce_sums,
-    gather_shards_in_buckets,
-    note_compressors,
-    scatter_sums,
-    wide_dtype,
-)
+from tfdist.sharding.shard_messages import all_reduce_sums, gather_shards_in_buckets, scatter_sums, wide_dtype
 
 
 class KnownReductions:
@@ -49,7 +44,7 @@ class KnownReductions:
     def find(self, grad: Any) -> tf.Tensor | None:
         """Returns the reduced counterpart of `grad`, None where it has not been reduced, or in another branch only."""
         reduced = self._reduced.get(id(grad), (None, None))[1]
-        return reduced if reduced is None or _is_here(reduced) else None
+        return reduced if reduced is None or is_visible(reduced) else None
 
     def add_returned(self, reduced: tf.Tensor) -> None:
         """Notes a reduced gradient that the user's code is given, for an optimizer."""
@@ -63,16 +58,6 @@ class KnownReductions:
     def add(self, grad: Any, reduced: tf.Tensor) -> None:
         # The gradients are kept, so that their ids stay their own.
         self._reduced.update({id(grad): (grad, reduced), id(reduced): (reduced, reduced)})
-
-
-def _is_here(tensor: tf.Tensor) -> bool:
-    """Whether what is traced here may use `tensor`: it may not where that stands in a branch that is another or has ended."""
-    graph = tf.compat.v1.get_default_graph()
-    while tf.is_symbolic_tensor(tensor) and graph is not tensor.graph:
-        graph = getattr(graph, "outer_graph", None)
-        if graph is None:
-            return False
-    return True
 
 
 def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
@@ -179,12 +164,11 @@ def reduce_bucket(
     This rank's gradients count `weight` in them, or 1.
     """
     dtype = grads[0].dtype
-    layouts = [target.state_layout for target in targets]
-    note_compressors(program, [target.variable for target in targets], config)
+    layouts, variables = [target.state_layout for target in targets], [target.variable for target in targets]
     if layouts[0].is_data_sharded:
-        return scatter_sums(program, grads, layouts, f"reduce_scatter/{label}", config, dtype, weight)
+        return scatter_sums(program, grads, variables, layouts, f"reduce_scatter/{label}", config, dtype, weight)
     if config.compresses or config.mesh.is_hybrid:
-        return all_reduce_sums(program, grads, layouts, f"all_reduce/{label}", config, dtype, weight)
+        return all_reduce_sums(program, grads, variables, layouts, f"all_reduce/{label}", config, dtype, weight)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
     wide = config.travel_dtype(wide_dtype(dtype))
     flat = weighted(tf.cast(packing.side_by_side(grads, program.constant), wide), weight)

@@ -19,12 +19,14 @@ from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.publication import publish
 from tfdist.optimizers.reduction import KnownReductions, agreed, own_part, reduce_bucket, summand, summand_of_sum
+from tfdist.optimizers.residuals import refuse_two_sums
 from tfdist.optimizers.slots import publish_slots
 from tfdist.optimizers.support import changes_gradients, may_share
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target, local_part, variable_of
 from tfdist.optimizers.update import Updates, decays
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
+from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.host_lead import limit_lead
@@ -154,6 +156,7 @@ class _Step:
         self._plan = plan.plan_step(*self._facts())
         self._program.plan.steps[self._program.rank].append(self._plan)
         self._emit(self._plan.first)
+        self._keep_losses()
         if self._plan.accumulation_steps:
             self._accumulate()
         else:
@@ -170,6 +173,7 @@ class _Step:
         self._learning_rate = tf.convert_to_tensor(learning_rate)
         self._updates = Updates(self._optimizer, self._learning_rate, self._program)
         self._emit(self._plan.step)
+        self._keep_losses()
 
     def __iter__(self) -> Iterator[Any]:
         """Refuses to be the list of gradients that an optimizer's own `_backend_update_step` expects."""
@@ -230,6 +234,10 @@ class _Step:
     def _replace(self, members: Sequence[int], grads: Sequence[tf.Tensor]) -> None:
         for place, grad in zip(members, grads, strict=True):
             self._grads[place] = grad
+
+    def _keep_losses(self) -> None:
+        """Writes what the gradients of this step have lost on their way, as far as they are summed."""
+        self._program.attachment(ErrorFeedback).write([target.variable for target in self._targets])
 
     def _note_reduction(self, bucket: int | None, members: Sequence[int]) -> None:
         known = self._program.attachment(KnownReductions)
@@ -315,6 +323,7 @@ class _Step:
         self._check_is_whole(given, target)
         if self._optimizer is not None and accumulates_partial_sums(self._optimizer, self._config):
             if known.is_returned(given):
+                refuse_two_sums(self._config)
                 grad, is_reduced = summand_of_sum(known.find(given), target), False
                 self._summed.add(len(self._grads))
             else:

@@ -27,6 +27,7 @@ class DeviceMemory:
         optimizer_bytes: the optimizer's variables, as stored; 0 before the optimizer is built.
         exact_bytes: exact shards of weights whose copies are rounded (`parameter_compression` at stages 1 and 2); they are made
             when an optimizer is built.
+        residual_bytes: what compressed gradients have lost (`error_feedback`); made when an optimizer is built.
     """
 
     device: str
@@ -34,10 +35,12 @@ class DeviceMemory:
     gradient_bytes: int
     optimizer_bytes: int
     exact_bytes: int = 0
+    residual_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.exact_bytes
+        in_training = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return in_training + self.exact_bytes + self.residual_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +61,9 @@ class MemoryReport:
 
     def __str__(self) -> str:
         columns = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer"}
-        if any(memory.exact_bytes for memory in self.devices):
-            columns["exact_bytes"] = "exact shards"
+        for name, header in (("exact_bytes", "exact shards"), ("residual_bytes", "residuals")):
+            if any(getattr(memory, name) for memory in self.devices):
+                columns[name] = header
         columns["total_bytes"] = "together"
         rows = [["device", *columns.values(), "of mirrored"]]
         for memory in (*self.devices, self.mirrored):
@@ -99,6 +103,7 @@ def memory_report(model: keras.Model) -> MemoryReport:
     slots = [] if optimizer is None else optimizer.variables
     of_strategy = [v.value for v in model.trainable_variables if config_of(getattr(v.value, "distribute_strategy", None))]
     exact_shards = [value.exact for value in of_strategy if value.exact is not None]
+    residuals = [(value.residual, value.layout.mesh) for value in of_strategy if value.residual is not None]
     memories = tuple(
         DeviceMemory(
             device=_short_name(device),
@@ -106,6 +111,7 @@ def memory_report(model: keras.Model) -> MemoryReport:
             gradient_bytes=sum(_gradient_bytes(variable.value, index) for variable in model.trainable_variables),
             optimizer_bytes=sum(_stored_bytes(variable.value, index) for variable in slots),
             exact_bytes=sum(_stored_bytes(exact, index) for exact in exact_shards),
+            residual_bytes=sum(residual.bytes_at(mesh.coordinate(index)) for residual, mesh in residuals),
         )
         for index, device in enumerate(_devices(model))
     )

@@ -32,7 +32,7 @@ def assemble(variable: Any) -> tf.Tensor:
         if where() is Where.SYMBOLIC_BUILD:
             return tf.zeros(layout.shape, variable.dtype)  # a scratch graph, which only wants the shape
         parts = [component.read_value() for component in variable.values]
-        emit = functools.partial(_gather_whole, layout)
+        emit = functools.partial(gather_whole, layout)
         key, name = ("assemble", layout), _program_name(layout)
         return cross_replica_of(variable.distribute_strategy).call(key, emit, parts, name=name)[0]
 
@@ -62,7 +62,7 @@ def _join(variable: Any) -> tf.Tensor:
         return packing.join_tensor_shards(pieces, layout)
 
 
-def _gather_whole(layout: Layout, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
+def gather_whole(layout: Layout, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
     """Returns the full value from this rank's part, over all three axes."""
     ranks = program.group_ranks("shard")
     owners = layout.pipe_owners

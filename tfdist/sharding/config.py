@@ -171,7 +171,8 @@ class ShardingConfig:
         None,
         compressor_of,
         'stages 1-3: how parameters travel in fewer bytes: "int8", "bfloat16", or one of `tfdist.compression`; at stages 1 and '
-        '2, which send what a step has changed, "int4", too. Ranks then compute with rounded weights, and update exact ones; '
+        '2, which send what a step has changed, "int4" and "top_k", too. Ranks then compute with rounded weights, and update '
+        "exact ones; "
         "variables of one dimension or of fewer than 4,096 elements are exact. None: exactly.",
     )
     kept_bytes: int = _setting(
@@ -224,13 +225,17 @@ class ShardingConfig:
                 fix="Use `zero_stage=1`, or leave it out: `gradient_compression` compresses all that travels there.",
                 **given,
             )
-        loses = TopK if self.zero_stage < 3 else Int4 | TopK  # of what a step has changed 4 bits are enough, of a weight not
-        if isinstance(self.parameter_compression, loses):
-            others = '"int4", ' if self.zero_stage < 3 else ""
+        if isinstance(self.parameter_compression, Compressor) and self.parameter_compression.feedback is not None:
             raise errors.value_error(
-                f'`parameter_compression` must be "int8", {others}"bfloat16", one like these, or None: weights lose too much '
+                "`parameter_compression` needs no error feedback: what a step's differences lose is sent with those of the next.",
+                fix="Leave `error_feedback` out here; `gradient_compression` takes it.",
+                **given,
+            )
+        if isinstance(self.parameter_compression, Int4 | TopK) and self.zero_stage == 3:
+            raise errors.value_error(
+                '`parameter_compression` must be "int8", "bfloat16", one like these, or None at stage 3: weights lose too much '
                 "otherwise.",
-                fix="At stages 1 and 2, which send what a step has changed, int4 is taken; `gradient_compression` takes all.",
+                fix="At stages 1 and 2, which send what a step has changed, all are taken, and `gradient_compression` takes all.",
                 **given,
             )
 
@@ -317,6 +322,11 @@ class MeshConfig(ShardingConfig):
     def compressor_of(self, layout: Layout) -> Compressor:
         """Returns how gradients of variables of `layout` travel: vectors and small ones exactly, which are few of the bytes."""
         return EXACT if _is_small(layout) else self.compressor or EXACT
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether ranks keep what their compressed gradients lose."""
+        return self.compresses and self.compressor is not None and self.compressor.feedback is not None
 
     def parameter_compressor_of(self, layout: Layout) -> Compressor | None:
         """Returns how a parameter of `layout` travels; None: nothing is compressed."""

@@ -29,10 +29,11 @@ class _WithLayout(AsNumber, _Variable):
 
     layout: Layout
     exact: Any = None  # a `ShardedVariable`, which is updated where copies are rounded: see `exact_shards`
+    residual: Any = None  # a `Residual`, where what compressed gradients lose is kept
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
-        copied.layout, copied.exact = self.layout, None
+        copied.layout, copied.exact, copied.residual = self.layout, None, None
         return copied
 
 

@@ -21,6 +21,7 @@ from tfdist.collectives import RankProgram, assign_buckets, compressed, group_op
 from tfdist.collectives.plan import Ranks
 from tfdist.sharding import packing
 from tfdist.sharding.config import MeshConfig
+from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_weight import weighted
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Shard
@@ -86,6 +87,7 @@ def gather_over_tensor(program: RankProgram, local: tf.Tensor, layout: Layout, l
 def scatter_sums(
     program: RankProgram,
     summands: Sequence[tf.Tensor],
+    variables: Sequence[Any],
     layouts: Sequence[Layout],
     label: str,
     config: MeshConfig,
@@ -94,29 +96,56 @@ def scatter_sums(
 ) -> list[tf.Tensor]:
     """Returns this rank's shards, as `dtype`, of the sums of the data ranks' whole `summands`, sent as `config` says.
 
-    With a `weight` this rank's summands are multiplied by it (see `GradientWeight`).
+    With a `weight` this rank's summands are multiplied by it (see `GradientWeight`). They are gradients of `variables`, of which
+    the plan says how they travel, and what they lose on the way is kept (see `error_feedback`).
     """
     ranks, is_hybrid = sharding_group(program, layouts), layouts[0].mesh.is_hybrid
     rows = packing.rows_of(summands, layouts, program.constant)
     if config.compresses and not is_hybrid:
         rows = [weighted(tf.cast(row, tf.float32), weight) for row in rows]
-        compressors = [config.compressor_of(layout) for layout in layouts]
-        return compressed.reduce_scatter(program, rows, compressors, ranks, label, dtype=dtype)
+        return _compressed_sums(compressed.reduce_scatter, program, rows, variables, ranks, label, config, dtype)
     rows = [weighted(row, weight) for row in rows]
     rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in rows]
     shards = group_ops.reduce_scatter_parts(program, rows, ranks, label, dtype=wide_dtype(dtype) if is_hybrid else dtype)
     if is_hybrid:
-        shards = _summed_over_groups(program, shards, layouts, f"{label}/between_groups", config)
+        shards = _summed_over_groups(program, shards, variables, layouts, f"{label}/between_groups", config)
     return [tf.cast(shard, dtype) for shard in shards]
 
 
+def _compressed_sums(
+    send: Callable[..., list[tf.Tensor]],
+    program: RankProgram,
+    parts: Sequence[tf.Tensor],
+    variables: Sequence[Any],
+    ranks: Ranks,
+    label: str,
+    config: MeshConfig,
+    dtype: tf.DType,
+) -> list[tf.Tensor]:
+    """Returns the sums, as `dtype`, that `send` of `compressed` forms over `ranks` of their `parts`, of float32."""
+    compressors = [config.compressor_of(variable.layout) for variable in variables]
+    names = [variable.name.partition(":")[0] for variable in variables]
+    program.plan.gradients[program.rank].update(zip(names, compressors, strict=True))
+    feedback: ErrorFeedback = program.attachment(ErrorFeedback)
+    losses: list[tf.Tensor | None] = []
+    sums = send(program, feedback.added(variables, parts, compressors), compressors, ranks, label, losses)
+    feedback.note(variables, losses)
+    return [tf.cast(total, dtype) for total in sums]
+
+
 def _summed_over_groups(
-    program: RankProgram, shards: Sequence[tf.Tensor], layouts: Sequence[Layout], label: str, config: MeshConfig
+    program: RankProgram,
+    shards: Sequence[tf.Tensor],
+    variables: Sequence[Any],
+    layouts: Sequence[Layout],
+    label: str,
+    config: MeshConfig,
 ) -> list[tf.Tensor]:
     """Returns the sums of the sharding groups' `shards`, (L,) each, sent as `config` says."""
     ranks = layouts[0].mesh.group_ranks("replicate", program.rank)
     if config.compresses:
-        return compressed.all_reduce(program, shards, [config.compressor_of(layout) for layout in layouts], ranks, label)
+        shards = [tf.cast(shard, tf.float32) for shard in shards]
+        return _compressed_sums(compressed.all_reduce, program, shards, variables, ranks, label, config, tf.float32)
     packed = tf.cast(packing.side_by_side(shards, program.constant), config.travel_dtype(shards[0].dtype))
     total = group_ops.all_reduce(program, packed, ranks, "sum", label)
     return packing.apart(total, [shard.shape for shard in shards], program.constant)
@@ -130,6 +159,7 @@ def wide_dtype(dtype: tf.DType) -> tf.DType:
 def all_reduce_sums(
     program: RankProgram,
     summands: Sequence[tf.Tensor],
+    variables: Sequence[Any],
     layouts: Sequence[Layout],
     label: str,
     config: MeshConfig,
@@ -141,23 +171,16 @@ def all_reduce_sums(
     Each rank sums a shard, as in `scatter_sums`. Where they travel compressed in one level, all decode what its owner has encoded
     of the sum, the owner too.
     """
+    if config.compresses and not layouts[0].mesh.is_hybrid:
+        parts = [weighted(tf.cast(tf.reshape(summand, [-1]), tf.float32), weight) for summand in summands]
+        ranks = sharding_group(program, layouts)
+        sums = _compressed_sums(compressed.all_reduce, program, parts, variables, ranks, label, config, dtype)
+        return [tf.reshape(total, layout.local_shape) for total, layout in zip(sums, layouts, strict=True)]
     flat = [dataclasses.replace(layout, data=Shard()) for layout in layouts]
-    wide = tf.float32 if config.compresses else wide_dtype(dtype)
-    sums = scatter_sums(program, summands, flat, f"{label}/scatter", config, wide, weight)
-    if config.compresses and not flat[0].mesh.is_hybrid:
-        compressors = [config.compressor_of(layout) for layout in flat]
-        gathered = compressed.all_gather(program, sums, compressors, sharding_group(program, flat), f"{label}/gather")
-        wholes = packing.fulls_of(gathered, flat, program.constant)
-    else:
-        wholes = gather_shards(program, [tf.cast(one, config.travel_dtype(wide)) for one in sums], flat, f"{label}/gather")
+    wide = wide_dtype(dtype)
+    sums = scatter_sums(program, summands, variables, flat, f"{label}/scatter", config, wide, weight)
+    wholes = gather_shards(program, [tf.cast(one, config.travel_dtype(wide)) for one in sums], flat, f"{label}/gather")
     return [tf.cast(whole, dtype) for whole in wholes]
-
-
-def note_compressors(program: RankProgram, variables: Sequence[Any], config: MeshConfig) -> None:
-    """Notes in the plan how the gradients of `variables` travel, where they are compressed."""
-    if config.compresses:
-        found = {variable.name.partition(":")[0]: config.compressor_of(variable.layout) for variable in variables}
-        program.plan.gradients[program.rank].update(found)
 
 
 def messages_of(items: Sequence[Any], variables: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:

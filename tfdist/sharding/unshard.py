@@ -33,7 +33,7 @@ from tfdist.sharding.nested_tapes import NestedTapes
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.recomputation import Recomputation
-from tfdist.sharding.shard_messages import gather_parameters, gather_shards, messages_of, note_compressors, scatter_sums
+from tfdist.sharding.shard_messages import gather_parameters, gather_shards, messages_of, scatter_sums
 from tfdist.sharding.units import PendingGradient, Reader, Unit, copy_of, travelling_dtype
 
 
@@ -96,8 +96,8 @@ class UnshardSchedule:
             self._differentiated.add(id(variable))
             with tape.stop_recording():
                 weight = program.attachment(GradientWeight).of_tape()
-                note_compressors(program, [variable], config)
-                shards = scatter_sums(program, [grad], layouts, f"reduce_scatter/{variable.name}", config, variable.dtype, weight)
+                label = f"reduce_scatter/{variable.name}"
+                shards = scatter_sums(program, [grad], [variable], layouts, label, config, variable.dtype, weight)
                 wholes = gather_shards(program, shards, layouts, f"all_gather/{variable.name}/gradient")
             own = program.attachment(GradientWeight).without_weight(tf.cast(grad, variable.dtype))
             program.attachment(EagerSums).note(wholes[0], shards[0], own)
@@ -374,11 +374,11 @@ class UnshardSchedule:
         weight = self._program.attachment(GradientWeight).of_tape()
         sent = []
         for members in messages_of(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
-            layouts = [p.variable.layout for p in members]
-            note_compressors(self._program, [p.variable for p in members], self._config)
+            variables, dtype = [p.variable for p in members], members[0].stub.dtype
+            layouts = [variable.layout for variable in variables]
             with tf.name_scope(_scope_name(label)), tf.control_dependencies(previous):
                 fulls = [p.full for p in members]
-                shards = scatter_sums(self._program, fulls, layouts, label, self._config, members[0].stub.dtype, weight)
+                shards = scatter_sums(self._program, fulls, variables, layouts, label, self._config, dtype, weight)
             for p, shard in zip(members, shards, strict=True):
                 self._stubs.note_reduced(p.stub, shard)
             sent.append(shards[0])

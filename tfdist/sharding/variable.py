@@ -72,6 +72,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         self.number = next(self._next_number)
         self.is_parameter = is_parameter
         self.exact: ShardedVariable | None = None  # what is updated where copies are rounded: see `exact_shards`
+        self.residual: Any = None  # a `Residual`, where what compressed gradients lose is kept
         self.is_autocast = False  # whether its layer reads it in the compute dtype
         self.keras_variable: Callable[[], Any] = lambda: None  # what its layer knows it as
         self._whole: Any = None  # what gradient tapes know it by outside replicas, when they do
