@@ -12,11 +12,14 @@ weights as those of layers of --hidden units. All other kernels, and copies betw
 
     compute     time in which a device computes products, of one step
     messages    time in which it is in a collective of the data axis whose ranks have all come
-    hidden      the part of `messages` in which it also computes
-    can hide    what could be hidden: not the gather before the first product, nor what follows the last gradient
+    can hide    what could be hidden: gathers of forward behind its products, and what backward sends behind the products of
+                backward (in a pipeline: those of the last microbatch), as far as there are products; not the gather before the
+                first product, nor what follows the last gradient. Of activations of tensor-parallel layers those of backward,
+                behind gradients of weights; in forward the next product waits for them
+    hidden      the part of that in which the device also computes
     share       hidden / can hide
-    step        the step's time beside the ideal one: max(compute, messages that can hide) + messages that cannot, and the time in
-                which tensor-parallel layers wait for activations
+    step        the step's time beside the ideal one: for forward and for backward max(compute, what can hide), and what cannot:
+                messages, activations of forward, and a pipeline's bubble as it was in this step
     waits       gathers after the first in which no product ran for a tenth of a product's time or more
 
 Figures are of the first device, and of the median step. A table, and a line of JSON for each case, are printed. Messages take ten
@@ -66,6 +69,13 @@ class Mesh:
     def products(self) -> int:
         """Returns how many products of a device make one of a layer on a replica's whole batch."""
         return self.tensor * (MICROBATCHES if self.pipe > 1 else 1)
+
+    def products_before(self, layers: int) -> int:
+        """Returns how many products of the first device come before those that gradients pass behind: see `Timeline.before`."""
+        if self.pipe == 1:
+            return layers
+        here = layers // self.pipe
+        return MICROBATCHES * (3 * here - 1) - (2 * here - 1)  # its first layer's input has no gradient
 
     def is_over_data(self, ranks: list[int]) -> bool:
         """Whether `ranks` differ in their place on the axis "data" alone, the outermost."""
@@ -169,10 +179,11 @@ def run_job(
     }
     over_data = {name for name, ranks in members.items() if mesh.is_over_data(ranks)}
     log = ended.log.of_process(ended.processes[0])
-    return {name: [timeline_of(log, f"{name} {step}", over_data) for step in range(args.steps)] for name in done}
+    settings = {"before": mesh.products_before(args.layers), "is_pipeline": mesh.pipe > 1}
+    return {name: [timeline_of(log, f"{name} {step}", over_data, **settings) for step in range(args.steps)] for name in done}
 
 
-def timeline_of(log: Log, step: str, over_data: set[str] | None = None) -> Timeline:
+def timeline_of(log: Log, step: str, over_data: set[str] | None = None, **settings: Any) -> Timeline:
     """Returns that of the first device, in a `log` of one process; messages of communicators not `over_data` are activations."""
     records = [record for record in log.between(f"{step} begins", f"{step} ends").records if record.device == 0]
     products = [(record.began, record.ended) for record in records if record.kind == "product"]
@@ -180,7 +191,7 @@ def timeline_of(log: Log, step: str, over_data: set[str] | None = None) -> Timel
     for call in sorted(Log(records).calls(), key=lambda call: call.met):
         is_over_data = over_data is None or call.communicator in over_data
         messages[not is_over_data].append(Message(call.op, (call.met, call.record.ended), call.bytes))
-    return Timeline(products, *messages)
+    return Timeline(products, *messages, **settings)
 
 
 def record_of(

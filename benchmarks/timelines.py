@@ -48,14 +48,19 @@ class Timeline:
     """One device's step.
 
     Attributes:
-        products: when it computed products.
+        products: when it computed products, in order.
         messages: its collectives of the axis "data", in order.
-        activations: those of other axes: what comes next needs them, but for gradients of weights.
+        activations: those of other axes. In forward what comes next waits for them; in backward gradients of weights do not.
+        before: how many of the products come before those that gradients pass behind: all of forward, and in a pipeline all
+            before the backward of the last microbatch.
+        is_pipeline: whether products wait for those of other devices; how long is not what is asked here.
     """
 
     products: Sequence[Span]
     messages: Sequence[Message]
     activations: Sequence[Message] = ()
+    before: int = 0
+    is_pipeline: bool = False
 
     @property
     def step_us(self) -> float:
@@ -72,7 +77,8 @@ class Timeline:
 
     @property
     def hidden_us(self) -> float:
-        return overlap(self.products, (message.span for message in self.messages))
+        """Returns how much of what could be hidden passes behind products."""
+        return overlap(self.products, (message.span for message in (*self.messages, *self._activations(is_after=True))))
 
     @property
     def cannot_hide_us(self) -> float:
@@ -80,27 +86,58 @@ class Timeline:
 
         That is the last reduction, and the gathers of parameters that follow it at stages 1 and 2.
         """
-        last = max(
-            (place for place, message in enumerate(self.messages) if message.reduces_gradients), default=len(self.messages)
-        )
-        is_first = bool(self.messages) and self.messages[0].op == "AllGather"
+        is_first, last = self._bounds()
         return length(message.span for message in (*self.messages[:is_first], *self.messages[last:]))
 
     @property
     def can_hide_us(self) -> float:
-        """Returns what could be hidden: all but that, as far as there are products to hide it behind."""
-        return min(self.message_us - self.cannot_hide_us, self.compute_us)
+        """Returns what could be hidden: all but that, as far as there are products to hide it behind.
+
+        Of the axis "data" that are gathers of forward, behind its products; and what is sent in backward, behind those of
+        backward. Activations of forward cannot be hidden; those of backward can.
+        """
+        return sum(min(sent, computed) for sent, computed in self._halves())
 
     @property
     def ideal_us(self) -> float:
-        activations = [message.span for message in self.activations]
-        waited = length(activations) - overlap(activations, self.products)
-        return max(self.compute_us, self.message_us - self.cannot_hide_us) + self.cannot_hide_us + waited
+        waited = length(message.span for message in self._activations(is_after=False))
+        return sum(map(max, self._halves())) + self.cannot_hide_us + waited + (self._bubble_us if self.is_pipeline else 0.0)
 
     @property
     def hidden_share(self) -> float:
         """Returns how much of what could be hidden is, 0 to 1; 1 where there is nothing."""
         return min(1.0, self.hidden_us / self.can_hide_us) if self.can_hide_us > 0 else 1.0
+
+    @property
+    def _turn(self) -> float:
+        """When the products begin that gradients pass behind."""
+        return self.products[self.before][0] if self.before < len(self.products) else float("inf")
+
+    def _bounds(self) -> tuple[bool, int]:
+        """Returns whether the first message cannot be hidden, and the place of the first of those at the end that cannot."""
+        last = max(
+            (place for place, message in enumerate(self.messages) if message.reduces_gradients), default=len(self.messages)
+        )
+        return bool(self.messages) and self.messages[0].op == "AllGather", last
+
+    def _activations(self, *, is_after: bool) -> list[Message]:
+        return [message for message in self.activations if (message.span[0] >= self._turn) == is_after]
+
+    def _halves(self) -> list[tuple[float, float]]:
+        """Returns for how long messages that can be hidden pass, and products are computed, before the turn and after it."""
+        is_first, last = self._bounds()
+        sent = [message.span for message in self.messages[is_first:last]]
+        before, after = [span for span in sent if span[0] < self._turn], [span for span in sent if span[0] >= self._turn]
+        after += [message.span for message in self._activations(is_after=True)]
+        place = min(self.before, len(self.products))
+        return [(length(before), length(self.products[:place])), (length(after), length(self.products[place:]))]
+
+    @property
+    def _bubble_us(self) -> float:
+        """For how long there was no product, once the first had begun, before the turn; nor a message of the axis "data"."""
+        begin, end = self.products[0][0], min(self._turn, self.products[-1][1])
+        inside = [(max(begin, a), min(end, b)) for a, b in (*self.products, *(message.span for message in self.messages))]
+        return end - begin - length((a, b) for a, b in inside if a < b)
 
     def waits(self, least_us: float) -> int:
         """Returns for how many gathers after the first no product ran for at least `least_us` of their time."""

@@ -1,5 +1,6 @@
 """What is told of a step's timeline, on one made by hand; and the whole program, on null GPUs."""
 
+import dataclasses
 import json
 
 import pytest
@@ -69,9 +70,35 @@ def test_a_link_takes_what_it_takes_beside_products():
     assert gpu_timeline.microseconds_per_mib(args, "400gbit") * mib_per_layer == pytest.approx(1953.125)
 
 
-def test_what_waits_for_activations_is_not_hidden():
-    timeline = Timeline([(0, 10), (12, 20)], [message("AllReduce", 15, 18)], [message("AllReduce", 10, 12)])
-    assert timeline.ideal_us == 18 + 3 + 2 and timeline.step_us == 20 and timeline.message_us == 3
+def test_activations_of_forward_cannot_hide_and_those_of_backward_can():
+    products = [(0, 10), (12, 20), (20, 30), (30, 34)]
+    timeline = Timeline(products, [message("AllReduce", 34, 37)], [message("AllReduce", 10, 12), message("AllReduce", 25, 32)], 2)
+    assert timeline.can_hide_us == timeline.hidden_us == 7
+    assert timeline.ideal_us == 18 + 2 + 14 + 3 == timeline.step_us and timeline.message_us == 3
+    late = dataclasses.replace(timeline, activations=[message("AllReduce", 10, 12), message("AllReduce", 33, 40)])
+    assert late.can_hide_us == 7 and late.hidden_us == 1
+
+
+def test_gradients_hide_behind_the_backward_pass_alone():
+    """Of 20 that are sent there 10 can; the gather, which has forward to hide behind, is another matter."""
+    products = [(5, 15), (20, 30)]
+    messages = [
+        message("AllGather", 0, 5),
+        message("AllGather", 5, 9),
+        message("AllReduce", 20, 40),
+        message("AllReduce", 40, 42),
+    ]
+    timeline = Timeline(products, messages, before=1)
+    assert timeline.can_hide_us == 4 + 10 and timeline.hidden_us == 14 and timeline.cannot_hide_us == 7
+    assert timeline.ideal_us == 10 + 20 + 7
+
+
+def test_a_bubble_is_no_loss():
+    """Products 0 to 4, 8 to 10 and the last backward from 12 on; between them this device waits for another, 6 in all."""
+    products = [(0, 4), (8, 10), (12, 14), (14, 16)]
+    timeline = Timeline(products, [message("AllReduce", 14, 15), message("AllReduce", 16, 18)], before=2, is_pipeline=True)
+    assert timeline.ideal_us == timeline.step_us == 18 and timeline.hidden_share == 1
+    assert dataclasses.replace(timeline, is_pipeline=False).ideal_us == 12
 
 
 @pytest.mark.exhaustive

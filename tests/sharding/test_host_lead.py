@@ -100,7 +100,7 @@ def test_activations_go_first_in_backward_and_gradients_of_weights_behind_them(a
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("zero_stage", "schedule"), [(0, "1f1b"), (1, "gpipe"), (2, "zero_bubble"), (2, "interleaved")])
+@pytest.mark.parametrize(("zero_stage", "schedule"), [(0, "1f1b"), (1, "gpipe"), (2, "zero_bubble"), (3, "interleaved")])
 def test_in_a_pipeline_a_call_waits_for_the_message_before(as_over_nccl, holds, zero_stage, schedule):
     """Of the last microbatch: nothing else of a gradient is left to hide behind."""
 

@@ -260,6 +260,15 @@ def buckets_of(gradients: Sequence[Gradient], bucket_bytes: int) -> list[tuple[i
     return _bucketed(full[::-1], sizes, bucket_bytes, [gradients[place].dtype for place in full[::-1]])
 
 
+def whole_of_shards(gradients: Sequence[Gradient], bucket_bytes: int) -> list[tuple[int, ...]]:
+    """Returns, in the same way, those of sharded parameters that are no sums yet: a tape's are, but not the program's own."""
+    whole = [
+        place for place in reversed(range(len(gradients))) if gradients[place].is_sharded and not gradients[place].is_reduced
+    ]
+    sizes = [gradients[place].elements * gradients[place].itemsize for place in whole]
+    return _bucketed(whole, sizes, bucket_bytes, [gradients[place].dtype for place in whole])
+
+
 class _Planner:
     """The parts of which plans are made."""
 
@@ -307,10 +316,7 @@ class _Planner:
 
     def _reductions_of_shards(self) -> list[Action]:
         """The tape hands out sums of sharded parameters' gradients. Those that the program has made itself are summed here."""
-        whole = [place for place in reversed(self._sharded) if not self._gradients[place].is_reduced]
-        sizes = [self._gradients[place].elements * self._gradients[place].itemsize for place in whole]
-        kinds = [self._gradients[place].dtype for place in whole]
-        together = _bucketed(whole, sizes, self._settings.bucket_bytes, kinds)
+        together = whole_of_shards(self._gradients, self._settings.bucket_bytes)
         return [*(Reduce(None, members) for members in together), *self.unscaled(self._sharded)]
 
     def _reduction(self, bucket: int) -> list[Action]:

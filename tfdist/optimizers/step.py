@@ -364,7 +364,8 @@ class _Step:
             )
 
     def _limit_lead(self, gradients: Sequence[plan.Gradient]) -> None:
-        messages = plan.buckets_of(gradients, self._config.bucket_bytes)
+        bucket_bytes = self._config.bucket_bytes
+        messages = [*plan.whole_of_shards(gradients, bucket_bytes), *plan.buckets_of(gradients, bucket_bytes)]
         whole = [[self._grads[place] for place in bucket if not gradients[place].is_reduced] for bucket in messages]
         if whole and all(whole) and self._config.mesh.data_parallel_size > 1:
             gathers = isinstance(self._config.placements.optimizer_state, Shard)  # a bucket's new parameters, behind a later one

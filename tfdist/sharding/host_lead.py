@@ -40,7 +40,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram
 from tfdist.sharding import tape
 
-_ADDING = ("AddV2", "AddN", "Identity")
+_ADDING = ("AddV2", "AddN", "EnsureShape", "Identity")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
