@@ -248,6 +248,39 @@ def test_behind_a_layer_that_does_not_gather_its_output(zero_stage):
     assert_same_tree(run(between_parallel_layers, strategy), on_one_device(parallel_layers_alone))
 
 
+def sharded_by_a_plan(strategy, wraps=True):
+    """Keras layers, sharded over tensor ranks before the model is in a pipeline: attention, an MLP, tables, one of them tied."""
+    with strategy.scope():
+        tokens = keras.Input((LENGTH,), dtype="int32")
+        embedding = layers.ReversibleEmbedding(12, WIDTH, name="embedding")
+        x = embedding(tokens)
+        for place in range(2):
+            attended = layers.MultiHeadAttention(2, 3, name=f"attention_{place}")(x, x)
+            x = layers.LayerNormalization()(x + attended)
+            hidden = layers.Dense(8, "tanh", kernel_regularizer="l2", name=f"up_{place}")(x)
+            x = x + layers.Dense(WIDTH, name=f"down_{place}")(hidden)
+        model = keras.Model(tokens, embedding(x, reverse=True))
+        if wraps:
+            plan = {"attention": "column", "up": "column", "down": "row", "embedding": "vocab"}
+            tfdist.parallelize(model, plan)
+            model = tfdist.PipelineModel(model, num_microbatches=2)
+        model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(0, 12, (30, LENGTH)) for _ in range(2))
+    history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0, epochs=2).history  # the last batch has 6 rows
+    return {"history": history, **state(model), "predict": model.predict(x[:3], verbose=0)}
+
+
+def plain_layers(strategy):
+    return sharded_by_a_plan(strategy, wraps=False)
+
+
+@pytest.mark.parametrize("zero_stage", [0, exhaustive(3)])
+def test_a_model_that_a_plan_shards_before_it_is_in_a_pipeline(zero_stage):
+    strategy = strategy_on(4, pipeline_parallel_size=2, tensor_parallel_size=2, zero_stage=zero_stage)
+    assert_same_tree(run(sharded_by_a_plan, strategy), on_one_device(plain_layers))
+
+
 class OwnLoss:
     """A plain mean, a penalty of weights, and the loss that the model is compiled with."""
 

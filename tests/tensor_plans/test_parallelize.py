@@ -191,14 +191,15 @@ def test_models_that_are_refused():
     assert isinstance(model.head, keras.layers.Dense) and not isinstance(model.head, tfdist.layers.ColumnParallelDense)
 
 
-def test_a_pipeline_is_refused_before_and_after_the_model_is_in_it():
-    """Its weights are not made yet; later they would be made again on the ranks of all stages."""
+def test_a_model_is_sharded_before_it_is_in_a_pipeline_and_not_after():
+    """Before, its weights are not made yet; later they are on the ranks of their stages."""
     with strategy_on(4, tensor_parallel_size=2, pipeline_parallel_size=2).scope():
         tokens = keras.Input((4,))
         model = keras.Model(tokens, keras.layers.Dense(6, name="out")(keras.layers.Dense(8)(tokens)))
-        with pytest.raises(NotImplementedError, match="Build the model of the layers of `tfdist.layers`"):
-            tfdist.parallelize(model, {"out": "column"})
+        told = []
+        tfdist.parallelize(model, {"out": "column"}, print_fn=told.append)
+        assert told[0].splitlines()[-1].split() == ["out", "column", "54", "27", "whole"]
         pipelined = tfdist.PipelineModel(model, num_microbatches=2)
     for wrapped in (pipelined, model):
-        with pytest.raises(NotImplementedError, match="pipeline_parallel_size=2"):
+        with pytest.raises(ValueError, match="must not be in a `PipelineModel` yet"):
             tfdist.parallelize(wrapped, {"out": "column"})

@@ -65,6 +65,13 @@ def make_to_assign(variable: keras.Variable) -> None:
         make_on(range(strategy.mesh.pipeline_parallel_size), variable, strategy)
 
 
+def strategy_of(variable: keras.Variable) -> Any:
+    """Returns the strategy under which a variable was made, or will be; None: under none that it tells."""
+    if is_deferred(variable):
+        return variable._initializer.strategy
+    return getattr(variable.value, "distribute_strategy", None)
+
+
 def is_deferred(variable: keras.Variable) -> bool:
     """Whether `variable` has no value yet because it was deferred."""
     return variable._value is None and isinstance(variable._initializer, _DeferredInitializer)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import (
@@ -24,7 +23,9 @@ from tfdist.layers import (
     VocabParallelReversibleEmbedding,
 )
 from tfdist.layers.parallel_hub_attention import headed_layer, parallel_class
-from tfdist.sharding import config_of
+from tfdist.pipeline.deferred_weights import is_deferred, strategy_of
+from tfdist.pipeline.model import PipelineModel
+from tfdist.sharding import Shard, config_of, kept_placement
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, VOCAB
 from tfdist.tensor_plans.layer_shardings import LayerSharding, resolve
 from tfdist.tensor_plans.tables import table_lines
@@ -62,7 +63,8 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[
             model.compile(...)
 
     Each layer that is sharded becomes the layer of `tfdist.layers` of its kind: it saves and loads as before, and outside
-    replicas it is the Keras layer. Where the strategy has no tensor axis the plan is checked and nothing changes.
+    replicas it is the Keras layer. Where the strategy has no tensor axis the plan is checked and nothing changes. A
+    model for a pipeline is sharded before it is given to `tfdist.PipelineModel`.
 
     Life of a layer: its weights are sharded, each rank keeps 1/t; a column-parallel layer whose output goes to row-parallel
     layers only, by way of elementwise operations, leaves it sharded, and all others gather it.
@@ -79,9 +81,10 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[
         `model`.
 
     Raises:
-        ValueError: the model was not built in the scope of a tfdist strategy, or its optimizer is built; the plan has a pattern
-            that matches nothing, a layer that cannot be sharded so, or a sharding that does not divide.
-        NotImplementedError: a layer is quantized, runs in a loop, or shares its weights; a strategy with a pipeline.
+        ValueError: the model was not built in the scope of a tfdist strategy, or its optimizer is built, or it is in a
+            `PipelineModel` already; the plan has a pattern that matches nothing, a layer that cannot be sharded so, or a sharding
+            that does not divide.
+        NotImplementedError: a layer is quantized, runs in a loop, or shares its weights.
 
     Source: Keras's `LayoutMap`, for the form of the plan; PyTorch's `parallelize_module`.
     """
@@ -109,9 +112,8 @@ def _strategy_of(model: Any) -> Any:
         raise errors.value_error(
             "`model` must be a built `keras.Model`.", model=model, fix="Call it, or `model.build(input_shape)`, in the scope."
         )
-    made_by = [getattr(variable.value, "distribute_strategy", None) for variable in model.variables]
-    strategies = {id(found): found for found in made_by}
-    _check_no_pipeline(tf.distribute.get_strategy(), *strategies.values())
+    _check_not_in_pipeline(model)
+    strategies = {id(found): found for found in map(strategy_of, model.variables)}
     strategy = next(iter(strategies.values()), None)
     if len(strategies) != 1 or config_of(strategy) is None:
         raise errors.value_error(
@@ -123,14 +125,13 @@ def _strategy_of(model: Any) -> Any:
     return strategy
 
 
-def _check_no_pipeline(*strategies: Any) -> None:
-    """Raises NotImplementedError: before a model is in a pipeline it has no weights, and later they have their ranks."""
-    sizes = [config.mesh.pipeline_parallel_size for config in map(config_of, strategies) if config is not None]
-    if max(sizes, default=1) > 1:
-        raise errors.not_implemented(
-            "`parallelize` does not shard models of a pipeline.",
-            pipeline_parallel_size=max(sizes),
-            fix="Build the model of the layers of `tfdist.layers`, and wrap it in a `PipelineModel`.",
+def _check_not_in_pipeline(model: keras.Model) -> None:
+    """Raises ValueError where it is known which ranks of a pipeline keep the weights."""
+    if isinstance(model, PipelineModel) or any("pipe_owners" in kept_placement(variable) for variable in model.variables):
+        raise errors.value_error(
+            "`model` must not be in a `PipelineModel` yet: there its layers are those of stages.",
+            model=model.name,
+            fix="Call `tfdist.parallelize` on the model before, and give that to `PipelineModel`.",
         )
 
 
@@ -161,9 +162,19 @@ def _described(shardings: Sequence[LayerSharding], size: int) -> str:
     rows: list[tuple[str, ...]] = [("layer", "sharded by", "parameters", "of one rank", "output")]
     for sharding in shardings:
         of_all = sum(math.prod(weight.shape) for weight in sharding.layer.weights)
-        of_one = sum(weight._value.layout.local_elements for weight in sharding.layer.weights)
+        of_one = sum(_of_one_rank(weight, size) for weight in sharding.layer.weights)
         is_local = sharding.role == COLUMN and hasattr(sharding.layer, "kernel") and not sharding.gather_output
         rows.append((sharding.path, sharding.role, f"{of_all:,}", f"{of_one:,}", "sharded" if is_local else "whole"))
     header, *lines = table_lines(rows, "<<>><")
     rule = "-" * max(map(len, (header, *lines)))
     return "\n".join([f"{len(shardings)} layers are sharded over {size} tensor ranks", header, rule, *lines])
+
+
+def _of_one_rank(weight: keras.Variable, size: int) -> int:
+    """Returns how many elements a tensor rank keeps of a weight, which a pipeline makes later."""
+    if not is_deferred(weight):
+        return weight._value.layout.local_elements
+    shape, placement = list(weight.shape), kept_placement(weight).get("tensor")
+    if isinstance(placement, Shard):
+        shape[placement.axis] = -(-shape[placement.axis] // size)
+    return math.prod(shape)
