@@ -12,7 +12,7 @@ from tensorflow.python.autograph.core import config
 from tfdist.collectives import Where, nested_functions, rank_program, trace_branches, where
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
-from tfdist.runtime import coordination
+from tfdist.runtime import coordination, out_of_memory
 from tfdist.sharding import ShardedVariable, tape
 from tfdist.sharding.eager_sums import EagerSums
 
@@ -65,8 +65,13 @@ def _indexed_case(
 )
 def _call(original: Callable[..., Any], self: Any, *args: Any, **kwds: Any) -> Any:
     """A `tf.function` that a rank's function calls is a graph of its own, in which no gradient can be summed and no optimizer
-    step: what reads a gradient there, or comes out of it, would be of a device's own."""
-    return nested_functions.call(self, args, kwds, lambda: original(self, *args, **kwds))
+    step: what reads a gradient there, or comes out of it, would be of a device's own. Where a step runs out of memory, the error
+    says what has filled it."""
+    try:
+        return nested_functions.call(self, args, kwds, lambda: original(self, *args, **kwds))
+    except tf.errors.ResourceExhaustedError as error:
+        out_of_memory.explain(self, error)
+        raise
 
 
 _SUMMED = """In an eager run TensorFlow stops all ranks for it, and looks at no value: gradients that are sums over the ranks

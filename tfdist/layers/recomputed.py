@@ -61,6 +61,11 @@ def recompute(model: keras.Model, layers: str | Sequence[keras.Layer]) -> keras.
     return model
 
 
+def is_recomputed(model: keras.Model) -> bool:
+    """Whether a layer of the model is computed again in backward."""
+    return any(getattr(layer, "_remat_mode", None) is not None for layer in layers_within(model))
+
+
 def _found(model: keras.Model, layers: str | Sequence[keras.Layer]) -> list[Any]:
     """Returns the layers that are meant."""
     within = layers_within(model)[1:]

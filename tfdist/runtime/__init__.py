@@ -3,7 +3,7 @@
 Only `tf_config` reads TF_CONFIG.
 """
 
-from tfdist.runtime import coordination
+from tfdist.runtime import coordination, out_of_memory
 from tfdist.runtime.cluster import Cluster, Task
 from tfdist.runtime.coordination import Coordination
 from tfdist.runtime.failure_watch import FailureWatch
@@ -28,6 +28,7 @@ __all__ = [
     "coordination",
     "give_back_free_memory",
     "operations_at_once",
+    "out_of_memory",
     "random_states",
     "read_cluster",
     "remove_after_success",

@@ -36,7 +36,7 @@ from tfdist.collectives import (
 )
 from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, Ends, parts, split_batches
 from tfdist.layers import randomness, sharded_tensors
-from tfdist.runtime import give_back_free_memory
+from tfdist.runtime import give_back_free_memory, out_of_memory
 from tfdist.sharding import KeptWeights, MeshConfig
 from tfdist.sharding.eager_sums import EagerSums
 from tfdist.strategy import rows_apart, sums_again
@@ -86,7 +86,11 @@ class ShardedExtendedMixin(VariableCreation):
             plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks, communicator.mesh.hosts)
             meeting = Meeting(communicator, self.cross_replica)
             eager_program = functools.partial(EagerProgram, communicator, plan=plan, meeting=meeting)
-            return self._run_ranks(fn, args, kwargs, plan, eager_program)
+            try:
+                return self._run_ranks(fn, args, kwargs, plan, eager_program)
+            except tf.errors.ResourceExhaustedError as error:
+                out_of_memory.explain(fn, error)
+                raise
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
         plan = communicator.new_plan()
         graph = tf.compat.v1.get_default_graph()
