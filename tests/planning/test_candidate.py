@@ -20,6 +20,8 @@ PIPELINE = {"pipeline": 4, "schedule": "1f1b", "microbatches": 8}
         ({"pipeline": 2}, "`schedule`"),
         ({"microbatches": 2}, "`microbatches`"),
         ({"data": 4, "sharding_group_size": 3}, "`sharding_group_size`"),
+        ({"pipeline": 2, "schedule": "interleaved"}, "`stages_per_rank`"),
+        ({**PIPELINE, "stages_per_rank": 2}, "`stages_per_rank`"),
     ],
 )
 def test_wrong_sizes_are_refused(wrong, said):
@@ -56,6 +58,13 @@ def test_python_names_settings_that_exist_and_parses():
     staged = candidates[1].python(hosts=8)
     assert staged.startswith("strategy = tfdist.MultiWorkerShardedStrategy(")
     assert 'tfdist.PipelineModel(build(), num_microbatches=8, schedule="1f1b", recompute=True)' in staged
+    of_three_axes = Candidate(tensor=2, pipeline=2, schedule="interleaved", microbatches=4, stages_per_rank=2)
+    assert of_three_axes.name() == "zero 2, tensor 2, pipeline 2 interleaved x 4 of 4 stages" and of_three_axes.stages == 4
+    assert of_three_axes.python().splitlines()[2:] == [
+        "    model = build()",
+        "    tfdist.parallelize(model, tfdist.suggest_plan(model, 2))",
+        '    model = tfdist.PipelineModel(model, num_microbatches=4, schedule="interleaved", stages_per_rank=2)',
+    ]
 
 
 def test_memory_is_added_and_its_largest_part_named():

@@ -7,6 +7,7 @@ import pytest
 import tfdist
 from tfdist.planning.data_sheets import from_sheet
 from tfdist.planning.planner import hardware_of
+from tfdist.planning.search import SCHEDULES
 from tfdist.tensor_plans.tables import size_text
 
 
@@ -55,7 +56,8 @@ def test_what_it_knows_of_the_model(plans):
     assert plans.model == "five_blocks" and plans.optimizer == "Adam" and plans.blocks == "block"
     assert plans.parameters == 5 * (32 * 128 + 128 + 128 * 32 + 32) + 32 * 7 + 7
     kinds = {(one.candidate.data, one.candidate.tensor, one.candidate.pipeline) for one in plans.candidates}
-    assert {(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4)} <= kinds
+    assert {(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4), (1, 2, 2)} <= kinds
+    assert {one.candidate.schedule for one in plans.candidates} == {None, *SCHEDULES}
     by_stage = {
         one.candidate.zero_stage: one.memory.parameters + one.memory.gradients + one.memory.optimizer
         for one in plans.candidates
@@ -73,12 +75,16 @@ def test_the_line_runs(plans):
 @pytest.mark.timeout(600)
 def test_the_lines_of_all_kinds_run(plans):
     kinds = {}
-    for one in plans.candidates:
+    compressed = {"gradient_compressions": ("int8",), "parameter_compressions": (None, "bfloat16"), "zero_stages": (3,)}
+    more = tfdist.plan(build, devices=4, memory_per_device="1 GB", batch_size=16, **compressed)
+    for one in (*plans.candidates, *more.candidates):
         candidate = one.candidate
-        kinds.setdefault((candidate.zero_stage, candidate.tensor, candidate.pipeline, candidate.recompute), one)
+        sizes = candidate.zero_stage, candidate.tensor, candidate.pipeline, candidate.schedule
+        sizes = (*sizes, candidate.recompute and candidate.schedule in (None, "interleaved"))
+        kinds.setdefault((*sizes, candidate.gradient_compression, candidate.parameter_compression), one)
     chosen = [one for (stage, *_), one in kinds.items() if stage in (0, 3)]
     losses = {one.candidate.name(): run(plans.python_of(one)) for one in chosen}
-    assert len(losses) > 8 and np.isfinite(list(losses.values())).all()
+    assert len(losses) > 20 and np.isfinite(list(losses.values())).all()
 
 
 def test_memory_decides(plans):
@@ -146,6 +152,7 @@ GIVEN = {"devices": 4, "memory_per_device": "1 GB", "batch_size": 16}
         ({"shown": 0}, "`shown` must be a positive integer"),
         ({"gradient_compressions": "int8"}, "`gradient_compressions` must be several names"),
         ({"gradient_compressions": ("zip",)}, "`gradient_compressions` must be"),
+        ({"parameter_compressions": ("int4",)}, "`parameter_compression` must be"),
         ({"tokens": "many"}, "`tokens` must be a positive number"),
         ({"tokens": 1e9, "flops": 1e20}, "`tokens` or `flops` must be None"),
     ],

@@ -21,7 +21,7 @@ def test_all_devices_and_the_whole_batch_are_divided():
     settings = {"devices": 4, "batch_size": 4, "tensor_sizes": (1, 2, 4), "pipeline_sizes": (1, 2), "recompute": False}
     found = list(Choices(**settings).candidates())
     assert all(one.devices == 4 and 4 % (one.data * one.microbatches) == 0 for one in found)
-    assert {(one.data, one.tensor, one.pipeline) for one in found} == {(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2)}
+    assert {(one.data, one.tensor, one.pipeline) for one in found} == {(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2)}
     assert {one.schedule for one in found if one.pipeline > 1} == set(SCHEDULES)
     assert len(set(found)) == len(found)
 
@@ -45,6 +45,25 @@ def test_groups_and_compression():
         "zero 3, groups of 2",
         f"zero 3, groups of 2, {compressed}",
     ]
+
+
+def test_compressed_parameters_are_those_of_stage_3():
+    settings = {"gradient_compressions": (None, "int8"), "parameter_compressions": (None, "bfloat16"), "recompute": False}
+    assert names(devices=2, batch_size=2, zero_stages=(2, 3), **settings) == [
+        "zero 2",
+        "zero 2, int8 gradients",
+        "zero 3",
+        "zero 3, bfloat16 parameters",
+        "zero 3, int8 gradients",
+        "zero 3, int8 gradients, bfloat16 parameters",
+    ]
+
+
+def test_several_stages_a_rank():
+    settings = {"devices": 2, "batch_size": 2, "pipeline_sizes": (2,), "stages_per_rank": (2, 3), "recompute": False}
+    found = [one.stages for one in Choices(**settings, most_stages=4, schedules=("1f1b", "interleaved")).candidates()]
+    assert found == [2, 4]
+    assert "pipeline 2 interleaved x 2 of 4 stages" in names(**settings)[-2]
 
 
 def test_the_fastest_that_fits_comes_first():

@@ -7,7 +7,7 @@ import dataclasses
 from tfdist import errors
 from tfdist.sharding import placements_of
 
-_SIZES = ("data", "tensor", "pipeline", "microbatches")
+_SIZES = ("data", "tensor", "pipeline", "microbatches", "stages_per_rank")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +25,11 @@ class Candidate:
         sharding_group_size: how many neighbouring replicas share one copy of the state; None: all of them.
         gradient_compression: how gradients travel, such as "int8"; None: exactly.
         parameter_compression: how gathered parameters travel at stage 3; None: exactly.
+        stages_per_rank: how many stages each rank of a pipeline has: several with the schedule "interleaved", else 1.
 
     Raises:
         ValueError: a size is not a positive integer, there is no such stage, or a schedule or microbatches stand without a
-            pipeline, or a pipeline without a schedule.
+            pipeline, or a pipeline without a schedule, or several stages a rank with another schedule than "interleaved".
     """
 
     zero_stage: int = 2
@@ -41,6 +42,7 @@ class Candidate:
     sharding_group_size: int | None = None
     gradient_compression: str | None = None
     parameter_compression: str | None = None
+    stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
         placements_of(self.zero_stage)
@@ -59,6 +61,12 @@ class Candidate:
                 pipeline=self.pipeline,
                 fix="Leave them 1.",
             )
+        if (self.schedule == "interleaved") != (self.stages_per_rank > 1):
+            raise errors.value_error(
+                '`stages_per_rank` must be at least 2 with the schedule "interleaved", and 1 with every other.',
+                schedule=self.schedule,
+                stages_per_rank=self.stages_per_rank,
+            )
         group = self.sharding_group_size
         if group is not None and (group < 1 or self.data % group):
             raise errors.value_error("`sharding_group_size` must divide the replicas.", sharding_group_size=group, data=self.data)
@@ -67,6 +75,11 @@ class Candidate:
     def devices(self) -> int:
         """How many devices it takes."""
         return self.data * self.tensor * self.pipeline
+
+    @property
+    def stages(self) -> int:
+        """In how many stages the model is cut."""
+        return self.pipeline * self.stages_per_rank
 
     @property
     def shards(self) -> int:
@@ -81,7 +94,8 @@ class Candidate:
         if self.tensor > 1:
             words.append(f"tensor {self.tensor}")
         if self.pipeline > 1:
-            words.append(f"pipeline {self.pipeline} {self.schedule} x {self.microbatches}")
+            stages = f" of {self.stages} stages" if self.stages_per_rank > 1 else ""
+            words.append(f"pipeline {self.pipeline} {self.schedule} x {self.microbatches}{stages}")
         if self.recompute:
             words.append("recompute")
         if self.gradient_compression:
@@ -109,20 +123,20 @@ class Candidate:
         lines = [
             f"strategy = tfdist.{'ShardedStrategy' if hosts == 1 else 'MultiWorkerShardedStrategy'}({given})",
             "with strategy.scope():",
-            f"    model = {self._model()}",
+            f"    model = {'build()' if self.tensor > 1 or self.pipeline == 1 else self._pipelined('build()')}",
         ]
         if self.tensor > 1:
             lines.append(f"    tfdist.parallelize(model, tfdist.suggest_plan(model, {self.tensor}))")
+        if self.tensor > 1 and self.pipeline > 1:
+            lines.append(f"    model = {self._pipelined('model')}")
         if self.recompute and self.pipeline == 1:
             lines.append(f"    tfdist.recompute(model, {_literal(blocks)})")
         return "\n".join(lines)
 
-    def _model(self) -> str:
-        if self.pipeline == 1:
-            return "build()"
-        recompute = ", recompute=True" if self.recompute else ""
-        schedule = _literal(self.schedule)
-        return f"tfdist.PipelineModel(build(), num_microbatches={self.microbatches}, schedule={schedule}{recompute})"
+    def _pipelined(self, model: str) -> str:
+        settings = f"num_microbatches={self.microbatches}, schedule={_literal(self.schedule)}"
+        settings += f", stages_per_rank={self.stages_per_rank}" if self.stages_per_rank > 1 else ""
+        return f"tfdist.PipelineModel({model}, {settings}{', recompute=True' if self.recompute else ''})"
 
 
 def _literal(value: object) -> str:

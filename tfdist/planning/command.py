@@ -67,6 +67,9 @@ def add_plan(commands: Any) -> None:
     parser.add_argument(
         "--compress", nargs="+", default=[], metavar="NAME", help="consider gradients in int8, int4, top_k or bfloat16"
     )
+    parser.add_argument(
+        "--compress-parameters", nargs="+", default=[], metavar="NAME", help="consider parameters in int8 or bfloat16, at stage 3"
+    )
     parser.add_argument("--tokens", metavar="D", help="of a whole training, such as 1.4T: what it takes")
     parser.add_argument("--flops", metavar="C", help="of a whole training, such as 2e23: how many tokens these are")
     parser.add_argument("--top", type=positive_int, default=5, metavar="N", help="how many plans to show (default: 5)")
@@ -90,6 +93,7 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             sequence_length=args.sequence_length,
             zero_stages=tuple(args.zero_stages),
             gradient_compressions=(None, *args.compress),
+            parameter_compressions=(None, *args.compress_parameters),
             tokens=args.tokens,
             flops=args.flops,
             shown=args.top,

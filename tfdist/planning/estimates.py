@@ -84,9 +84,14 @@ class Estimates:
 
     def pipeline_sizes(self, most: int) -> list[int]:
         """Returns how many stages the model can be cut in, among the divisors of `most`."""
+        return [size for size in divisors(most) if size <= self.most_stages]
+
+    @property
+    def most_stages(self) -> int:
+        """How many stages the model can be cut in."""
         model = self.traced.model
         is_graph = isinstance(model, keras.Sequential) or hasattr(model, "_nodes_by_depth")
-        return [size for size in divisors(most) if size == 1 or (is_graph and size < len(self.traced.calls))]
+        return max(len(self.traced.calls) - 1, 1) if is_graph else 1
 
     def tensor_plan(self, size: int) -> SuggestedPlan | None:
         """Returns what `tfdist.suggest_plan` says for so many tensor ranks and one example; None for one, or if it cannot."""
@@ -146,10 +151,9 @@ class Estimates:
 
     def _stages(self, candidate: Candidate) -> list[list[int]]:
         """Returns the places of the calls of each stage."""
-        if candidate.schedule is None:
+        if candidate.stages == 1:
             return [list(range(len(self.traced.calls)))]
-        staged = self.traced.layouts.staged(candidate.pipeline, candidate.schedule, candidate.microbatches)
-        return self.traced.calls_of_stages(staged)
+        return self.traced.calls_of_stages(candidate.stages)
 
 
 def _messages_of(plan: Any) -> int:

@@ -9,6 +9,7 @@ import keras
 
 from tfdist import errors
 from tfdist.layers.sharded_weights import ShardedWeights
+from tfdist.pipeline.schedules.dataflow import held_activations
 from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.balance import balanced_split_points
@@ -75,11 +76,11 @@ class ModelLayouts:
         return moved
 
     @functools.cache  # noqa: B019  as long as the model
-    def staged(self, pipeline: int, schedule: str, microbatches: int) -> StagedModel:
-        """Returns the model split in the stages that `PipelineModel` would split it in.
+    def staged(self, stages: int) -> StagedModel:
+        """Returns the model split in so many stages, where `PipelineModel` would split it.
 
         Raises:
-            ValueError: the model is not functional, or has fewer layers than there are stages, or the schedule cannot run.
+            ValueError: the model is not functional, or has fewer layers than there are stages.
         """
         module = getattr(self._model, "_functional", None) or self._model
         if not hasattr(module, "_nodes_by_depth"):
@@ -88,13 +89,16 @@ class ModelLayouts:
                 model=self._model.name,
                 fix="Plan it without a pipeline; `tfdist.PipelineModel(model, blocks=...)` trains it in one.",
             )
-        split_points = self._split_points(module, pipeline)
-        return StagedModel(module, split_points, self.schedule(pipeline, schedule, microbatches))
+        return StagedModel(module, self._split_points(module, stages), make_schedule("gpipe", stages, 1))
 
-    def owners(self, pipeline: int, schedule: str, microbatches: int) -> dict[str, tuple[int, ...]]:
+    @functools.cache  # noqa: B019  as long as the model
+    def owners(self, pipeline: int, stages_per_rank: int = 1) -> dict[str, tuple[int, ...]]:
         """Returns the ranks of the pipeline that keep each weight, by its path."""
-        staged = self.staged(pipeline, schedule, microbatches)
-        return {variable.path: tuple(staged.owners(variable)) for variable in staged.module.variables}
+        found: dict[str, set[int]] = {}
+        for stage in self.staged(pipeline * stages_per_rank).stages:
+            for variable in stage.variables_of_operations():
+                found.setdefault(variable.path, set()).add(stage.index % pipeline)
+        return {path: tuple(sorted(ranks)) for path, ranks in found.items()}
 
     def _split_points(self, module: keras.Model, stages: int) -> Sequence[int]:
         if stages not in self._known_split_points:
@@ -111,8 +115,15 @@ class ModelLayouts:
     def _known_split_points(self) -> dict[int, Sequence[int]]:
         return {}
 
-    @functools.cache  # noqa: B019  as long as the model
-    def schedule(self, pipeline: int, schedule: str, microbatches: int) -> Schedule:
-        """Returns a schedule by its name, of one stage a rank ("interleaved": two)."""
-        per_rank = 2 if schedule == "interleaved" else 1
-        return make_schedule(schedule, pipeline * per_rank, microbatches, per_rank)
+
+@functools.lru_cache(maxsize=256)
+def schedule_of(schedule: str, pipeline: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """Returns a schedule by its name."""
+    return make_schedule(schedule, pipeline * stages_per_rank, microbatches, stages_per_rank)
+
+
+@functools.lru_cache(maxsize=256)
+def held_at_most(schedule: str, pipeline: int, microbatches: int, stages_per_rank: int = 1) -> tuple[int, ...]:
+    """Returns of how many (stage, microbatch) each rank of a pipeline holds activations at most."""
+    made = schedule_of(schedule, pipeline, microbatches, stages_per_rank)
+    return tuple(max(held_activations(made.actions(rank)), default=1) for rank in range(pipeline))

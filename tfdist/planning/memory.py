@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -12,7 +12,7 @@ from tfdist import errors
 from tfdist.optimizers.ownership import balanced_owners
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.device_memory import DeviceMemory
-from tfdist.planning.parts import Part, parts_of
+from tfdist.planning.parts import parts_at, parts_of
 from tfdist.planning.step_memory import StepMemory, step_memory
 from tfdist.planning.traced_model import TracedModel
 from tfdist.sharding import Shard, placements_of
@@ -42,14 +42,26 @@ def memory_of(traced: TracedModel, candidate: Candidate, batch_size: int) -> Dev
         )
     microbatch = math.ceil(math.ceil(batch_size / candidate.data) / candidate.microbatches)
     fullest: DeviceMemory | None = None
-    for pipe in range(candidate.pipeline):
-        state = state_of(traced, candidate, pipe)
-        step = step_memory(traced, candidate, microbatch, pipe, parts_of(traced, candidate))
-        given = traced.input_bytes(math.ceil(batch_size / candidate.data))
+    given = traced.input_bytes(math.ceil(batch_size / candidate.data))
+    for pipe, state in enumerate(_states(traced, _of_state(candidate))):
+        step = step_memory(traced, candidate, microbatch, pipe)
         memory = _together(state, dataclasses.replace(step, peak=step.peak + given))
         fullest = memory if fullest is None or memory.together > fullest.together else fullest
     assert fullest is not None
     return fullest
+
+
+def _of_state(candidate: Candidate) -> Candidate:
+    """Returns the candidate without what its model state does not depend on."""
+    schedule = candidate.schedule and ("interleaved" if candidate.stages_per_rank > 1 else "1f1b")
+    exact = dataclasses.replace(candidate, gradient_compression=None, parameter_compression=None)
+    return dataclasses.replace(exact, schedule=schedule, microbatches=1, recompute=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def _states(traced: TracedModel, candidate: Candidate) -> list[DeviceMemory]:
+    """Returns `state_of` each rank of the pipeline."""
+    return [state_of(traced, candidate, pipe) for pipe in range(candidate.pipeline)]
 
 
 def _together(state: DeviceMemory, step: StepMemory) -> DeviceMemory:
@@ -61,7 +73,7 @@ def _together(state: DeviceMemory, step: StepMemory) -> DeviceMemory:
 def state_of(traced: TracedModel, candidate: Candidate, pipe: int = 0) -> DeviceMemory:
     """Returns the model state of the fullest replica's device at rank `pipe` of the pipeline, as `tfdist.memory_report` does."""
     placements = placements_of(candidate.zero_stage)
-    parts = [part for part in parts_of(traced, candidate) if pipe in part.owners]
+    parts = parts_at(traced, candidate, pipe).parts
     is_sharded = {kind: isinstance(getattr(placements, kind), Shard) for kind in ("parameter", "gradient", "optimizer_state")}
     parameters = sum(
         (part.shard if is_sharded["parameter"] and part.is_parameter else part.local) * part.itemsize for part in parts
@@ -75,32 +87,27 @@ def state_of(traced: TracedModel, candidate: Candidate, pipe: int = 0) -> Device
 def _slot_bytes(traced: TracedModel, candidate: Candidate, pipe: int) -> list[int]:
     """Returns the bytes of the optimizer's variables, of each data rank that differs from the others."""
     is_sharded = isinstance(placements_of(candidate.zero_stage).optimizer_state, Shard)
-    by_path = {part.weight.path: part for part in parts_of(traced, candidate)}
-    parts = [by_path[weight.path] for weight in traced.trained]
-    owners = _data_owners(traced, candidate, parts, is_sharded)
-    bytes_of = [0] * (candidate.shards if owners else 1)
-    for slot in traced.slots:
-        if slot.of is None:
-            bytes_of = [known + slot.bytes for known in bytes_of]
-            continue
-        part = parts[slot.of]
-        if pipe not in part.owners:
-            continue
-        size = tf.as_dtype(slot.dtype)
-        if slot.shape != part.weight.shape or not size.is_floating:
-            bytes_of = [known + slot.bytes for known in bytes_of]
-        elif slot.of in owners:
-            bytes_of[owners[slot.of]] += slot.bytes
-        else:
-            elements = part.shard if is_sharded else part.local
-            bytes_of = [known + elements * size.size for known in bytes_of]
-    return bytes_of
+    owners = _data_owners(traced, candidate, is_sharded)
+    of_all = traced.other_slot_bytes
+    of_rank = [0] * (candidate.shards if owners else 1)
+    for place, part in parts_at(traced, candidate, pipe).trained.items():
+        for slot in traced.slots_of_parameters[place]:
+            size = tf.as_dtype(slot.dtype)
+            if slot.shape != part.weight.shape or not size.is_floating:
+                of_all += slot.bytes
+            elif place in owners:
+                of_rank[owners[place]] += slot.bytes
+            else:
+                of_all += (part.shard if is_sharded else part.local) * size.size
+    return [of_all + own for own in of_rank]
 
 
-def _data_owners(traced: TracedModel, candidate: Candidate, parts: Sequence[Part], is_sharded: bool) -> dict[int, int]:
+def _data_owners(traced: TracedModel, candidate: Candidate, is_sharded: bool) -> dict[int, int]:
     """Returns which data rank keeps the whole state of a parameter that the optimizer looks at whole."""
     if traced.is_elementwise:
         return {}
+    by_path = {part.weight.path: part for part in parts_of(traced, candidate)}
+    parts = [by_path[weight.path] for weight in traced.trained]
     places = [place for place, part in enumerate(parts) if is_sharded or part.local < part.weight.elements]
     sizes = [parts[place].weight.bytes for place in places]
     return dict(zip(places, balanced_owners(sizes, candidate.shards), strict=True))

@@ -122,8 +122,8 @@ def _planned_savings(model: keras.Model, config: MeshConfig, rest: int | None) -
         data=mesh.data_parallel_size,
         recompute=is_recomputed(model),
         sharding_group_size=mesh.num_shards if mesh.is_hybrid else None,
-        gradient_compression=config.gradient_compression,
-        parameter_compression=config.parameter_compression,
+        gradient_compression=_name(config.gradient_compression),
+        parameter_compression=_name(config.parameter_compression),
     )
     rows = _EXAMPLES if rest is None else _examples(traced, now, rest)
     batch = rows * now.data
@@ -144,6 +144,11 @@ def _planned_savings(model: keras.Model, config: MeshConfig, rest: int | None) -
             spread = saved(dataclasses.replace(now, tensor=2, data=now.data // 2))
             found.append(Saving("tensor_parallel_size=2", spread, "and `tfdist.parallelize`; half as many replicas"))
     return found
+
+
+def _name(compression: Any) -> str | None:
+    """Returns how a candidate calls a compression; None for one that has no name."""
+    return compression if isinstance(compression, str) else None
 
 
 def _examples(traced: TracedModel, now: Candidate, rest: int) -> int:

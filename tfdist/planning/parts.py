@@ -31,25 +31,66 @@ class Part:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return tf.as_dtype(self.weight.dtype).size
+        return _dtype(self.weight.dtype).size
 
     @property
     def is_parameter(self) -> bool:
         """Whether ZeRO shards it."""
-        return self.weight.is_parameter and tf.as_dtype(self.weight.dtype).is_floating
+        return self.weight.is_parameter and _dtype(self.weight.dtype).is_floating
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what a rank computes with: whole, but for the tensor axis."""
+        return self.local * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankParts:
+    """What the ranks at one place of a pipeline keep.
+
+    Attributes:
+        parts: of all weights of their stages, in the order of `traced.weights`.
+        trained: of those that are trained, by their places in `traced.trained`, ascending.
+    """
+
+    parts: tuple[Part, ...]
+    trained: dict[int, Part]
+
+    @functools.cached_property
+    def gradient_sizes(self) -> tuple[int, ...]:
+        """Bytes of the whole gradients of what is trained."""
+        return tuple(part.bytes for part in self.trained.values())
+
+    @functools.cached_property
+    def parameter_bytes(self) -> int:
+        """Bytes of all that ZeRO shards, whole."""
+        return sum(part.bytes for part in self.parts if part.is_parameter)
+
+
+@functools.cache
+def _dtype(name: str) -> tf.DType:
+    return tf.as_dtype(name)
 
 
 def parts_of(traced: TracedModel, candidate: Candidate) -> tuple[Part, ...]:
     """Returns what ranks keep of each weight, in the order of `traced.weights`."""
-    return _parts(
-        traced, candidate.shards, candidate.tensor, candidate.pipeline, candidate.schedule or "", candidate.microbatches
-    )
+    return _parts(traced, *_sizes(candidate))
+
+
+def parts_at(traced: TracedModel, candidate: Candidate, pipe: int) -> RankParts:
+    """Returns what ranks at place `pipe` of a pipeline keep."""
+    return _by_pipe(traced, *_sizes(candidate))[pipe]
+
+
+def _sizes(candidate: Candidate) -> tuple[int, int, int, int]:
+    """Returns all of a candidate that decides what ranks keep."""
+    return candidate.shards, candidate.tensor, candidate.pipeline, candidate.stages_per_rank
 
 
 @functools.lru_cache(maxsize=256)
-def _parts(traced: TracedModel, shards: int, tensor: int, pipeline: int, schedule: str, microbatches: int) -> tuple[Part, ...]:
+def _parts(traced: TracedModel, shards: int, tensor: int, pipeline: int, stages_per_rank: int) -> tuple[Part, ...]:
     axes = traced.layouts.axes(tensor) if tensor > 1 else {}
-    owners = traced.layouts.owners(pipeline, schedule, microbatches) if pipeline > 1 else {}
+    owners = traced.layouts.owners(pipeline, stages_per_rank) if pipeline > 1 else {}
     parts = []
     for weight in traced.weights:
         local, axis = list(weight.shape), axes.get(weight.path)
@@ -58,3 +99,17 @@ def _parts(traced: TracedModel, shards: int, tensor: int, pipeline: int, schedul
         elements = math.prod(local)
         parts.append(Part(weight, elements, -(-elements // shards), owners.get(weight.path, tuple(range(pipeline)))))
     return tuple(parts)
+
+
+@functools.lru_cache(maxsize=256)
+def _by_pipe(traced: TracedModel, shards: int, tensor: int, pipeline: int, stages_per_rank: int) -> list[RankParts]:
+    found: list[list[Part]] = [[] for _ in range(pipeline)]
+    for part in _parts(traced, shards, tensor, pipeline, stages_per_rank):
+        for pipe in part.owners:
+            found[pipe].append(part)
+    place_of = {weight.path: place for place, weight in enumerate(traced.trained)}
+    ranks = []
+    for parts in found:
+        trained = {place_of[part.weight.path]: part for part in parts if part.weight.path in place_of}
+        ranks.append(RankParts(tuple(parts), dict(sorted(trained.items()))))
+    return ranks

@@ -22,6 +22,7 @@ from tfdist.planning.scaling import Training, training
 from tfdist.planning.search import Choices, Estimated, search
 from tfdist.planning.sizes import bytes_of, count_of
 from tfdist.planning.traced_model import trace
+from tfdist.sharding import ShardingConfig
 
 _DEFAULT_HARDWARE = "h100"
 
@@ -38,6 +39,7 @@ def plan(
     sequence_length: int | None = None,
     zero_stages: Sequence[int] = (0, 1, 2, 3),
     gradient_compressions: Sequence[str | None] = (None,),
+    parameter_compressions: Sequence[str | None] = (None,),
     tokens: float | str | None = None,
     flops: float | str | None = None,
     shown: int = 5,
@@ -68,6 +70,7 @@ def plan(
         sequence_length: the size of axes that the model's inputs leave open, besides the batch.
         zero_stages: which stages to consider.
         gradient_compressions: which of "int8", "int4", "top_k", "bfloat16", and None, to consider. They are not exact.
+        parameter_compressions: which of "int8", "bfloat16", and None, to consider for the parameters that stage 3 gathers.
         tokens: of a whole training (1.4e12, "1.4T"): adds what it takes.
         flops: of a whole training: adds how many tokens these are.
         shown: how many plans the table shows.
@@ -85,14 +88,17 @@ def plan(
         errors.check_integer(name, number, 1)
     if isinstance(zero_stages, int) or not zero_stages:
         raise errors.value_error("`zero_stages` must be some of 0, 1, 2 and 3.", zero_stages=zero_stages, fix="Write (0, 3).")
-    if isinstance(gradient_compressions, str):
-        expected = "`gradient_compressions` must be several names, None among them to consider exact gradients, too."
-        fix = f'Write (None, "{gradient_compressions}").'
-        raise errors.value_error(expected, gradient_compressions=gradient_compressions, fix=fix)
+    compressions = {"gradient_compressions": gradient_compressions, "parameter_compressions": parameter_compressions}
+    for name, given in compressions.items():
+        if isinstance(given, str):
+            expected = f"`{name}` must be several names, None among them to consider exact messages, too."
+            raise errors.value_error(expected, fix=f'Write (None, "{given}").', **{name: given})
     if devices % hosts:
         raise errors.value_error("`hosts` must divide `devices`: each has as many.", devices=devices, hosts=hosts)
     for name in gradient_compressions:
         compressor_of("gradient_compressions", name)
+    for name in parameter_compressions:
+        ShardingConfig(zero_stage=3, parameter_compression=name)  # which says what it takes
     limit = bytes_of("memory_per_device", memory_per_device)
     known = hardware_of(hardware)
     tell = progress or (lambda line: None)
@@ -108,6 +114,8 @@ def plan(
         recompute=bool(estimates.blocks),
         sharding_group_sizes=(devices // hosts,) if hosts > 1 else (),
         gradient_compressions=gradient_compressions,
+        parameter_compressions=parameter_compressions,
+        most_stages=estimates.most_stages,
     )
     tell("estimating what each plan takes")
     memory = functools.partial(memory_of, traced, batch_size=batch_size)

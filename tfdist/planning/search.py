@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from tfdist import errors
@@ -10,7 +11,7 @@ from tfdist.planning.candidate import Candidate
 from tfdist.planning.device_memory import DeviceMemory
 from tfdist.planning.step_time import StepTime
 
-SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
+SCHEDULES = ("1f1b", "gpipe", "zero_bubble", "interleaved")
 # More microbatches for each stage than so many shorten the bubble by little.
 _MICROBATCHES_PER_STAGE = 8
 
@@ -55,6 +56,9 @@ class Choices:
         recompute: whether recomputation is tried: False where there are no blocks.
         sharding_group_sizes: of hybrid sharding.
         gradient_compressions: names, and None.
+        parameter_compressions: names, and None; they are for stage 3.
+        stages_per_rank: of the schedule "interleaved".
+        most_stages: how many stages the model can be cut in.
     """
 
     devices: int
@@ -66,17 +70,19 @@ class Choices:
     recompute: bool = True
     sharding_group_sizes: Sequence[int] = ()
     gradient_compressions: Sequence[str | None] = (None,)
+    parameter_compressions: Sequence[str | None] = (None,)
+    stages_per_rank: Sequence[int] = (2,)
+    most_stages: float = math.inf
 
     def candidates(self) -> Iterator[Candidate]:
         """Yields every candidate whose sizes divide the devices and the batch.
 
-        Tensor ranks and a pipeline are not combined: a pipeline's stages are Keras layers, which `tfdist.parallelize` leaves.
         With one replica all stages are one, and stand as 0.
         """
         for tensor in self.tensor_sizes:
             for pipeline in self.pipeline_sizes:
                 ranks = tensor * pipeline
-                if self.devices % ranks or (tensor > 1 and pipeline > 1):
+                if self.devices % ranks:
                     continue
                 data = self.devices // ranks
                 if self.batch_size % data:
@@ -84,22 +90,24 @@ class Choices:
                 for cut in self._cuts(pipeline, self.batch_size // data):
                     yield from self._sharded(data, tensor, pipeline, cut)
 
-    def _cuts(self, pipeline: int, rows: int) -> Iterator[tuple[str | None, int]]:
-        """Yields schedules and numbers of microbatches for a replica with so many rows."""
+    def _cuts(self, pipeline: int, rows: int) -> Iterator[tuple[str | None, int, int]]:
+        """Yields schedules, numbers of microbatches and of stages a rank, for a replica with so many rows."""
         if pipeline == 1:
-            yield None, 1
+            yield None, 1, 1
             return
         for count in range(pipeline, min(rows, pipeline * _MICROBATCHES_PER_STAGE) + 1):
-            if rows % count == 0:
-                yield from ((schedule, count) for schedule in self.schedules)
+            for schedule in self.schedules if rows % count == 0 else ():
+                for stages in self.stages_per_rank if schedule == "interleaved" else (1,):
+                    if pipeline * stages <= self.most_stages:
+                        yield schedule, count, stages
 
-    def _sharded(self, data: int, tensor: int, pipeline: int, cut: tuple[str | None, int]) -> Iterator[Candidate]:
-        schedule, microbatches = cut
+    def _sharded(self, data: int, tensor: int, pipeline: int, cut: tuple[str | None, int, int]) -> Iterator[Candidate]:
+        schedule, microbatches, stages = cut
         for zero_stage in self.zero_stages if data > 1 else self.zero_stages[:1]:
             groups = [size for size in self.sharding_group_sizes if 1 < size < data and data % size == 0] if zero_stage else []
             for recompute in (False, True) if self.recompute else (False,):
                 for group in (None, *groups):
-                    for compression in self.gradient_compressions if data > 1 else (None,):
+                    for gradients, parameters in self._compressions(zero_stage, data):
                         yield Candidate(
                             zero_stage=zero_stage,
                             data=data,
@@ -109,8 +117,19 @@ class Choices:
                             microbatches=microbatches,
                             recompute=recompute,
                             sharding_group_size=group,
-                            gradient_compression=compression,
+                            gradient_compression=gradients,
+                            parameter_compression=parameters,
+                            stages_per_rank=stages,
                         )
+
+    def _compressions(self, zero_stage: int, data: int) -> Iterator[tuple[str | None, str | None]]:
+        """Yields how gradients and parameters travel."""
+        if data == 1:
+            yield None, None
+            return
+        for gradients in self.gradient_compressions:
+            for parameters in self.parameter_compressions if zero_stage == 3 else (None,):
+                yield gradients, parameters
 
 
 def search(

@@ -112,12 +112,11 @@ def _small(traced: TracedModel, candidate: Candidate, size: int, pipe: int) -> f
 
 def _over_pipe(traced: TracedModel, candidate: Candidate, rows: int, pipe: int) -> float:
     """Returns the bytes of activations that a rank hands on, of gradients that it hands back, and of the loss."""
-    staged = traced.layouts.staged(candidate.pipeline, candidate.schedule or "", candidate.microbatches)
-    rank_of = staged.schedule.rank_of
+    staged = traced.layouts.staged(candidate.stages)
     sent = 0.0
     for stage in staged.stages[:-1]:
         passing = sum(_example_bytes(x) for x in stage.stage_outputs) * rows
-        here, there = rank_of(stage.index), rank_of(stage.index + 1)
+        here, there = stage.index % candidate.pipeline, (stage.index + 1) % candidate.pipeline
         if here != there:
             sent += passing * (here == pipe) + passing * (there == pipe)
     return sent + _FLOAT * 2 * (candidate.pipeline - 1) / candidate.pipeline

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tfdist.collectives import assign_buckets
-from tfdist.pipeline.schedules.dataflow import held_activations
 from tfdist.planning.candidate import Candidate
-from tfdist.planning.parts import Part
+from tfdist.planning.layouts import held_at_most
+from tfdist.planning.parts import Part, parts_at
 from tfdist.planning.step_profile import StepProfile
 from tfdist.planning.traced_model import TracedModel
 from tfdist.sharding import Shard, ShardingConfig, layers_within, placements_of
@@ -32,15 +32,15 @@ class StepMemory:
     buffers: int
 
 
-def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe: int, parts: Sequence[Part]) -> StepMemory:
+def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe: int) -> StepMemory:
     """Returns what a step holds on the devices at rank `pipe` of a pipeline, with `microbatch` examples at a time."""
     profile = traced.profile(microbatch, candidate.tensor)
-    by_path = {part.weight.path: part for part in parts}
-    trained = [by_path[weight.path] for weight in traced.trained]
     if candidate.pipeline > 1:
-        return _of_stages(traced, candidate, profile, pipe, trained, parts)
+        return _of_stages(traced, candidate, profile, pipe)
+    rank = parts_at(traced, candidate, pipe)
+    trained = list(rank.trained.values())
     live = _recomputed(traced, profile) if candidate.recompute else profile.activations
-    buffers = _messages(candidate, trained) + _gathered(traced, candidate, parts)
+    buffers = _messages(candidate, rank.gradient_sizes) + _gathered(traced, candidate, rank.parts)
     return StepMemory(int((live + _gradients(candidate, profile, trained)).max()) + buffers, buffers)
 
 
@@ -64,18 +64,17 @@ def _recomputed(traced: TracedModel, profile: StepProfile) -> np.ndarray:
     return live
 
 
-def _messages(candidate: Candidate, trained: Sequence[Part]) -> int:
+def _messages(candidate: Candidate, sizes: tuple[int, ...]) -> int:
     """Returns the bytes of messages in which gradients are summed over the replicas: each packed, and what arrives.
 
     Stage 0 sums all gradients before it updates: with links slower than backward all messages are there at once.
     """
     if candidate.data == 1 or candidate.zero_stage == 3:
         return 0
-    sizes = tuple(part.local * part.itemsize for part in trained)
     return 2 * (sum(sizes) if candidate.zero_stage == 0 else max(_buckets(sizes), default=0))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _buckets(sizes: tuple[int, ...]) -> tuple[int, ...]:
     last_first = sizes[::-1]
     buckets = assign_buckets(last_first, _DEFAULTS.bucket_bytes)
@@ -112,33 +111,32 @@ def _groups(traced: TracedModel, parts: tuple[Part, ...]) -> tuple[int, ...]:
     return tuple(groups)
 
 
-def _of_stages(
-    traced: TracedModel,
-    candidate: Candidate,
-    profile: StepProfile,
-    pipe: int,
-    trained: Sequence[Part],
-    parts: Sequence[Part],
-) -> StepMemory:
+def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, pipe: int) -> StepMemory:
     """Returns what a rank of a pipeline holds: what its stages keep of each microbatch that is under way, and their sums of
     gradients, which are whole until the last microbatch is through."""
-    staged = traced.layouts.staged(candidate.pipeline, candidate.schedule or "", candidate.microbatches)
-    schedule = staged.schedule
-    calls = traced.calls_of_stages(staged)
-    mine = [stage for stage in range(len(staged.stages)) if schedule.rank_of(stage) == pipe]
-    own = [part for part in trained if pipe in part.owners]
-    gradients = sum(part.local * part.itemsize for part in own)
+    calls = traced.calls_of_stages(candidate.stages)
+    rank = parts_at(traced, candidate, pipe)
+    gradients = sum(rank.gradient_sizes)
     kept, peaks, passing = [], [], 0
-    for stage in mine:
-        live = profile.of_calls[calls[stage]].sum(axis=0) if calls[stage] else np.zeros(1, np.int64)
+    for stage in range(pipe, candidate.stages, candidate.pipeline):
+        most, whole = _of_calls(profile, tuple(calls[stage]))
         inputs = traced.output_bytes(calls[stage - 1][-1], profile.batch_size) if stage and calls[stage - 1] else 0
         outputs = traced.output_bytes(calls[stage][-1], profile.batch_size) if calls[stage] else 0
-        kept.append(inputs + (0 if candidate.recompute else int(profile.kept[calls[stage]].sum())))
-        peaks.append(int(live.max()) - (0 if candidate.recompute else kept[-1] - inputs))
+        kept.append(inputs + (0 if candidate.recompute else whole))
+        peaks.append(most - (0 if candidate.recompute else whole))
         passing += inputs + outputs
-    held = max(held_activations(schedule.actions(pipe)), default=1)
+    sizes = candidate.pipeline, candidate.microbatches, candidate.stages_per_rank
+    held = held_at_most(candidate.schedule or "", *sizes)[pipe]
     activations = held * sum(kept) // max(len(kept), 1) + max(peaks, default=0)
-    buffers = passing + _messages(candidate, own)
+    buffers = passing + _messages(candidate, rank.gradient_sizes)
     if candidate.zero_stage == 3 and candidate.data > 1:
-        buffers += sum(part.local * part.itemsize for part in parts if pipe in part.owners and part.is_parameter)
+        buffers += rank.parameter_bytes
     return StepMemory(activations + gradients + buffers, buffers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_calls(profile: StepProfile, calls: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the most bytes that calls hold together during a step, and what they keep for backward."""
+    if not calls:
+        return 0, 0
+    return int(profile.of_calls[list(calls)].sum(axis=0).max()), int(profile.kept[list(calls)].sum())

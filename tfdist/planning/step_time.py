@@ -16,13 +16,14 @@ wait: a step then takes what all of them compute together, at least.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from tfdist.pipeline.schedules.actions import Phase
-from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.simulation import simulate
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.hardware import Hardware
+from tfdist.planning.layouts import schedule_of
 
 # What compressed gradients take of float32's bytes: numbers of so many bits, and a scale of 4 bytes for each 256.
 COMPRESSED = {None: 1.0, "bfloat16": 0.5, "int8": 0.25 + 1 / 256, "int4": 0.125 + 1 / 256, "top_k": 0.29}
@@ -106,7 +107,8 @@ def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_
     }[candidate.zero_stage]
     parts = ((computed * (1 - part), beside_forward), (computed * part + compressing, beside_backward))
     passed = sum(_beside(compute, messages, hardware.overlap) for compute, messages in parts)
-    exposed = behind + links.tensor(step, candidate.microbatches)
+    share = step.stage_share * candidate.stages_per_rank
+    exposed = behind + links.tensor(step, candidate.microbatches) * share
     communication = beside_forward + beside_backward + exposed + border
     compute = computed + compressing + update
     together = passed + exposed + update + bubble + hardware.step_seconds
@@ -127,19 +129,31 @@ def _pipelined(
     if candidate.pipeline == 1 or candidate.schedule is None:
         return (forward + backward) * count, 0.0, 0.0
     stage_forward, stage_backward = forward * step.stage_share, backward * step.stage_share
-    busy = (stage_forward + stage_backward) * count
+    between = links.tensor(step, 1) * step.stage_share  # what tensor ranks of a stage send each other
+    busy = (stage_forward + stage_backward) * count * candidate.stages_per_rank
     message = links.message(step.border_bytes)
     alone = 1 / hardware.sharing
-    durations = {
-        Phase.FORWARD: max(stage_forward * alone, 1e-12),
-        Phase.BACKWARD: max(stage_backward * alone, 1e-12),
-        Phase.BACKWARD_INPUT: max(stage_backward * alone / 2, 1e-12),
-        Phase.BACKWARD_WEIGHT: max(stage_backward * alone / 2, 1e-12),
-    }
-    total = simulate(make_schedule(candidate.schedule, candidate.pipeline, count), durations, message).total_time
+    sizes = candidate.schedule, candidate.pipeline, count, candidate.stages_per_rank
+    durations = [max(seconds * alone + between / 2, 1e-12) for seconds in (stage_forward, stage_backward)]
+    total = _simulated(*sizes, *durations, message)
     # All ranks together keep a shared processor as busy as they would each keep their own.
     total = max(total, (forward + backward) * count / candidate.pipeline if hardware.sharing > 1 else 0.0)
-    return min(busy, total), max(0.0, total - busy), 2 * message * count
+    exposed = between * count * candidate.stages_per_rank
+    return min(busy, total), max(0.0, total - busy - exposed), 2 * message * count * candidate.stages_per_rank
+
+
+@functools.lru_cache(maxsize=1024)
+def _simulated(
+    schedule: str, ranks: int, microbatches: int, stages_per_rank: int, forward: float, backward: float, message: float
+) -> float:
+    """Returns how long a pipeline takes, with the seconds of a stage's forward and backward and of a message between two."""
+    durations = {
+        Phase.FORWARD: forward,
+        Phase.BACKWARD: backward,
+        Phase.BACKWARD_INPUT: max(backward / 2, 1e-12),
+        Phase.BACKWARD_WEIGHT: max(backward / 2, 1e-12),
+    }
+    return simulate(schedule_of(schedule, ranks, microbatches, stages_per_rank), durations, message).total_time
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.planning.equal_layers import LayerCall, equal_layers, units_of
 from tfdist.planning.layouts import ModelLayouts
 from tfdist.planning.lifetimes import Buffers, Sweep
-from tfdist.planning.optimizer_slots import slots_of
+from tfdist.planning.optimizer_slots import Slot, slots_of
 from tfdist.planning.step_profile import StepProfile, end_of, profile_of
 from tfdist.planning.step_trace import StepTrace, trace_step
 from tfdist.planning.tensor_regions import divided_operations
@@ -197,8 +196,24 @@ class TracedModel:
         names = [self.calls[place].layer.name for place in self.recomputed_calls]
         return "|".join(dict.fromkeys(re.sub(r"\d+$", "", name).rstrip("_") for name in names)) or None
 
-    def calls_of_stages(self, staged: StagedModel) -> list[list[int]]:
-        """Returns the places in `calls` of each stage of a pipeline."""
+    @functools.cached_property
+    def slots_of_parameters(self) -> list[list[Slot]]:
+        """The optimizer's variables for each of `trained`."""
+        found: list[list[Slot]] = [[] for _ in self.trained]
+        for slot in self.slots:
+            if slot.of is not None:
+                found[slot.of].append(slot)
+        return found
+
+    @functools.cached_property
+    def other_slot_bytes(self) -> int:
+        """Bytes of the optimizer's variables that are of no parameter."""
+        return sum(slot.bytes for slot in self.slots if slot.of is None)
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019  as long as the model
+    def calls_of_stages(self, stages: int) -> list[list[int]]:
+        """Returns the places in `calls` of each of so many stages of a pipeline."""
+        staged = self.layouts.staged(stages)
         stage_of: dict[int, int] = {}
         for stage in staged.stages:
             for operation in stage.operations:

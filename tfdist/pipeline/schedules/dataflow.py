@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
 
@@ -31,12 +32,17 @@ _FREES_ACTIVATIONS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 
 def inputs_of(action: Action, actions: Container[Action]) -> list[Action]:
     """Returns the actions whose results `action` needs, of all the `actions` of a schedule."""
-    inputs = [
+    return [needed for needed in _before(action) if needed in actions]
+
+
+@functools.lru_cache(maxsize=2**16)
+def _before(action: Action) -> tuple[Action, ...]:
+    """Returns the actions whose results `action` needs, where they are there."""
+    return tuple(
         Action(action.stage_index + offset, phase, action.microbatch)
         for offset, phase in _INPUTS[action.phase]
         if action.stage_index + offset >= 0
-    ]
-    return [needed for needed in inputs if needed in actions]
+    )
 
 
 def earliest_starts(

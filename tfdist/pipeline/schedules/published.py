@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from tfdist import errors
 from tfdist.pipeline.schedules.actions import Action, Phase
-from tfdist.pipeline.schedules.schedule import Schedule
+from tfdist.pipeline.schedules.schedule import Schedule, aligned_table
 
 
 def ScheduleGPipe(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -150,7 +150,7 @@ def _of_one_stage(stage_index: int, phase: Phase, num_microbatches: int) -> list
 
 
 def _schedule(name: str, num_ranks: int, order: Callable[[int], list[Action]]) -> Schedule:
-    return Schedule.from_table({rank: order(rank) for rank in range(num_ranks)}, name=name).aligned()
+    return Schedule(aligned_table({rank: order(rank) for rank in range(num_ranks)}), name)
 
 
 def _one_forward_one_backward(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:

@@ -99,12 +99,7 @@ class Schedule:
 
     def aligned(self) -> Schedule:
         """Returns the same schedule with every action in the first slot behind all actions that it waits for."""
-        starts = earliest_starts(self.orders)
-        num_slots = 1 + int(max(starts.values()))
-        table: dict[int, list[Action | None]] = {rank: [None] * num_slots for rank in self.table}
-        for action, slot in starts.items():
-            table[self.rank_of(action.stage_index)][int(slot)] = action
-        return Schedule({rank: tuple(row) for rank, row in table.items()}, self.name)
+        return Schedule(aligned_table(self.orders), self.name)
 
     @property
     def num_ranks(self) -> int:
@@ -122,6 +117,16 @@ class Schedule:
     def orders(self) -> dict[int, list[Action]]:
         """`actions` of every rank."""
         return {rank: self.actions(rank) for rank in self.table}
+
+
+def aligned_table(orders: Mapping[int, Iterable[Action]]) -> dict[int, tuple[Action | None, ...]]:
+    """Returns the table of what each rank does, in order, with every action in the first slot behind all that it waits for."""
+    starts = earliest_starts(orders)
+    num_slots = 1 + int(max(starts.values()))
+    table: dict[int, list[Action | None]] = {rank: [None] * num_slots for rank in orders}
+    for action, slot in starts.items():
+        table[action.stage_index % len(table)][int(slot)] = action
+    return {rank: tuple(row) for rank, row in table.items()}
 
 
 def _read(entry: Action | str | None) -> Action | None:
