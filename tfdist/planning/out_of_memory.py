@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from tfdist.layers.recomputed import is_recomputed
 from tfdist.mesh import short_name
+from tfdist.mesh.device_details import peak_bytes
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.device_memory import DeviceMemory
 from tfdist.planning.memory import memory_of
@@ -198,7 +199,7 @@ def _bytes_of(report: MemoryReport) -> Callable[[int], int]:
 def _most_in_use(device: str) -> int | None:
     """Returns the most bytes that TensorFlow has had in use on a device; None where it does not count."""
     try:
-        return int(tf.config.experimental.get_memory_info(device)["peak"])
+        return peak_bytes(device)
     except (ValueError, tf.errors.OpError):
         return None
 
