@@ -270,6 +270,7 @@ def cases_of(args: argparse.Namespace, traced: dict[str, TracedModel]) -> list[C
             batch_size=batch_size,
             zero_stages=stages,
             hardware="a100",
+            dry_run=False,
         )
         found += [Case(name, batch_size, one.candidate) for one in plans.fitting]
     return found

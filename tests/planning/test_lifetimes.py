@@ -31,6 +31,9 @@ def test_one_thread_runs_what_is_cheap_at_once_and_the_latest_of_what_is_expensi
 def test_two_threads_run_side_by_side():
     order, ends = execution_order([[], [], [0, 1]], [True] * 3, [False] * 3, [1.0, 3.0, 1.0], threads=2)
     assert order == [0, 1, 2] and ends == [1, 1, 2]
+    # What travels holds no thread: 2 begins beside it on the only one.
+    order, ends = execution_order([[], [], [0]], [True] * 3, [False] * 3, [5.0, 1.0, 1.0], travels={0}, threads=1)
+    assert order == [0, 1, 2] and ends == [1, 1, 2]
     skipped, _ = execution_order([[], [], [0]], [True, False, True], [False] * 3, [1.0] * 3)
     assert skipped == [0, 2]
 
@@ -91,3 +94,9 @@ def test_sizes_between_and_beyond_the_traced_ones_follow_a_line():
     sweep = swept(lambda x: tf.transpose(x) + tf.ones([ROW, 1]), "x")
     sizes = [int(sweep.at(size).sizes.max()) for size in (2, 3, 100)]
     assert np.array_equal(sizes, [2 * MEGABYTE, 3 * MEGABYTE, 100 * MEGABYTE])
+
+
+def test_functions_hold_what_they_compute_with_while_they_are_called():
+    inner = tf.function(lambda x: tf.exp(x) + tf.transpose(tf.transpose(x)), experimental_attributes={"_noinline": True})
+    live = swept(lambda x: inner(x) + 1.0, "x").at(2).live()
+    assert 3 * 2 * MEGABYTE <= live.max() < 3.1 * 2 * MEGABYTE

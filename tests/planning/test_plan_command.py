@@ -26,6 +26,7 @@ def test_what_it_prints_and_writes(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out.startswith("small: 1.18 k parameters, 2 x 1.00 GB, batch 8, Adam\n")
     assert "strategy = tfdist.ShardedStrategy(" in captured.out and "1e+15 FLOPs" in captured.out
+    assert "Confirmed by a dry run: memory " in captured.out and ", sent bytes equal (" in captured.out
     assert captured.err.splitlines()[0] == "tracing the model ..."
     told = json.loads((tmp_path / "plans.json").read_text())
     assert told["best"]["fits"] and told["best"]["python"] in captured.out

@@ -67,6 +67,13 @@ def test_what_it_knows_of_the_model(plans):
     assert plans.training.tokens == 1e9 and plans.training.days > 0
 
 
+def test_the_best_plan_is_confirmed(plans):
+    found = plans.best.dry_run
+    assert found.sent_bytes == found.planned_bytes and found.memory.parameters == plans.best.memory.parameters
+    assert "Confirmed by a dry run" in str(plans)
+    assert not [one for one in plans.candidates if one.dry_run is not None and one is not plans.best]
+
+
 def test_the_line_runs(plans):
     assert np.isfinite(run(plans.python)).all()
 
@@ -89,14 +96,16 @@ def test_the_lines_of_all_kinds_run(plans):
 
 def test_memory_decides(plans):
     least = min(one.memory.together for one in plans.candidates)
-    some = tfdist.plan(build, devices=4, memory_per_device=least, batch_size=16, zero_stages=(0, 3))
+    given = {"devices": 4, "batch_size": 16, "dry_run": False}
+    some = tfdist.plan(build, memory_per_device=least, zero_stages=(0, 3), **given)
     assert 0 < len(some.fitting) < len(some.candidates) and some.best.memory.together <= least
-    none = tfdist.plan(build, devices=4, memory_per_device="1 kB", batch_size=16, zero_stages=(3,))
+    none = tfdist.plan(build, memory_per_device="1 kB", zero_stages=(3,), **given)
     assert not none.fitting and "No plan fits: " in str(none)
 
 
 def test_hosts_get_groups_that_share_one_copy():
-    over_hosts = tfdist.plan(build, devices=4, hosts=2, memory_per_device="1 GB", batch_size=16, zero_stages=(3,))
+    given = {"devices": 4, "hosts": 2, "batch_size": 16, "dry_run": False}
+    over_hosts = tfdist.plan(build, memory_per_device="1 GB", zero_stages=(3,), **given)
     (grouped,) = [one for one in over_hosts.candidates if one.candidate.name() == "zero 3, groups of 2"]
     (whole,) = [one for one in over_hosts.candidates if one.candidate.name() == "zero 3"]
     assert grouped.memory.parameters > 1.9 * whole.memory.parameters

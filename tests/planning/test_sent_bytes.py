@@ -3,6 +3,8 @@
 In tests the default `group_bytes` gathers each layer alone; other sizes gather layers together.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -28,8 +30,9 @@ EXHAUSTIVE = pytest.mark.exhaustive
 ALONE, GROUPS = (tfdist.ShardingConfig(group_bytes=size) for size in (0, 150_000))
 
 
-def counted(build, candidate, config=ALONE):
-    """Returns the bytes that rank 0 sends in a step of `fit`, by the axis that its groups lie on."""
+@functools.cache
+def strategy_of_a_step(build, candidate, config=ALONE):
+    """Returns the strategy that has made a step of `fit`."""
     settings = {"tensor_parallel_size": candidate.tensor, "pipeline_parallel_size": candidate.pipeline}
     if candidate.gradient_compression:
         settings["gradient_compression"] = candidate.gradient_compression
@@ -41,6 +44,12 @@ def counted(build, candidate, config=ALONE):
         model = spread(build, candidate)
         model.compile("adam", LOSS)
     model.fit(*DATA[build], batch_size=8, epochs=1, verbose=0)
+    return strategy
+
+
+def counted(build, candidate, config=ALONE):
+    """Returns the bytes that rank 0 sends in a step of `fit`, by the axis that its groups lie on."""
+    strategy = strategy_of_a_step(build, candidate, config)
     plan, mesh = strategy.last_plan, strategy.mesh
     assert plan.sent_bytes() > 0
     sent = dict.fromkeys(("data", "tensor", "pipe"), 0.0)

@@ -36,14 +36,23 @@ class Communicator:
         mesh: all ranks of the job.
         transport: how bytes travel, where a group or a pair of ranks has no transport of its own.
         local_ranks: the ranks of this process; None: all.
+        absent_ranks: other ranks of this process, which nobody traces. What the local ones trace is then to be looked at: it
+            would hang if it ran.
     """
 
     _next_key_range = itertools.count(1 << 20, _KEYS_PER_COMMUNICATOR)
 
-    def __init__(self, mesh: DeviceMesh, transport: Kernels | Chunked, local_ranks: Sequence[int] | None = None):
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        transport: Kernels | Chunked,
+        local_ranks: Sequence[int] | None = None,
+        absent_ranks: Sequence[int] = (),
+    ):
         self.mesh = mesh
         self.transport = transport
         self.local_ranks = tuple(range(mesh.world_size) if local_ranks is None else local_ranks)
+        self.process_ranks = (*self.local_ranks, *absent_ranks)
         # Of groups that have one of their own, set when the strategy is made; and the same for messages, by the other rank.
         self.transports: dict[Ranks, Transport] = {}
         self.message_transports: dict[int, MessageTransport] = {}
@@ -64,7 +73,7 @@ class Communicator:
 
     @property
     def is_multi_worker(self) -> bool:
-        return len(self.local_ranks) < self.mesh.world_size
+        return len(self.process_ranks) < self.mesh.world_size
 
     def transport_of(self, ranks: Ranks) -> Transport:
         """Returns how the collectives of the group of `ranks` travel."""

@@ -78,10 +78,14 @@ def is_given_everywhere() -> bool:
     return program is not None and program.attachment(GivenBatch).is_everywhere
 
 
+class DealtBatches(list[Any]):
+    """Batches of which each rank gets rows of its own, as of a distributed iterator's."""
+
+
 def of_given_batches(step: Callable[[Any], Any], make: Callable[[Callable[[Any], Any]], Any]) -> Callable[[Any], Any]:
     """Returns the function `make(step)` of an iterator, as Keras makes it, of whose elements the ranks may be given all.
 
-    They are if the iterator is no distributed one.
+    They are if the iterator is no distributed one, and no `DealtBatches`.
     """
 
     def of_element(data: Any) -> Any:
@@ -96,7 +100,7 @@ def of_given_batches(step: Callable[[Any], Any], make: Callable[[Callable[[Any],
     function = make(of_element)
 
     def call(iterator: Any) -> Any:
-        if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator):
+        if isinstance(iterator, tf.data.Iterator | tf.distribute.DistributedIterator | DealtBatches):
             return function(iterator)
         return function((data, _MARK) for data in iterator)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from tfdist import errors
 from tfdist.sharding import placements_of
@@ -86,6 +87,18 @@ class Candidate:
         """In how many shards what a ZeRO stage shards is cut."""
         return self.sharding_group_size or self.data
 
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings of the strategy, by their names in `tfdist.ShardingConfig`, without those that it leaves open."""
+        settings = {
+            "zero_stage": self.zero_stage,
+            "tensor_parallel_size": self.tensor if self.tensor > 1 else None,
+            "pipeline_parallel_size": self.pipeline if self.pipeline > 1 else None,
+            "sharding_group_size": self.sharding_group_size,
+            "gradient_compression": self.gradient_compression,
+            "parameter_compression": self.parameter_compression,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
     def name(self) -> str:
         """Returns it in words, such as "zero 3, tensor 8, recompute"."""
         words = [f"zero {self.zero_stage}"]
@@ -111,15 +124,7 @@ class Candidate:
             hosts: on how many machines the devices are; more than one take a process each.
             blocks: the regular expression of the layers to recompute.
         """
-        settings = {
-            "zero_stage": self.zero_stage,
-            "tensor_parallel_size": self.tensor if self.tensor > 1 else None,
-            "pipeline_parallel_size": self.pipeline if self.pipeline > 1 else None,
-            "sharding_group_size": self.sharding_group_size,
-            "gradient_compression": self.gradient_compression,
-            "parameter_compression": self.parameter_compression,
-        }
-        given = ", ".join(f"{name}={_literal(value)}" for name, value in settings.items() if value is not None)
+        given = ", ".join(f"{name}={_literal(value)}" for name, value in self.settings().items())
         lines = [
             f"strategy = tfdist.{'ShardedStrategy' if hosts == 1 else 'MultiWorkerShardedStrategy'}({given})",
             "with strategy.scope():",

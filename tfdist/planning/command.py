@@ -72,6 +72,11 @@ def add_plan(commands: Any) -> None:
     )
     parser.add_argument("--tokens", metavar="D", help="of a whole training, such as 1.4T: what it takes")
     parser.add_argument("--flops", metavar="C", help="of a whole training, such as 2e23: how many tokens these are")
+    parser.add_argument(
+        "--dry-run",
+        action=argparse.BooleanOptionalAction,
+        help="confirm the best plan by tracing a rank of its strategy (default: for models of up to 400 weights)",
+    )
     parser.add_argument("--top", type=positive_int, default=5, metavar="N", help="how many plans to show (default: 5)")
     parser.add_argument("--png", type=pathlib.Path, metavar="FILE", help="draw their memory to this file; needs matplotlib")
     parser.add_argument("--json", metavar="FILE", help="write all plans as JSON; -: to the standard output, and no text")
@@ -96,6 +101,7 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             parameter_compressions=(None, *args.compress_parameters),
             tokens=args.tokens,
             flops=args.flops,
+            dry_run=args.dry_run,
             shown=args.top,
             progress=lambda line: print(f"{line} ...", file=sys.stderr, flush=True),
         )

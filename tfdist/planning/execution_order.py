@@ -6,13 +6,14 @@ pool. A thread takes from the front of its queue; one that has none, from the ba
 `ScheduleReady`; Eigen's `NonBlockingThreadPool`.)
 
 When several threads race, chance has a part in the order. Here each operation takes the time that its bytes and FLOPs say.
+Collectives hold no thread while their bytes travel.
 """
 
 from __future__ import annotations
 
 import collections
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 THREADS = 2
 
@@ -22,6 +23,7 @@ def execution_order(
     runs: Sequence[bool],
     inline: Sequence[bool],
     seconds: Sequence[float],
+    travels: Collection[int] = (),
     threads: int = THREADS,
 ) -> tuple[list[int], list[int]]:
     """Returns the operations that run, in the order in which they begin, and for each the place of the last that begins before
@@ -32,6 +34,7 @@ def execution_order(
         runs: whether it runs at all.
         inline: whether it costs little.
         seconds: how long it takes.
+        travels: the operations that hold no thread.
         threads: how many threads the pool has.
     """
     after: list[list[int]] = [[] for _ in before]
@@ -53,17 +56,19 @@ def execution_order(
     now = 0.0
 
     def begin(thread: int) -> bool:
-        source = queues[thread] or pools[thread]
-        if source:
-            place = source.popleft()
-        else:
-            others = [pool for pool in pools if pool]
-            if not others:
-                return False
-            place = others[0].pop()
-        heapq.heappush(running, (now + seconds[place], thread, len(order)))
-        order.append(place)
-        ends.append(0)
+        place = -1
+        while place < 0 or place in travels:
+            source = queues[thread] or pools[thread]
+            if source:
+                place = source.popleft()
+            else:
+                others = [pool for pool in pools if pool]
+                if not others:
+                    return False
+                place = others[0].pop()
+            heapq.heappush(running, (now + seconds[place], thread, len(order)))
+            order.append(place)
+            ends.append(0)
         return True
 
     while True:
@@ -73,7 +78,8 @@ def execution_order(
         now, thread, number = heapq.heappop(running)
         ends[number] = len(order) - 1
         _make_ready(order[number], after, missing, inline, queues[thread], pools[thread])
-        idle.add(thread)
+        if order[number] not in travels:
+            idle.add(thread)
 
 
 def _make_ready(

@@ -91,6 +91,8 @@ class Sweep:
             [operations.alias_of(one, number) if self.runs[place] else None for number in range(len(one.outputs))]
             for place, one in enumerate(ops)
         ]
+        self._called: dict[str, int] = {}
+        self._travels = {place for place, one in enumerate(ops) if operations.travels(one)}
         self._batch_sizes = (batch_sizes[0], batch_sizes[-1])
         self._measured = [self._measure(one) for one in (every[0], every[-1])]
         self.unknown = self._measured[0][1]
@@ -100,10 +102,21 @@ class Sweep:
         sizes: list[int | None] = []
         for place, one in enumerate(ops):
             sizes.extend(operations.output_bytes(one) if self.runs[place] else [0] * len(one.outputs))
-        scratch = [operations.scratch_bytes(one) if self.runs[place] else 0 for place, one in enumerate(ops)]
+        scratch = [self._scratch_bytes(one) if self.runs[place] else 0 for place, one in enumerate(ops)]
         flops = [flops_of_operation(one) if self.runs[place] else 0 for place, one in enumerate(ops)]
         known = [np.array([size or 0 for size in sizes], float), np.array(scratch, float), np.array(flops, float)]
         return known, sum(size is None for size in sizes)
+
+    def _scratch_bytes(self, operation: tf.Operation) -> int:
+        """Returns the bytes that an operation holds while it runs, besides its inputs and outputs: of a call its function's."""
+        called = tape.called(operation)
+        if called is None:
+            return operations.scratch_bytes(operation)
+        if called.name not in self._called:
+            inside = Sweep([called], [1], [x.name for x in called.outputs], [one.name for one in called.control_outputs])
+            results = sum(operations.tensor_bytes(x) or 0 for x in called.outputs)
+            self._called[called.name] = max(int(inside.at(1).live().max(initial=0)) - results, 0)
+        return self._called[called.name]
 
     def at(self, batch_size: int) -> Buffers:
         """Returns the buffers of a run with so many examples."""
@@ -183,5 +196,10 @@ class Sweep:
     def _order(self, sizes: np.ndarray, flops: np.ndarray) -> tuple[list[int], list[int]]:
         moved = [float(sum(sizes[x] for x in (*self.inputs[place], *self.outputs[place]))) for place in range(self.count)]
         inline = [operations.is_inline(self.ops[place], moved[place]) for place in range(self.count)]
-        seconds = [operations.seconds_of(moved[place], float(flops[place])) for place in range(self.count)]
-        return execution_order(self.before, self.runs, inline, seconds)
+        seconds = [
+            operations.travel_seconds(moved[place])
+            if place in self._travels
+            else operations.seconds_of(moved[place], float(flops[place]))
+            for place in range(self.count)
+        ]
+        return execution_order(self.before, self.runs, inline, seconds, self._travels)

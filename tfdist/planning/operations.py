@@ -39,6 +39,8 @@ _INLINE = frozenset(
 INLINE_BYTES = 2**16
 # Of a CPU's core, roughly: only their ratio has a part in the order.
 _FLOPS_PER_SECOND, _BYTES_PER_SECOND, _SECONDS = 40e9, 8e9, 2e-6
+# A link beside such a core, as slow as 50 GB/s between hosts are beside 400 TFLOP/s of an H100: messages are long on their way.
+_LINK_BYTES_PER_SECOND = 5e6
 
 
 def alias_of(operation: tf.Operation, number: int) -> int | None:
@@ -73,12 +75,25 @@ def seconds_of(moved_bytes: float, flops: float) -> float:
     return _SECONDS + max(moved_bytes / _BYTES_PER_SECOND, flops / _FLOPS_PER_SECOND)
 
 
+def travels(operation: tf.Operation) -> bool:
+    """Whether bytes of the operation go to other devices, or come from there, for which no thread waits."""
+    return operation.type.startswith("Collective")
+
+
+def travel_seconds(moved_bytes: float) -> float:
+    """Returns about how long a collective takes, beside what `seconds_of` says of others."""
+    return _SECONDS + moved_bytes / _LINK_BYTES_PER_SECOND
+
+
 def output_bytes(operation: tf.Operation) -> list[int | None]:
     """Returns the bytes of each output that is no other's; None where a size is known only when it runs."""
     if operation.type in GIVEN:
         return [0] * len(operation.outputs)
     if operation.type in tape.LOOPS:
         return [_of_loop(operation, number) for number in range(len(operation.outputs))]
+    if operation.type == "CollectiveReduceScatterV2":  # of its shape TensorFlow does not know how many share it
+        whole, ranks = tensor_bytes(operation.inputs[0]), tf.get_static_value(operation.inputs[1])
+        return [None if whole is None or ranks is None else whole // int(ranks)]
     if operation.type == "BroadcastGradientArgs":  # numbers of axes
         return [0] * len(operation.outputs)
     return [tensor_bytes(output) for output in operation.outputs]

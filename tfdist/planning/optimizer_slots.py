@@ -45,7 +45,7 @@ def slots_of(model: keras.Model, optimizer: Any) -> tuple[str, tuple[Slot, ...],
     Raises:
         ValueError: it is no Keras optimizer, or fails on the model.
     """
-    made = _optimizer(optimizer if optimizer is not None else getattr(model, "optimizer", None) or "adam")
+    made = new_optimizer(optimizer if optimizer is not None else getattr(model, "optimizer", None) or "adam")
     inner = getattr(made, "inner_optimizer", made)
     references: dict[int, int] = {}
     places = {id(variable): place for place, variable in enumerate(model.trainable_variables)}
@@ -72,7 +72,7 @@ def slots_of(model: keras.Model, optimizer: Any) -> tuple[str, tuple[Slot, ...],
     return type(inner).__name__, tuple(slots), is_elementwise(inner)
 
 
-def _optimizer(given: Any) -> keras.optimizers.Optimizer:
+def new_optimizer(given: Any) -> keras.optimizers.Optimizer:
     """Returns an unbuilt optimizer like the given one."""
     if isinstance(given, keras.optimizers.Optimizer):
         return type(given).from_config(given.get_config())

@@ -13,7 +13,9 @@ import keras
 
 from tfdist import errors
 from tfdist.compression import compressor_of
+from tfdist.planning.confirmation import with_best_confirmed
 from tfdist.planning.data_sheets import from_sheet
+from tfdist.planning.dry_run import dry_run_of
 from tfdist.planning.estimates import Estimates
 from tfdist.planning.hardware import Hardware, from_file
 from tfdist.planning.memory import memory_of
@@ -25,6 +27,8 @@ from tfdist.planning.traced_model import trace
 from tfdist.sharding import ShardingConfig
 
 _DEFAULT_HARDWARE = "h100"
+# Of a model that is dry-run by default.
+_FEW_WEIGHTS = 400
 
 
 def plan(
@@ -42,6 +46,7 @@ def plan(
     parameter_compressions: Sequence[str | None] = (None,),
     tokens: float | str | None = None,
     flops: float | str | None = None,
+    dry_run: bool | None = None,
     shown: int = 5,
     progress: Callable[[str], Any] | None = None,
 ) -> Plans:
@@ -73,6 +78,10 @@ def plan(
         parameter_compressions: which of "int8", "bfloat16", and None, to consider for the parameters that stage 3 gathers.
         tokens: of a whole training (1.4e12, "1.4T"): adds what it takes.
         flops: of a whole training: adds how many tokens these are.
+        dry_run: whether the best plan is confirmed by a dry run: one rank of its strategy (of a pipeline one for each stage) is
+            traced with the other ranks absent, without memory for its weights, and its graph says what it holds and sends. That
+            decides: if the plan does not fit, the next one is tried. It takes seconds for a small model, minutes for one of 80
+            blocks. None: for models of up to 400 weights.
         shown: how many plans the table shows.
         progress: is given a line for each thing that takes time; None: nothing is told.
 
@@ -120,6 +129,10 @@ def plan(
     tell("estimating what each plan takes")
     memory = functools.partial(memory_of, traced, batch_size=batch_size)
     found = search(choices, limit, memory, estimates.time)
+    if dry_run or dry_run is None and len(traced.weights) <= _FEW_WEIGHTS:
+        kind = "CPU" if "CPU" in known.name else "GPU"
+        run = functools.partial(dry_run_of, build, traced, batch_size, optimizer=optimizer, hosts=hosts, kind=kind)
+        found = with_best_confirmed(found, run, tell)
     return Plans(
         model=traced.name,
         parameters=traced.parameters,

@@ -84,11 +84,11 @@ class Plans:
             "",
         ]
         if self.fitting:
-            lines += [f"{self.python}", ""]
+            lines += [f"{self.python}", "", *self._refuted(), self._confirmation()]
             if reason := self._alternative():
                 lines.append(reason)
         else:
-            lines.append("No plan fits: " + self._nearest())
+            lines += [*self._refuted(), "No plan fits: " + self._nearest()]
         if self.training is not None:
             lines += ["", str(self.training)]
         return "\n".join([*lines, "", *(f"* {sentence}" for sentence in self._assumed())])
@@ -130,6 +130,7 @@ class Plans:
             "candidate": dataclasses.asdict(one.candidate),
             "fits": one.fits,
             "memory": {**one.memory.parts(), "together": one.memory.together},
+            "dry_run": one.dry_run.to_json() if one.dry_run is not None else None,
             "missing_bytes": one.missing_bytes,
             "largest": one.memory.largest(),
             "time": dataclasses.asdict(one.time) if one.time is not None else None,
@@ -158,10 +159,26 @@ class Plans:
         return [header, "-" * len(header), *lines, *told]
 
     def _verdict(self, one: Estimated) -> str:
+        if one.is_refused:
+            return "no: its strategy refuses it"
         if not one.fits:
-            return f"no: {size_text(one.missing_bytes)} too much, most of it {one.memory.largest()}"
+            return f"no: {size_text(one.missing_bytes)} too much, most of it {one.device_memory.largest()}"
         left = size_text(one.limit - one.memory.together)
         return f"yes, if its loops keep less than {left}" if self.is_lower_bound else "yes"
+
+    def _refuted(self) -> list[str]:
+        """Says which plans dry runs have refuted, and why."""
+        return [
+            f"{one.candidate.name()} would fit by its arithmetic, but {one.dry_run.refuted(one.memory, one.limit)}"
+            for one in self.candidates
+            if one.dry_run is not None and not one.fits
+        ]
+
+    def _confirmation(self) -> str:
+        best = self.best.dry_run
+        if best is None:
+            return "Not confirmed by a dry run: `dry_run=True`, or --dry-run, traces a rank of this plan's strategy."
+        return best.confirmed(self.best.memory)
 
     def _alternative(self) -> str:
         """Says why the plan with the least memory is not the best, where it is another."""
@@ -174,11 +191,11 @@ class Plans:
 
     def _nearest(self) -> str:
         one = self.candidates[0]
-        largest = one.memory.largest()
+        largest = one.device_memory.largest()
         unit = "A size without a unit is in bytes. " if self.memory_per_device < _SMALL else ""
         return unit + (
             f"{one.candidate.name()} lacks least, {size_text(one.missing_bytes)} of a device. Its {largest} take most, "
-            f"{size_text(one.memory.parts()[largest])}: {_ADVICE[largest]}"
+            f"{size_text(one.device_memory.parts()[largest])}: {_ADVICE[largest]}"
         )
 
     def _assumed(self) -> list[str]:

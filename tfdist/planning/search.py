@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tfdist import errors
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.device_memory import DeviceMemory
+from tfdist.planning.dry_run import DryRun
 from tfdist.planning.step_time import StepTime
 
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble", "interleaved")
@@ -25,21 +26,33 @@ class Estimated:
         memory: of the fullest device.
         limit: bytes that a device has.
         time: of a step; None: not estimated, because it does not fit.
+        dry_run: what the plan's strategy itself has traced; None: nothing.
     """
 
     candidate: Candidate
     memory: DeviceMemory
     limit: float
     time: StepTime | None = None
+    dry_run: DryRun | None = None
+
+    @property
+    def device_memory(self) -> DeviceMemory:
+        """What decides: the memory that a dry run has found, or the planned memory."""
+        return self.memory if self.dry_run is None else self.dry_run.memory
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether its strategy, asked in a dry run, refuses it."""
+        return self.dry_run is not None and bool(self.dry_run.refusal)
 
     @property
     def fits(self) -> bool:
-        return self.memory.together <= self.limit
+        return not self.is_refused and self.device_memory.together <= self.limit
 
     @property
     def missing_bytes(self) -> float:
         """By how much it does not fit."""
-        return max(0.0, self.memory.together - self.limit)
+        return max(0.0, self.device_memory.together - self.limit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +173,11 @@ def search(
             batch_size=choices.batch_size,
             fix=f"Take {_nearest(choices)}, or another number of devices.",
         )
+    return ranked(found)
+
+
+def ranked(found: Sequence[Estimated]) -> list[Estimated]:
+    """Returns candidates in order: those that fit, the fastest first, then the others, that first which lacks least."""
     return sorted(found, key=_rank)
 
 
@@ -172,8 +190,9 @@ def _nearest(choices: Choices) -> int:
     return choices.devices
 
 
-def _rank(one: Estimated) -> tuple[bool, float, float]:
-    return (not one.fits, one.time.together if one.time is not None else one.missing_bytes, one.memory.together)
+def _rank(one: Estimated) -> tuple[int, float, float]:
+    order = one.time.together if one.fits and one.time is not None else one.missing_bytes
+    return (int(not one.fits) + one.is_refused, order, one.device_memory.together)
 
 
 def divisors(number: int) -> list[int]:

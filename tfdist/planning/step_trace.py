@@ -24,6 +24,8 @@ class StepTrace:
         batch_size: the examples that it was traced for.
         calls: the calls of the model's layers, in order; the first stands for all before them.
         inputs: bytes of what the model is given.
+        given: the specs of what the model is given: the arguments of its call.
+        targets: the specs of what its loss is given, in the structure of its outputs; None for an output that has no loss.
         forward: how many operations the graph had when forward and the loss were traced.
         gradients: the names of the tensors that are gradients, each with the places of its variables in
             `model.trainable_variables`.
@@ -34,6 +36,8 @@ class StepTrace:
     batch_size: int
     calls: list[LayerCall]
     inputs: int
+    given: Any
+    targets: Any
     forward: int
     gradients: dict[str, int]
     assumed: tuple[str, ...]
@@ -66,9 +70,10 @@ def trace_step(model: keras.Model, batch_size: int, sequence_length: int | None 
             with calls_noted(units_of(model)) as calls:
                 args, kwargs = x
                 predicted = model(*args, training=True, **kwargs)
-            loss = _loss(model, args, predicted, assumed)
+            loss, targets = _loss(model, args, predicted, assumed)
             loss = model.optimizer.scale_loss(loss) if getattr(model, "optimizer", None) is not None else loss
         noted["calls"], noted["forward"] = calls, len(graph.get_operations())
+        noted["targets"] = tf.nest.map_structure(lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), targets)
         gradients = tape.gradient(loss, variables)
         dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
         noted["gradients"] = {one.name: place for place, one in enumerate(dense) if one is not None}
@@ -83,7 +88,17 @@ def trace_step(model: keras.Model, batch_size: int, sequence_length: int | None 
             batch_size=batch_size,
         ) from error
     given = sum(math.prod(spec.shape) * spec.dtype.size for spec in tf.nest.flatten(inputs))
-    return StepTrace(traced.graph, batch_size, noted["calls"], given, noted["forward"], noted["gradients"], tuple(assumed))
+    return StepTrace(
+        graph=traced.graph,
+        batch_size=batch_size,
+        calls=noted["calls"],
+        inputs=given,
+        given=inputs,
+        targets=noted["targets"],
+        forward=noted["forward"],
+        gradients=noted["gradients"],
+        assumed=tuple(assumed),
+    )
 
 
 def _inputs(model: keras.Model, batch_size: int, sequence_length: int | None) -> Any:
@@ -119,23 +134,32 @@ def _inputs(model: keras.Model, batch_size: int, sequence_length: int | None) ->
     return keras.tree.map_structure(spec, structure)
 
 
-def _loss(model: keras.Model, args: Sequence[Any], predicted: Any, assumed: list[str]) -> tf.Tensor:
-    """Returns the loss of a step, with targets that are made here."""
+def _loss(model: keras.Model, args: Sequence[Any], predicted: Any, assumed: list[str]) -> tuple[tf.Tensor, Any]:
+    """Returns the loss of a step, and its targets, which are made here."""
     if model.compiled and getattr(model, "_compile_loss", None) is not None:
         targets = _targets(model, predicted)
-        return model.compute_loss(x=args[0] if args else None, y=targets, y_pred=predicted)
+        return model.compute_loss(x=args[0] if args else None, y=targets, y_pred=predicted), targets
     assumed.append("The model is not compiled: its loss counts as cross-entropy of integer labels, or a mean of squares.")
-    losses = [_generic_loss(output) for output in tf.nest.flatten(predicted) if output.dtype.is_floating]
+    targets = tf.nest.map_structure(_generic_target, predicted)
+    pairs = zip(tf.nest.flatten(targets), tf.nest.flatten(predicted), strict=True)
+    losses = [_generic_loss(target, output) for target, output in pairs if target is not None]
     if not losses:
         raise errors.value_error("The model has no floating outputs to train.", model=model.name)
-    return tf.add_n([tf.cast(one, tf.float32) for one in (*losses, *model.losses)])
+    return tf.add_n([tf.cast(one, tf.float32) for one in (*losses, *model.losses)]), targets
 
 
-def _generic_loss(output: tf.Tensor) -> tf.Tensor:
+def _generic_target(output: tf.Tensor) -> tf.Tensor | None:
+    if not output.dtype.is_floating:
+        return None
     if output.shape.rank > 1 and output.shape[-1] > 1:
-        labels = tf.compat.v1.placeholder(tf.int32, output.shape[:-1])
-        return tf.reduce_mean(keras.ops.sparse_categorical_crossentropy(labels, output, from_logits=True))
-    return tf.reduce_mean(tf.square(output))
+        return tf.compat.v1.placeholder(tf.int32, output.shape[:-1])
+    return tf.compat.v1.placeholder(output.dtype, output.shape)
+
+
+def _generic_loss(target: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
+    if target.dtype.is_integer:
+        return tf.reduce_mean(keras.ops.sparse_categorical_crossentropy(target, output, from_logits=True))
+    return tf.reduce_mean(tf.math.squared_difference(output, target))
 
 
 def _targets(model: keras.Model, predicted: Any) -> Any:

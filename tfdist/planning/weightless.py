@@ -19,30 +19,44 @@ _FIX = "It must return a Keras model that is built: functional, or with `model.b
 
 
 @contextlib.contextmanager
-def weightless() -> Iterator[None]:
+def weightless(strategy: tf.distribute.Strategy | None = None) -> Iterator[None]:
     """A block in which variables made from an initializer get a shape and a dtype, and no memory. The initializer does not run.
 
     They have a `number`, in the order in which they are made, and are there to be traced with, not to be computed with. Variables
     made from a value, as counters are, have it.
+
+    Args:
+        strategy: in whose scope the block is, one of tfdist's: what each of its ranks stores has no memory then.
     """
     scratch, numbers = tf.Graph(), itertools.count()
 
-    def create(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
+    def with_spec(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
         initial = settings.get("initial_value")
-        if not callable(initial):
+        if callable(initial):
+            shape, dtype = _spec(initial, scratch)
+            settings["initial_value"] = tf.TensorSpec(shape, settings.get("dtype") or dtype)
+        return next_creator(**settings)
+
+    def without_value(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
+        spec = settings.get("initial_value")
+        if not isinstance(spec, tf.TensorSpec):
             return next_creator(**settings)
-        shape, dtype = _spec(initial, scratch)
         is_trainable = settings.get("trainable") is not False
-        made = tape.variable_without_value(shape, settings.get("dtype") or dtype, is_trainable, settings.get("name"), "CPU:0")
+        made = tape.variable_without_value(spec.shape, spec.dtype, is_trainable, settings.get("name"), "CPU:0")
         made.number = next(numbers)
         return made
 
-    with tf.variable_creator_scope(create):
+    # The last creator is asked first; that of a strategy's scope makes of one variable those of its ranks.
+    with (
+        tf.variable_creator_scope(without_value),
+        contextlib.nullcontext() if strategy is None else strategy.scope(),
+        tf.variable_creator_scope(with_spec),
+    ):
         yield
 
 
-def weightless_model(build: Callable[[], Any]) -> keras.Model:
-    """Returns the model that `build` makes, its weights without values.
+def weightless_model(build: Callable[[], Any], strategy: tf.distribute.Strategy | None = None) -> keras.Model:
+    """Returns the model that `build` makes, its weights without values; in the scope of `strategy`, if there is one.
 
     Raises:
         ValueError: `build` cannot be called, fails, needs the values of weights, or returns no built Keras model.
@@ -50,7 +64,7 @@ def weightless_model(build: Callable[[], Any]) -> keras.Model:
     if not callable(build) or isinstance(build, keras.Model):
         raise errors.value_error("`build` must be a function without arguments that returns a Keras model.", build=build)
     try:
-        with keras_scope.thread_state_of(_copied(keras_scope.thread_state())), weightless():
+        with names_are_free_again(), weightless(strategy):
             model = build()
     except tf.errors.OpError as error:  # of an eager computation
         raise errors.value_error(
@@ -69,9 +83,13 @@ def weightless_model(build: Callable[[], Any]) -> keras.Model:
     return model
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns Keras's state of a thread, so that the names that `build` gives are free again after it."""
-    return {key: copy.copy(value) if isinstance(value, dict | list | set) else value for key, value in state.items()}
+@contextlib.contextmanager
+def names_are_free_again() -> Iterator[None]:
+    """A block after which Keras's state of the thread is as before: the names that layers get in it are free again."""
+    state = keras_scope.thread_state()
+    copied = {key: copy.copy(value) if isinstance(value, dict | list | set) else value for key, value in state.items()}
+    with keras_scope.thread_state_of(copied):
+        yield
 
 
 def name_of(build: Callable[..., Any]) -> str:

@@ -113,7 +113,8 @@ def request_placement(variable: keras.Variable, **changes: Any) -> None:
 
 
 def _make_anew(variable: keras.Variable) -> None:
-    whole = tf.identity(variable._value)
+    # One that holds no value is made anew without one.
+    whole = tf.identity(variable._value) if variable._value.is_initialized() else None
     # A weight that was frozen after it was made stays one of the parameters, which ZeRO shards.
     is_trainable, variable._trainable = variable._trainable, variable._value.trainable
     with tf.init_scope():

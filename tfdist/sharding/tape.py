@@ -47,6 +47,7 @@ def variable_without_value(
     """Returns a variable that holds no value: to be traced with, not to be computed with."""
     with tf.init_scope(), tf.device(device):
         made: tf.Variable = resource_variable_ops.UninitializedVariable(trainable=trainable, shape=shape, dtype=dtype, name=name)
+    made.__class__ = resource_variable_ops.ResourceVariable  # on whose handle TensorFlow notes what container it is in
     return made
 
 
@@ -150,6 +151,14 @@ def branches(operation: tf.Operation) -> list[tf.Graph]:
     shapes = [tensor.shape for tensor in operation.inputs[1:]]
     names = [operation.get_attr(f"{branch}_branch").name for branch in ("then", "else")]
     return [control_flow_util_v2.get_func_graph(operation, shapes, name) for name in names]
+
+
+def called(operation: tf.Operation) -> tf.Graph | None:
+    """Returns the graph of the function that an operation calls, to be looked at; None: it calls none, or has control flow."""
+    if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+        return None
+    shapes = [tensor.shape for tensor in operation.inputs]
+    return control_flow_util_v2.get_func_graph(operation, shapes, operation.get_attr("f").name)
 
 
 def traced_branches(operation: tf.Operation) -> list[tf.Graph]:

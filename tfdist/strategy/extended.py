@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -46,12 +46,10 @@ from tfdist.strategy.variable_creation import VariableCreation
 class ShardedExtendedMixin(VariableCreation):
     """What every tfdist strategy adds to a mirrored one, whatever transport it stands on."""
 
-    def _setup(self, sharding: MeshConfig, local_ranks: Iterable[int] | None = None, implementation: str = "AUTO") -> None:
+    def _setup(self, sharding: MeshConfig, communicator: Communicator) -> None:
         keras_hooks.install()
         self._sharding = sharding
-        ranks = range(sharding.mesh.world_size) if local_ranks is None else tuple(local_ranks)
-        transport = choose_transport(sharding.mesh.devices, implementation, len(ranks) < sharding.mesh.world_size)
-        self.communicator = Communicator(sharding.mesh, transport, ranks)
+        self.communicator = communicator
         self.cross_replica = CrossReplica(self.communicator)
         self.kept_weights = KeptWeights(sharding.kept_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -270,12 +268,13 @@ class ShardedExtendedMixin(VariableCreation):
 
 
 class ShardedMirroredExtended(ShardedExtendedMixin, mirrored_strategy.MirroredExtended):
-    """The devices of one process."""
+    """The devices of one process: of the local ranks of `communicator`, by default all."""
 
     # Two strategies of one process must not share group keys.
     _next_key_base = itertools.count(1)
 
-    def __init__(self, strategy: tf.distribute.Strategy, sharding: MeshConfig):
+    def __init__(self, strategy: tf.distribute.Strategy, sharding: MeshConfig, communicator: Communicator | None = None):
         strategy._collective_key_base = 1000 * next(self._next_key_base)
-        self._setup(sharding)
-        super().__init__(strategy, devices=list(sharding.mesh.devices))
+        mesh = sharding.mesh
+        self._setup(sharding, communicator or Communicator(mesh, choose_transport(mesh.devices)))
+        super().__init__(strategy, devices=self._local_devices(), cross_device_ops=self._get_cross_device_ops(None))

@@ -13,7 +13,9 @@ from tfdist import errors
 from tfdist.collectives import (
     NCCL,
     CollectivePlan,
+    Communicator,
     PlanAgreement,
+    choose_transport,
     connect_shared_memory,
     find_member_orders,
     make_groups,
@@ -57,7 +59,8 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         each = mesh.world_size // workers
         implementation = communication_options.implementation
         self._implementation = getattr(implementation, "value", implementation)
-        self._setup(sharding, range(here * each, (here + 1) * each), self._implementation)
+        transport = choose_transport(mesh.devices, self._implementation, workers > 1)
+        self._setup(sharding, Communicator(mesh, transport, range(here * each, (here + 1) * each)))
         self._std_server_started = server_runs
         super().__init__(strategy, cluster_resolver, communication_options)
 

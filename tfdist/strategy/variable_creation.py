@@ -1,4 +1,8 @@
-"""How a tfdist strategy makes a variable: its layout follows from the `PlacementRequest`, its shape and its dtype."""
+"""How a tfdist strategy makes a variable: its layout follows from the `PlacementRequest`, its shape and its dtype.
+
+A `tf.TensorSpec` as the initial value is that of a variable that holds none. Creators outside the strategy's, which are asked for
+what each rank stores, get specs then, too, and must make such variables: TensorFlow's own does not.
+"""
 
 from __future__ import annotations
 
@@ -101,6 +105,8 @@ class VariableCreation(_Extended):
 
     def _initial_spec(self, kwargs: dict[str, Any], pipe_owners: tuple[int, ...] | None) -> tf.Tensor | tf.TensorSpec:
         """Returns what the initial value is; drawn where a rank of this process stores it, else only its shape and dtype."""
+        if isinstance(kwargs["initial_value"], tf.TensorSpec):
+            return kwargs["initial_value"]
         mesh = self._sharding.mesh
         if pipe_owners is not None:
             storing = [rank for rank in self.communicator.local_ranks if mesh.coordinate(rank).pipe in pipe_owners]
@@ -149,7 +155,9 @@ class VariableCreation(_Extended):
             coordinate = mesh.coordinate(rank)
             # `layout.shard` copies: a slice would keep the full value alive as long as the shard.
             with tf.init_scope(), record.stop_recording(), tf.device(mesh.devices[rank]):
-                if layout.stores(coordinate):
+                if layout.stores(coordinate) and isinstance(initial, tf.TensorSpec):
+                    shard = tf.TensorSpec(layout.component_shape, initial.dtype)
+                elif layout.stores(coordinate):
                     shard = tf.convert_to_tensor(layout.shard(full, coordinate))
                 else:
                     shard = tf.zeros([0], kwargs.get("dtype"))

@@ -179,7 +179,7 @@ class Nccl(Kernels):
     waits_for_queue = True
 
     def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
-        return set(ranks) <= set(communicator.local_ranks)
+        return set(ranks) <= set(communicator.process_ranks)
 
     def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         """A sum to which the other members give nothing: see the note on who receives."""

@@ -1,0 +1,163 @@
+"""A plan as it would run: ranks of its strategy are traced with the others absent, and their graphs are read.
+
+The memory and messages of a plan are arithmetic on a trace of the plain model (`memory`, `sent_bytes`). Here the strategy itself
+traces the step: buckets, gathers in flight, what stages of a pipeline keep and the order of everything are those that will run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.planning.candidate import Candidate
+from tfdist.planning.device_memory import DeviceMemory
+from tfdist.planning.lifetimes import Sweep
+from tfdist.planning.rank_trace import RankTrace, trace_rank
+from tfdist.planning.sent_bytes import sent_of
+from tfdist.planning.traced_model import TracedModel
+from tfdist.sharding import ShardingConfig
+from tfdist.tensor_plans.tables import size_text
+
+# What gathers layers, carries gradients and passes between stages is made in scopes with the names of the plan's labels.
+_MESSAGES = re.compile(r"(^|/)(unshard|reduce_scatter|all_gather|all_reduce|pipe)/")
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What was read from the graphs of ranks: of one, or of the first rank at each place of a pipeline.
+
+    Attributes:
+        memory: what the fullest of these ranks' devices holds.
+        sent_bytes: what each of these ranks sends in a step, as `strategy.last_plan` counts it.
+        passed_bytes: what each hands to other stages of its process, along edges of the graph.
+        planned_bytes: what each sends and hands on by the plan's arithmetic.
+        is_lower_bound: whether sizes of tensors are unknown until they are computed, so that a step may take more memory.
+        refusal: what the strategy, or a part of the model, has said against the plan; "": nothing.
+    """
+
+    memory: DeviceMemory
+    sent_bytes: tuple[float, ...] = ()
+    passed_bytes: tuple[float, ...] = ()
+    planned_bytes: tuple[float, ...] = ()
+    is_lower_bound: bool = False
+    refusal: str = ""
+
+    def confirmed(self, planned: DeviceMemory) -> str:
+        """Returns in a sentence what it says of a plan that fits."""
+        least = "at least " if self.is_lower_bound else ""
+        return (
+            f"Confirmed by a dry run: memory {least}{size_text(self.memory.together)} (planned {size_text(planned.together)}), "
+            f"{self._sent()}."
+        )
+
+    def refuted(self, planned: DeviceMemory, limit: float) -> str:
+        """Returns in a sentence what it says against a plan."""
+        if self.refusal:
+            return f"its strategy refuses it: {self.refusal}"
+        largest = self.memory.largest()
+        return (
+            f"a dry run finds {size_text(self.memory.together)} (planned {size_text(planned.together)}), "
+            f"{size_text(self.memory.together - limit)} too much, most of it {largest}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what JSON can carry."""
+        memory = {**self.memory.parts(), "together": self.memory.together}
+        return {**dataclasses.asdict(self), "memory": memory}
+
+    def _sent(self) -> str:
+        pairs = [(sent + passed, planned) for sent, passed, planned in zip(*self._bytes(), strict=True)]
+        sent, planned = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+        if sent == planned:
+            return f"sent bytes equal ({size_text(max(pair[0] for pair in pairs))} a step)"
+        return f"sent bytes {size_text(sent)} a step (planned {size_text(planned)}, {sent - planned:+,.0f} bytes)"
+
+    def _bytes(self) -> tuple[tuple[float, ...], ...]:
+        return self.sent_bytes, self.passed_bytes, self.planned_bytes
+
+
+def dry_run_of(
+    build: Callable[[], keras.Model],
+    traced: TracedModel,
+    batch_size: int,
+    candidate: Candidate,
+    limit: float = math.inf,
+    *,
+    optimizer: Any = None,
+    hosts: int = 1,
+    kind: str = "GPU",
+    config: ShardingConfig | None = None,
+) -> DryRun:
+    """Traces a plan's step on the first rank at each place of the pipeline, without running it, and reads what it takes.
+
+    Args:
+        build: the function that makes the model.
+        traced: the same model, traced without a strategy.
+        batch_size: examples of a step, of all replicas together.
+        candidate: the plan.
+        limit: bytes of a device: once a rank needs more, the others are left out.
+        optimizer: as for `tfdist.plan`.
+        hosts: on how many machines the devices are.
+        kind: "GPU" or "CPU": what the devices are.
+        config: the settings of the strategy that the plan leaves open; None: defaults.
+    """
+    found: list[tuple[DeviceMemory, int, RankTrace]] = []
+    for pipe in range(candidate.pipeline):
+        given: dict[str, Any] = {"pipe": pipe, "optimizer": optimizer, "hosts": hosts, "kind": kind, "config": config}
+        try:
+            alone = trace_rank(build, traced, candidate, batch_size, **given)
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            return DryRun(DeviceMemory(0, 0, 0), refusal=str(error).partition("\n")[0])
+        memory, unknown = memory_of_trace(alone)
+        found.append((memory, unknown, alone))
+        if memory.together > limit:
+            break
+    planned = [sent_of(traced, candidate, batch_size, pipe, config) for pipe in range(len(found))]
+    return DryRun(
+        memory=max((memory for memory, _, _ in found), key=lambda memory: memory.together),
+        sent_bytes=tuple(alone.plan.sent_bytes(alone.rank) for _, _, alone in found),
+        passed_bytes=tuple(float(alone.passed_bytes) for _, _, alone in found),
+        planned_bytes=tuple(sum(axes.values()) for axes in planned),
+        is_lower_bound=any(unknown for _, unknown, _ in found),
+    )
+
+
+def memory_of_trace(alone: RankTrace) -> tuple[DeviceMemory, int]:
+    """Returns what a rank's device holds in a step, and how many tensors have sizes that are not known.
+
+    Its parts are those of `memory_of`: what is full when a step's gradients are not, is not counted twice.
+    """
+    graph = alone.graph
+    sweep = Sweep([graph], [1], [x.name for x in graph.outputs], [one.name for one in graph.control_outputs])
+    buffers = sweep.at(1)
+    live = buffers.live()
+    fullest = int(np.argmax(live)) if len(live) else 0
+    is_there = (buffers.births <= fullest) & (buffers.deaths >= fullest)
+    is_message = np.array([_is_message(sweep.ops[maker]) for maker in buffers.makers], bool)
+    messages = int(buffers.sizes[is_there & is_message].sum())
+    peak = int(live[fullest]) + _given_bytes(graph.inputs) if len(live) else 0
+    state = alone.state
+    memory = DeviceMemory(
+        parameters=state.parameter_bytes + state.exact_bytes,
+        gradients=state.gradient_bytes,
+        optimizer=state.optimizer_bytes,
+        activations=max(peak - state.gradient_bytes - messages, 0),
+        buffers=messages,
+    )
+    return memory, sweep.unknown
+
+
+def _is_message(operation: tf.Operation) -> bool:
+    return operation.type.startswith("Collective") or _MESSAGES.search(operation.name) is not None
+
+
+def _given_bytes(inputs: Sequence[tf.Tensor]) -> int:
+    """Returns the bytes of the batch; variables are not counted."""
+    return sum(math.prod(x.shape) * x.dtype.size for x in inputs if x.dtype != tf.resource)
