@@ -42,7 +42,12 @@ class _Read:
 
 
 def gathers_of(
-    model: keras.Model, trace: StepTrace, local_bytes: Mapping[str, int], group_bytes: int, prefetch: int
+    model: keras.Model,
+    trace: StepTrace,
+    local_bytes: Mapping[str, int],
+    group_bytes: int,
+    prefetch: int,
+    made_anew: Sequence[str] = (),
 ) -> list[Gather]:
     """Returns the gathers of forward, in order, with what is gathered again in backward.
 
@@ -52,8 +57,9 @@ def gathers_of(
         local_bytes: the bytes of each parameter on a tensor rank, by its path.
         group_bytes: the setting of the strategy.
         prefetch: the setting of the strategy.
+        made_anew: the paths of weights that are made once more when all are made, in this order: those that tensor ranks share.
     """
-    layers = _layers_in_order(model, local_bytes)
+    layers = _layers_in_order(model, local_bytes, made_anew)
     groups: dict[str, tuple[str, ...]] = {}
     gathers: list[Gather] = []
     live: list[Gather] = []
@@ -77,12 +83,13 @@ def gathers_of(
     return gathers
 
 
-def _layers_in_order(model: keras.Model, local_bytes: Mapping[str, int]) -> list[tuple[Any, list[str]]]:
+def _layers_in_order(model: keras.Model, local_bytes: Mapping[str, int], made_anew: Sequence[str]) -> list[tuple[Any, list[str]]]:
     """Returns the layers that have parameters of their own, in the order in which they made the first, with these."""
+    anew = {path: place for place, path in enumerate(made_anew)}
     found = []
     for layer in layers_within(model):
-        own = [(getattr(made, "number", 0), variable.path) for made, variable, _ in keras_scope.own_variables(layer)]
-        own = [one for one in own if one[1] in local_bytes]
+        numbered = [(getattr(made, "number", 0), variable.path) for made, variable, _ in keras_scope.own_variables(layer)]
+        own = [((path in anew, anew.get(path, number)), path) for number, path in numbered if path in local_bytes]
         if own:
             found.append((min(own)[0], layer, [path for _, path in own]))
     return [(layer, paths) for _, layer, paths in sorted(found, key=lambda one: one[0])]

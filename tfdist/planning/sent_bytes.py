@@ -97,7 +97,8 @@ def _gathered(traced: TracedModel, candidate: Candidate, parts: Sequence[Part], 
 def _gathers(traced: TracedModel, tensor: int, group_bytes: int, prefetch: int) -> list[Gather]:
     parts = parts_of(traced, Candidate(tensor=tensor))
     local = {part.weight.path: part.local * part.itemsize for part in parts if part.is_parameter}
-    return gathers_of(traced.model, traced.first_trace, local, group_bytes, prefetch)
+    made_anew = tuple(traced.layouts.axes(tensor)) if tensor > 1 else ()
+    return gathers_of(traced.model, traced.first_trace, local, group_bytes, prefetch, made_anew)
 
 
 def _small(traced: TracedModel, candidate: Candidate, size: int, pipe: int) -> float:
