@@ -77,6 +77,49 @@ def rows_clipped_one_by_one(model, ids, y):
     return loss, [tf.IndexedSlices(values, of_table.indices, of_table.dense_shape), *others]
 
 
+def decayed_rows(model, ids, y):
+    """Decay is added to the gradients that are made of gradients of rows."""
+    loss, (of_table, *others) = slices_of_rows(model, ids, y)
+    return loss, [tf.convert_to_tensor(of_table) + 0.1 * tf.convert_to_tensor(model.table), *others]
+
+
+def clipped_together(model, ids, y):
+    """The norm is of gradients by the chain rule, as IndexedSlices, and of a tape's."""
+    _, kernel, bias, head, head_bias = model.trainable_variables
+    rows = model.looked_up(ids)
+    x = tf.reduce_mean(tf.reshape(rows, [-1, 3, 4]), 1)
+    hidden = model.hidden(x)
+    with tf.GradientTape() as tape:
+        tape.watch(hidden)
+        loss = tf.reduce_mean(tf.reduce_sum((model.head(hidden) - y) ** 2, -1))
+    of_hidden, *of_head = tape.gradient(loss, [hidden, head, head_bias])
+    steep = of_hidden * (1 - hidden**2)
+    of_rows = tf.repeat(tf.matmul(steep, tf.convert_to_tensor(kernel), transpose_b=True) / 3, 3, axis=0)
+    of_table = tf.convert_to_tensor(tf.IndexedSlices(of_rows, tf.reshape(ids, [-1]), tf.constant([7, 4])))
+    of_kernel, of_bias = tf.matmul(x, steep, transpose_a=True), tf.reduce_sum(steep, 0)
+    grads, norm = tf.clip_by_global_norm([of_table, of_kernel, of_bias, *of_head], 0.4)
+    return loss + 0.01 * norm, grads
+
+
+def both_ways(model, ids, y):
+    """The sum of what a tape returns for a weight and of what the chain rule gives."""
+    kernel, bias, *others = model.trainable_variables[1:]
+    x = tf.reduce_mean(tf.reshape(model.looked_up(ids), [-1, 3, 4]), 1)
+    with tf.GradientTape(persistent=True) as tape:
+        hidden = model.hidden(x)
+        loss = tf.reduce_mean(tf.reduce_sum((model.head(hidden) - y) ** 2, -1))
+        size = tf.reduce_mean(hidden**2)
+    of_hidden, *of_head = tape.gradient(loss, [hidden, *others])
+    steep = of_hidden * (1 - hidden**2)
+    of_kernel, of_bias = tape.gradient(size, [kernel, bias])
+    return loss, [
+        tf.zeros(model.table.shape),
+        tf.matmul(x, steep, transpose_a=True) + 0.5 * of_kernel,
+        tf.reduce_sum(steep, 0) - of_bias,
+        *of_head,
+    ]
+
+
 def of_weights_as_tensors(model, ids, y):
     """A function of weights, whose gradients are clipped together and decayed, as in JAX."""
     weights = [tf.convert_to_tensor(variable) for variable in model.trainable_variables]
@@ -124,12 +167,16 @@ STEPS = (
     slices_of_rows,
     chain_rule,
     rows_clipped_one_by_one,
+    decayed_rows,
+    clipped_together,
+    both_ways,
     of_weights_as_tensors,
     of_weights_clipped,
     against_an_adversary,
     not_linear_in_what_comes_back,
 )
-EAGERLY = tuple(step for step in STEPS if step is not of_weights_clipped)  # what reads a gradient there is warned of
+# What reads a gradient there is warned of, or is of the device's own rows.
+EAGERLY = tuple(step for step in STEPS if step not in (of_weights_clipped, decayed_rows, clipped_together, both_ways))
 
 
 def fitted(made_by, run_eagerly=False, **arguments):

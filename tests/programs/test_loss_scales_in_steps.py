@@ -8,7 +8,7 @@ from grids import exhaustive
 from keras import layers
 
 from tests.parity.comparison import BatchLogs, state
-from tests.programs.comparing import assert_as_on_one_device
+from tests.programs.comparing import assert_as_on_one_device, on_one_device
 from tests.programs.fitting import BATCH, regression
 
 pytestmark = pytest.mark.as_traced
@@ -43,6 +43,24 @@ def fitted(initial_scale, growth_steps):
 PROGRAMS = {"grows": fitted(1024.0, 2), "shrinks": fitted(2.0**127, 2000)}
 
 
+def scales(initial_scale):
+    """The scale after each step in float16, whose numbers overflow at 65504: halved until no gradient does on the way back."""
+
+    def program(strategy):
+        x, y = regression(np.random.default_rng(5), 6)
+        half = {"dtype": "mixed_float16"}
+        with strategy.scope():
+            dense = [layers.Dense(5, "tanh", **half), layers.Dense(3, **half)]
+            model = Scaling([keras.Input((6,)), *dense, layers.Activation("linear", dtype="float32")])
+            model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.001), initial_scale))
+        found = []
+        record = keras.callbacks.LambdaCallback(on_batch_end=lambda *_, **__: found.append(float(model.optimizer.dynamic_scale)))
+        model.fit(x, y, batch_size=BATCH, epochs=3, shuffle=False, verbose=0, callbacks=[record])
+        return found[:7]  # later, the sum over the rows of all devices may overflow where none of its parts does
+
+    return program
+
+
 @pytest.mark.parametrize(
     ("name", "zero_stage"),
     [
@@ -56,3 +74,12 @@ PROGRAMS = {"grows": fitted(1024.0, 2), "shrinks": fitted(2.0**127, 2000)}
 )
 def test_it_is_one_device(name, zero_stage):
     assert_as_on_one_device(PROGRAMS[name], zero_stage)
+
+
+HALVED = scales(2.0**20)
+
+
+@pytest.mark.parametrize(("zero_stage", "devices"), [exhaustive(0, 4), exhaustive(1, 2), exhaustive(3, 4)])
+def test_float16_overflows_when_that_of_one_device_does(zero_stage, devices):
+    assert_as_on_one_device(HALVED, zero_stage, devices)
+    assert on_one_device(HALVED)[-1] < 2.0**18  # some steps have overflowed

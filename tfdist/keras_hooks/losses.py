@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
+from tfdist.losses.custom_meetings import warned_of
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import (
     MEANS,
@@ -173,7 +174,7 @@ def _gradient(
     program = rank_program()
     if program is None:
         return gradient(output_gradients)
-    with program.attachment(NestedTapes).going_back() as is_nested:
+    with warned_of(program), program.attachment(NestedTapes).going_back() as is_nested:
         found = gradient(output_gradients) if is_nested else gradient_of_means(gradient, target, sources, output_gradients)
     return found if is_nested else noted(found, sources, is_of_weights)
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
+from tfdist.losses.custom_meetings import has_custom_gradients
 from tfdist.losses.row_means import RowMeans
 from tfdist.losses.static_rows import has_rows
 from tfdist.losses.tensors_of_weights import is_of_weights
@@ -57,7 +58,7 @@ def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any,
         return gradient(output_gradients)
     is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken behind it
     is_sharded = [v is not None and v.layout.is_data_sharded and not is_of_examples for v in variables]
-    begins_with_weight = any(is_sharded) or _sends_gradients(program) or _has_custom_gradients(program)
+    begins_with_weight = any(is_sharded) or _sends_gradients(program) or _is_not_linear(program)
     weight = step.weight()
     for loss in () if is_of_examples else targets:
         warn_of_step(step.model, program, loss)
@@ -118,15 +119,14 @@ def _sends_gradients(program: RankProgram) -> bool:
     return any(record.ranks == ranks and not record.label.startswith(counts) for record in records)
 
 
-def _has_custom_gradients(program: RankProgram) -> bool:
-    """Whether gradients may go back through a `tf.custom_gradient`, which need not be linear in what comes back to it.
+def _is_not_linear(program: RankProgram) -> bool:
+    """Whether the way back may not be linear in what it begins with, which must then be that of one device.
 
-    It must then get what comes back to it on one device. In an eager run nobody knows.
+    It may not be through a `tf.custom_gradient`, nor in float16, whose numbers overflow. In an eager run nobody knows.
     """
-    if program.is_eager:
+    if program.is_eager or has_custom_gradients(program):
         return True
-    found = (op for op in program.graph.get_operations() if op.type == "IdentityN")
-    return any(op.node_def.attr["_gradient_op_type"].s.startswith(b"CustomGradient-") for op in found)
+    return any(output.dtype == tf.float16 for op in program.graph.get_operations() for output in op.outputs)
 
 
 def _strategys_variable(source: Any) -> Any:

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.optimizers.eager_reads import EagerReads
+from tfdist.optimizers.sums_of_rows import sums_of_rows
 from tfdist.optimizers.target import local_part
 from tfdist.sharding import gradient_graph, tape
 from tfdist.sharding.carried_gradients import CarriedGradients
@@ -53,6 +54,7 @@ class TapeGradients:
         self._linear: dict[str, set[_Summand] | None] = {}  # what `_linear_in` has found, by name
         self._images: dict[str, tf.Tensor] = {}  # by the name of what is linear in summands: the same of the sums
         self._wholes: set[str] = set()
+        self._of_rows: set[str] = set()  # summands that are sums over rows of gradients of rows
         self._parameters: set[str] = set()  # the names of their handles
         self._own: set[str] = set()  # operations that are not the user's, by name
         self._is_own = False
@@ -80,6 +82,26 @@ class TapeGradients:
         for grad in grads:
             self._summands.setdefault(grad.name, _Summand(grad, None, is_weighted=False))
             self._own.update(operation.name for operation in grad.consumers())
+
+    def note_sums_of_rows(self, grads: Sequence[Any]) -> None:
+        """Notes the sums over rows, of gradients of rows, that `grads`, for an optimizer, are computed of: a rank's summands.
+
+        A sum of these and of a tape's gradients, which count the rank's weight and do not, is summed here.
+        """
+        rows = self._program.attachment(GradientWeight).of_rows
+        given = [x for grad in grads for x in tf.nest.flatten(grad, expand_composites=True) if tf.is_symbolic_tensor(x)]
+        if not rows or self._program.is_eager:
+            return
+        found = sums_of_rows(given, rows.values(), self._program, lambda x: x.name in self._summands or x.name in self._wholes)
+        if not found:
+            return
+        self.be_asked()
+        self._linear.clear()
+        for total in found:
+            self._summands[total.name] = _Summand(total, None, is_weighted=True)
+            self._of_rows.add(total.name)
+        below = [(x, self._linear_in(x) or set()) for x in given if x.graph is self._program.graph]
+        self.sum_now([x for x, parts in below if len({part.tensor.name in self._of_rows for part in parts}) > 1])
 
     def note_in_loop(self, grad: tf.Tensor) -> None:
         """Notes what a tape has returned in a loop, where nothing can be summed: a rank's summand, of what may come out."""
@@ -140,7 +162,7 @@ class TapeGradients:
         rows = {part.name for part in self._program.attachment(GradientWeight).of_rows.values()}
         ends = rows | self._summands.keys() | self._wholes
         found = gradient_graph.Sources(lambda x: x.graph is self._program.graph and x.name in ends).of(grad)
-        return any(x.name in rows for x in found)
+        return any(x.name in rows or x.name in self._of_rows for x in found)
 
     def whole_of(self, grad: tf.Tensor) -> tf.Tensor | None:
         """Returns the sum, whole, where `grad` is computed from sums, or linear in gradients with known sums; else None."""

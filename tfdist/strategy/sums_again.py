@@ -4,6 +4,7 @@ grads, norm = strategy.run(...)                 gradients are the ranks' own, th
 strategy.reduce("SUM", grads[0], axis=None)     the sum
 strategy.reduce("SUM", norm, axis=None)         the norm, as many times as there are replicas: told
 strategy.reduce("MEAN", norm, axis=None)        the norm
+strategy.reduce("SUM", norm * is_first, ...)    the norm, where replicas but the first return zeros
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import warnings
 import weakref
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import errors
@@ -32,14 +34,29 @@ def mark(outputs: Any, program: RankProgram) -> None:
             is_of_sums = tf.is_symbolic_tensor(output) and program.attachment(TapeGradients).is_of_sums(output)
         else:
             is_of_sums = program.attachment(EagerSums).is_of_sums(output)
-        if is_of_sums:
+        if is_of_sums and (program.is_eager or not _is_masked(output)):
             setattr(output, _MARK, True)
+
+
+def _is_masked(output: tf.Tensor) -> bool:
+    """Whether `output` is a product with zeros, or chosen by what is known: a replica's that leaves it to another."""
+    while output.op.type == "Identity":
+        output = output.op.inputs[0]
+    op = output.op
+    if op.type in ("Select", "SelectV2"):
+        return tf.get_static_value(op.inputs[0]) is not None
+    return op.type in ("Mul", "MulNoNan") and any(_is_zero(x) for x in op.inputs)
+
+
+def _is_zero(x: tf.Tensor) -> bool:
+    value = tf.get_static_value(x)
+    return value is not None and not np.any(value)
 
 
 def warn(strategy: tf.distribute.Strategy, value: Any) -> None:
     """Warns, once for `strategy`, if `value`, of several replicas, is about to be summed and is marked."""
     parts = value.values if isinstance(value, tf.distribute.DistributedValues) else ()
-    if len(parts) < 2 or strategy in _told or not any(getattr(part, _MARK, False) for part in parts):
+    if len(parts) < 2 or strategy in _told or not all(getattr(part, _MARK, False) for part in parts):
         return
     _told.add(strategy)
     warnings.warn(
