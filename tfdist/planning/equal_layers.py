@@ -1,7 +1,8 @@
-"""The layers of a model in the order of their calls, and those among them that are alike, of which two are traced.
+"""The layers of a model in the order of their calls, and those among them that are alike, of which three are traced.
 
-A decoder of eighty blocks is one block eighty times. The first and the last are traced, as those in between would be: these hand
-their input on. What they would have kept, and the gradients that they would have made, `lifetimes` adds where they stand.
+A decoder of eighty blocks is one block eighty times. The first, the second and the last are traced, and those in between hand
+their input on. They stand between others as the second does: what they would have held, and the gradients that they would have
+made, `step_profile` adds where they stand.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ def equal_layers(layers: Sequence[keras.Layer], fewest: int | None = None) -> li
 
 @contextlib.contextmanager
 def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
-    """A block in which the outermost calls of `layers` are noted, and calls of equal layers between first and last left out."""
+    """A block in which the outermost calls of `layers` are noted, and calls of equal layers between second and last left out."""
     noted = [LayerCall(None, 0)]
     alike = {id(layer): group for group in equal_layers(layers) for layer in group}
     outermost = {id(layer) for layer in layers}
-    firsts: dict[int, tuple[LayerCall, Any, Any]] = {}
+    seconds: dict[int, tuple[LayerCall, Any, Any]] = {}
     running: list[keras.Layer] = []
 
     def called(layer: keras.Layer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -84,10 +85,11 @@ def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
         call.within.append((layer, call.start, call.start))  # until it is known where it stops
         noted.append(call)
         group = alike.get(id(layer), [])
-        first = firsts.get(id(group[0])) if group else None
+        second = seconds.get(id(group[0])) if group else None
         given = _specs((args, kwargs))
-        if first is not None and layer is not group[-1] and first[1] == given and first[2] == _specs(args[:1]):
-            call.stands_for = first[0]
+        is_between = any(layer is other for other in group[2:-1])
+        if second is not None and is_between and second[1] == given and second[2] == _specs(args[:1]):
+            call.stands_for = second[0]
             output = _passed_on(args[0], call)
         else:
             running.append(layer)
@@ -95,8 +97,8 @@ def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
                 output = original(*args, **kwargs)
             finally:
                 running.pop()
-            if group and layer is group[0] and len(args) > 0:
-                firsts.setdefault(id(layer), (call, given, _specs((output,))))
+            if group and layer is group[1] and len(args) > 0:
+                seconds.setdefault(id(group[0]), (call, given, _specs((output,))))
         call.stop = tape.operations_so_far()
         call.within[0] = (layer, call.start, call.stop)
         call.output = sum(tensor_bytes(x) or 0 for x in tf.nest.flatten(output) if tf.is_tensor(x))

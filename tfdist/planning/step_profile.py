@@ -38,8 +38,8 @@ class StepProfile:
 def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence[str], batch_size: int) -> StepProfile:
     """Returns the profile of a step.
 
-    Calls that were passed over keep what the equal call keeps that was traced, from their place in forward to their place in
-    backward, and make its gradients there.
+    Calls that were passed over hold what the equal call before them holds that was traced, from their place in forward to their
+    place in backward, and make its gradients there.
 
     Args:
         trace: the trace.
@@ -75,7 +75,7 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
         first = step_of.get(number_of[call.passed], 0)
         last = step_of.get(number_of[call.backward], steps - 1) if call.backward else first
         windows[place] = (first, first, last, last)
-        of_calls[place, first : last + 1] += kept[source]
+        of_calls[place, first : last + 1] += of_calls[source, first : last + 1]
         for variable in call.layer.trainable_variables:
             born[place_of[variable.path]] = last
     return StepProfile(batch_size, of_calls.sum(axis=0), born, backward, of_calls, windows, kept)
