@@ -9,5 +9,10 @@ def spread(build, candidate):
     if candidate.tensor > 1:
         tfdist.parallelize(model, tfdist.suggest_plan(model, candidate.tensor), print_fn=None)
     if candidate.pipeline > 1:
-        model = tfdist.PipelineModel(model, num_microbatches=candidate.microbatches, schedule=candidate.schedule)
+        model = tfdist.PipelineModel(
+            model,
+            num_microbatches=candidate.microbatches,
+            schedule=candidate.schedule,
+            stages_per_rank=candidate.stages_per_rank,
+        )
     return model
