@@ -14,6 +14,7 @@ import tensorflow as tf
 import tfdist
 from tests import training
 from tfdist.collectives import RING
+from tfdist.pipeline.stages import stage_functions
 from tfdist.sharding import host_lead
 
 GROUPS, BUCKETS = 5, 7  # of the model's parameters, and of its gradients, in the sizes below
@@ -100,9 +101,48 @@ def test_activations_go_first_in_backward_and_gradients_of_weights_behind_them(a
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("zero_stage", "schedule"), [(0, "1f1b"), (1, "gpipe"), (2, "zero_bubble"), (3, "interleaved")])
-def test_in_a_pipeline_a_call_waits_for_the_message_before(as_over_nccl, holds, zero_stage, schedule):
-    """Of the last microbatch: nothing else of a gradient is left to hide behind."""
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_what_is_computed_again_has_its_place_among_activations(as_over_nccl, holds, zero_stage):
+    """Between two collectives several layers are computed again, each when backward has read the one before: what only gradients
+    of weights read, too. Held back behind the second collective, which needs all of them, they would wait for each other."""
+
+    class Again(keras.layers.Layer):
+        def __init__(self, width, **settings):
+            super().__init__(**settings)
+            self.first = keras.layers.Dense(width, activation="tanh")
+            self.second = keras.layers.Dense(width, activation="tanh")
+
+        def call(self, x):
+            return self.second(self.first(x))
+
+    def model():
+        def pair(name):
+            column = tfdist.layers.ColumnParallelDense(14, activation="tanh", gather_output=False, name=f"column_{name}")
+            return [column, tfdist.layers.RowParallelDense(9, input_is_parallel=True, name=f"row_{name}")]
+
+        inner = [Again(9, name=f"again_{place}") for place in range(3)]
+        parts = [keras.layers.Dense(9, name="stem"), *pair("first"), *inner, *pair("last"), keras.layers.Dense(training.CLASSES)]
+        made = keras.Sequential([keras.Input((training.FEATURES,)), *parts])
+        return tfdist.recompute(made, "again") if tf.distribute.has_strategy() else made
+
+    fit_and_compare(zero_stage, model, 4, tensor_parallel_size=2)
+    assert [names for names, _, kind in holds if kind == "activations" and any("again" in name for name in names)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("zero_stage", "schedule"), [(0, "1f1b"), (1, "gpipe"), (2, "zero_bubble"), (3, "interleaved"), (3, "1f1b")]
+)
+def test_in_a_pipeline_a_call_waits_for_the_message_before(as_over_nccl, holds, monkeypatch, zero_stage, schedule):
+    """Of the last microbatch: nothing else of a gradient is left to hide behind. And the first one's forward is in runs, which
+    wait for the gathers of their own layers."""
+    runs, in_runs = [], stage_functions._Functions.forward_in_runs
+
+    def note(functions, has_backward):
+        runs.append(found := in_runs(functions, has_backward))
+        return found
+
+    monkeypatch.setattr(stage_functions._Functions, "forward_in_runs", note)
 
     def model():
         stages = 2 if schedule == "interleaved" else 1
@@ -114,6 +154,9 @@ def test_in_a_pipeline_a_call_waits_for_the_message_before(as_over_nccl, holds, 
     for names, after in lead:
         assert all("PartitionedCall" in name for name in (*names, *after))
         assert any("PP/" in name and "3/" in name for name in names)
+    stages = 4 if schedule == "interleaved" else 2
+    assert len(runs) == (2 * stages if zero_stage == 3 else 0)  # two ranks have each stage
+    assert all(2 <= len(parts) <= 4 for parts in runs if stages == 2)
 
 
 @pytest.mark.parametrize("zero_stage", [2, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 3))])

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.sharding import host_lead, tape
+from tfdist.sharding.recomputation import Recomputation
 
 
 class QueueOrder:
@@ -46,8 +47,11 @@ class QueueOrder:
         Args:
             gradients: those of weights; what only they need, of the operations made since the last call, is held back as above.
         """
+        begins_by_itself = host_lead.begins_by_itself(self._program)
+        if begins_by_itself:
+            self._program.attachment(Recomputation).settle()  # of what is computed again the order is a matter of edges alone
         made = self._program.graph.get_operations()[len(self._operations) :]
-        if host_lead.begins_by_itself(self._program):
+        if begins_by_itself:
             needed = tape.ancestors(gradients, made, by_control=False)
             segment: list[tf.Operation] = []
             for operation in made:
@@ -64,7 +68,8 @@ class QueueOrder:
         self, collective: tf.Operation, segment: Sequence[tf.Operation], needed: Set[tf.Operation]
     ) -> list[tf.Operation]:
         """Returns `segment`, which ends with `collective`, in order, and has what the collective does not need held back."""
-        before = tape.ancestors([collective], segment)
+        in_turn = [operation for operation in segment if tape.has_a_turn(operation)]  # TensorFlow keeps the order of these
+        before = tape.ancestors([collective, *in_turn], segment)
         others = [operation for operation in segment if operation not in before]
         sent = [tensor.op for tensor in collective.inputs if tensor.dtype != tf.resource and tensor.op in before]
         held = host_lead.computing([operation for operation in others if operation in needed], collective.device)

@@ -10,6 +10,8 @@ The functions stay functions when the step runs (`_noinline`): there is one set 
 (docs/notes/performance.md). The backward is several functions, so that the stage's inputs have their gradients, which another
 rank waits for, before the weights have theirs; and because a function holds what it takes until it has returned. Each function
 reads the weights anew: weights are not among what is saved. At stage 3 it is given those that are gathered when it is called.
+Where gathers pass behind products, the first microbatch's forward is several functions there, too: its first product would else
+wait for the gathers of all layers.
 
 Not every stage is a function of its inputs. As if this file were not there, each microbatch has operations of its own of a stage
 
@@ -37,12 +39,13 @@ from tfdist.collectives import RankProgram
 from tfdist.collectives.program import NotOnTrialError
 from tfdist.pipeline.stages.masks import get_keras_mask, set_keras_mask
 from tfdist.pipeline.stages.stage import StageLayer
-from tfdist.sharding import tape
+from tfdist.sharding import host_lead, tape
 from tfdist.sharding.held_parameters import HeldParameters, Key
 from tfdist.sharding.units import VIEWS
 
 # How many functions compute the gradients of a stage's weights. With 1 the first rank's peak of memory under 1F1B is 10 % higher.
 _FUNCTIONS_FOR_WEIGHTS = 4
+_FUNCTIONS_BEHIND_GATHERS = 4
 
 
 class StageFunctions:
@@ -53,6 +56,7 @@ class StageFunctions:
         self._weights = weights
         self._training = training
         self._traced: dict[Any, _Functions | None] = {}
+        self._called: set[int] = set()  # stages, for the first microbatch
 
     def call(
         self, stage: StageLayer, stage_inputs: Sequence[tf.Tensor], model_inputs: Sequence[Any], *, has_backward: bool
@@ -72,7 +76,10 @@ class StageFunctions:
         if functions is None:
             return None
         held = None if self._program is None else self._held()
-        return StageCall(functions, [x for x in given if x is not None], has_backward, held)
+        waits_for_gathers = functions.weights and host_lead.begins_by_itself(self._program) and stage.index not in self._called
+        self._called.add(stage.index)
+        forward = functions.forward_in_runs(has_backward) if waits_for_gathers else [functions.forward[has_backward]]
+        return StageCall(functions, [x for x in given if x is not None], forward, held)
 
     def _functions_of(
         self, stage: StageLayer, stage_inputs: Sequence[Any], model_inputs: Sequence[Any], masks: Sequence[Any]
@@ -125,13 +132,14 @@ class StageFunctions:
 class StageCall:
     """A stage computed for one microbatch by the stage's functions; its `outputs` bear their Keras masks and logits."""
 
-    def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], has_backward: bool, held: HeldParameters | None):
+    def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], forward: Sequence[_Part], held: HeldParameters | None):
         self._functions = functions
         self._held = held
         self._trace = trace = functions.trace
         # The microbatch's tensors by the names of those that stand for them in the trace.
         self._known = {x.name: value for x, value in zip(trace.given, given, strict=True)}
-        self._call(functions.forward[has_backward])
+        for part in forward:
+            self._call(part)
         self.outputs = [self._known[x.name] for x in trace.outputs]
         for x, mask in zip(self.outputs, trace.masks, strict=True):
             if mask is not None:
@@ -210,10 +218,28 @@ class _Functions:
         given = {*(x.name for x in (*trace.given, *trace.upstream)), *weights}
         saved = [x for x in itertools.chain(*needs) if x.op not in done and x.name not in given]
         writes = [operation for operation in forward if tape.writes(operation)]
-        self.forward = {
-            has_backward: parts.function(tape.ancestors([*tensors, *writes], forward, by_control=False), tensors)
+        self._parts = parts
+        self._of_forward = {
+            has_backward: (tape.ancestors([*tensors, *writes], forward, by_control=False), tensors)
             for has_backward, tensors in ((False, results), (True, [*results, *saved]))
         }
+        self.forward = {has_backward: parts.function(*pair) for has_backward, pair in self._of_forward.items()}
+
+    def forward_in_runs(self, has_backward: bool) -> list[_Part]:
+        """Returns functions that do what `forward` does, each when its own weights are there and the one before has returned.
+
+        One alone where they would not wait for each other: what they draw at random, they draw in order.
+        """
+        operations, wanted = self._of_forward[has_backward]
+        runs = self._parts.runs(operations, _FUNCTIONS_BEHIND_GATHERS)
+        in_earlier = set().union(*runs[:-1])
+        results = [[x for x in wanted if x.op in run] for run in runs[:-1]] + [[x for x in wanted if x.op not in in_earlier]]
+        needs = [self._parts.function(*pair).needs for pair in zip(runs, results, strict=True)]
+        passed_on = [[x for x in itertools.chain(*needs[place + 1 :]) if x.op in run] for place, run in enumerate(runs)]
+        is_chain = all(any(x.op in run for x in later) for run, later in zip(runs, needs[1:], strict=False))
+        if not (is_chain and results[-1]):
+            return [self.forward[has_backward]]
+        return [self._parts.function(run, [*own, *others]) for run, own, others in zip(runs, results, passed_on, strict=True)]
 
 
 class _Parts:
@@ -246,6 +272,18 @@ class _Parts:
             list({x.name: x for x in results}.values()),
             self._captured,
         )
+
+    def runs(self, operations: Iterable[tf.Operation], count: int) -> list[set[tf.Operation]]:
+        """Returns `operations` in at most `count` runs, one behind the other, each but the first beginning with a new weight."""
+        ordered = sorted(operations, key=self._place.__getitem__)
+        first: dict[str, int] = {}  # by the weight, the place of the first operation that reads it
+        for place, operation in enumerate(ordered):
+            for x in operation.inputs:
+                if x.name in self._weights:
+                    first.setdefault(x.name, place)
+        begins = sorted(set(first.values()))
+        starts = sorted({begins[len(begins) * number // count] for number in range(1, count)}) if begins else []
+        return [set(ordered[a:b]) for a, b in itertools.pairwise([0, *starts, len(ordered)]) if a < b]
 
     def _is_view_of_weight(self, x: tf.Tensor) -> bool:
         """Whether `x` is a gathered parameter moved or cast, which is made again where it is needed, and not kept."""
