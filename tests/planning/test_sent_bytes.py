@@ -103,6 +103,17 @@ def test_bytes_over_a_pipeline(zero_stage, data):
     assert planned["data"] == found["data"] and planned["pipe"] == passed + found["pipe"]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule, stages_per_rank", [("1f1b", 1), ("interleaved", 2)])
+def test_bytes_over_tensor_ranks_of_a_pipeline(schedule, stages_per_rank):
+    """A rank sends what the layers of its own stages send."""
+    sizes = {"tensor": 2, "pipeline": 2, "microbatches": 4, "stages_per_rank": stages_per_rank}
+    candidate = Candidate(zero_stage=0, schedule=schedule, **sizes)
+    planned, found = sent_of(traced(text), candidate, 8), counted(text, candidate)
+    assert planned["tensor"] == found["tensor"] > 0 and planned["data"] == found["data"] == 0
+    assert planned["tensor"] < sent_of(traced(text), Candidate(zero_stage=0, tensor=2), 8)["tensor"]
+
+
 def test_a_compiled_model_is_needed_by_none():
     """Of a model that is not compiled, the traffic is that of the same model."""
     bare = traced(lambda: keras.models.clone_model(mlp()))

@@ -66,12 +66,25 @@ class ModelLayouts:
         return {variable.path: axis for variable, axis in pairs if axis is not None}
 
     @functools.cache  # noqa: B019  as long as the model
-    def moved_bytes(self, tensor: int) -> float:
-        """Returns the bytes that sharded layers send over so many tensor ranks in a step, for one example of a replica."""
+    def moved_bytes(self, tensor: int, pipeline: int = 1, stages_per_rank: int = 1, pipe: int = 0) -> float:
+        """Returns the bytes that sharded layers send over so many tensor ranks in a step, for one example of a replica.
+
+        Args:
+            tensor: how many tensor ranks.
+            pipeline: how many ranks share the layers.
+            stages_per_rank: how many stages each of them has.
+            pipe: the rank whose layers are meant.
+        """
         moved = 0.0
         uses = {id(known.layer): known.uses for known in self.graph.layers}
+        owners = self.owners(pipeline, stages_per_rank) if pipeline > 1 else {}
         for one in self.shardings(tensor):
-            units = sum(moved_units(one, use) for use in uses[id(one.layer)])
+            ranks = owners.get(one.layer.variables[0].path, (pipe,))
+            mine = [place for place, rank in enumerate(ranks) if rank == pipe]
+            own = list(uses[id(one.layer)])
+            if len(ranks) == len(own):  # a layer that several stages call, such as a tied table
+                own = [own[place] for place in mine]
+            units = sum(moved_units(one, use) for use in own) if mine else 0.0
             moved += units * dtype_bytes(one.layer.compute_dtype) * (tensor - 1) / tensor
         return moved
 

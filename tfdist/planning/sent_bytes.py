@@ -47,9 +47,10 @@ def sent_of(
     """
     config = config or ShardingConfig()
     rows = -(-batch_size // candidate.data)
+    sizes = candidate.tensor, candidate.pipeline, candidate.stages_per_rank
     return {
         "data": _over_data(traced, candidate, pipe, config) if candidate.data > 1 else 0.0,
-        "tensor": traced.layouts.moved_bytes(candidate.tensor) * rows if candidate.tensor > 1 else 0.0,
+        "tensor": traced.layouts.moved_bytes(*sizes, pipe) * rows if candidate.tensor > 1 else 0.0,
         "pipe": _over_pipe(traced, candidate, rows, pipe) if candidate.pipeline > 1 else 0.0,
     }
 
