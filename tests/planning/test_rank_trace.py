@@ -1,14 +1,17 @@
 """One rank, traced with the others absent, against the same rank of a strategy whose devices are all there."""
 
 import dataclasses
+import os
 import re
 
 import keras
 import pytest
+import three_axes
 from test_planned_memory import BLOCKS, LOSS, mixed, text, traced
 from test_sent_bytes import ALONE, EXHAUSTIVE, GROUPS, strategy_of_a_step
 from training import mlp
 
+from tests import forks
 from tfdist.planning import Candidate
 from tfdist.planning.dry_run import dry_run_of, memory_of_trace
 from tfdist.planning.memory import state_of
@@ -100,3 +103,14 @@ def test_dry_runs_of_pipelines_send_what_is_planned():
 def test_what_a_strategy_refuses():
     found = dry_run_of(mlp, traced(mlp), 8, Candidate(zero_stage=0, data=2, parameter_compression="int8"))
     assert "`parameter_compression`" in found.refusal
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_a_rank_alone_on_a_mesh_of_three_axes(tmp_path):
+    output = tmp_path / "output.txt"
+    process = forks.start(three_axes.main, environment=dict(os.environ), folder=tmp_path, output=output)
+    try:
+        assert process.wait(540) == 0 and "done" in output.read_text("utf-8").splitlines(), output.read_text("utf-8")
+    finally:
+        process.kill()
