@@ -49,6 +49,12 @@ def test_the_next_best_takes_the_place_of_one_that_does_not_fit():
     assert "Confirmed by a dry run: memory 130.00 GB" in text
 
 
+def test_a_dry_run_that_fails_says_nothing():
+    found, names = confirmed([dry(900, failure="TypeError: no model.")])
+    assert names == ["zero 2"] == [found.best.candidate.name()] and found.best.device_memory.together == 250 * GB
+    assert "Not confirmed: the dry run has failed, which says nothing of the plan. TypeError: no model." in str(found)
+
+
 def test_not_more_than_a_few_are_tried():
     found, names = confirmed([dry(300)] * 4, limit=300.0)
     assert len(names) <= 4

@@ -105,6 +105,14 @@ def test_what_a_strategy_refuses():
     assert "`parameter_compression`" in found.refusal
 
 
+def test_a_model_that_cannot_be_built_so_says_nothing_of_the_plan():
+    def fails():
+        raise TypeError("no model today")
+
+    found = dry_run_of(fails, traced(mlp), 8, Candidate(zero_stage=0, data=2))
+    assert not found.refusal and "no model today" in found.failure
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_rank_alone_on_a_mesh_of_three_axes(tmp_path):

@@ -25,6 +25,7 @@ from tfdist.planning.traced_model import TracedModel
 from tfdist.sharding import ShardingConfig
 from tfdist.tensor_plans.tables import size_text
 
+_NOTHING = DeviceMemory(0, 0, 0)
 # What gathers layers, carries gradients and passes between stages is made in scopes with the names of the plan's labels.
 _MESSAGES = re.compile(r"(^|/)(unshard|reduce_scatter|all_gather|all_reduce|pipe)/")
 
@@ -40,6 +41,7 @@ class DryRun:
         planned_bytes: what each sends and hands on by the plan's arithmetic.
         is_lower_bound: whether sizes of tensors are unknown until they are computed, so that a step may take more memory.
         refusal: what the strategy, or a part of the model, has said against the plan; "": nothing.
+        failure: why there was no trace that could be read; "": there was.
     """
 
     memory: DeviceMemory
@@ -48,9 +50,12 @@ class DryRun:
     planned_bytes: tuple[float, ...] = ()
     is_lower_bound: bool = False
     refusal: str = ""
+    failure: str = ""
 
     def confirmed(self, planned: DeviceMemory) -> str:
         """Returns in a sentence what it says of a plan that fits."""
+        if self.failure:
+            return f"Not confirmed: the dry run has failed, which says nothing of the plan. {self.failure}"
         least = "at least " if self.is_lower_bound else ""
         return (
             f"Confirmed by a dry run: memory {least}{size_text(self.memory.together)} (planned {size_text(planned.together)}), "
@@ -113,8 +118,10 @@ def dry_run_of(
         given: dict[str, Any] = {"pipe": pipe, "optimizer": optimizer, "hosts": hosts, "kind": kind, "config": config}
         try:
             alone = trace_rank(build, traced, candidate, batch_size, **given)
-        except (ValueError, NotImplementedError, RuntimeError) as error:
-            return DryRun(DeviceMemory(0, 0, 0), refusal=str(error).partition("\n")[0])
+        except (NotImplementedError, ValueError) as error:
+            return DryRun(_NOTHING, refusal=_first_line(error))
+        except Exception as error:  # whatever a user's model raises
+            return DryRun(_NOTHING, failure=f"{type(error).__name__}: {_first_line(error)}")
         memory, unknown = memory_of_trace(alone)
         found.append((memory, unknown, alone))
         if memory.together > limit:
@@ -127,6 +134,10 @@ def dry_run_of(
         planned_bytes=tuple(sum(axes.values()) for axes in planned),
         is_lower_bound=any(unknown for _, unknown, _ in found),
     )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def memory_of_trace(alone: RankTrace) -> tuple[DeviceMemory, int]:

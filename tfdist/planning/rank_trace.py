@@ -43,6 +43,10 @@ class RankTrace:
     passed_bytes: int
 
 
+class BuildError(RuntimeError):
+    """A model that can be built without values has not been in the scope of a strategy."""
+
+
 def trace_rank(
     build: Callable[[], keras.Model],
     traced: TracedModel,
@@ -70,13 +74,17 @@ def trace_rank(
 
     Raises:
         ValueError, NotImplementedError: the strategy, or a part of the model, refuses the plan.
+        BuildError: the model cannot be built in the strategy's scope without values.
     """
     settings = settings_of(config, candidate.settings())
     rank = pipe * candidate.tensor  # of replica 0
     strategy = OneRankStrategy(rank, candidate.devices, settings, hosts=hosts, kind=kind)
     data = _data(traced, batch_size // candidate.data)
     with names_are_free_again():
-        model = weightless_model(build, strategy)
+        try:
+            model = weightless_model(build, strategy)
+        except ValueError as error:
+            raise BuildError(str(error)) from error
         with weightless(strategy):
             model = _spread(model, candidate, traced.block_pattern or "")
             _compile(model, optimizer, data[1])

@@ -38,7 +38,7 @@ class Estimated:
     @property
     def device_memory(self) -> DeviceMemory:
         """What decides: the memory that a dry run has found, or the planned memory."""
-        return self.memory if self.dry_run is None else self.dry_run.memory
+        return self.memory if self.dry_run is None or self.dry_run.failure else self.dry_run.memory
 
     @property
     def is_refused(self) -> bool:
