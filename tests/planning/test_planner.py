@@ -79,7 +79,7 @@ def test_the_line_runs(plans):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_lines_of_all_kinds_run(plans):
     """Each way to divide a model, each schedule and recomputation, with the first stage; of data ranks alone, all stages."""
     compressed = {"gradient_compressions": (None, "int8"), "parameter_compressions": (None, "bfloat16"), "zero_stages": (3,)}
