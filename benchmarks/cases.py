@@ -51,7 +51,8 @@ class Case:
             A rank of PyTorch has the GPU with the others.
         jit_compile: whether XLA compiles the step: of "single" only.
         policy: Keras's dtype policy.
-        gradients, parameters: how tfdist's ranks send them: see `tfdist.compression`, or "top_k_int4"; None: exactly.
+        gradients, parameters: how tfdist's ranks send them: see `tfdist.compression`, or "top_k_int4", "top_k_alone" (the largest
+            1 % and nothing else), "top_k_feedback" (which keeps what that loses); None: exactly.
     """
 
     contender: str

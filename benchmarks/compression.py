@@ -38,6 +38,7 @@ COMPRESSORS = {
     **NAMES,
     "top_k, rest int4": TopK(rest="int4"),
     "top_k, rest None": TopK(rest=None),
+    "top_k, rest None, error feedback": TopK(rest=None, error_feedback=True),
     "int4, blocks of 128": Int4(128),
 }
 
@@ -122,10 +123,10 @@ def loss(args: argparse.Namespace) -> None:
             }
             found[name].append(_known(args.json, key) or _trained(args.json, key))
             against = found[name][-1][-1] / found[names[0]][order][-1] - 1
-            print(f"order {order}  {name:20s} {found[name][-1][-1]:.4f}  {100 * against:+.2f} %", flush=True)
+            print(f"order {order}  {name:32s} {found[name][-1][-1]:.4f}  {100 * against:+.2f} %", flush=True)
     for name, curves in found.items():
         against = [one[-1] / other[-1] - 1 for one, other in zip(curves, found[names[0]], strict=True)]
-        print(f"{name:20s} mean {statistics.mean(one[-1] for one in curves):.4f}  {100 * statistics.mean(against):+.2f} %")
+        print(f"{name:32s} mean {statistics.mean(one[-1] for one in curves):.4f}  {100 * statistics.mean(against):+.2f} %")
     if args.picture is not None:
         draw(found, args.steps, args.picture)
 
@@ -138,7 +139,7 @@ def _known(file: pathlib.Path | None, key: dict[str, object]) -> list[float] | N
 
 def _trained(file: pathlib.Path | None, key: dict[str, object]) -> list[float]:
     compressor = None if key["gradients"].startswith("none") else COMPRESSORS[key["gradients"]]
-    settings = {"gradient_compression": compressor, "parameter_compression": key["parameters"]}
+    settings = {"gradient_compression": compressor, "parameter_compression": COMPRESSORS.get(key["parameters"])}
     losses = validation_losses(key["order"], key["steps"], zero_stage=key["zero_stage"], **settings)
     if file is not None:
         with file.open("a", encoding="utf-8") as stream:
@@ -176,7 +177,7 @@ def main() -> None:
     other.add_argument("--steps", type=int, default=1000)
     other.add_argument("--orders", type=int, default=3)
     other.add_argument("--zero-stage", type=int, default=2)
-    other.add_argument("--parameters", help="how parameters travel (default: exactly)")
+    other.add_argument("--parameters", choices=COMPRESSORS, metavar="NAME", help="how parameters travel (default: exactly)")
     other.add_argument("--only", nargs="*", help="compressors, 'none' among them; the first is what others are compared with")
     other.add_argument(
         "--json", type=pathlib.Path, metavar="FILE", help="append a line per training, and go on from those it has"

@@ -53,6 +53,7 @@ COMPRESSORS = {
     "int4": ("int4", "int8"),
     "top_k": ("int8", "int8"),
     "top_k_int4": ("int4", "int8"),
+    "top_k_feedback": ("top_k_alone", "int8"),
 }
 INTERRUPTED = 130  # exit code, as a shell has it
 # Of `wide` at stage 2, over uncompressed.

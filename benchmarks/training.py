@@ -20,7 +20,11 @@ from tfdist.runtime import share_cores
 
 # Strategies
 
-_COMPRESSORS = {"top_k_int4": TopK(rest="int4")}  # those that have no name in tfdist
+_COMPRESSORS = {  # those that have no name in tfdist
+    "top_k_int4": TopK(rest="int4"),
+    "top_k_alone": TopK(rest=None),
+    "top_k_feedback": TopK(rest=None, error_feedback=True),
+}
 
 
 def build_strategy(case: Case) -> tf.distribute.Strategy:

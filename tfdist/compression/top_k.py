@@ -5,6 +5,8 @@
 
 Chunks keep the number of words fixed, the search short and places in 16 bits. What is kept is 0 in what `rest` encodes, which so
 has smaller scales. What is not finite counts as largest.
+
+The search looks at blocks first: the k largest of a chunk are in the k blocks with the largest maxima.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from tfdist.compression.compressor import Compressor
 from tfdist.compression.words import joined, packed, padded, parted, unpacked
 
 _CHUNK = 4096
+_BLOCK = 16
 _RESTS: dict[str | None, Compressor | None] = {"int8": Int8(), "int4": Int4(), None: None}
 
 
@@ -63,8 +66,7 @@ class TopK(Compressor):
         rows, n = x.shape
         chunks, length, kept = self._sizes(n)
         flat = tf.reshape(padded(x, chunks * length), [rows * chunks, length])
-        sizes = tf.where(tf.math.is_nan(flat), math.inf, tf.abs(flat))
-        _, places = tf.math.top_k(sizes, kept, sorted=False)
+        places = _largest(flat, kept)
         values = tf.gather(flat, places, batch_dims=1)
         parts = [tf.reshape(values, [rows, chunks * kept])]
         parts.append(packed(tf.cast(tf.reshape(tf.cast(places, tf.int64), [rows, chunks * kept]), tf.uint16)))
@@ -110,6 +112,30 @@ class TopK(Compressor):
         chunks, _, kept = self._sizes(n)
         rest = [] if self._rest is None else [self._rest.bytes_of(n) // 4]
         return [chunks * kept, -(-chunks * kept // 2), *rest]
+
+
+def _largest(x: tf.Tensor, kept: int) -> tf.Tensor:
+    """Returns the places (rows, kept) of the largest by magnitude in each row of `x`, (rows, n); first, of what is not finite."""
+    rows, n = x.shape
+    if 2 * kept * _BLOCK > n:
+        return _largest_of_all(tf.abs(x), kept)
+    number = -(-n // _BLOCK)
+    sizes = tf.abs(x)
+    if number * _BLOCK > n:
+        sizes = tf.pad(sizes, [[0, 0], [0, number * _BLOCK - n]], constant_values=-1.0)  # never among the largest
+    blocks = tf.reshape(sizes, [rows, number, _BLOCK])
+    # Told by the sum, because XLA's maximum passes NaN over.
+    is_finite = tf.math.is_finite(tf.reduce_sum(blocks, axis=2))
+    chosen = _largest_of_all(tf.where(is_finite, tf.reduce_max(blocks, axis=2), math.inf), kept)
+    near = tf.reshape(tf.gather(blocks, chosen, batch_dims=1), [rows, kept * _BLOCK])
+    # As float32, which has them exactly: a GPU has no arithmetic of int32.
+    places = tf.cast(chosen, tf.float32)[:, :, tf.newaxis] * _BLOCK + tf.range(_BLOCK, dtype=tf.float32)
+    places = tf.reshape(places, [rows, kept * _BLOCK])
+    return tf.cast(tf.gather(places, _largest_of_all(near, kept), batch_dims=1), tf.int32)
+
+
+def _largest_of_all(sizes: tf.Tensor, kept: int) -> tf.Tensor:
+    return tf.math.top_k(tf.where(tf.math.is_nan(sizes), math.inf, sizes), kept, sorted=False).indices
 
 
 def _flat(places: tf.Tensor, length: int) -> tf.Tensor:
