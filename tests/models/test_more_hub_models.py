@@ -21,7 +21,7 @@ WAYS = {
     "pipeline 2": (2, {"zero_stage": 0, "pipeline_parallel_size": 2}),
 }
 # Microbatches are normalized one by one: not as one device does, but as one that is fed microbatches (docs/pipeline.md).
-NORMALIZED = ("DenseNet", "ResNet")
+NORMALIZED = ("DenseNet", "MobileNet", "ResNet", "Xception")
 CASES = [(name, way) for name in more_families.BACKBONES for way in WAYS if way != "pipeline 2" or name not in NORMALIZED]
 
 

@@ -57,6 +57,23 @@ def rotary():
     return keras.Model(tokens, layers.Dense(VOCABULARY)(x))
 
 
+class Tables(layers.Layer):
+    """As DINOv3's rotary embedding: what it returns depends on the length of a row, and has no rows; and a number."""
+
+    def call(self, x):
+        angles = ops.arange(x.shape[1], dtype="float32")[:, None] / (1.0 + ops.arange(x.shape[2], dtype="float32"))
+        return ops.sin(angles), ops.mean(angles)
+
+
+def tables():
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, WIDTH)(tokens)
+    sines, size = Tables()(x)
+    for _ in range(3):
+        x = layers.Dense(WIDTH, "tanh")(x * sines + 0.1 * size)
+    return keras.Model(tokens, layers.Dense(VOCABULARY)(x))
+
+
 def blocks_without_build():
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(VOCABULARY, WIDTH)(tokens)
@@ -99,6 +116,7 @@ def frozen():
 
 MODELS = {
     "rotary": rotary,
+    "tables": tables,
     "blocks": blocks_without_build,
     "keywords": keywords_and_several_outputs,
     "encoder-decoder": encoder_decoder,
@@ -146,6 +164,7 @@ PLAIN = {name: program(name) for name in MODELS}
 # (model, pipe size, data size, microbatches, schedule)
 GRID = [
     ("rotary", 2, 1, 2, "1f1b"),
+    exhaustive("tables", 2, 1, 2, "1f1b"),
     exhaustive("blocks", 2, 2, 2, "1f1b"),
     exhaustive("keywords", 2, 1, 2, "zero_bubble"),
     exhaustive("encoder-decoder", 4, 1, 2, "1f1b"),

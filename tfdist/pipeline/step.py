@@ -159,7 +159,12 @@ class Step:
 
     def input_specs(self, stage: StageLayer, microbatch: int) -> list[tf.TensorSpec]:
         rows = self._data.fed_size(microbatch)
-        return [held_spec(self._program, tensor, rows) for tensor in stage.stage_inputs]
+        is_of_any_size = all(x.shape[0] is None for x in self._staged.module.inputs)
+        return [
+            # What has a first size that is known, in a model of batches of any size, has no rows: a rotary table, say.
+            tf.TensorSpec(x.shape, x.dtype) if is_of_any_size and x.shape[:1] != (None,) else held_spec(self._program, x, rows)
+            for x in stage.stage_inputs
+        ]
 
     def annotate(self, stage: StageLayer, microbatch: int, stage_inputs: Sequence[tf.Tensor]) -> None:
         for x, tensor in zip(stage_inputs, stage.stage_inputs, strict=True):
