@@ -26,6 +26,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.sharding import tape
 from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.layout import Layout
@@ -114,7 +115,7 @@ def request_placement(variable: keras.Variable, **changes: Any) -> None:
 
 def _make_anew(variable: keras.Variable) -> None:
     # One that holds no value is made anew without one.
-    whole = tf.identity(variable._value) if variable._value.is_initialized() else None
+    whole = None if tape.is_without_value(variable._value) else tf.identity(variable._value)
     # A weight that was frozen after it was made stays one of the parameters, which ZeRO shards.
     is_trainable, variable._trainable = variable._trainable, variable._value.trainable
     with tf.init_scope():

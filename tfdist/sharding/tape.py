@@ -51,6 +51,12 @@ def variable_without_value(
     return made
 
 
+def is_without_value(variable: tf.Variable) -> bool:
+    """Whether `variable`, or what it is on each device, was made by `variable_without_value`: no device is asked."""
+    kind = resource_variable_ops.UninitializedVariable
+    return all(isinstance(one, kind) for one in getattr(variable, "values", (variable,)))
+
+
 def read_of(variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:
     """Returns `value` as what is read from `variable`, to the gradient tapes that watch it or watch what is read."""
     if tf.executing_eagerly() and not record.could_possibly_record():
