@@ -39,8 +39,8 @@ _INLINE = frozenset(
 INLINE_BYTES = 2**16
 # Of a CPU's core, roughly: only their ratio has a part in the order.
 _FLOPS_PER_SECOND, _BYTES_PER_SECOND, _SECONDS = 40e9, 8e9, 2e-6
-# A link beside such a core, as slow as 50 GB/s between hosts are beside 400 TFLOP/s of an H100: messages are long on their way.
-_LINK_BYTES_PER_SECOND = 5e6
+# A link beside such a core, as slow as NVLink is beside an H100: 360 GB/s and 400 TFLOP/s.
+_LINK_BYTES_PER_SECOND = 36e6
 
 
 def alias_of(operation: tf.Operation, number: int) -> int | None:
