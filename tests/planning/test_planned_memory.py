@@ -48,7 +48,12 @@ def traced(build, optimizer=None):
 
 def reported(build, candidate, optimizer=None):
     """Returns the most that a device holds of each kind of state, as the report of a real model says."""
-    settings = {"tensor_parallel_size": candidate.tensor, "pipeline_parallel_size": candidate.pipeline}
+    settings = {
+        "tensor_parallel_size": candidate.tensor,
+        "pipeline_parallel_size": candidate.pipeline,
+        "sharding_group_size": candidate.sharding_group_size,
+        "parameter_compression": candidate.parameter_compression,
+    }
     devices = [f"CPU:{index}" for index in range(candidate.devices)]
     strategy = tfdist.ShardedStrategy(devices, zero_stage=candidate.zero_stage, **settings)
     with strategy.scope():
@@ -57,7 +62,9 @@ def reported(build, candidate, optimizer=None):
             model.compile(optimizer, LOSS)
         model.optimizer.build(model.trainable_variables)
     report = tfdist.memory_report(model)
-    return [(device.parameter_bytes, device.gradient_bytes, device.optimizer_bytes) for device in report.devices]
+    return [
+        (device.parameter_bytes + device.exact_bytes, device.gradient_bytes, device.optimizer_bytes) for device in report.devices
+    ]
 
 
 def planned(build, candidate, pipe=0, optimizer=None):
@@ -74,6 +81,17 @@ EXHAUSTIVE = pytest.mark.exhaustive
 def test_state_of_stages(build, zero_stage, data):
     candidate = Candidate(zero_stage=zero_stage, data=data)
     assert reported(build, candidate, "adam") == [planned(build, candidate, optimizer="adam")] * data
+
+
+@pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=EXHAUSTIVE), 2, pytest.param(3, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_state_in_sharding_groups_and_of_rounded_copies(zero_stage, compression):
+    sizes = {"data": 4, "sharding_group_size": 2} if compression is None else {"data": 2}
+    candidate = Candidate(zero_stage=zero_stage, parameter_compression=compression, **sizes)
+    found = planned(text, candidate)
+    assert set(reported(text, candidate)) == {found}
+    apart = planned(text, Candidate(zero_stage=zero_stage, data=candidate.shards))
+    assert (found > apart) is (compression is not None and zero_stage < 3)  # exact shards of rounded copies
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", pytest.param("muon", marks=EXHAUSTIVE)])

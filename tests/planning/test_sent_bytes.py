@@ -33,11 +33,13 @@ ALONE, GROUPS = (tfdist.ShardingConfig(group_bytes=size) for size in (0, 150_000
 @functools.cache
 def strategy_of_a_step(build, candidate, config=ALONE):
     """Returns the strategy that has made a step of `fit`."""
-    settings = {"tensor_parallel_size": candidate.tensor, "pipeline_parallel_size": candidate.pipeline}
-    if candidate.gradient_compression:
-        settings["gradient_compression"] = candidate.gradient_compression
-    if candidate.parameter_compression:
-        settings["parameter_compression"] = candidate.parameter_compression
+    settings = {
+        "tensor_parallel_size": candidate.tensor,
+        "pipeline_parallel_size": candidate.pipeline,
+        "sharding_group_size": candidate.sharding_group_size,
+        "gradient_compression": candidate.gradient_compression,
+        "parameter_compression": candidate.parameter_compression,
+    }
     devices = [f"CPU:{index}" for index in range(candidate.devices)]
     strategy = tfdist.ShardedStrategy(devices, config=config, zero_stage=candidate.zero_stage, **settings)
     with strategy.scope():
@@ -53,8 +55,10 @@ def counted(build, candidate, config=ALONE):
     plan, mesh = strategy.last_plan, strategy.mesh
     assert plan.sent_bytes() > 0
     sent = dict.fromkeys(("data", "tensor", "pipe"), 0.0)
+    axes = {mesh.group_ranks(axis, 0): axis for axis in ("pipe", "tensor", "data")}
+    axes |= {mesh.group_ranks(axis, 0): "data" for axis in ("shard", "replicate") if mesh.is_hybrid}
     for record in plan.records[0]:
-        sent[next(axis for axis in sent if mesh.group_ranks(axis, 0) == record.ranks)] += record.sent_bytes
+        sent[axes[record.ranks]] += record.sent_bytes
     assert sum(sent.values()) == plan.sent_bytes()
     return sent
 
@@ -79,10 +83,18 @@ def test_bytes_over_replicas(build, zero_stage, data):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_bytes_of_compressed_messages(zero_stage):
-    given = {"parameter_compression": "int8"} if zero_stage == 3 else {}
+    given = {"parameter_compression": "int8"} if zero_stage else {}
     candidate = Candidate(zero_stage=zero_stage, data=2, gradient_compression="int8", **given)
+    assert sent_of(traced(text), candidate, 8, config=ALONE) == counted(text, candidate)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("compression", [None, "int8"])
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_bytes_in_sharding_groups(zero_stage, compression):
+    candidate = Candidate(zero_stage=zero_stage, data=4, sharding_group_size=2, gradient_compression=compression)
     assert sent_of(traced(text), candidate, 8, config=ALONE) == counted(text, candidate)
 
 

@@ -25,7 +25,8 @@ class Candidate:
         recompute: whether the model's blocks, or with a pipeline its stages, are computed again in backward.
         sharding_group_size: how many neighbouring replicas share one copy of the state; None: all of them.
         gradient_compression: how gradients travel, such as "int8"; None: exactly.
-        parameter_compression: how gathered parameters travel at stage 3; None: exactly.
+        parameter_compression: how parameters travel, such as "int8": gathered at stage 3, updated at stages 1 and 2, where
+            each rank keeps exact shards besides; None: exactly.
         stages_per_rank: how many stages each rank of a pipeline has: several with the schedule "interleaved", else 1.
 
     Raises:

@@ -10,7 +10,7 @@ class DeviceMemory:
     """Bytes on one device at the fullest moment of a step.
 
     Attributes:
-        parameters: the weights, trainable and not, as stored.
+        parameters: the weights, trainable and not, as stored, and the exact shards of those whose copies are rounded.
         gradients: those of trainable weights, as far as the stage keeps them between backward and update.
         optimizer: the optimizer's variables.
         activations: what forward keeps for backward, and what operations hold while they run.

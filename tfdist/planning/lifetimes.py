@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist.pipeline.stages.flops import flops_of_operation
 from tfdist.planning import operations
 from tfdist.planning.execution_order import execution_order
+from tfdist.planning.graph_optimizer import pushed_down
 from tfdist.sharding import tape
 
 
@@ -85,8 +86,9 @@ class Sweep:
         for one in ops:
             self.outputs.append([tensors.setdefault(x.name, len(tensors)) for x in one.outputs])
         self.tensors = tensors
-        self.inputs = [[tensors[x.name] for x in one.inputs] for one in ops]
-        self.before = [sorted({numbers[x.op] for x in one.inputs} | {numbers[x] for x in one.control_inputs}) for one in ops]
+        inputs = {one: list(one.inputs) for one in ops} | dict(pushed_down(ops))
+        self.inputs = [[tensors[x.name] for x in inputs[one]] for one in ops]
+        self.before = [sorted({numbers[x.op] for x in inputs[one]} | {numbers[x] for x in one.control_inputs}) for one in ops]
         self.aliases = [
             [operations.alias_of(one, number) if self.runs[place] else None for number in range(len(one.outputs))]
             for place, one in enumerate(ops)

@@ -12,10 +12,10 @@ from tfdist import errors
 from tfdist.optimizers.ownership import balanced_owners
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.device_memory import DeviceMemory
-from tfdist.planning.parts import parts_at, parts_of
+from tfdist.planning.parts import Part, parts_at, parts_of
 from tfdist.planning.step_memory import StepMemory, step_memory
 from tfdist.planning.traced_model import TracedModel
-from tfdist.sharding import Shard, placements_of
+from tfdist.sharding import Shard, placements_of, travels_exactly
 
 
 def memory_of(traced: TracedModel, candidate: Candidate, batch_size: int) -> DeviceMemory:
@@ -54,7 +54,7 @@ def memory_of(traced: TracedModel, candidate: Candidate, batch_size: int) -> Dev
 def _of_state(candidate: Candidate) -> Candidate:
     """Returns the candidate without what its model state does not depend on."""
     schedule = candidate.schedule and ("interleaved" if candidate.stages_per_rank > 1 else "1f1b")
-    exact = dataclasses.replace(candidate, gradient_compression=None, parameter_compression=None)
+    exact = dataclasses.replace(candidate, gradient_compression=None)
     return dataclasses.replace(exact, schedule=schedule, microbatches=1, recompute=False)
 
 
@@ -78,10 +78,18 @@ def state_of(traced: TracedModel, candidate: Candidate, pipe: int = 0) -> Device
     parameters = sum(
         (part.shard if is_sharded["parameter"] and part.is_parameter else part.local) * part.itemsize for part in parts
     )
+    parameters += sum(part.shard * part.itemsize for part in parts if _is_rounded(candidate, part))
     gradients = sum(
         (part.shard if is_sharded["gradient"] else part.local) * part.itemsize for part in parts if part.weight.trainable
     )
     return DeviceMemory(parameters, gradients, max(_slot_bytes(traced, candidate, pipe)))
+
+
+def _is_rounded(candidate: Candidate, part: Part) -> bool:
+    """Whether ranks hold rounded copies of a weight, and exact shards besides, which are updated: as `rounds_copies` says."""
+    if candidate.zero_stage not in (1, 2) or candidate.parameter_compression is None or candidate.shards == 1:
+        return False
+    return part.weight.trainable and part.is_parameter and part.itemsize <= 4 and not travels_exactly(part.weight.shape)
 
 
 def _slot_bytes(traced: TracedModel, candidate: Candidate, pipe: int) -> list[int]:

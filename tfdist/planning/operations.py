@@ -13,7 +13,7 @@ from tfdist.sharding import tape
 _ALIASES = frozenset(
     (
         "Bitcast CheckNumerics EnsureShape ExpandDims Identity PlaceholderWithDefault PreventGradient Reshape Squeeze "
-        "StopGradient TensorListFromTensor TensorListSetItem TensorListPushBack TensorListPopBack TensorListResize"
+        "StopGradient TensorListSetItem TensorListPushBack TensorListPopBack TensorListResize"
     ).split()
 )
 # What they return is a variable's buffer, or what a step is given.
@@ -96,7 +96,18 @@ def output_bytes(operation: tf.Operation) -> list[int | None]:
         return [None if whole is None or ranks is None else whole // int(ranks)]
     if operation.type == "BroadcastGradientArgs":  # numbers of axes
         return [0] * len(operation.outputs)
+    if operation.type == "TensorListFromTensor":  # copies its rows
+        return [tensor_bytes(operation.inputs[0])]
+    if operation.type == "ZerosLike" and operation.outputs[0].dtype == tf.variant:
+        return [_of_list(operation.inputs[0])]
     return [tensor_bytes(output) for output in operation.outputs]
+
+
+def _of_list(tensor: tf.Tensor) -> int | None:
+    """Returns the bytes of a list's tensors."""
+    while alias_of(tensor.op, tensor.value_index) is not None and tensor.op.type not in tape.LOOPS:
+        tensor = tensor.op.inputs[0]
+    return output_bytes(tensor.op)[tensor.value_index]
 
 
 def tensor_bytes(tensor: tf.Tensor) -> int | None:

@@ -4,6 +4,7 @@ With P bytes of the local part of parameters, padded to N equal shards, and ring
 
     data     stage 0       all-reduce of gradients                                    2 P (N - 1)/N
              stages 1, 2   reduce-scatter of gradients, all-gather of parameters      2 P (N - 1)/N
+             groups        with G groups of N the all-reduce of shards between them   2 P/N (G - 1)/G
              stage 3       all-gathers for forward and for backward, reduce-scatter   up to 3 P (N - 1)/N: see `gathers`
              all           the rows of the batch, and running statistics
     tensor   what sharded layers sum and gather (`tensor_plans.traffic`)
@@ -12,6 +13,7 @@ With P bytes of the local part of parameters, padded to N equal shards, and ring
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -24,10 +26,9 @@ from tfdist.planning.candidate import Candidate
 from tfdist.planning.gathers import Gather, gathers_of
 from tfdist.planning.parts import Part, parts_of
 from tfdist.planning.traced_model import TracedModel
-from tfdist.sharding import ShardingConfig
+from tfdist.sharding import ShardingConfig, travels_exactly
 
 _FLOAT, _DOUBLE = 4, 8
-_COMPRESSED_ELEMENTS = 4096
 
 
 def sent_of(
@@ -60,7 +61,9 @@ def _over_data(traced: TracedModel, candidate: Candidate, pipe: int, config: Sha
     part = (size - 1) / size
     parts = [one for one in parts_of(traced, candidate) if pipe in one.owners]
     trained = [one for one in parts if one.weight.trainable]
-    gradients = compressor_of("gradient_compression", candidate.gradient_compression)
+    compressor = compressor_of("gradient_compression", candidate.gradient_compression)
+    rounding = compressor_of("parameter_compression", candidate.parameter_compression)
+    gradients = compressor if candidate.data == size else None  # of several groups what these send each other is compressed
     padded = sum(_bytes(one, gradients, size) for one in trained)
     exact = sum(one.shard * one.itemsize * size for one in trained)
     if candidate.zero_stage == 3:
@@ -69,16 +72,23 @@ def _over_data(traced: TracedModel, candidate: Candidate, pipe: int, config: Sha
         whole = sum(one.local * one.itemsize for one in trained)
         sent = 2 * (whole if gradients is None else padded) * part
     else:
-        sent = (padded + exact) * part
+        sent = (padded + sum(_bytes(one, rounding, size) for one in trained)) * part
     if not traced.is_elementwise and candidate.zero_stage:  # shards are gathered again, and owners send what they have updated
         sent += exact * part * (1 if candidate.zero_stage == 3 else 0) + exact / size
-    return sent + _small(traced, candidate, size, pipe)
+    return sent + _between_groups(trained, compressor, candidate.data // size) + _small(traced, candidate, candidate.data, pipe)
+
+
+def _between_groups(trained: Sequence[Part], compressor: Compressor | None, groups: int) -> float:
+    """Returns the bytes of the all-reduce of a rank's shards over the sharding groups."""
+    pieces = [dataclasses.replace(one, shard=-(-one.shard // groups)) for one in trained]
+    whole = sum(one.shard * one.itemsize for one in trained)
+    padded = whole if compressor is None else sum(_bytes(one, compressor, groups) for one in pieces)
+    return 2 * padded * (groups - 1) / groups
 
 
 def _bytes(part: Part, compressor: Compressor | None, size: int) -> int:
     """Returns the bytes of the rows for all ranks in which a weight or its gradient travels."""
-    is_exact = len(part.weight.shape) < 2 or part.weight.elements < _COMPRESSED_ELEMENTS
-    if compressor is None or is_exact:
+    if compressor is None or travels_exactly(part.weight.shape):
         return part.shard * part.itemsize * size
     return compressor.bytes_of(part.shard) * size
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from tfdist.collectives import assign_buckets
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.layouts import held_at_most
-from tfdist.planning.parts import Part, parts_at
+from tfdist.planning.parts import Part, RankParts, parts_at
 from tfdist.planning.step_profile import StepProfile
 from tfdist.planning.traced_model import TracedModel
 from tfdist.sharding import Shard, ShardingConfig, layers_within, placements_of
@@ -37,20 +37,29 @@ def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe
     profile = traced.profile(microbatch, candidate.tensor)
     if candidate.pipeline > 1:
         return _of_stages(traced, candidate, profile, pipe)
-    rank = parts_at(traced, candidate, pipe)
-    trained = list(rank.trained.values())
+    trained = parts_at(traced, candidate, pipe).trained
     live = _recomputed(traced, profile) if candidate.recompute else profile.activations
-    buffers = _messages(candidate, rank.gradient_sizes) + _gathered(traced, candidate, rank.parts)
-    return StepMemory(int((live + _gradients(candidate, profile, trained)).max()) + buffers, buffers)
+    buffers = np.zeros(len(live), np.int64)
+    if candidate.data > 1:
+        sent = _gathered if candidate.zero_stage == 3 else _messages
+        buffers = sent(traced, profile, candidate.tensor)
+    together = live + _gradients(candidate, profile, trained) + buffers
+    fullest = int(np.argmax(together))
+    return StepMemory(int(together[fullest]), int(buffers[fullest]))
 
 
-def _gradients(candidate: Candidate, profile: StepProfile, trained: Sequence[Part]) -> np.ndarray:
+def _gradients(candidate: Candidate, profile: StepProfile, trained: Mapping[int, Part]) -> np.ndarray:
     """Returns the bytes of gradients during each operation: whole, or of shards that have been reduced."""
     is_sharded = isinstance(placements_of(candidate.zero_stage).gradient, Shard)
+    return _made(profile, {place: (x.shard if is_sharded else x.local) * x.itemsize for place, x in trained.items()})
+
+
+def _made(profile: StepProfile, sizes: Mapping[int, int]) -> np.ndarray:
+    """Returns the bytes of gradients, whose sizes are given by their places, that are made by the end of each operation."""
     born = np.zeros(len(profile.activations), np.int64)
-    for place, part in enumerate(trained):
+    for place, size in sizes.items():
         if profile.gradients[place] >= 0:
-            born[profile.gradients[place]] += (part.shard if is_sharded else part.local) * part.itemsize
+            born[profile.gradients[place]] += size
     return np.cumsum(born)
 
 
@@ -64,62 +73,96 @@ def _recomputed(traced: TracedModel, profile: StepProfile) -> np.ndarray:
     return live
 
 
-def _messages(candidate: Candidate, sizes: tuple[int, ...]) -> int:
-    """Returns the bytes of messages in which gradients are summed over the replicas: each packed, and what arrives.
-
-    Stage 0 sums all gradients before it updates: with links slower than backward all messages are there at once.
-    """
-    if candidate.data == 1 or candidate.zero_stage == 3:
-        return 0
-    return 2 * (sum(sizes) if candidate.zero_stage == 0 else max(_buckets(sizes), default=0))
+@functools.lru_cache(maxsize=64)
+def _messages(traced: TracedModel, profile: StepProfile, tensor: int) -> np.ndarray:
+    """Returns the bytes, during each operation, of the message in which gradients are summed over the replicas: packed, and what
+    arrives. The first leaves when all its gradients are there."""
+    most = np.zeros(len(profile.activations), np.int64)
+    trained = parts_at(traced, Candidate(tensor=tensor), 0).trained
+    for bucket in _buckets(tuple((place, part.bytes) for place, part in trained.items())):
+        ready = max(0, *(int(profile.gradients[place]) for place in bucket))
+        message = 2 * sum(trained[place].bytes for place in bucket)
+        most[ready:] = np.maximum(most[ready:], message)
+    return most
 
 
 @functools.lru_cache(maxsize=1024)
-def _buckets(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _buckets(sizes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
+    """Returns the places of the gradients of each message, the last ones first."""
     last_first = sizes[::-1]
-    buckets = assign_buckets(last_first, _DEFAULTS.bucket_bytes)
-    return tuple(sum(last_first[place] for place in bucket) for bucket in buckets)
-
-
-def _gathered(traced: TracedModel, candidate: Candidate, parts: Sequence[Part]) -> int:
-    """Returns the bytes of layers that are gathered at once, and of the whole gradients of one: stage 3."""
-    if candidate.data == 1 or candidate.zero_stage != 3:
-        return 0
-    groups = _groups(traced, tuple(parts))
-    window = _DEFAULTS.prefetch + 1
-    at_once = max((sum(groups[start : start + window]) for start in range(len(groups))), default=0)
-    return at_once + max(groups, default=0)
+    buckets = assign_buckets([size for _, size in last_first], _DEFAULTS.bucket_bytes)
+    return tuple(tuple(last_first[number][0] for number in bucket) for bucket in buckets)
 
 
 @functools.lru_cache(maxsize=64)
-def _groups(traced: TracedModel, parts: tuple[Part, ...]) -> tuple[int, ...]:
-    """Returns the bytes of what is gathered at once: a layer, or small ones that follow each other."""
-    by_path = {part.weight.path: part for part in parts}
-    groups: list[int] = []
-    filled = _DEFAULTS.group_bytes + 1
-    for layer in layers_within(traced.model):
-        own = [by_path[v.path] for v in layer._trainable_variables if v.path in by_path]
-        size = sum(part.local * part.itemsize for part in own if part.is_parameter)
-        if not size:
-            continue
-        if filled + size <= _DEFAULTS.group_bytes:
-            groups[-1] += size
-            filled += size
-        else:
-            groups.append(size)
-            filled = size
-    return tuple(groups)
+def _gathered(traced: TracedModel, profile: StepProfile, tensor: int) -> np.ndarray:
+    """Returns the bytes, during each operation, of layers that are gathered and of whole gradients on their way: stage 3.
+
+    A group is gathered when the one `prefetch + 1` before it has been read, and dropped when it has been read itself; its whole
+    gradients are there until the next group's are made. The strategy keeps their order, so that `prefetch + 1` are there at once
+    and the gradients of one; without it operations of several layers run among each other.
+    """
+    live = np.zeros(len(profile.activations) + 1, np.int64)
+    groups, ahead = _groups(traced, parts_at(traced, Candidate(tensor=tensor), 0)), _DEFAULTS.prefetch + 1
+    windows = [_window(profile, group.calls) for group in groups]
+
+    def add(size: int, start: int, stop: int) -> None:
+        if start <= stop:
+            live[start] += size
+            live[stop + 1] -= size
+
+    for place, (group, (_, forward, begin, end)) in enumerate(zip(groups, windows, strict=True)):
+        add(group.size, windows[place - ahead][1] + 1 if place >= ahead else 0, forward)
+        later = windows[place + ahead :]
+        add(group.size, min(later[0][3] + 1 if later else profile.forward, begin), end)
+        add(group.size, begin, windows[place - 1][3] if place else len(live) - 2)
+    sizes = [group.size for group in groups]
+    at_once = max((sum(sizes[start : start + ahead]) for start in range(len(sizes))), default=0)
+    return np.minimum(np.cumsum(live)[:-1], at_once + max(sizes, default=0))
+
+
+def _window(profile: StepProfile, calls: Sequence[int]) -> tuple[int, int, int, int]:
+    """Returns the first and the last operation of forward, and of backward, of some calls together."""
+    first, last, begin, end = (profile.windows[list(calls), side] for side in range(4))
+    latest = len(profile.activations) - 1
+    return int(first.min()), int(last.max()), min(int(begin.min()), latest), min(int(end.max()), latest)
+
+
+@dataclasses.dataclass
+class _Group:
+    """Layers that are gathered together: the places of their calls, and their bytes."""
+
+    calls: list[int]
+    size: int
+
+
+def _groups(traced: TracedModel, rank: RankParts) -> list[_Group]:
+    """Returns what is gathered at once: a layer, or small ones that follow each other."""
+    by_path = {part.weight.path: part for part in rank.parts}
+    groups: list[_Group] = []
+    seen: set[str] = set()
+    for place, call in enumerate(traced.calls):
+        for layer in layers_within(call.layer) if call.layer is not None else ():
+            own = [by_path[v.path] for v in layer._trainable_variables if v.path in by_path and v.path not in seen]
+            seen.update(part.weight.path for part in own)
+            size = sum(part.bytes for part in own if part.is_parameter)
+            if size and groups and groups[-1].size + size <= _DEFAULTS.group_bytes:
+                groups[-1].size += size
+                groups[-1].calls.append(place)
+            elif size:
+                groups.append(_Group([place], size))
+    return groups
 
 
 def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, pipe: int) -> StepMemory:
-    """Returns what a rank of a pipeline holds: what its stages keep of each microbatch that is under way, and their sums of
-    gradients, which are whole until the last microbatch is through."""
+    """Returns what a rank of a pipeline holds: what its stages keep of each microbatch that is under way, the gradients of one,
+    and their sums, which are whole until the last microbatch is through."""
     calls = traced.calls_of_stages(candidate.stages)
     rank = parts_at(traced, candidate, pipe)
     gradients = sum(rank.gradient_sizes)
     kept, peaks, passing = [], [], 0
     for stage in range(pipe, candidate.stages, candidate.pipeline):
-        most, whole = _of_calls(profile, tuple(calls[stage]))
+        most, whole = _of_calls(traced, profile, candidate.tensor, tuple(calls[stage]))
         inputs = traced.output_bytes(calls[stage - 1][-1], profile.batch_size) if stage and calls[stage - 1] else 0
         outputs = traced.output_bytes(calls[stage][-1], profile.batch_size) if calls[stage] else 0
         kept.append(inputs + (0 if candidate.recompute else whole))
@@ -128,15 +171,24 @@ def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, 
     sizes = candidate.pipeline, candidate.microbatches, candidate.stages_per_rank
     held = held_at_most(candidate.schedule or "", *sizes)[pipe]
     activations = held * sum(kept) // max(len(kept), 1) + max(peaks, default=0)
-    buffers = passing + _messages(candidate, rank.gradient_sizes)
-    if candidate.zero_stage == 3 and candidate.data > 1:
-        buffers += rank.parameter_bytes
-    return StepMemory(activations + gradients + buffers, buffers)
+    during = passing + (rank.parameter_bytes if candidate.zero_stage == 3 and candidate.data > 1 else 0)
+    after = 0  # the sums travel when the last microbatch is through
+    if candidate.data > 1 and candidate.zero_stage < 3:
+        buckets = _buckets(tuple((place, part.bytes) for place, part in rank.trained.items()))
+        after = max((2 * sum(rank.trained[place].bytes for place in bucket) for bucket in buckets), default=0)
+    if activations + during >= after:
+        return StepMemory(activations + gradients + during, during)
+    return StepMemory(gradients + after, after)
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_calls(profile: StepProfile, calls: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the most bytes that calls hold together during a step, and what they keep for backward."""
+def _of_calls(traced: TracedModel, profile: StepProfile, tensor: int, calls: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the most bytes that calls hold together during a step, their gradients among them, and what they keep for
+    backward."""
     if not calls:
         return 0, 0
-    return int(profile.of_calls[list(calls)].sum(axis=0).max()), int(profile.kept[list(calls)].sum())
+    layers = [traced.calls[place].layer for place in calls]
+    paths = {variable.path for layer in layers if layer is not None for variable in layer.trainable_variables}
+    trained = parts_at(traced, Candidate(tensor=tensor), 0).trained
+    own = _made(profile, {place: part.bytes for place, part in trained.items() if part.weight.path in paths})
+    return int((profile.of_calls[list(calls)].sum(axis=0) + own).max()), int(profile.kept[list(calls)].sum())

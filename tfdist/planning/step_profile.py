@@ -57,7 +57,8 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
     is_gradient = np.zeros(len(buffers.sizes), bool)
     is_gradient[[buffer for buffer in of_gradient if buffer >= 0]] = True
     owner = owners[buffers.makers]
-    is_kept = (buffers.makers < trace.forward) & ~is_gradient & (buffers.deaths >= backward)
+    # What gradients need of forward's tensors alone is computed in forward, too.
+    is_kept = ~is_backward[buffers.makers] & ~is_gradient & (buffers.deaths >= backward)
     kept = np.zeros(len(calls), np.int64)
     np.add.at(kept, owner[is_kept], buffers.sizes[is_kept])
     of_calls = np.stack([buffers.live((owner == place) & ~is_gradient) for place in range(len(calls))])
@@ -110,10 +111,13 @@ def _owner_by_name(name: str, scopes: dict[str, int], otherwise: int) -> int:
 
 
 def _is_backward(trace: StepTrace, sweep: Sweep, owners: np.ndarray) -> np.ndarray:
-    """Returns which operations depend on the last call: shapes and constants of gradients are there before."""
+    """Returns which operations depend on the last call: shapes, constants and weights of examples are there before."""
     latest = np.zeros(len(owners), np.int64)
+    within = np.zeros(len(owners), bool)  # not of the loss: it computes with targets alone, too
+    for call in trace.calls:
+        within[call.start : call.stop] = True
     for place, before in enumerate(sweep.before):
-        own = owners[place] if place < trace.forward and before else 0
+        own = owners[place] if within[place] and before else 0
         latest[place] = max([own, *(latest[other] for other in before if other < place)])
     ends = latest == latest[: trace.forward].max(initial=0)
     ends[: trace.forward] = False

@@ -8,17 +8,41 @@ are a part of the heads.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from tfdist.planning.lifetimes import Sweep
+from tfdist.planning.lifetimes import Buffers, Sweep
 from tfdist.planning.step_trace import StepTrace
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, is_attention
 from tfdist.tensor_plans.layer_shardings import LayerSharding
 
 _PRODUCTS = ("MatMul", "Einsum", "Conv")
 _WHOLE, _LOCAL, _COLUMN, _ROW, _HEADS = range(5)
+
+
+def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding], tensor: int) -> Buffers:
+    """Returns the buffers of one of `tensor` ranks: parts of what is divided, and what arrives where an output is gathered.
+
+    The gathered parts lie one behind the other, and are put together in a second buffer.
+    """
+    divided = divided_operations(trace, sweep, shardings)
+    sizes = np.where(divided[buffers.makers], -(-buffers.sizes // tensor), buffers.sizes)
+    gathering = {id(one.layer) for one in shardings if one.gather_output and not is_attention(one.layer)}
+    ranges = [(start, stop) for call in trace.calls for layer, start, stop in call.within if id(layer) in gathering]
+    arriving = []
+    for start, stop in ranges:
+        own = np.flatnonzero((buffers.makers >= start) & (buffers.makers < stop))
+        arriving += [own[np.argmax(sizes[own])]] if len(own) else []
+    births, makers = buffers.births[arriving], buffers.makers[arriving]
+    return dataclasses.replace(
+        buffers,
+        sizes=np.append(sizes, sizes[arriving]),
+        births=np.append(buffers.births, births),
+        deaths=np.append(buffers.deaths, births),
+        makers=np.append(buffers.makers, makers),
+    )
 
 
 def divided_operations(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> np.ndarray:

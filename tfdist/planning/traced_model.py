@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist import errors
@@ -20,7 +19,7 @@ from tfdist.planning.lifetimes import Buffers, Sweep
 from tfdist.planning.optimizer_slots import Slot, slots_of
 from tfdist.planning.step_profile import StepProfile, end_of, profile_of
 from tfdist.planning.step_trace import StepTrace, trace_step
-from tfdist.planning.tensor_regions import divided_operations
+from tfdist.planning.tensor_regions import on_tensor_rank
 from tfdist.planning.weightless import weightless_model
 from tfdist.sharding import layers_within
 
@@ -173,9 +172,7 @@ class TracedModel:
         """Returns what is in memory in the course of a step of so many examples, on one of so many tensor ranks."""
         buffers = self._buffers(batch_size)
         if tensor > 1:
-            divided = divided_operations(self.traces[0], self._sweep, self.layouts.shardings(tensor))
-            sizes = np.where(divided[buffers.makers], -(-buffers.sizes // tensor), buffers.sizes)
-            buffers = dataclasses.replace(buffers, sizes=sizes)
+            buffers = on_tensor_rank(buffers, self.traces[0], self._sweep, self.layouts.shardings(tensor), tensor)
         paths = [weight.path for weight in self.trained]
         return profile_of(self.traces[0], self._sweep, buffers, paths, batch_size)
 

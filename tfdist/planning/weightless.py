@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.sharding import keras_scope, tape
 
+_MOST_ELEMENTS = 2**16
 _FIX = "It must return a Keras model that is built: functional, or with `model.build(input_shape)` called in it."
 
 
@@ -23,7 +24,8 @@ def weightless(strategy: tf.distribute.Strategy | None = None) -> Iterator[None]
     """A block in which variables made from an initializer get a shape and a dtype, and no memory. The initializer does not run.
 
     They have a `number`, in the order in which they are made, and are there to be traced with, not to be computed with. Variables
-    made from a value, as counters are, have it.
+    made from a value, as counters are, have it, and so have small ones that are not trained: layers compute with such statistics
+    when they are built (`keras.layers.Normalization`).
 
     Args:
         strategy: in whose scope the block is, one of tfdist's: what each of its ranks stores has no memory then.
@@ -34,6 +36,9 @@ def weightless(strategy: tf.distribute.Strategy | None = None) -> Iterator[None]
         initial = settings.get("initial_value")
         if callable(initial):
             shape, dtype = _spec(initial, scratch)
+            is_statistic = settings.get("trainable") is False and shape.num_elements() <= _MOST_ELEMENTS
+            if is_statistic and strategy is None:
+                return next_creator(**settings)
             settings["initial_value"] = tf.TensorSpec(shape, settings.get("dtype") or dtype)
         return next_creator(**settings)
 

@@ -1,6 +1,6 @@
 """Level 4: what part of a variable each rank stores, and how a parameter is gathered, dropped and gathered again."""
 
-from tfdist.sharding.config import MeshConfig, ShardingConfig, config_of, settings_of, with_settings_listed
+from tfdist.sharding.config import MeshConfig, ShardingConfig, config_of, settings_of, travels_exactly, with_settings_listed
 from tfdist.sharding.kept_weights import KeptWeights, sharded_parameters
 from tfdist.sharding.keras_scope import layers_within
 from tfdist.sharding.layout import Layout
@@ -41,5 +41,6 @@ __all__ = [
     "with_layout",
     "settings_of",
     "sharded_parameters",
+    "travels_exactly",
     "with_settings_listed",
 ]

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -321,7 +322,7 @@ class MeshConfig(ShardingConfig):
 
     def compressor_of(self, layout: Layout) -> Compressor:
         """Returns how gradients of variables of `layout` travel: vectors and small ones exactly, which are few of the bytes."""
-        return EXACT if _is_small(layout) else self.compressor or EXACT
+        return EXACT if travels_exactly(layout.shape) else self.compressor or EXACT
 
     @property
     def feeds_back(self) -> bool:
@@ -333,7 +334,7 @@ class MeshConfig(ShardingConfig):
         compressor = compressor_of("parameter_compression", self.parameter_compression)
         if compressor is None or self.mesh.num_shards == 1:
             return None
-        return EXACT if _is_small(layout) else compressor
+        return EXACT if travels_exactly(layout.shape) else compressor
 
     def rounds_copies(self, layout: Layout, dtype: tf.DType) -> bool:
         """Whether ranks hold rounded copies of parameters of `layout`, and exact shards that they update (stages 1 and 2)."""
@@ -347,9 +348,9 @@ class MeshConfig(ShardingConfig):
         return dataclasses.replace(parameter, data=self.placements.optimizer_state)
 
 
-def _is_small(layout: Layout) -> bool:
-    """Whether variables of `layout` travel exactly, whatever is compressed."""
-    return len(layout.shape) < 2 or layout.num_elements < _COMPRESSED_ELEMENTS
+def travels_exactly(shape: Sequence[int]) -> bool:
+    """Whether variables of a global `shape` travel exactly, whatever is compressed."""
+    return len(shape) < 2 or math.prod(shape) < _COMPRESSED_ELEMENTS
 
 
 def config_of(strategy: tf.distribute.Strategy) -> MeshConfig | None:

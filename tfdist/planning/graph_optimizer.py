@@ -1,0 +1,34 @@
+"""What TensorFlow's graph optimizer changes in a step before it runs, as far as it moves memory.
+
+    C * (X * Y)  becomes  X * (C * Y)    a constant is pushed down (Grappler's constant folding, `ConstantPushDown`)
+
+The gradient of attention ends so: C is the scale of the scores, Y their softmax. C * Y is computed as soon as there is Y, in
+forward, and kept beside it for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+
+def pushed_down(operations: Sequence[tf.Operation]) -> Iterator[tuple[tf.Operation, list[tf.Tensor]]]:
+    """Yields the operations whose inputs change, with their new inputs."""
+    for parent in operations:
+        if parent.type != "Mul" or len(parent.inputs) != 2:
+            continue
+        constant, product = sorted(parent.inputs, key=lambda x: x.op.type != "Const")
+        child = product.op
+        if constant.op.type != "Const" or constant.shape.rank != 0 or child.type != "Mul":
+            continue
+        x, y = child.inputs
+        if "Const" in (x.op.type, y.op.type) or not _are_alike(x, y, product, parent.outputs[0]):
+            continue
+        if len(product.consumers()) == 1:
+            yield child, [constant, y]
+            yield parent, [x, product]
+
+
+def _are_alike(*tensors: tf.Tensor) -> bool:
+    return len({tuple(x.shape) for x in tensors}) == 1 and tensors[0].shape.is_fully_defined()
