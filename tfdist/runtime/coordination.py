@@ -56,7 +56,7 @@ def configure(cluster: Cluster, rendezvous_timeout_seconds: float, peer_timeout_
     if here._initialized:
         raise errors.runtime_error(
             "TensorFlow is already initialised in this process, too late to make it a worker of the cluster.",
-            fix="Make the strategy first: before any tensor, variable, dataset or list of logical devices.",
+            fix="Make the strategy first: before any tensor, variable, dataset, plan (`tfdist.plan`) or list of logical devices.",
         )
     jobs = collections.Counter(task.type for task in cluster.tasks)
     here.configure_coordination_service(
