@@ -14,7 +14,9 @@ measures such ranks, all at work at once, and the job goes on to time its steps.
     processor  seconds of all threads of all ranks, for a step: what a machine that is busy with other things changes least
     regret     how much longer the step of the chosen plan takes than that of the fastest measured one
 
-`--wait FILE` waits until that file exists before anything is measured: for a machine that is quiet at times only.
+For a machine that does other things as well: `--wait FILE` waits until that file exists before anything is measured, and
+`--processor` compares seconds of the processor, of all threads over all cores, by which the devices are calibrated, too. They are
+the seconds of the clock where ranks keep all cores busy; what a rank waits for another is not in them.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from keras import layers
 
 import tfdist
 from benchmarks.planning_memory import batch_of, cnn, compiled, mlp, transformer, vit
+from benchmarks.processor_clock import calibrated_by_processor
 from tfdist.planning import Candidate
 from tfdist.planning.estimates import Estimates
 from tfdist.planning.hardware import Hardware, from_file
@@ -146,7 +149,7 @@ class Trained:
         return [after - before for before, after in zip(times.ends, times.ends[1:], strict=False)], processor
 
 
-def child(cases: Sequence[tuple[Case, str]], ranks: str, folder: pathlib.Path) -> None:
+def child(cases: Sequence[tuple[Case, str]], ranks: str, folder: pathlib.Path, by_processor: bool) -> None:
     """What each process of a job does."""
     devices = tfdist.use_logical_cpus(RANKS) if ranks == "devices" else None
 
@@ -168,6 +171,8 @@ def child(cases: Sequence[tuple[Case, str]], ranks: str, folder: pathlib.Path) -
     print("READY", flush=True)
     while not (folder / "go").exists():
         time.sleep(0.2)
+    if by_processor:
+        calibrated_by_processor(RANKS).to_file(folder / "hardware")
     for _ in range(ROUNDS):
         for place, one in enumerate(trained):
             steps = int(first.share("benchmark: steps", str(1 + max(3, min(20, math.ceil(SECONDS / one.once))))))
@@ -191,13 +196,14 @@ def command_of(ranks: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "tfdist", "run", "--workers", str(RANKS), "--cpu", *arguments]
 
 
-def measured(cases: Sequence[tuple[Case, str]], ranks: str, wait: pathlib.Path | None) -> dict[str, Any]:
+def measured(cases: Sequence[tuple[Case, str]], ranks: str, wait: pathlib.Path | None, by_processor: bool) -> dict[str, Any]:
     """Returns what was measured of the cases, by their places, and of the ranks."""
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "CUDA_VISIBLE_DEVICES": "-1"}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         (folder / "cases").write_text(json.dumps([(dataclasses.asdict(case), blocks) for case, blocks in cases]))
         command = command_of(ranks, "-m", "benchmarks.planning", "child", "--ranks", ranks, "--folder", name)
+        command += ["--processor"] if by_processor else []
         process = subprocess.Popen(
             command, cwd=_ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=(folder / "errors").open("w")
         )
@@ -213,7 +219,8 @@ def measured(cases: Sequence[tuple[Case, str]], ranks: str, wait: pathlib.Path |
             extra = ["--devices", str(RANKS)] if ranks == "devices" else []
             calibrate = command_of(ranks, "-m", "tfdist", "calibrate", "--out", str(folder / "hardware"), *extra)
             start = time.perf_counter()
-            subprocess.run(calibrate, cwd=_ROOT, env=environment, check=True, timeout=600, stdout=subprocess.DEVNULL)
+            if not by_processor:
+                subprocess.run(calibrate, cwd=_ROOT, env=environment, check=True, timeout=600, stdout=subprocess.DEVNULL)
             calibrated = time.perf_counter() - start
             loads = [os.getloadavg()[0]]
             (folder / "go").touch()
@@ -281,7 +288,7 @@ def main() -> None:
     if args.what == "child":
         given = json.loads((args.folder / "cases").read_text())
         cases = [(Case(one["model"], one["batch_size"], Candidate(**one["candidate"])), blocks) for one, blocks in given]
-        child(cases, args.ranks, args.folder)
+        child(cases, args.ranks, args.folder, args.processor)
         return
     if args.kept:
         kept = json.loads(args.kept.read_text())
@@ -292,8 +299,9 @@ def main() -> None:
         traced = traced_models(args.models)
         cases = cases_of(args, traced)
         blocks = [traced[case.model].block_pattern or "" for case in cases]
-        kept = measured(list(zip(cases, blocks, strict=True)), args.ranks, args.wait)
+        kept = measured(list(zip(cases, blocks, strict=True)), args.ranks, args.wait, args.processor)
         kept |= {"what": args.what, "cases": [dataclasses.asdict(case) for case in cases]}
+        kept["by_processor"] = args.processor
         if args.keep:
             args.keep.write_text(json.dumps(kept))
     with tempfile.TemporaryDirectory() as folder:
@@ -301,6 +309,7 @@ def main() -> None:
         path.write_text(json.dumps(kept["hardware"]))
         known = from_file(path)
     print(f"{known.name}, {kept['ranks']}; calibrated in {kept['calibrated']:.0f} s; load {kept['load']}", file=sys.stderr)
+    by_processor, cores = kept.get("by_processor", False), os.cpu_count() or 1
     planned = [time_of(traced[case.model], case, known) for case in cases]
     rows = [
         {
@@ -311,7 +320,7 @@ def main() -> None:
             "ranks": kept["ranks"],
             "planned_ms": 1e3 * time_.together,
             "parts_ms": {name: 1e3 * part for name, part in dataclasses.asdict(time_).items()},
-            "measured_ms": 1e3 * statistics.median(steps["seconds"]),
+            "measured_ms": 1e3 * (steps["processor"] / cores if by_processor else statistics.median(steps["seconds"])),
             "least_ms": 1e3 * min(steps["seconds"]),
             "most_ms": 1e3 * max(steps["seconds"]),
             "processor_ms": 1e3 * steps["processor"],
@@ -319,11 +328,12 @@ def main() -> None:
         }
         for case, time_, steps in zip(cases, planned, kept["steps"], strict=True)
     ]
-    print("| model | examples | plan | planned ms | measured ms, median (least to most) | processor ms | error |")
-    print("|---|---|---|---|---|---|---|")
+    kind = f"processor ms over {cores} cores" if by_processor else "measured ms, median"
+    print(f"| model | examples | plan | planned ms | {kind} | clock, least to most | processor ms | error |")
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         error = row["planned_ms"] / row["measured_ms"] - 1
-        spread_ = f"{row['measured_ms']:.0f} ({row['least_ms']:.0f} to {row['most_ms']:.0f})"
+        spread_ = f"{row['measured_ms']:.0f} | {row['least_ms']:.0f} to {row['most_ms']:.0f}"
         print(
             f"| {row['model']} | {row['examples']} | {row['plan']} | {row['planned_ms']:.0f} | {spread_} | "
             f"{row['processor_ms']:.0f} | {error:+.0%} |"
@@ -359,8 +369,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--wait", type=pathlib.Path, help="measure when this file exists")
     parser.add_argument("--keep", type=pathlib.Path, help="write what was measured to this file")
     parser.add_argument("--kept", type=pathlib.Path, help="measure nothing: plan again what this file has")
+    parser.add_argument("--processor", action="store_true", help="compare seconds of the processor; with --ranks devices")
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.processor and args.ranks != "devices" and args.what != "child":
+        parser.error("argument --processor: the processes of --ranks workers do not count each other's seconds")
     args.models = args.models or list(MODELS if args.what == "time" else REGRET)
     return args
 

@@ -1,8 +1,10 @@
 """`python -m tfdist calibrate`: what it measures on logical CPUs, and what it refuses."""
 
 import os
+import time
 
 import pytest
+import tensorflow as tf
 
 from tests import forks, workers
 from tfdist.doctor import calibration, timing
@@ -56,6 +58,19 @@ def test_more_work_takes_longer(cpus):
     session = Session(2, is_quick=False, timeout_seconds=60.0)
     times = [calibration.least_seconds(session.base, lambda w=w: calibration._product(w, "float32", 4)) for w in (192, 768)]
     assert times[1] > 4 * times[0]
+
+
+def test_a_round_ends_when_all_workers_are_through(cpus, monkeypatch):
+    """So that workers which share a processor are measured with their share, not the first one with what it had alone."""
+    strategy, met = Session(2, is_quick=False, timeout_seconds=60.0).base, []
+
+    def barrier(self, name):
+        met.append(name)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(type(strategy), "barrier", barrier)
+    assert timing.least_seconds(strategy, lambda: tf.zeros([])) >= 0.01
+    assert met[:2] == ["doctor: a round", "doctor: the end of a round"]
 
 
 @pytest.mark.exhaustive

@@ -31,7 +31,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _SLOW_DTYPE_SECONDS = 0.5  # a dtype without kernels of its own is measured at the widths that take no longer
 _SIZES = (4 * 1024, 64 * 1024, MIB, 16 * MIB, 64 * MIB)
 _COPIED_BYTES = {"CPU": 16 * MIB, "GPU": 256 * MIB}
-_OPERATIONS = 200
+_OPERATIONS = 1000
 _STEPS = 40
 _UPDATED = {"CPU": 2**21, "GPU": 2**25}  # parameters
 _OVERLAP_BYTES = 16 * MIB
@@ -199,8 +199,7 @@ def _difference(session: Session, on_rank: Callable[[int], tf.Tensor], count: in
 
 def _sharing(session: Session) -> Finding:
     session.needs_several("a comparison of one with all")
-    width = _WIDTHS[_kind(session)][1]
-    repeats = 8
+    width, repeats = _WIDTHS[_kind(session)][1], 16
 
     def alone() -> tf.Tensor:
         first = collectives.current_program("calibrate").rank == 0

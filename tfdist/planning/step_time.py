@@ -31,6 +31,9 @@ COMPRESSED = {None: 1.0, "bfloat16": 0.5, "int8": 0.25 + 1 / 256, "int4": 0.125 
 _COMPRESSION_PASSES = 6
 
 
+_SHARED = 1.5  # of `sharing`: between devices of their own, as measured, and two that share a processor
+
+
 @dataclasses.dataclass(frozen=True)
 class StepTime:
     """Seconds of one step.
@@ -136,10 +139,13 @@ def _pipelined(
     sizes = candidate.schedule, candidate.pipeline, count, candidate.stages_per_rank
     durations = [max(seconds * alone + between / 2, 1e-12) for seconds in (stage_forward, stage_backward)]
     total = _simulated(*sizes, *durations, message)
-    # All ranks together keep a shared processor as busy as they would each keep their own.
-    total = max(total, (forward + backward) * count / candidate.pipeline if hardware.sharing > 1 else 0.0)
     exposed = between * count * candidate.stages_per_rank
-    return min(busy, total), max(0.0, total - busy - exposed), 2 * message * count * candidate.stages_per_rank
+    border = 2 * message * count * candidate.stages_per_rank
+    if hardware.sharing > _SHARED:
+        # All ranks together keep the processor as busy as they would each keep their own, with their messages as well.
+        shared = (forward + backward) * count / candidate.pipeline + exposed
+        total = max(total, shared + min(hardware.overlap - 1, 1.0) * border)
+    return min(busy, total), max(0.0, total - busy - exposed), border
 
 
 @functools.lru_cache(maxsize=1024)
