@@ -3,10 +3,13 @@
 Backward would outrun the chain of collectives that reduces them, and all full gradients would exist at once, as in stage 1. So a
 gradient is not computed before an earlier one has been reduced: the one two messages before it. Where ranks meet in memory and
 gradients are large, it is the one right before: moving them takes the cores that compute, and the next would gain little.
+
+What waits keeps what it is computed from. So a gradient that is smaller than that, as of a convolution's filters, does not wait.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -60,10 +63,18 @@ class GradientsInFlight:
                         tape.run_after(computing, operation)
 
     def hold_back(self, number: int, after: tf.Operation) -> None:
-        """Lets message `number`, if there is one, be computed after operation `after`, of a message that has been emitted."""
+        """Lets message `number`, if there is one, be computed after operation `after`, of a message that has been emitted, but
+        for gradients that are smaller than what they are computed from."""
         for gradient in self._messages[number] if number < len(self._messages) else ():
             for operation in _computed_by(gradient.op, self._latest, self._numbers):
-                tape.run_after(operation, after)
+                if _numbers_in(operation.inputs) <= _numbers_in(operation.outputs):
+                    tape.run_after(operation, after)
+
+
+def _numbers_in(tensors: Sequence[tf.Tensor]) -> int:
+    """Returns how many floats `tensors` hold; at least, where sizes are not known."""
+    shapes = [tensor.shape for tensor in tensors if tensor.dtype.is_floating and tensor.shape.rank is not None]
+    return sum(math.prod(size or 1 for size in shape) for shape in shapes)
 
 
 def _computed_by(operation: tf.Operation, latest: int, numbers: Mapping[str, int]) -> list[tf.Operation]:
