@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.null_gpu import device
+from tfdist.compression import TopK
 
 Step = Callable[[], Any]
 Case = Callable[[], tuple[tf.distribute.Strategy, Step]]
@@ -32,22 +33,22 @@ def make_strategy(**settings: Any) -> tf.distribute.Strategy:
     return tfdist.ShardedStrategy(devices, **settings)
 
 
-def dense_model(layers: int = 4, tensor_parallel: bool = False) -> keras.Model:
+def dense_model(layers: int = 4, tensor_parallel: bool = False, width: int = WIDTH) -> keras.Model:
     """Dense layers, an even number; tensor-parallel ones in pairs."""
-    stack = [keras.Input((WIDTH,))]
+    stack = [keras.Input((width,))]
     for index in range(0, layers, 2):
         if tensor_parallel:
-            stack.append(tfdist.layers.ColumnParallelDense(2 * WIDTH, gather_output=False, name=f"dense_{index}"))
-            stack.append(tfdist.layers.RowParallelDense(WIDTH, input_is_parallel=True, name=f"dense_{index + 1}"))
+            stack.append(tfdist.layers.ColumnParallelDense(2 * width, gather_output=False, name=f"dense_{index}"))
+            stack.append(tfdist.layers.RowParallelDense(width, input_is_parallel=True, name=f"dense_{index + 1}"))
         else:
-            stack += [keras.layers.Dense(2 * WIDTH, name=f"dense_{index}"), keras.layers.Dense(WIDTH, name=f"dense_{index + 1}")]
+            stack += [keras.layers.Dense(2 * width, name=f"dense_{index}"), keras.layers.Dense(width, name=f"dense_{index + 1}")]
     return keras.Sequential(stack)
 
 
-def step_of(strategy: tf.distribute.Strategy, model: keras.Model) -> Step:
+def step_of(strategy: tf.distribute.Strategy, model: keras.Model, width: int = WIDTH) -> Step:
     """Returns one traced training step on a batch of zeros."""
     model.optimizer.build(model.trainable_variables)
-    x, y = [strategy.experimental_distribute_values_from_function(lambda _: tf.zeros([ROWS, WIDTH])) for _ in range(2)]
+    x, y = [strategy.experimental_distribute_values_from_function(lambda _: tf.zeros([ROWS, width])) for _ in range(2)]
 
     @tf.function(autograph=False)
     def step(x: Any, y: Any) -> Any:
@@ -58,14 +59,15 @@ def step_of(strategy: tf.distribute.Strategy, model: keras.Model) -> Step:
 
 def dense(optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(), policy: str = "float32", **settings: Any) -> Any:
     strategy = make_strategy(**settings)
+    width = 64 if "gradient_compression" in settings else WIDTH  # kernels of fewer than 4,096 numbers travel exactly
     with strategy.scope():
         keras.config.set_dtype_policy(policy)
         try:
-            model = dense_model(tensor_parallel="tensor_parallel_size" in settings)
+            model = dense_model(tensor_parallel="tensor_parallel_size" in settings, width=width)
         finally:
             keras.config.set_dtype_policy("float32")
         model.compile(optimizer(), loss="mse", auto_scale_loss=False)
-    return strategy, step_of(strategy, model)
+    return strategy, step_of(strategy, model, width)
 
 
 def pipeline(schedule: str = "1f1b", microbatches: int = 4, recompute: bool = False, **settings: Any) -> Any:
@@ -123,6 +125,12 @@ CASES: dict[str, Case] = {
         f"{name}, stage {stage}": case(dense, zero_stage=stage, gradient_compression=name, parameter_compression=parameters)
         for name, stage, parameters in (("int8", 2, "int4"), ("top_k", 3, None), ("bfloat16", 1, "int8"))
     },
+    **{
+        f"error feedback, stage {stage}": case(dense, zero_stage=stage, gradient_compression=TopK(0.1, None, error_feedback=True))
+        for stage in (0, 2)
+    },
+    "hybrid, stage 3": case(dense, zero_stage=3, sharding_group_size=2, ranks_per_host=2),
+    "hybrid, stage 2": case(dense, zero_stage=2, sharding_group_size=2, ranks_per_host=2, gradient_compression="int8"),
     "fit": case(fitted, zero_stage=3, devices=2),
     "owners": case(dense, lambda: keras.optimizers.Muon(), zero_stage=2),
     "tensor 2": case(dense, zero_stage=2, tensor_parallel_size=2),

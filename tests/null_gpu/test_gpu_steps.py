@@ -42,6 +42,7 @@ def test_two_processes(null_gpus):
         (4, 1, ["stage 0", "stage 1", "stage 2", "stage 3", "accumulation"]),
         (4, 1, ["clipped", "tensor 2, stage 3", "pipeline 2, gpipe", "pipeline 2, stage 3"]),
         (4, 1, ["pipeline 2, recomputed", "pipeline 2, tensor 2", "int8, stage 2", "top_k, stage 3", "bfloat16, stage 1"]),
+        (4, 1, ["error feedback, stage 0", "error feedback, stage 2", "hybrid, stage 3", "hybrid, stage 2"]),
         (8, 1, ["2 x 2 x 2"]),
         (1, 2, ["stage 0", "stage 1", "stage 2", "clipped", "accumulation", "loss scale", "owners"]),
         (1, 2, ["mixed bfloat16, stage 3", "fit"]),
