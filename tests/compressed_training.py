@@ -259,3 +259,44 @@ def assert_each_step_is(
             off = np.abs(ours - theirs) > 1e-5 * scale
             assert off.mean() <= 1e-3, (number, off.mean())
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=0.1 * scale)
+
+
+def trained(strategy, optimizer=adam, steps=2):
+    """Returns a compiled model after some steps of its own."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = build()
+        model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.optimizer.build(model.trainable_variables)
+    steps_of(model, steps)
+    return model
+
+
+def steps_of(model, steps):
+    for features, labels in batches()[:steps]:
+        model.train_on_batch(features, labels)
+
+
+def by_keras(model, folder):
+    """Saves the model, and returns the function of a strategy that loads it."""
+    model.save(folder / "model.keras")
+    return lambda strategy: load_in(strategy, folder / "model.keras")
+
+
+def load_in(strategy, path):
+    with strategy.scope():
+        return keras.models.load_model(path)
+
+
+def assert_go_on_alike(model, other, steps=2):
+    """Two models take steps that agree bit by bit, in what every rank keeps, too."""
+    steps_of(model, steps)
+    steps_of(other, steps)
+    assert_copies_are_equal(other)
+    for one, theirs in zip(
+        [*model.variables, *model.optimizer.variables], [*other.variables, *other.optimizer.variables], strict=True
+    ):
+        np.testing.assert_array_equal(one.numpy(), theirs.numpy())
+    for values in (exact_values, residuals):
+        np.testing.assert_equal(values(other), values(model))

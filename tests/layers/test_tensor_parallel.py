@@ -36,7 +36,7 @@ def mesh(tensor, data, **settings):
 # (model, tensor size, data size, stage): both tensor sizes. Other stages and meshes: in loops of one's own, with the optimizers
 # below and in workers.
 GRID = [
-    ("dense", 2, 2, 0),
+    exhaustive("dense", 2, 2, 0),
     exhaustive("dense", 2, 2, 1),
     exhaustive("dense", 4, 1, 0),
     exhaustive("transformer", 2, 2, 0),

@@ -13,14 +13,18 @@ from compressed_training import (
     FEATURES,
     STEPS,
     adam,
-    assert_copies_are_equal,
     assert_each_step_is,
+    assert_go_on_alike,
     batches,
     build,
+    by_keras,
     is_compressed,
+    load_in,
     residuals,
     sgd,
     sharded,
+    steps_of,
+    trained,
 )
 from grids import exhaustive
 from keras.src.saving import saving_lib
@@ -161,22 +165,6 @@ def test_the_sum_of_what_is_sent_does_not_drift():
     assert far["kept"] < 0.35 < 0.8 < far["lost"]
 
 
-def trained(strategy, optimizer=adam, steps=2):
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = build()
-        model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        model.optimizer.build(model.trainable_variables)
-    steps_of(model, steps)
-    return model
-
-
-def steps_of(model, steps):
-    for features, labels in batches()[:steps]:
-        model.train_on_batch(features, labels)
-
-
 def feeding(size, stage, **settings):
     return strategy_for(size, stage, gradient_compression=CODECS["top_k"][0], use_kernels=False, **settings)
 
@@ -200,29 +188,6 @@ def sums(model):
     """Returns the ranks' sums of what is kept; None of a variable without."""
     kept = [variable.value.residual for variable in model.trainable_variables]
     return [None if one is None else one.numpy() for one in kept]
-
-
-def assert_go_on_alike(model, other, steps=2):
-    """Bit by bit, what every rank keeps too."""
-    steps_of(model, steps)
-    steps_of(other, steps)
-    assert_copies_are_equal(other)
-    for one, theirs in zip(
-        [*model.variables, *model.optimizer.variables], [*other.variables, *other.optimizer.variables], strict=True
-    ):
-        np.testing.assert_array_equal(one.numpy(), theirs.numpy())
-    for place in KERNELS:
-        np.testing.assert_array_equal(residuals(model)[place], residuals(other)[place])
-
-
-def by_keras(model, folder):
-    model.save(folder / "model.keras")
-    return lambda strategy: load_in(strategy, folder / "model.keras")
-
-
-def load_in(strategy, path):
-    with strategy.scope():
-        return keras.models.load_model(path)
 
 
 def by_weights(model, folder):

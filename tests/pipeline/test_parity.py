@@ -58,7 +58,7 @@ GRID = [
     exhaustive("chain", 2, 2, "gpipe", 1, False),
     exhaustive("chain", 2, 2, "gpipe", 1, True),
     exhaustive("chain", 2, 4, "1f1b", 1, False),  # the same runs in workers
-    ("chain", 4, 4, "zero_bubble", 1, True),
+    exhaustive("chain", 4, 4, "zero_bubble", 1, True),
     exhaustive("chain", 4, 8, "zero_bubble", 1, True),
     exhaustive("branches", 2, 4, "zero_bubble", 1, False),
     exhaustive("branches", 4, 4, "gpipe", 1, False),
@@ -87,7 +87,7 @@ def test_parity(name, pipe, num_microbatches, schedule, stages_per_rank, infers)
 # (model, stage, infers)
 GRID_OF_DATA_RANKS = [
     exhaustive("branches", 0, False),
-    ("branches", 1, False),
+    exhaustive("branches", 1, False),
     ("branches", 2, True),
     ("masked", 0, False),
     exhaustive("masked", 0, True),

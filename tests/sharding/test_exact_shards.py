@@ -12,13 +12,17 @@ from compressed_training import (
     adam,
     assert_copies_are_equal,
     assert_each_step_is,
+    assert_go_on_alike,
     batches,
     build,
+    by_keras,
     decoded_weights,
     exact_values,
     gradients_of,
     sgd,
     sharded,
+    steps_of,
+    trained,
 )
 from grids import exhaustive
 from keras.src.saving import saving_lib
@@ -181,23 +185,6 @@ def test_the_error_does_not_grow():
 # What is written otherwise
 
 
-def trained(strategy, optimizer=adam, steps=2):
-    """Returns a compiled model after some steps, whose copies are rounded."""
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = build()
-        model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        model.optimizer.build(model.trainable_variables)
-    steps_of(model, steps)
-    return model
-
-
-def steps_of(model, steps):
-    for features, labels in batches()[:steps]:
-        model.train_on_batch(features, labels)
-
-
 def copies_of(model):
     return [variable.numpy() for variable in model.trainable_variables]
 
@@ -331,29 +318,6 @@ def test_frozen_weights_and_optimizers_of_whole_tensors_are_left_alone():
 
 
 # Saving
-
-
-def assert_go_on_alike(model, other, steps=2):
-    steps_of(model, steps)
-    steps_of(other, steps)
-    assert_copies_are_equal(other)
-    for one, theirs in zip(
-        [*model.variables, *model.optimizer.variables], [*other.variables, *other.optimizer.variables], strict=True
-    ):
-        np.testing.assert_array_equal(one.numpy(), theirs.numpy())
-    for one, theirs in zip(exact_values(model), exact_values(other), strict=True):
-        assert (one is None) == (theirs is None)
-        assert one is None or np.array_equal(one, theirs)
-
-
-def by_keras(model, folder):
-    model.save(folder / "model.keras")
-    return lambda strategy: load_in(strategy, folder / "model.keras")
-
-
-def load_in(strategy, path):
-    with strategy.scope():
-        return keras.models.load_model(path)
 
 
 def by_tensorflow(model, folder):
