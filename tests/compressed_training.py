@@ -8,6 +8,7 @@ import math
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from training import CLASSES, FEATURES, one_device
 
@@ -300,3 +301,26 @@ def assert_go_on_alike(model, other, steps=2):
         np.testing.assert_array_equal(one.numpy(), theirs.numpy())
     for values in (exact_values, residuals):
         np.testing.assert_equal(values(other), values(model))
+
+
+def assert_begins_again(make, folder):
+    """`BackupAndRestore` of every second step: killed in the fifth and begun again, as if nothing had happened."""
+    data = tf.data.Dataset.from_tensor_slices(tuple(map(np.concatenate, zip(*batches(), strict=True)))).batch(6)
+
+    class Killed(Exception):
+        pass
+
+    def kill(batch, logs):
+        if batch == 4:
+            raise Killed
+
+    def fit(name, *callbacks):
+        model = trained(make(), steps=0)
+        backup = keras.callbacks.BackupAndRestore(str(folder / name), save_freq=2)
+        model.fit(data, epochs=2, verbose=0, callbacks=[backup, *callbacks])
+        return model
+
+    expected = fit("undisturbed")
+    with pytest.raises(Killed):
+        fit("killed", keras.callbacks.LambdaCallback(on_train_batch_end=kill))
+    assert_go_on_alike(expected, fit("killed"), steps=1)

@@ -13,6 +13,7 @@ from compressed_training import (
     FEATURES,
     STEPS,
     adam,
+    assert_begins_again,
     assert_each_step_is,
     assert_go_on_alike,
     batches,
@@ -251,26 +252,7 @@ def test_a_file_without_it_is_loaded(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_a_run_that_is_begun_again_ends_with_the_same_bits(tmp_path):
-    """`BackupAndRestore` of every second step: killed in the fifth and begun again, as if nothing had happened."""
-    data = tf.data.Dataset.from_tensor_slices(tuple(map(np.concatenate, zip(*batches(), strict=True)))).batch(6)
-
-    class Killed(Exception):
-        pass
-
-    def kill(batch, logs):
-        if batch == 4:
-            raise Killed
-
-    def fit(folder, *callbacks):
-        model = trained(feeding(2, 2), steps=0)
-        backup = keras.callbacks.BackupAndRestore(str(tmp_path / folder), save_freq=2)
-        model.fit(data, epochs=2, verbose=0, callbacks=[backup, *callbacks])
-        return model
-
-    expected = fit("undisturbed")
-    with pytest.raises(Killed):
-        fit("killed", keras.callbacks.LambdaCallback(on_train_batch_end=kill))
-    assert_go_on_alike(expected, fit("killed"), steps=1)
+    assert_begins_again(lambda: feeding(2, 2), tmp_path)
 
 
 @pytest.mark.exhaustive

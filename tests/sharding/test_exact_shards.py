@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from compressed_training import (
     adam,
+    assert_begins_again,
     assert_copies_are_equal,
     assert_each_step_is,
     assert_go_on_alike,
@@ -369,26 +370,7 @@ def test_what_is_exported_or_saved_in_memory_is_exact(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_a_run_that_is_begun_again_ends_with_the_same_bits(tmp_path):
-    """`BackupAndRestore` of every second step: killed in the fifth and begun again, as if nothing had happened."""
-    data = tf.data.Dataset.from_tensor_slices(tuple(map(np.concatenate, zip(*batches(), strict=True)))).batch(6)
-
-    class Killed(Exception):
-        pass
-
-    def kill(batch, logs):
-        if batch == 4:
-            raise Killed
-
-    def fit(folder, *callbacks):
-        model = trained(strategy_for(2, 2, parameter_compression="int4"), steps=0)
-        backup = keras.callbacks.BackupAndRestore(str(tmp_path / folder), save_freq=2)
-        model.fit(data, epochs=2, verbose=0, callbacks=[backup, *callbacks])
-        return model
-
-    expected = fit("undisturbed")
-    with pytest.raises(Killed):
-        fit("killed", keras.callbacks.LambdaCallback(on_train_batch_end=kill))
-    assert_go_on_alike(expected, fit("killed"), steps=1)
+    assert_begins_again(lambda: strategy_for(2, 2, parameter_compression="int4"), tmp_path)
 
 
 def test_memory_report():
