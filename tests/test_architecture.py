@@ -1,17 +1,41 @@
 """The layers of the code, enforced: what may import what, and where private and raw names may stand."""
 
 import ast
+import functools
 import inspect
 import pathlib
 import re
+from collections.abc import Mapping
 
 import pytest
 
 import tfdist
 
 ROOT = pathlib.Path(tfdist.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+NAMES = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
+
+
+@functools.cache
+def parsed(name):
+    return ast.parse((ROOT / name).read_text(encoding="utf-8"))
+
+
+class Trees(Mapping):
+    """The files of the package by name, each parsed when a test asks for it: all processes of a test run import this file."""
+
+    def __getitem__(self, name):
+        return parsed(name)
+
+    def __iter__(self):
+        return iter(NAMES)
+
+    def __len__(self):
+        return len(NAMES)
+
+
+TREES = Trees()
 
 LEVELS = {
     "errors": 0,
@@ -111,6 +135,25 @@ def uses(tree, prefix):
     return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and dotted(node).startswith(prefix)]
 
 
+def of_each_file(but=()):
+    """Makes one test of a rule of a file, for all files but some: one for each took longer to collect and report than to run."""
+
+    def decorate(rule):
+        def test():
+            broken = []
+            for name in TREES.keys() - set(but):
+                try:
+                    rule(name)
+                except AssertionError as error:
+                    broken.append(str(error))
+            assert not broken, "\n".join(sorted(broken))
+
+        test.__name__, test.__doc__ = rule.__name__, rule.__doc__
+        return test
+
+    return decorate
+
+
 def test_the_files_are_found():
     assert {TOP, "errors.py", "mesh/devices.py", "collectives/transports/kernels.py", "strategy/extended.py"} <= set(TREES)
 
@@ -119,7 +162,7 @@ def test_every_part_has_a_level():
     assert {part(name) for name in TREES if name != TOP} <= set(LEVELS)
 
 
-@pytest.mark.parametrize("name", TREES)
+@of_each_file()
 def test_imports_point_down(name):
     own = part(name)
     for module, line in imports(TREES[name]):
@@ -131,7 +174,7 @@ def test_imports_point_down(name):
         assert other == own or LEVELS[other] < LEVELS[own], f"tfdist/{name}:{line} imports up or across: {module}"
 
 
-@pytest.mark.parametrize("name", TREES)
+@of_each_file()
 def test_optional_rooms_are_known_to_few(name):
     for module, line in imports(TREES[name]):
         room = module.removeprefix("tfdist.").partition(".")[0]
@@ -139,7 +182,7 @@ def test_optional_rooms_are_known_to_few(name):
         assert room not in OPTIONAL or part(name) in known, f"tfdist/{name}:{line} imports {module}, which is optional"
 
 
-@pytest.mark.parametrize("name", TREES)
+@of_each_file()
 def test_no_imports_inside_functions(name):
     for function in ast.walk(TREES[name]):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -183,7 +226,7 @@ def test_mentions_finds_words():
     assert mentions("pipeline/model.py", "pipelin") and mentions("sharding/config.py", "tensor.?parallel")
 
 
-@pytest.mark.parametrize("name", TREES)
+@of_each_file()
 def test_private_names_of_tensorflow_and_keras(name):
     found = [
         (module, line)
@@ -218,7 +261,7 @@ def replaced(tree):
     return lines
 
 
-@pytest.mark.parametrize("name", TREES)
+@of_each_file()
 def test_keras_is_changed_in_one_room(name):
     """Nobody else replaces an attribute of Keras or TensorFlow, or knows that some are replaced; strategies install the table."""
     if part(name) == "keras_hooks":
@@ -244,7 +287,7 @@ def test_the_named_files_exist_and_use_private_names():
         assert any(module.startswith(("tensorflow.python", "keras.src")) for module, _ in imports(TREES[name])), name
 
 
-@pytest.mark.parametrize("name", TREES)
+@of_each_file()
 def test_raw_collectives_and_tf_config(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     if name not in RAW_COLLECTIVES:
@@ -255,7 +298,7 @@ def test_raw_collectives_and_tf_config(name):
         assert not any(module.startswith("tensorflow.config") for module, _ in imports(TREES[name])), name
 
 
-@pytest.mark.parametrize("name", sorted(TREES.keys() - {"custom_gradients.py"}))
+@of_each_file(but=("custom_gradients.py",))
 def test_no_gradient_keeps_the_graph_of_every_trace(name):
     assert not uses(TREES[name], "tf.custom_gradient"), f"tfdist/{name}: use tfdist.custom_gradients"
 
@@ -266,13 +309,13 @@ def test_those_rules_find_what_they_look_for():
     assert uses(TREES["mesh/devices.py"], "tf.config")
 
 
-@pytest.mark.parametrize("name", TREES)
+@of_each_file()
 def test_no_file_is_long(name):
     lines = (ROOT / name).read_text(encoding="utf-8").count("\n")
     assert lines < MAX_LINES, f"tfdist/{name} has {lines} lines"
 
 
-@pytest.mark.parametrize("name", TREES)
+@of_each_file()
 def test_every_file_says_what_it_is(name):
     assert ast.get_docstring(TREES[name]), f"tfdist/{name} has no docstring"
 
