@@ -147,7 +147,7 @@ def test_the_chief_decides_what_is_best(tmp_path, monkeypatch):
 # BackupAndRestore
 
 
-@pytest.mark.parametrize("options", [exhaustive({}), {"double_checkpoint": True}, {"save_freq": 1}], ids=str)
+@pytest.mark.parametrize("options", [exhaustive({}), exhaustive({"double_checkpoint": True}), {"save_freq": 1}], ids=str)
 def test_a_run_that_is_cut_goes_on_where_it_was(options, tmp_path, monkeypatch):
     directory = tmp_path / "new" / "backup"
 

@@ -164,7 +164,7 @@ def assert_equal_on_ranks(model):
             np.testing.assert_array_equal(first, other, err_msg=name)
 
 
-@pytest.mark.parametrize(("devices", "zero_stage", "settings"), [(2, 3, {"steps_per_execution": 2}), (4, 0, {})])
+@pytest.mark.parametrize(("devices", "zero_stage", "settings"), [(2, 3, {"steps_per_execution": 2}), exhaustive(4, 0, {})])
 def test_moving_statistics_of_ranks_are_averaged(devices, zero_stage, settings, tmp_path):
     """Of uneven parts and of none: the moving mean is one device's, the moving variance the mean of the ranks' variances.
 

@@ -33,7 +33,7 @@ def mesh(tensor, data, **settings):
     return strategy_on(tensor * data, tensor_parallel_size=tensor, **settings)
 
 
-# (model, tensor size, data size, stage): both tensor sizes. Other stages and meshes: in loops of one's own, with the optimizers
+# (model, tensor size, data size, stage). Four tensor ranks, other stages and meshes: in loops of one's own, with the optimizers
 # below and in workers.
 GRID = [
     exhaustive("dense", 2, 2, 0),
@@ -44,7 +44,7 @@ GRID = [
     exhaustive("transformer", 2, 2, 2),
     exhaustive("transformer", 2, 2, 3),
     exhaustive("transformer", 4, 1, 0),
-    ("transformer", 4, 1, 1),
+    exhaustive("transformer", 4, 1, 1),
     exhaustive("sequence parallel", 2, 2, 3),  # one like it runs in tests/pipeline/test_parity.py
     exhaustive("sequence parallel", 4, 1, 0),
     exhaustive("sequence parallel, grouped queries", 2, 1, 1),
@@ -113,7 +113,7 @@ OPTIMIZERS = {
         exhaustive("averaged, accumulated", 2, 2, 1),  # in a pipeline and without, too
         exhaustive("averaged, accumulated", 2, 1, 0),
         exhaustive("whole-tensor", 2, 2, 0),
-        ("whole-tensor", 2, 2, 2),
+        exhaustive("whole-tensor", 2, 2, 2),
         ("orthogonalized", 2, 2, 3),
     ],
 )

@@ -71,7 +71,13 @@ def fitted(devices, zero_stage, size, weighted=False):
 
 @pytest.mark.parametrize(
     ("devices", "zero_stage", "size", "weighted"),
-    [exhaustive(2, 0, 33, False), (3, 2, 37, True), (4, 3, 33, False), exhaustive(3, 2, 33, False), exhaustive(3, 3, 37, True)],
+    [
+        exhaustive(2, 0, 33, False),
+        exhaustive(3, 2, 37, True),
+        (4, 3, 33, False),
+        exhaustive(3, 2, 33, False),
+        exhaustive(3, 3, 37, True),
+    ],
 )
 def test_last_partial_batch(devices, zero_stage, size, weighted):
     assert_same(fitted(devices, zero_stage, size, weighted), fitted(1, 0, size, weighted), rtol=1e-10)
@@ -110,7 +116,7 @@ def momentum():
     return keras.optimizers.SGD(0.003, momentum=0.9)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight", None])
+@pytest.mark.parametrize("reduction", [exhaustive("sum"), exhaustive("mean"), "mean_with_sample_weight", None])
 def test_reductions(reduction):
     """Without a reduction Keras logs the mean of the examples' losses and trains on their sum."""
     x, y = vectors(37)

@@ -267,9 +267,13 @@ LONG = ("callbacks", "lora", "frozen_and_thawed", "several_models", "kinds_of_in
 
 
 def _cases():
-    """Every program with stage 3 and with one of the others, in turns, which is exhaustive for the long ones."""
+    """Every program with stage 3 and with one of the others, in turns, which is exhaustive for the long ones.
+
+    What tests/programs/ and tests/strategy/ have more of, callbacks, freezing and several models, is exhaustive altogether.
+    """
     for place, name in enumerate(CASES):
-        yield name, 3, 2 if name in LONG else 3
+        case = name, 3, 2 if name in LONG else 3
+        yield exhaustive(*case) if name in ("callbacks", "frozen_and_thawed", "several_models") else case
         yield exhaustive(name, place % 3, 2) if name in LONG else (name, place % 3, 2)
 
 

@@ -74,7 +74,7 @@ def test_the_limits_bind():
         exhaustive(0, 2, True),
         exhaustive(1, 4, False),
         (1, 4, True),
-        (2, 3, False),
+        exhaustive(2, 3, False),
         exhaustive(2, 3, True),
         exhaustive(3, 2, False),
         (3, 2, True),
@@ -108,7 +108,7 @@ def swapping_on_one_device():
     return swapping(training.one_device())
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])  # weights and averages whole, averages cut, both cut
+@pytest.mark.parametrize("zero_stage", [exhaustive(0), exhaustive(2), 3])  # weights and averages whole, averages cut, both cut
 def test_swapping_of_averages(zero_stage):
     """`SwapEMAWeights` and the end of `fit` put the averages in the weights."""
     for ours, theirs in zip(swapping(training.strategy_for(2, zero_stage)), swapping_on_one_device(), strict=True):
@@ -148,8 +148,8 @@ def strategy_of(part):
         exhaustive("accumulation", (2, 2), (4, 0)),
         exhaustive("accumulation and averages", (3, 1), (2, 3)),
         ("dynamic loss scale and accumulation", (2, 2), (3, 0)),
-        ("several optimizers", (2, 3), (3, 1)),
-        ("muon", None, (2, 3)),
+        exhaustive("several optimizers", (2, 3), (3, 1)),
+        exhaustive("muon", None, (2, 3)),
         exhaustive("muon", (2, 1), None),
         exhaustive("adafactor", None, (3, 3)),
         ("adafactor", (2, 1), None),

@@ -62,7 +62,7 @@ GRID = [
     exhaustive("chain", 4, 8, "zero_bubble", 1, True),
     exhaustive("branches", 2, 4, "zero_bubble", 1, False),
     exhaustive("branches", 4, 4, "gpipe", 1, False),
-    ("branches", 4, 3, "1f1b", 1, False),
+    exhaustive("branches", 4, 3, "1f1b", 1, False),
     exhaustive("branches", 4, 3, "1f1b", 1, True),
     exhaustive("branches", 2, 3, "interleaved", 2, True),
     ("branches", 2, 4, "interleaved", 3, False),
@@ -89,7 +89,7 @@ GRID_OF_DATA_RANKS = [
     exhaustive("branches", 0, False),
     exhaustive("branches", 1, False),
     ("branches", 2, True),
-    ("masked", 0, False),
+    exhaustive("masked", 0, False),
     exhaustive("masked", 0, True),
     exhaustive("masked", 2, False),
 ]
@@ -113,6 +113,7 @@ def test_recomputing_changes_nothing(name, pipe, schedule, stages):
     assert_is_one_device(found, name, 4)
 
 
+@pytest.mark.exhaustive  # by default at stage 3: tests/programs/test_stage_3_in_pipelines.py
 def test_statistics_of_data_ranks():
     """Moving statistics are averaged over data ranks, and random numbers are theirs, as without a pipeline."""
     expected = train(strategy_on(2, zero_stage=0), "noisy", infers=False, num_microbatches=2)
@@ -146,7 +147,7 @@ OPTIMIZERS = {
         ("clipped by global norm", 2, 1),
         ("averaged, accumulated", 2, 0),
         ("whole-tensor", 2, 2),
-        ("decayed", 1, 0),
+        exhaustive("decayed", 1, 0),
     ],
 )
 def test_what_an_optimizer_is_asked_for(optimizer, data, zero_stage):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from grids import exhaustive
 
 from tests.soak import __main__ as driver
 from tests.soak import judging
@@ -24,7 +25,7 @@ def references(tmp_path_factory):
     ("fault", "job"),
     [
         ("kill_in_step", Job(launch="fork")),
-        ("raise_in_data", Job(launch="fork", data="generator", max_restarts=0)),
+        exhaustive("raise_in_data", Job(launch="fork", data="generator", max_restarts=0)),
         ("no_task", Job(launch="fork", max_restarts=0, rendezvous_timeout_seconds=3)),
     ],
 )

@@ -24,7 +24,7 @@ def last_lines(worker, number=4):
     [
         exhaustive("die", 2, -9, "died: its process is gone"),
         ("die", 0, -9, "died: its process is gone"),
-        ("terminate", 1, -15, "died: its process is gone"),
+        exhaustive("terminate", 1, -15, "died: its process is gone"),
         ("raise", 2, 1, "raised ValueError: the data of this worker are spoilt"),
         ("leave", 1, 0, "ended its program while"),
     ],
@@ -68,8 +68,8 @@ def test_a_worker_that_hangs_is_told_by_the_step_timeout(tmp_path):
     ("case", "words"),
     [
         ("width", "Workers make different variables"),
-        ("layers", "Workers make different variables"),
-        ("optimizer", "the optimizer is Adam("),
+        exhaustive("layers", "Workers make different variables"),
+        exhaustive("optimizer", "the optimizer is Adam("),
         ("setting of the optimizer", "epsilon=0.001"),
         ("own collective", "all_gather 'all_gather' of float32[2]"),
         ("data", "Every worker must be given the same dataset"),

@@ -77,7 +77,14 @@ def test_an_optimizer_that_is_built_in_the_first_step(zero_stage):
 
 @pytest.mark.parametrize(
     ("name", "zero_stage"),
-    [("adamw", 1), ("amsgrad", 3), ("nadam", 2), ("rmsprop", 0), exhaustive("ftrl", 1), exhaustive("lion", 3)],
+    [
+        ("adamw", 1),
+        ("amsgrad", 3),
+        exhaustive("nadam", 2),
+        exhaustive("rmsprop", 0),
+        exhaustive("ftrl", 1),
+        exhaustive("lion", 3),
+    ],
 )
 def test_compiled_updates(monkeypatch, name, zero_stage):
     """As large shards have them: see `plan`. Here of all sizes, padded ones among them."""

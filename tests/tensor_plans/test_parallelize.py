@@ -5,6 +5,7 @@ import functools
 import keras
 import numpy as np
 import pytest
+from grids import exhaustive
 from ranks import strategy_on
 from training import one_device
 
@@ -108,7 +109,7 @@ def on_one_device():
 
 
 @pytest.mark.as_traced
-@pytest.mark.parametrize(("tensor", "data", "zero_stage", "infers"), [(2, 2, 3, True), (4, 1, 1, False)])
+@pytest.mark.parametrize(("tensor", "data", "zero_stage", "infers"), [(2, 2, 3, True), exhaustive(4, 1, 1, False)])
 def test_it_trains_as_on_one_device(tensor, data, zero_stage, infers, tmp_path):
     printed = []
     strategy = strategy_on(tensor * data, tensor_parallel_size=tensor, zero_stage=zero_stage)

@@ -98,7 +98,7 @@ class LossOfItsOwn(layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [exhaustive(2), 4])
 def test_what_a_layer_adds_of_a_keras_loss_counts_as_in_the_whole_batch(ranks):
     """A layer sees one microbatch of its data rank; the loss that it computes of it is a share of that microbatch's."""
     x = np.random.default_rng(1).normal(size=(16, 5)).astype("float32")
@@ -112,7 +112,7 @@ def test_what_a_layer_adds_of_a_keras_loss_counts_as_in_the_whole_batch(ranks):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("layer", [lambda: layers.BatchNormalization(synchronized=True), LossOfItsOwn])
+@pytest.mark.parametrize("layer", [exhaustive(lambda: layers.BatchNormalization(synchronized=True)), LossOfItsOwn])
 def test_a_stage_that_sends_messages_leaves_none_in_the_plan_that_are_not_sent(layer, monkeypatch):
     """Between two data ranks: the trial that finds them is dropped."""
     found = []
@@ -141,7 +141,7 @@ def test_random_numbers_are_no_obstacle():
     ("name", "pipe", "settings"),
     [
         ("dropout", 2, {"schedule": "zero_bubble"}),
-        ("dropout", 2, {"recompute": True}),
+        exhaustive("dropout", 2, {"recompute": True}),
         # All of test_parity.py compares functions with one device.
         exhaustive("branches", 2, {"schedule": "zero_bubble"}),
         exhaustive("masked", 2, {"schedule": "gpipe", "recompute": True}),
