@@ -7,7 +7,7 @@ It is written as for one device, with `strategy.scope()`, which changes nothing 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -21,6 +21,13 @@ Program = Callable[[tf.distribute.Strategy], Any]
 
 STAGES = (0, exhaustive(1), exhaustive(2), 3)  # values of a parameter `zero_stage`
 SHARDED = (*map(exhaustive, (0, 1, 2)), 3)  # of programs in which whole weights could make no difference
+
+
+def stages_in_turns(programs: Iterable[Any], first: int = 0) -> Iterator[Any]:
+    """Cases of a program and a stage: by default each program at stage 0 or 3, in turns, from 0, or from 3 if `first` is 1."""
+    for place, program in enumerate(programs):
+        for stage in range(4):
+            yield (program, stage) if stage == 3 * ((place + first) % 2) else exhaustive(program, stage)
 
 
 def run(program: Program, strategy: tf.distribute.Strategy) -> Any:

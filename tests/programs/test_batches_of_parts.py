@@ -11,7 +11,7 @@ from grids import exhaustive
 from training import CLASSES, FEATURES, vectors
 
 from tests.parity.comparison import state
-from tests.programs.comparing import SHARDED, STAGES, assert_as_on_one_device
+from tests.programs.comparing import SHARDED, assert_as_on_one_device, stages_in_turns
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
@@ -157,10 +157,12 @@ def value_of_every_row_of_both(model, unlabelled, labelled):
     return 0.05 * tf.reduce_sum(tf.square(model(tf.concat([unlabelled, labelled[0]], axis=0))), axis=-1)
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
 @pytest.mark.parametrize(
-    "loss_of",
-    [mean_of_both_parts, value_of_every_row_of_both, *map(exhaustive, (sum_over_both_parts, mean_of_two_views))],
+    ("loss_of", "zero_stage"),
+    [
+        *stages_in_turns([mean_of_both_parts, value_of_every_row_of_both]),
+        *(exhaustive(loss_of, stage) for loss_of in (sum_over_both_parts, mean_of_two_views) for stage in range(4)),
+    ],
 )
 def test_rows_that_are_put_together_have_a_mean(loss_of, zero_stage):
     """Sizes are known when the step is traced: 12 + 4 rows on each device, or 12 + 12."""

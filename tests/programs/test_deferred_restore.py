@@ -87,6 +87,6 @@ def test_a_restored_run_goes_on_as_on_one_device(optimizer, zero_stage):
     assert_as_on_one_device(program(("optimizer", optimizer)), zero_stage)
 
 
-@pytest.mark.parametrize("zero_stage", [0, exhaustive(1), 3])
+@pytest.mark.parametrize("zero_stage", [exhaustive(0), exhaustive(1), 3])
 def test_a_file_of_one_device_in_an_eager_loop(zero_stage):
     assert_as_on_one_device(program(("optimizer", "adam"), ("is_traced", False), ("first", one_device())), zero_stage)

@@ -146,10 +146,10 @@ def quantized_with_adapters(strategy):
 
 
 PROGRAMS = [
-    compiled_outside,
     adapters,
-    another_head,
     sequential_that_grows,
+    another_head,
+    compiled_outside,
     built_outside,
     made_outside_compiled_inside,
     quantized,
@@ -160,11 +160,7 @@ PROGRAMS = [
 def cases():
     for place, program in enumerate(PROGRAMS):
         for stage in range(4):
-            yield (
-                (program, stage)
-                if stage == (3, 0)[place % 2] or program is adapters and stage == 3
-                else exhaustive(program, stage)
-            )
+            yield (program, stage) if stage == (3, 0)[place % 2] else exhaustive(program, stage)
 
 
 @pytest.mark.parametrize(("program", "zero_stage"), list(cases()))

@@ -10,7 +10,7 @@ from grids import exhaustive
 from training import CLASSES, strategy_for, vectors
 
 import tfdist
-from tests.programs.comparing import STAGES, assert_as_on_one_device, run
+from tests.programs.comparing import SHARDED, assert_as_on_one_device, run
 from tests.programs.test_custom_steps import BATCH, Model, fit
 from tfdist.losses import warning
 
@@ -114,7 +114,7 @@ NO_MEANS = {
 }
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("name", [name if name.startswith("average of the") else exhaustive(name) for name in EXACT])
 def test_sums_that_are_exact(name, zero_stage):
     def program(strategy):

@@ -158,7 +158,7 @@ def spectral():
 
 
 @pytest.mark.as_traced
-@pytest.mark.parametrize("rows", [8, 11], ids=["equal batches", "a smaller last batch"])
+@pytest.mark.parametrize("rows", [exhaustive(8), 11], ids=["equal batches", "a smaller last batch"])
 @pytest.mark.parametrize(
     ("build", "loss", "is_told"),
     [

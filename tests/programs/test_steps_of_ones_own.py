@@ -272,15 +272,17 @@ def built_in_a_loop_of_ones_own(strategy):
     return {"losses": losses, "weights": model.get_weights(), "accuracy": float(accuracy.result())}
 
 
-PROGRAMS = [gan, gan_of_a_dataset, triplets, dictionaries, eagerly, built_in_the_first_step, several_steps_at_once]
-PROGRAMS += [built_in_a_loop_of_ones_own]
+PROGRAMS = [gan, dictionaries, triplets, built_in_the_first_step, eagerly, built_in_a_loop_of_ones_own, several_steps_at_once]
+PROGRAMS += [gan_of_a_dataset]
 
 
 def cases():
-    """Every program at stages 0 and 3 in turns; the rest is exhaustive."""
+    """Every program at stages 0 and 3 in turns; the rest is exhaustive, and the data set of what `gan` trains on arrays."""
     for place, program in enumerate(PROGRAMS):
         for stage in range(4):
-            yield (program, stage) if stage == (3, 0)[place % 2] else exhaustive(program, stage)
+            yield (
+                (program, stage) if stage == (3, 0)[place % 2] and program is not gan_of_a_dataset else exhaustive(program, stage)
+            )
 
 
 @pytest.mark.parametrize(("program", "zero_stage"), list(cases()))

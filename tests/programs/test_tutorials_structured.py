@@ -8,7 +8,7 @@ from grids import exhaustive
 from keras import layers, ops
 
 from tests.parity.comparison import BatchLogs, state
-from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tests.programs.comparing import SHARDED, assert_as_on_one_device
 from tests.programs.fitting import BATCH, ROWS, regression, tokens
 
 pytestmark = pytest.mark.as_traced
@@ -340,6 +340,6 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", [p if p is several_tasks else exhaustive(p) for p in PROGRAMS])
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("zero_stage", SHARDED)
 def test_it_is_as_on_one_device(program, zero_stage):
     assert_as_on_one_device(program, zero_stage, rtol=1e-4)

@@ -12,7 +12,7 @@ from grids import exhaustive
 from keras import layers, ops
 
 from tests.parity.comparison import state
-from tests.programs.comparing import STAGES, assert_as_on_one_device
+from tests.programs.comparing import assert_as_on_one_device, stages_in_turns
 from tests.programs.fitting import ROWS, adam, momentum
 
 FIT = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
@@ -226,8 +226,10 @@ QUICK = (counts, queue_of_keys, weights_without_an_optimizer)
 
 
 @pytest.mark.as_traced
-@pytest.mark.parametrize("program", [p if p in QUICK else exhaustive(p) for p in PROGRAMS])
-@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize(
+    ("program", "zero_stage"),
+    [*stages_in_turns(QUICK), *(exhaustive(p, stage) for p in PROGRAMS if p not in QUICK for stage in range(4))],
+)
 def test_it_is_one_device(program, zero_stage):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
