@@ -53,10 +53,10 @@ def test_stage_1_reduces_all_first():
     assert text(2, 1) == "reduce 0 (1) · reduce 1 (0) · update (1) · gather 0 (1) · update (0) · gather 1 (0)"
 
 
-def test_stage_2_gathers_a_bucket_when_the_next_is_reduced():
-    assert text(3, 2) == (
-        "reduce 0 (2) · reduce 1 (1) · update (2) · gather 0 (2) · reduce 2 (0) · "
-        "update (1) · gather 1 (1) · update (0) · gather 2 (0)"
+def test_stage_2_gathers_a_bucket_when_the_next_two_are_reduced():
+    assert text(4, 2) == (
+        "reduce 0 (3) · reduce 1 (2) · reduce 2 (1) · update (3) · gather 0 (3) · reduce 3 (0) · "
+        "update (2) · gather 1 (2) · update (1) · gather 2 (1) · update (0) · gather 3 (0)"
     )
 
 
@@ -72,7 +72,7 @@ def test_a_gradient_of_stage_3_that_the_program_has_made_travels_alone():
 def test_waits_of_gradients_in_flight():
     """With two in flight a gradient waits for the reduction two before it; with one, for the gather between, too."""
     with_two = text(4, 2, in_flight=2)
-    assert with_two.startswith("reduce 0 (3) · hold back 2 · reduce 1 (2) · hold back 3 · update (3) · gather 0 (3) · reduce 2")
+    assert with_two.startswith("reduce 0 (3) · hold back 2 · reduce 1 (2) · hold back 3 · reduce 2 (1) · update (3) · gather 0")
     assert text(3, 2, in_flight=1) == (
         "reduce 0 (2) · hold back 1 · reduce 1 (1) · hold back 2 · update (2) · gather 0 (2) · hold back 2 · reduce 2 (0) · "
         "update (1) · gather 1 (1) · update (0) · gather 2 (0)"

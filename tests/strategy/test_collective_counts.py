@@ -135,11 +135,11 @@ def _check_waiting(zero_stage, is_of_kernel, build=None):
 @pytest.mark.parametrize("zero_stage", [1, 2])
 @pytest.mark.parametrize("clipnorm", [None, 1.0])
 def test_stage_2_gathers_parameters_between_the_reductions(zero_stage, clipnorm):
-    """Each bucket when the next one's gradients have been reduced; if the norm of all is wanted, after all, as stage 1."""
+    """Each bucket when the gradients of the next two have been reduced; if the norm of all is wanted, after all, as stage 1."""
     strategy, depth = strategy_for(2, zero_stage, bucket_bytes=4 * (19 * 19 + 19)), 4
     _, plan = traced_step(strategy, lambda: _deep(depth), global_clipnorm=clipnorm)
     reductions, gathers = ([f"{op}/bucket_{k}" for k in range(depth)] for op in ("reduce_scatter", "all_gather"))
-    between = [reductions[0], *itertools.chain(*zip(reductions[1:], gathers, strict=False)), gathers[-1]]
+    between = [*reductions[:2], *itertools.chain(*zip(reductions[2:], gathers, strict=False)), *gathers[-2:]]
     order = [record.label for record in plan.records[0]]
     if clipnorm is None and zero_stage == 2:
         assert order == between

@@ -286,9 +286,12 @@ class _Planner:
         if waits_for_all or not isinstance(settings.placements.gradient, Shard):
             return [*self.reductions(), *self.updates()]
         actions = [*self._reductions_of_shards(), *self._update(self._sharded)]
-        actions += self._reduction(0)
+        # Two reductions stand before each gather: while they travel its shards are updated, and the link does not wait for that.
+        ahead = 1 if settings.in_flight == 1 else 2
+        for bucket in range(ahead):
+            actions += self._reduction(bucket)
         for bucket in range(len(self._buckets)):
-            actions += [*self._reduction(bucket + 1), *self._update_of_bucket(bucket)]
+            actions += [*self._reduction(bucket + ahead), *self._update_of_bucket(bucket)]
             if settings.in_flight == 1:
                 actions += self._holding_back(bucket + 2)
         return actions
