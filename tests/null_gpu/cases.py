@@ -134,6 +134,7 @@ CASES: dict[str, Case] = {
     "fit": case(fitted, zero_stage=3, devices=2),
     "owners": case(dense, lambda: keras.optimizers.Muon(), zero_stage=2),
     "tensor 2": case(dense, zero_stage=2, tensor_parallel_size=2),
+    "tensor 2, loss scale": case(dense, loss_scaled, policy="mixed_float16", zero_stage=2, tensor_parallel_size=2),
     "tensor 2, stage 3": case(dense, zero_stage=3, tensor_parallel_size=2),
     "pipeline 2": case(pipeline, zero_stage=2),
     "pipeline 2, gpipe": case(pipeline, "gpipe", zero_stage=1),

@@ -63,7 +63,10 @@ class Special:
 _BATCH, _LAST = 4 * ROWS * WIDTH, 4 * WIDTH  # bytes of a replica's rows; of the one row of the last batch
 SPECIAL = {
     "accumulation": Special("the host branches on whether this step updates", DtoH=(1,), may_lack=True),
-    "loss scale": Special("the host branches on whether all gradients are finite", DtoH=(1,), may_lack=True),
+    **dict.fromkeys(
+        ("loss scale", "tensor 2, loss scale"),
+        Special("the host branches on whether all gradients are finite", DtoH=(1,), may_lack=True),
+    ),
     "top_k, stage 3": Special("tables of a kernel that joins or cuts 20 tensors: offsets, addresses", HtoD=(4 * 21, 8 * 20)),
     "fit": Special(
         "an epoch: its batches, and numbers of TensorFlow's iterators, of unknown rows and of Keras's logs, which workers sum",

@@ -12,7 +12,7 @@ from tests.null_gpu.hazards import hazards, reused
 from tests.null_gpu.running import Machine
 
 # In one process with four GPUs.
-ALONE = ["loss scale", "mixed bfloat16, stage 3", "tensor 2", "pipeline 2", "fit"]
+ALONE = ["mixed bfloat16, stage 3", "tensor 2, loss scale", "pipeline 2", "fit"]
 # In two processes with one GPU each.
 TWO = ["stage 3", "pipeline 2"]
 
@@ -39,7 +39,7 @@ def test_two_processes(null_gpus):
 @pytest.mark.parametrize(
     ("devices", "workers", "names"),
     [
-        (4, 1, ["stage 0", "stage 1", "stage 2", "stage 3", "accumulation"]),
+        (4, 1, ["stage 0", "stage 1", "stage 2", "stage 3", "accumulation", "loss scale", "tensor 2"]),
         (4, 1, ["clipped", "owners", "tensor 2, stage 3", "pipeline 2, gpipe", "pipeline 2, stage 3"]),
         (4, 1, ["pipeline 2, recomputed", "pipeline 2, tensor 2", "int8, stage 2", "top_k, stage 3", "bfloat16, stage 1"]),
         (4, 1, ["error feedback, stage 0", "error feedback, stage 2", "hybrid, stage 3", "hybrid, stage 2"]),
