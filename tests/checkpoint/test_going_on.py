@@ -226,7 +226,7 @@ DATA = {
     "validation": with_validation,
     "validation of a generator": with_validation_of_a_generator,
 }
-IN_EVERY_RUN = ["shuffled rows", "shuffled before repeat", "of unknown length", "PyDataset"]
+IN_EVERY_RUN = ["shuffled rows", "of unknown length", "PyDataset"]
 
 
 def train(program, data, callbacks=(), fails=None):

@@ -15,6 +15,7 @@ import pytest
 import saved_models
 import tensorflow as tf
 import two_workers
+from grids import exhaustive
 from keras.src.saving import saving_lib
 from saved_models import BUILDS, compiled, state
 
@@ -52,7 +53,7 @@ def load(path, model):
     return model
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", [name if name in ("nested", "own_format") else exhaustive(name) for name in BUILDS])
 def test_both_read_the_same_and_the_chief_writes(build, tmp_path, temporary, monkeypatch):
     """For every format. That both read the same in the same order is seen to by `two_workers`."""
     shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
@@ -184,7 +185,9 @@ def no_files_beyond(number):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("file", ["model.keras", "model.weights.h5", "model.h5", "nowhere/model.weights.h5"])
+@pytest.mark.parametrize(
+    "file", ["model.keras", exhaustive("model.weights.h5"), exhaustive("model.h5"), "nowhere/model.weights.h5"]
+)
 def test_what_the_disk_refuses_is_raised_on_all_workers(file, tmp_path, temporary, monkeypatch):
     """The previous file is kept, and the workers are still in step: the next save succeeds."""
     save, path = FORMATS[file.removeprefix("nowhere/")], tmp_path / file
