@@ -301,8 +301,8 @@ PROGRAMS = [
 
 # (data ranks, ZeRO stage, settings of the pipeline)
 WAYS = [
-    (2, 3, {"reshard_after_microbatch": True}),
-    exhaustive(1, 0, {}),
+    (1, 0, {}),
+    exhaustive(2, 3, {"reshard_after_microbatch": True}),
     exhaustive(2, 3, {}),
     exhaustive(2, 2, {"recompute": True}),
 ]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from grids import exhaustive
 from training import BATCH, loss_function, small, vectors
 
-from tests.programs.comparing import assert_as_on_one_device
+from tests.programs.comparing import assert_as_on_one_device, stages_in_turns
 
 
 class Stepping(keras.Sequential):
@@ -195,9 +195,9 @@ def in_fit(name):
     return program
 
 
+@pytest.mark.as_traced
 @pytest.mark.parametrize("devices", [2, exhaustive(3)])
-@pytest.mark.parametrize("zero_stage", [0, exhaustive(1), exhaustive(2), 3])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "zero_stage"), list(stages_in_turns(STEPS)))
 def test_a_loop(name, zero_stage, devices):
     assert_as_on_one_device(in_a_loop(name), zero_stage, devices)
 
