@@ -22,7 +22,7 @@ SETTINGS = {
     "pipeline": [{"zero_stage": 1, "pipeline_parallel_size": 2}, {"zero_stage": 3, "pipeline_parallel_size": 2}],
     "blocks": [{"zero_stage": 0, "pipeline_parallel_size": 2}, {"zero_stage": 3, "pipeline_parallel_size": 2}],
 }
-BY_DEFAULT = ("pipeline", "scaled", SETTINGS["pipeline"][1])
+BY_DEFAULT = ("layers", "scaled", SETTINGS["layers"][3])  # a pipeline: over workers, below
 CASES = [
     (model, optimizer, settings)
     for model in SETTINGS

@@ -283,8 +283,8 @@ def test_eagerly(devices, zero_stage, build):
     assert_as_on_one_device(program, zero_stage, devices)
 
 
-@grid((2, 3))
-@pytest.mark.parametrize("build", [exhaustive(Mixed), OwnTrackers])
+@grid()  # by default: tests/parity/test_steps_per_execution.py
+@pytest.mark.parametrize("build", [Mixed, OwnTrackers])
 def test_several_steps_at_once(devices, zero_stage, build):
     def program(strategy):
         return fit(strategy, build, steps_per_execution=2)

@@ -72,7 +72,7 @@ def program(*arguments):
     [
         exhaustive("adam", 0),
         exhaustive("adam", 1),
-        ("adam", 3),
+        exhaustive("adam", 3),
         ("averages", 1),
         exhaustive("averages", 3),
         ("accumulation", 0),

@@ -194,7 +194,7 @@ SEQUENCES = [of_sequences(False), of_sequences(True)]
 
 
 @pytest.mark.parametrize("zero_stage", SHARDED)
-@pytest.mark.parametrize("program", [SEQUENCES[1], exhaustive(SEQUENCES[0])], ids=["weighted", "not weighted"])
+@pytest.mark.parametrize("program", [exhaustive(SEQUENCES[1]), exhaustive(SEQUENCES[0])], ids=["weighted", "not weighted"])
 def test_sequences(program, zero_stage):
     assert_as_on_one_device(program, zero_stage, rtol=1e-4)
 

@@ -295,7 +295,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("devices", [3, exhaustive(2), exhaustive(4)])
+@pytest.mark.parametrize("devices", [2, exhaustive(3), exhaustive(4)])
 @pytest.mark.parametrize("with_weights", [exhaustive(False), True])
 @pytest.mark.parametrize(
     "name", ["own", "vectors", "ids", *map(exhaustive, ("binary", "one_hot", "integers", "numbers", "settings"))]

@@ -160,7 +160,8 @@ PROGRAMS = [
 def cases():
     for place, program in enumerate(PROGRAMS):
         for stage in range(4):
-            yield (program, stage) if stage == (3, 0)[place % 2] else exhaustive(program, stage)
+            is_its_turn = stage == (3, 0)[place % 2] and program is not quantized  # as `quantized_with_adapters` is
+            yield (program, stage) if is_its_turn else exhaustive(program, stage)
 
 
 @pytest.mark.parametrize(("program", "zero_stage"), list(cases()))

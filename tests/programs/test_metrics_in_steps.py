@@ -185,7 +185,7 @@ PROGRAMS = {
 }
 
 
-EXHAUSTIVE = ("results", "eager", "several_steps", "from outside, eager", "from outside, several steps")
+EXHAUSTIVE = ("results", "renamed", "eager", "several_steps", "from outside, eager", "from outside, several steps")
 
 
 def _cases():

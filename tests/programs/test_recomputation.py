@@ -61,9 +61,10 @@ def stack(*blocks):
     return keras.Sequential([keras.Input((LENGTH, WIDTH)), keras.layers.Dense(WIDTH, name="first"), *blocks, *head()])
 
 
-def trained(model, x=X, **settings):
-    history = model.fit(x, Y, batch_size=8, epochs=1, shuffle=False, verbose=0, **settings).history
-    return history, state(model), model.evaluate(x, Y, batch_size=8, verbose=0), model.predict(x, batch_size=8, verbose=0)
+def trained(model, x=X, infers=True):
+    history = model.fit(x, Y, batch_size=8, epochs=1, shuffle=False, verbose=0).history
+    found = history, state(model)
+    return (*found, model.evaluate(x, Y, batch_size=8, verbose=0), model.predict(x, batch_size=8, verbose=0)) if infers else found
 
 
 def blocks_by_name(strategy, **settings):
@@ -181,6 +182,7 @@ def a_loop_of_ones_own_with_a_penalty_on_gradients(strategy):
     return [float(step(x)) for x in strategy.experimental_distribute_dataset(dataset)], model.get_weights()
 
 
+@pytest.mark.as_traced
 @pytest.mark.parametrize("zero_stage", [*map(exhaustive, (0, 1, 2)), 3])
 @pytest.mark.parametrize(
     "program",
@@ -204,26 +206,29 @@ def test_as_on_one_device(program, zero_stage):
     assert_as_on_one_device(program, zero_stage, rtol=3e-5)
 
 
-@pytest.mark.parametrize("zero_stage", [exhaustive(0), 3])
-def test_what_is_drawn_is_drawn_once(zero_stage):
+@pytest.mark.parametrize(("zero_stage", "infers"), [(3, False), exhaustive(0, True), exhaustive(3, True)])
+def test_what_is_drawn_is_drawn_once(zero_stage, infers):
     def drops(strategy, is_recomputed):
         with strategy.scope():
             model = stack(Block(dropout=0.4, name="block"))
             if is_recomputed:
                 tfdist.recompute(model, "block")
-            return trained(compiled(model)), [variable.numpy() for variable in model.non_trainable_variables]
+            return trained(compiled(model), infers=infers), [variable.numpy() for variable in model.non_trainable_variables]
 
     kept, again = (run(lambda s, r=r: drops(s, r), strategy_for(2, zero_stage)) for r in (False, True))
     assert_same_tree(again, kept)
 
 
+DEPTH = 3  # blocks
+
+
 @functools.cache
-def traced(zero_stage, is_recomputed, depth=4, **settings):
+def traced(zero_stage, is_recomputed):
     """Returns the graph of a step, and its plan."""
-    strategy = strategy_for(2, zero_stage, **settings)
+    strategy = strategy_for(2, zero_stage, group_bytes=2**10)
     with strategy.scope():
         model = keras.Sequential(
-            [keras.Input((LENGTH, WIDTH)), keras.layers.Dense(WIDTH), *(Block(name=f"block_{k}") for k in range(depth)), *head()]
+            [keras.Input((LENGTH, WIDTH)), keras.layers.Dense(WIDTH), *(Block(name=f"block_{k}") for k in range(DEPTH)), *head()]
         )
         if is_recomputed:
             tfdist.recompute(model, "block")
@@ -279,14 +284,14 @@ def test_a_block_is_computed_again_when_backward_is_through_with_the_one_behind_
     graph, _ = traced(zero_stage, is_recomputed=True)
     on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
     again = [op for op in on_rank_0 if op.type == "Softmax" and is_backward(op)]
-    assert len(again) == 4
+    assert len(again) == DEPTH
     readers = [[reader for reader in op.outputs[0].consumers() if "/gradient_tape/" in f"/{reader.name}"] for op in again]
     for behind, operation in zip(readers, again[1:], strict=False):
         assert behind and {reader.name for reader in behind} <= ancestors([operation])
 
 
 def test_no_message_more():
-    plans = [traced(3, is_recomputed, depth=2, group_bytes=2**10)[1] for is_recomputed in (False, True)]
+    plans = [traced(3, is_recomputed=again)[1] for again in (False, True)]
     assert plans[0].counts() == plans[1].counts()
     assert plans[1].counts()["all_gather"] > 4
 

@@ -85,6 +85,7 @@ class Autoencoder(keras.Model):
         return self.logs(*self.losses_of(data[0] if isinstance(data, tuple) else data))
 
 
+@pytest.mark.exhaustive  # in the next test it trains by default
 @EACH
 def test_autoencoder(devices, zero_stage):
     def program(strategy):
@@ -93,7 +94,7 @@ def test_autoencoder(devices, zero_stage):
     assert_as_on_one_device(program, zero_stage, devices)
 
 
-@pytest.mark.parametrize("zero_stage", [0, exhaustive(3)])
+@pytest.mark.parametrize("zero_stage", [exhaustive(0), 3])
 def test_a_callback_that_stops_on_a_log(zero_stage):
     """At a threshold that 1/N of the loss would pass in the first epoch."""
 
@@ -199,8 +200,9 @@ def adversaries():
     return {"d_optimizer": keras.optimizers.Adam(0.01), "g_optimizer": keras.optimizers.RMSprop(0.003), "loss_fn": loss}
 
 
+@pytest.mark.exhaustive  # a GAN: test_steps_of_ones_own.py; a penalty of gradients: test_batches_of_parts.py
 @EACH
-@pytest.mark.parametrize("build", [exhaustive(GAN), WassersteinGAN, exhaustive(OneTapeGAN)])
+@pytest.mark.parametrize("build", [GAN, WassersteinGAN, OneTapeGAN])
 def test_adversaries(devices, zero_stage, build):
     def program(strategy):
         data = vectors(37)[0].astype("float64")
