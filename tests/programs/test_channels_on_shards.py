@@ -33,12 +33,13 @@ def residual(x, filters, strides, name, synchronized):
     return layers.ReLU()(layers.Add()([x, y]))
 
 
-def network(synchronized=True):
+def network(synchronized=True, is_deep=True):
     """Pairs of convolutions with strides, and one from a convolution by way of a pooling to a Dense."""
     images = keras.Input((SIDE, SIDE, 3))
     x = layers.Conv2D(6, 3, padding="same", name="stem")(images)
     x = residual(x, 8, 1, "one", synchronized)
-    x = residual(x, 4, 2, "two", synchronized)
+    if is_deep:
+        x = residual(x, 4, 2, "two", synchronized)
     x = layers.Conv2D(10, 2, padding="same", dilation_rate=(1, 2), activation="tanh", kernel_regularizer="l2", name="features")(x)
     x = layers.MaxPooling2D(2)(x)
     x = layers.GlobalAveragePooling2D()(x)
@@ -128,15 +129,15 @@ def test_layers_alone_are_one_device(zero_stage):
     assert_as_on_one_device(layers_alone, zero_stage, 2, tensor_parallel_size=2)
 
 
-def adapted(strategy):
+def adapted(strategy, names=("one_a", "one_b"), is_deep=False):
     """LoRA on both of a pair of convolutions."""
     x, y = data()
     rng = np.random.default_rng(8)
     with strategy.scope():
-        model = network()
+        model = network(is_deep=is_deep)
         if getattr(strategy, "mesh", None) is not None:
             tfdist.parallelize(model, PLAN, print_fn=None)
-        for name in ("one_a", "two_a", "two_b"):
+        for name in names:
             layer = model.get_layer(name)
             layer.enable_lora(2)
             layer.lora_kernel_b.assign(rng.normal(scale=0.3, size=layer.lora_kernel_b.shape))
@@ -145,9 +146,14 @@ def adapted(strategy):
     return {"history": history.history, **state(model)}
 
 
+def adapted_with_strides(strategy):
+    return adapted(strategy, ("one_a", "two_a", "two_b"), is_deep=True)
+
+
 @pytest.mark.parametrize(("data_ranks", "zero_stage"), [(1, 0), exhaustive(2, 3)])
-def test_lora_is_one_device(data_ranks, zero_stage):
-    assert_as_on_one_device(adapted, zero_stage, 2 * data_ranks, tensor_parallel_size=2)
+@pytest.mark.parametrize("program", [adapted, exhaustive(adapted_with_strides)])
+def test_lora_is_one_device(program, data_ranks, zero_stage):
+    assert_as_on_one_device(program, zero_stage, 2 * data_ranks, tensor_parallel_size=2)
 
 
 def test_what_is_suggested(monkeypatch):

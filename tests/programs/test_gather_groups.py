@@ -133,6 +133,7 @@ def weights_are_read_before_and_after_the_call(strategy):
     return fit(model), state(model)
 
 
+@pytest.mark.as_traced
 @pytest.mark.parametrize("zero_stage", [exhaustive(0), 3])
 @pytest.mark.parametrize(
     "program",

@@ -124,6 +124,7 @@ def of_an_eager_step(strategy):
     return {"weights": model.get_weights(), "seen": model.seen[-1]}
 
 
+@pytest.mark.as_traced
 @pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("program", [of_a_callback, of_an_eager_step], ids=lambda program: program.__name__)
 def test_they_are_those_of_one_device(program, zero_stage):

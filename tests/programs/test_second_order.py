@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparing import STAGES, assert_as_on_one_device
+from comparing import assert_as_on_one_device, stages_in_turns
 from grids import exhaustive
 from training import BATCH, small, strategy_for, vectors
 
@@ -159,19 +159,19 @@ def numbers_are_checked(strategy):
         tf.debugging.disable_check_numerics()
 
 
+PROGRAMS = [
+    product_of_the_hessian,
+    product_of_the_hessian_and_a_vector,
+    product_of_the_hessian_in_fit,
+    weights_read_for_each_example,
+    adaptation_to_each_task,
+    numbers_are_checked,
+]
+
+
+@pytest.mark.as_traced
 @pytest.mark.parametrize("group_bytes", [0, exhaustive(2**20)])
-@pytest.mark.parametrize("zero_stage", STAGES)
-@pytest.mark.parametrize(
-    "program",
-    [
-        product_of_the_hessian,
-        product_of_the_hessian_and_a_vector,
-        product_of_the_hessian_in_fit,
-        weights_read_for_each_example,
-        adaptation_to_each_task,
-        numbers_are_checked,
-    ],
-)
+@pytest.mark.parametrize(("program", "zero_stage"), list(stages_in_turns(PROGRAMS, first=1)))
 def test_as_on_one_device(program, zero_stage, group_bytes):
     assert_as_on_one_device(program, zero_stage, group_bytes=group_bytes)
 
@@ -266,16 +266,19 @@ def loop(strategy, model, on_rank, traced=tf.function):
     return found, model.get_weights()
 
 
+AS_TRACED = (clipped_gradients_of_examples, clipped_gradients_of_examples_in_fit, jacobians)
+
+
 @pytest.mark.parametrize("zero_stage", (exhaustive(0), exhaustive(1), exhaustive(2), 3))
 @pytest.mark.parametrize(
-    "program", [clipped_gradients_of_examples, clipped_gradients_of_examples_in_fit, jacobians, summed_by_hand]
+    "program", [*(pytest.param(program, marks=pytest.mark.as_traced) for program in AS_TRACED), summed_by_hand]
 )
 def test_gradients_of_a_rank_are_its_own(program, zero_stage):
     assert_as_on_one_device(program, zero_stage)
 
 
 @pytest.mark.parametrize("zero_stage", (exhaustive(0), exhaustive(1), exhaustive(2), 3))
-@pytest.mark.parametrize("program", [jacobians, summed_by_hand])
+@pytest.mark.parametrize("program", [exhaustive(jacobians), summed_by_hand])
 def test_gradients_of_an_eager_rank_are_its_own(program, zero_stage):
     def eager(strategy):
         return program(strategy, traced=lambda step: step)
@@ -321,6 +324,6 @@ def returned_and_read(strategy, traced=tf.function):
     return loop(strategy, model, on_rank, traced)
 
 
-@pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
+@pytest.mark.parametrize("zero_stage", (exhaustive(0), exhaustive(1), exhaustive(2), 3))
 def test_what_is_returned_is_a_summand_also_where_the_sum_is_read(zero_stage):
     assert_as_on_one_device(returned_and_read, zero_stage)

@@ -39,8 +39,7 @@ def compiled(layers_of_it):
 
 def with_the_global_batch_size(strategy):
     with strategy.scope():
-        rnns = [layers.LSTM(5, stateful=True, return_sequences=True), layers.GRU(4, stateful=True)]
-        model = compiled([keras.Input(batch_shape=(4, 6, 3)), *rnns, layers.Dense(2)])
+        model = compiled([keras.Input(batch_shape=(4, 6, 3)), layers.GRU(4, stateful=True), layers.Dense(2)])
     return trained(model)
 
 
@@ -52,8 +51,8 @@ def with_that_of_the_data(strategy):
 
 def in_both_directions(strategy):
     with strategy.scope():
-        both = layers.Bidirectional(layers.LSTM(3, stateful=True))
-        model = compiled([keras.Input(batch_shape=(4, 6, 3)), both, layers.Dense(2)])
+        both = layers.Bidirectional(layers.LSTM(3, stateful=True, return_sequences=True))
+        model = compiled([keras.Input(batch_shape=(4, 6, 3)), both, layers.GRU(4, stateful=True), layers.Dense(2)])
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4, drop_remainder=True)
     found = [model.fit(dataset, epochs=2, verbose=0).history]
     both.reset_state()

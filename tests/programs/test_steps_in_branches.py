@@ -167,6 +167,7 @@ def _grid():
             yield (kind, stage) if stage == 3 * (place % 2) else exhaustive(kind, stage)
 
 
+@pytest.mark.as_traced
 @pytest.mark.parametrize(("kind", "zero_stage"), list(_grid()))
 def test_in_fit(kind, zero_stage):
     assert_as_on_one_device(fitted(kind), zero_stage)
