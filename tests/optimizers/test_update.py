@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from grids import exhaustive
 from training import assert_same, custom_loop, fit, mlp, one_device, strategy_for
 
 import tfdist
@@ -69,7 +70,8 @@ class ByName(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate * (2.0 if "bias" in variable.name else 1.0))
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.as_traced
+@pytest.mark.parametrize("zero_stage", [exhaustive(2), 3])
 def test_a_users_optimizer_sees_each_parameter(zero_stage):
     def optimizer():
         return ByName(0.05, momentum=0.9)
@@ -138,7 +140,8 @@ def test_a_users_optimizer_sees_each_small_parameter(zero_stage):
     assert operations_of_a_step(AdamByName, zero_stage)["Sqrt"] == 2 * 2 * DEPTH
 
 
-@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.as_traced
+@pytest.mark.parametrize("zero_stage", [0, exhaustive(1), exhaustive(2), 3])
 def test_slots_are_keras_own_to_rounding(zero_stage):
     """Each within a few units in the last place of its largest element: no other formula, however close."""
     adam = functools.partial(keras.optimizers.AdamW, 0.01, weight_decay=0.1)
