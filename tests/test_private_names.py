@@ -589,7 +589,7 @@ def test_saveables(tmp_path):
 
 def test_operations_of_an_eager_thread_are_seen():
     seen = []
-    with tape.each_operation_seen_by(lambda kind, inputs, outputs: seen.append((kind, inputs[0], outputs[0]))):
+    with tape.each_operation_seen_by(lambda kind, inputs, attributes, outputs: seen.append((kind, inputs[0], outputs[0]))):
         given = tf.constant([1.0, 2.0])
         result = tf.square(given)
         tf.function(lambda x: x + 1, autograph=False).get_concrete_function(given)

@@ -6,9 +6,10 @@ import pytest
 import tensorflow as tf
 from grids import exhaustive
 from keras import layers
+from training import strategy_for
 
 from tests.parity.comparison import state
-from tests.programs.comparing import assert_as_on_one_device
+from tests.programs.comparing import assert_as_on_one_device, run
 
 pytestmark = pytest.mark.as_traced
 
@@ -163,6 +164,50 @@ def not_linear_in_what_comes_back(model, ids, y):
     return loss, tape.gradient(loss, model.trainable_variables)
 
 
+def _of_every_row(model, ids, y):
+    """Gradients by what the layers return, of a loss with a value for each row; and what went into the layers."""
+    x = tf.reduce_mean(tf.reshape(model.looked_up(ids), [-1, 3, 4]), 1)
+    hidden = model.hidden(x)
+    with tf.GradientTape() as tape:
+        tape.watch(hidden)
+        found = model.head(hidden)
+        tape.watch(found)
+        losses = tf.reduce_sum((found - y) ** 2, -1)
+    of_hidden, of_found = tape.gradient(losses, [hidden, found])
+    return losses, (x, of_hidden * (1 - hidden**2)), (hidden, of_found)
+
+
+def _products(*pairs):
+    return [grad for x, steep in pairs for grad in (tf.matmul(x, steep, transpose_a=True), tf.reduce_sum(steep, 0))]
+
+
+def divided_by_the_rows(model, ids, y):
+    """Sums over rows, divided by the number of rows; one of them by a factor, and one before it is summed, with decay added."""
+    losses, of_hidden, (hidden, of_found) = _of_every_row(model, ids, y)
+    rows = tf.cast(tf.shape(ids)[0], tf.float32)
+    kernel, bias = _products(of_hidden)
+    head, head_bias = _products((hidden, of_found / rows))
+    return tf.reduce_mean(losses), [
+        tf.zeros(model.table.shape),
+        kernel / rows,
+        (1.0 / rows) * bias,
+        head + 0.1 * tf.convert_to_tensor(model.head.kernel),
+        head_bias,
+    ]
+
+
+def means_over_rows(model, ids, y):
+    """A bias's gradient is a mean over rows, plain or with a decay; a kernel's a mean of outer products."""
+    losses, (x, steep), (hidden, of_found) = _of_every_row(model, ids, y)
+    return tf.reduce_mean(losses), [
+        tf.zeros(model.table.shape),
+        tf.reduce_mean(x[:, :, None] * steep[:, None, :], 0),
+        tf.reduce_mean(steep, 0) + 0.1 * tf.convert_to_tensor(model.hidden.bias),
+        tf.einsum("bi,bo->io", hidden, of_found) / tf.cast(tf.shape(ids)[0], tf.float32),
+        keras.ops.mean(of_found, 0),
+    ]
+
+
 STEPS = (
     slices_of_rows,
     chain_rule,
@@ -174,9 +219,12 @@ STEPS = (
     of_weights_clipped,
     against_an_adversary,
     not_linear_in_what_comes_back,
+    divided_by_the_rows,
+    means_over_rows,
 )
-# What reads a gradient there is warned of, or is of the device's own rows.
-EAGERLY = tuple(step for step in STEPS if step not in (of_weights_clipped, decayed_rows, clipped_together, both_ways))
+# What reads a gradient there is warned of.
+TOLD_EAGERLY = (of_weights_clipped, decayed_rows, clipped_together, both_ways, divided_by_the_rows, means_over_rows)
+EAGERLY = tuple(step for step in STEPS if step not in TOLD_EAGERLY)
 
 
 def fitted(made_by, run_eagerly=False, **arguments):
@@ -206,6 +254,18 @@ def _grid():
 @pytest.mark.parametrize(("made_by", "is_eager", "zero_stage"), _grid())
 def test_it_is_one_device(made_by, is_eager, zero_stage):
     assert_as_on_one_device(PROGRAMS[made_by, is_eager], zero_stage)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "zero_stage"),
+    [
+        (decayed_rows, 3),
+        *(exhaustive(step, stage) for step in TOLD_EAGERLY for stage in (0, 3) if (step, stage) != (decayed_rows, 3)),
+    ],
+)
+def test_an_eager_step_that_reads_them_is_told(made_by, zero_stage):
+    with pytest.warns(UserWarning, match=r"(?s)A gradient .*is read by .* in an eager run: .*compile without `run_eagerly`"):
+        run(PROGRAMS[made_by, True], strategy_for(2, zero_stage))
 
 
 @pytest.mark.exhaustive

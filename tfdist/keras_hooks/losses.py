@@ -28,6 +28,7 @@ from tfdist.losses.step_gradients import gradient_of_means, weighted_in_gradient
 from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
 from tfdist.optimizers.application import noted
+from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.pipeline.model import PipelineModel
 from tfdist.sharding import UnshardSchedule, config_of
 from tfdist.sharding.nested_tapes import NestedTapes
@@ -174,7 +175,8 @@ def _gradient(
     program = rank_program()
     if program is None:
         return gradient(output_gradients)
-    with warned_of(program), program.attachment(NestedTapes).going_back() as is_nested:
+    reads = program.attachment(EagerReads).own_use() if program.is_eager else contextlib.nullcontext()
+    with warned_of(program), reads, program.attachment(NestedTapes).going_back() as is_nested:
         found = gradient(output_gradients) if is_nested else gradient_of_means(gradient, target, sources, output_gradients)
     return found if is_nested else noted(found, sources, is_of_weights)
 

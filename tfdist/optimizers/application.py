@@ -98,12 +98,18 @@ def _watch_eagerly(
     program: RankProgram,
     is_of_weights: Callable[[Any, RankProgram], bool],
 ) -> None:
-    """Lets a warning be given where the user's code reads one of `grads`, of parameters that ranks hold whole."""
+    """Lets a warning be given where the user's code reads one of `grads`, of parameters that ranks hold whole, or what it makes
+    of those of rows."""
     pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
     handles = [local_part(v, program).handle for _, v in pairs if _is_parameter(v, strategy, is_whole=True)]
     found = [grad for grad, v in pairs if _is_parameter(v, strategy, is_whole=True) or is_of_weights(v, program)]
+    reads = program.attachment(EagerReads)
     if found:
-        program.attachment(EagerReads).note(found, handles)
+        reads.note(found, handles)
+    of_rows = program.attachment(GradientWeight).of_rows
+    rows = [x for grad, _ in pairs for x in tf.nest.flatten(grad, expand_composites=True) if id(x) in of_rows]
+    if rows:
+        reads.note_of_rows(rows)
 
 
 def _is_parameter(variable: Any, strategy: tf.distribute.Strategy, is_whole: bool) -> bool:

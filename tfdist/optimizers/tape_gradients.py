@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.optimizers.eager_reads import EagerReads
-from tfdist.optimizers.sums_of_rows import sums_of_rows
+from tfdist.optimizers.sums_of_rows import SumsOfRows
 from tfdist.optimizers.target import local_part
 from tfdist.sharding import gradient_graph, tape
 from tfdist.sharding.carried_gradients import CarriedGradients
@@ -84,7 +84,9 @@ class TapeGradients:
             self._own.update(operation.name for operation in grad.consumers())
 
     def note_sums_of_rows(self, grads: Sequence[Any]) -> None:
-        """Notes the sums over rows, of gradients of rows, that `grads`, for an optimizer, are computed of: a rank's summands.
+        """Notes the sums and means over rows, of gradients of rows, that `grads`, for an optimizer, are computed of.
+
+        They are a rank's summands, and own means.
 
         A sum of these and of a tape's gradients, which count the rank's weight and do not, is summed here.
         """
@@ -92,14 +94,17 @@ class TapeGradients:
         given = [x for grad in grads for x in tf.nest.flatten(grad, expand_composites=True) if tf.is_symbolic_tensor(x)]
         if not rows or self._program.is_eager:
             return
-        found = sums_of_rows(given, rows.values(), self._program, lambda x: x.name in self._summands or x.name in self._wholes)
-        if not found:
+        with self._program.outermost(), tape.stop_recording():
+            over = SumsOfRows(rows.values(), self._program, lambda x: x.name in self._summands or x.name in self._wholes)
+            over.count_all_ranks(given)
+        sums, means = over.found_in(given)
+        if not sums and not means:
             return
         self.be_asked()
         self._linear.clear()
-        for total in found:
-            self._summands[total.name] = _Summand(total, None, is_weighted=True)
-            self._of_rows.add(total.name)
+        self._summands.update((total.name, _Summand(total, None, is_weighted=True)) for total in sums)
+        self._summands.update((mean.name, _Summand(mean, None, is_weighted=False)) for mean in means)
+        self._of_rows.update(total.name for total in sums)
         below = [(x, self._linear_in(x) or set()) for x in given if x.graph is self._program.graph]
         self.sum_now([x for x, parts in below if len({part.tensor.name in self._of_rows for part in parts}) > 1])
 

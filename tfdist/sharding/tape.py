@@ -246,13 +246,16 @@ def reconnect(operation: tf.Operation, old: tf.Tensor, new: tf.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def each_operation_seen_by(see: Callable[[str, Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
-    """A block in which `see(type, inputs, outputs)` is called after each operation that this thread runs eagerly."""
+def each_operation_seen_by(see: Callable[[str, Sequence[Any], Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
+    """A block in which `see(type, inputs, attributes, outputs)` is called after each operation that this thread runs eagerly.
+
+    Attributes are names and values in turns.
+    """
 
     def called(kind: str, inputs: Any, attributes: Any, outputs: Any, op_name: Any = None, graph: Any = None) -> None:
-        del attributes, op_name
+        del op_name
         if graph is None:
-            see(tf.compat.as_str(kind), inputs, outputs)
+            see(tf.compat.as_str(kind), inputs, attributes, outputs)
 
     op_callbacks.add_op_callback(called)
     try:
