@@ -24,6 +24,7 @@ import contextlib
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -132,9 +133,7 @@ def main() -> None:
         contenders = {case: stack.enter_context(subprocess.Popen([*command, case], **pipes)) for case in names}
         for _ in range(1 + arguments.rounds):
             for case, process in contenders.items():
-                process.stdin.write("turn\n")
-                process.stdin.flush()
-                found[case] = json.loads(process.stdout.readline())
+                found[case] = take_turn(case, process)
     for case, (milliseconds, of_processors) in found.items():
         what = {"case": case, "devices": arguments.devices, "batch": arguments.batch, "rounds": arguments.rounds}
         print(json.dumps({**what, "milliseconds": milliseconds, "of_processors": of_processors}))
@@ -143,6 +142,25 @@ def main() -> None:
         print(f"{title:16}" + "".join(f"{kind:>12}" for kind in one))
         for case, values in found.items():
             print(f"{case:16}" + "".join(f"{values[number][kind] / one[kind]:12.2f}" for kind in one))
+
+
+def take_turn(case: str, process: subprocess.Popen[str]) -> list[dict[str, float]]:
+    """Lets the process of contender `case` take a turn; returns its medians.
+
+    Raises:
+        SystemExit: the process has ended, with its name and exit code. What it had to say stands on stderr.
+    """
+    try:
+        print("turn", file=process.stdin, flush=True)
+    except BrokenPipeError:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()  # else what it was sent would be sent again at the end
+    answer = process.stdout.readline()
+    if not answer:
+        code = process.wait()
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        raise SystemExit(f"contender `{case}` ended with {cause}: its own messages stand above")
+    return json.loads(answer)
 
 
 def medians(found: dict[str, list[float]]) -> dict[str, float]:

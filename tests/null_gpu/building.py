@@ -21,7 +21,7 @@ CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / "
 
 # By TensorFlow's name of the list: what TensorFlow opens, and the sources. The first is the one that all others link.
 LIBRARIES = {
-    "cuda": ("libcuda.so.1", ["log.c", "memory.c", "streams.c", "driver.c"]),
+    "cuda": ("libcuda.so.1", ["log.c", "memory.c", "streams.c", "graphs.c", "driver.c"]),
     "cudart": ("libcudart.so.12", ["runtime.c"]),
     "cublas": ("libcublas.so.12", ["blas.c"]),
     "cublasLt": ("libcublasLt.so.12", ["blas_lt.c"]),

@@ -37,6 +37,8 @@ SIZES = "--layers 8 --width 16 --sequence-length 8 --batch-size 4 --rounds 1 --s
     [
         ["benchmarks.pipeline_zero", "--layers", "4", "--width", "16", "--steps", "1", "--logical-gpus", "4"],
         ["benchmarks.pipeline", *SIZES, "--ranks", "2", "--microbatches", "2", "--schedules", "1f1b", "--logical-gpus", "2"],
+        # Of its contenders Keras on one device compiles its steps with XLA, whose constants and graphs the driver must have.
+        ["benchmarks.keras_workflow", "--blocks", "1", "--width", "48", "--rounds", "1", "--stages", "3", "--logical-gpus", "2"],
     ],
     ids=lambda words: words[0].rpartition(".")[2],
 )

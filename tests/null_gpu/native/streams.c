@@ -21,8 +21,14 @@ typedef struct task {
   long tick;
   void (*function)(void *);
   void *argument;
+  null_graph *child; /* of a graph's node: it stands for that */
   struct task *next;
 } task;
+
+struct null_graph {
+  task *head, *tail;
+  size_t nodes;
+};
 
 static __thread int current = -1;
 static null_stream *default_streams[NULL_GPU_MAX_DEVICES];
@@ -94,8 +100,22 @@ static task *new_task(void (*work)(task *, null_stream *), const char *kind, con
   return one;
 }
 
+static task *append(null_graph *graph, task *one) {
+  if (graph->tail)
+    graph->tail->next = one;
+  else
+    graph->head = one;
+  graph->tail = one;
+  graph->nodes++;
+  return one;
+}
+
 static void push(void *handle, task *one) {
   null_stream *stream = resolved(handle);
+  if (stream->captured_by) {
+    append(stream->captured_by, one);
+    return;
+  }
   pthread_mutex_lock(&stream->lock);
   if (stream->tail)
     stream->tail->next = one;
@@ -129,11 +149,13 @@ static void take_time(task *one, null_stream *stream) {
   null_gpu_nap(one->microseconds);
 }
 
-void null_gpu_kernel(void *stream, const char *name, int is_product) {
+static task *kernel_task(const char *name, int is_product) {
   task *one = new_task(take_time, is_product ? "product" : "kernel", name);
   if (is_product) one->microseconds = null_gpu_time("NULL_GPU_PRODUCT_US");
-  push(stream, one);
+  return one;
 }
+
+void null_gpu_kernel(void *stream, const char *name, int is_product) { push(stream, kernel_task(name, is_product)); }
 
 static void copy(task *one, null_stream *stream) {
   (void)stream;
@@ -144,15 +166,17 @@ static void copy(task *one, null_stream *stream) {
   if (one->bytes == sizeof(int)) *(int *)one->to = condition;
 }
 
-void null_gpu_copy(void *stream, void *to, const void *from, size_t bytes) {
+static task *copy_task(void *to, const void *from, size_t bytes) {
   char text[64];
   int source = null_gpu_owner(from), target = null_gpu_owner(to);
   const char *direction = source < 0 ? (target < 0 ? "HtoH" : "HtoD") : target < 0 ? "DtoH" : source == target ? "DtoD" : "peer";
   snprintf(text, sizeof text, "%s\t%zu", direction, bytes);
   task *one = new_task(copy, "copy", text);
   one->to = to, one->from = from, one->bytes = bytes;
-  push(stream, one);
+  return one;
 }
+
+void null_gpu_copy(void *stream, void *to, const void *from, size_t bytes) { push(stream, copy_task(to, from, bytes)); }
 
 static void fill(task *one, null_stream *stream) {
   (void)stream;
@@ -160,11 +184,15 @@ static void fill(task *one, null_stream *stream) {
     memcpy((char *)one->to + place * one->bytes, one->pattern, one->bytes);
 }
 
-void null_gpu_fill(void *stream, void *to, const void *pattern, size_t pattern_bytes, size_t count) {
+static task *fill_task(void *to, const void *pattern, size_t pattern_bytes, size_t count) {
   task *one = new_task(fill, NULL, NULL);
   one->to = to, one->bytes = pattern_bytes, one->count = count;
   memcpy(one->pattern, pattern, pattern_bytes);
-  push(stream, one);
+  return one;
+}
+
+void null_gpu_fill(void *stream, void *to, const void *pattern, size_t pattern_bytes, size_t count) {
+  push(stream, fill_task(to, pattern, pattern_bytes, count));
 }
 
 static void call(task *one, null_stream *stream) {
@@ -177,6 +205,46 @@ void null_gpu_call(void *stream, void (*work)(void *), void *argument, char *tex
   one->text = text; /* not copied: `work` may write to it */
   one->function = work, one->argument = argument;
   push(stream, one);
+}
+
+/* Graphs */
+
+null_graph *null_graph_new(void) { return calloc(1, sizeof(null_graph)); }
+size_t null_graph_nodes(null_graph *graph) { return graph->nodes; }
+void null_graph_capture(null_graph *graph, void *stream) { resolved(stream)->captured_by = graph; }
+null_graph *null_graph_of(void *stream) { return resolved(stream)->captured_by; }
+
+void null_graph_launch(null_graph *graph, void *stream) {
+  for (task *node = graph->head; node; node = node->next) {
+    if (node->child) null_graph_launch(node->child, stream);
+    if (!node->work) continue;
+    task *one = malloc(sizeof *one);
+    *one = *node;
+    one->text = node->text ? strdup(node->text) : NULL;
+    one->queued = null_gpu_now(), one->next = NULL;
+    push(stream, one);
+  }
+}
+
+null_node *null_graph_add_kernel(null_graph *graph, const char *name) { return append(graph, kernel_task(name, 0)); }
+null_node *null_graph_add_copy(null_graph *graph, void *to, const void *from, size_t bytes) {
+  return append(graph, copy_task(to, from, bytes));
+}
+null_node *null_graph_add_fill(null_graph *graph, void *to, const void *pattern, size_t pattern_bytes, size_t count) {
+  return append(graph, fill_task(to, pattern, pattern_bytes, count));
+}
+null_node *null_graph_add_graph(null_graph *graph, null_graph *child) {
+  task *node = new_task(NULL, NULL, NULL);
+  node->child = child;
+  return append(graph, node);
+}
+
+void null_node_set(null_node *node, const null_node *other) {
+  task *next = node->next;
+  free(node->text);
+  *node = *other;
+  node->text = other->text ? strdup(other->text) : NULL;
+  node->next = next;
 }
 
 /* Events: "recorded" counts the calls of record, "done" those that the stream has come to */
