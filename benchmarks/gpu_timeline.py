@@ -4,22 +4,21 @@
     python -m benchmarks.gpu_timeline --meshes "data 4" --links 400gbit --picture docs/images/gpu_timeline.png
 
 A null GPU (tests/null_gpu) computes nothing, but its streams keep their order and take time, so that what waits for what is
-TensorFlow's own doing. Every product takes --product-us, or its part of it: a tensor rank computes half of one, and a microbatch
-of a pipeline takes a quarter. A message takes what it would take beside products of an H100: with --tokens tokens per replica, a
+TensorFlow's own doing. Every product takes --product-us: a tensor rank's is half of a layer's, a microbatch's of a pipeline a
+quarter. A message takes what it would take beside products of an H100: with --tokens tokens per replica, a
 layer's product of W x W weights is 2 tokens W^2 operations at 400 TFLOP/s, its weights are 4 W^2 bytes on a link of so many bytes
 per second; both are stretched alike until the host of this machine is not what is waited for. Activations are as large beside
 weights as those of layers of --hidden units. All other kernels, and copies between devices, take no time.
 
     compute     time in which a device computes products, of one step
     messages    time in which it is in a collective of the data axis whose ranks have all come
-    can hide    what could be hidden: gathers of forward behind its products, and what backward sends behind the products of
-                backward (in a pipeline: those of the last microbatch), as far as there are products; not the gather before the
-                first product, nor what follows the last gradient. Of activations of tensor-parallel layers those of backward,
-                behind gradients of weights; in forward the next product waits for them
-    hidden      the part of that in which the device also computes
+    can hide    for how long a device would be in a product and in a message at once in the best order, in which nobody waits for
+                the host: see `benchmarks.best_order`. Of that are left out the gather before the first product, what is sent
+                before the first gradients of backward are complete and after the last, activations of tensor-parallel layers in
+                forward; and in a pipeline all but the last microbatch's backward, and the first one's forward
+    hidden      the part of the step in which the device is in both
     share       hidden / can hide
-    step        the step's time beside the ideal one: for forward and for backward max(compute, what can hide), and what cannot:
-                messages, activations of forward, and a pipeline's bubble as it was in this step
+    step        the step's time beside that of the best order; a pipeline's bubble there is as it was in this step
     waits       gathers after the first in which no product ran for a tenth of a product's time or more
 
 Figures are of the first device, and of the median step. A table, and a line of JSON for each case, are printed. Messages take ten
@@ -39,7 +38,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks import cases
+from benchmarks import best_order, cases
 from benchmarks.timelines import Message, Timeline
 from tests.null_gpu import building, running
 from tests.null_gpu.log import Log
@@ -70,12 +69,11 @@ class Mesh:
         """Returns how many products of a device make one of a layer on a replica's whole batch."""
         return self.tensor * (MICROBATCHES if self.pipe > 1 else 1)
 
-    def products_before(self, layers: int) -> int:
-        """Returns how many products of the first device come before those that gradients pass behind: see `Timeline.before`."""
-        if self.pipe == 1:
-            return layers
-        here = layers // self.pipe
-        return MICROBATCHES * (3 * here - 1) - (2 * here - 1)  # its first layer's input has no gradient
+    def model(self, layers: int, settings: dict[str, Any] | None) -> best_order.Model:
+        """Returns what the first device computes, by the settings of a contender."""
+        known = {name: value for name, value in (settings or {}).items() if name in ("zero_stage", "prefetch")}
+        microbatches = MICROBATCHES if self.pipe > 1 else 0
+        return best_order.Model(layers // self.pipe, tensor=self.tensor > 1, microbatches=microbatches, **known)
 
     def is_over_data(self, ranks: list[int]) -> bool:
         """Whether `ranks` differ in their place on the axis "data" alone, the outermost."""
@@ -87,6 +85,8 @@ MESHES = {
     "data 2 x tensor 2": Mesh(tensor=2),
     "data 2 x pipe 2": Mesh(pipe=2),
     "2 processes": Mesh(processes=2, devices=1),
+    "data 2 x tensor 2, 2 processes": Mesh(processes=2, devices=2, tensor=2),
+    "data 2 x pipe 2, 4 processes": Mesh(processes=4, devices=1, pipe=2),
 }
 # Strategies: None is TensorFlow's own, of the axis "data" alone.
 CONTENDERS: dict[str, dict[str, Any] | None] = {
@@ -111,7 +111,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     sizes = {"layers": 12, "width": 512, "tokens": 8192, "hidden": 8192, "steps": 3}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=cases.positive_int, default=default, help=f"default: {default}")
-    product_help = f"of a layer's product; default: by the link, {PRODUCT_US}"
+    product_help = f"of one product of a device; default: by the link, {PRODUCT_US}"
     parser.add_argument("--product-us", type=cases.positive_int, help=product_help)
     pending_help = "kernels that may be queued on a device before the host waits (TensorFlow's kernel tracker); default: no limit"
     parser.add_argument("--pending-kernels", type=cases.positive_int, metavar="N", help=pending_help)
@@ -124,7 +124,7 @@ def product_us(args: argparse.Namespace, link: str) -> int:
 
 
 def microseconds_per_mib(args: argparse.Namespace, link: str) -> float:
-    """Returns how long a MiB on the link takes, in the time in which a layer's product takes `product_us`."""
+    """Returns how long a MiB on the link takes, where a layer's product takes `product_us`."""
     product_seconds = 2 * args.tokens / FLOPS  # per weight
     message_seconds = BYTES_PER_WEIGHT / LINKS[link]
     weights_per_mib = 2**20 / BYTES_PER_WEIGHT
@@ -136,8 +136,8 @@ def run(args: argparse.Namespace, mesh: Mesh, link: str, bucket_layers: int) -> 
     machine = running.Machine(
         mesh.devices,
         bytes=1 << 30,
-        product_us=product_us(args, link) // mesh.products,
-        message_us_per_mib=round(microseconds_per_mib(args, link)),
+        product_us=product_us(args, link),
+        message_us_per_mib=round(mesh.products * microseconds_per_mib(args, link)),
     )
     bucket = bucket_layers * BYTES_PER_WEIGHT * args.width**2 // mesh.tensor
     names = [name for name in args.contenders if CONTENDERS[name] is not None or not mesh.settings]
@@ -179,12 +179,18 @@ def run_job(
     }
     over_data = {name for name, ranks in members.items() if mesh.is_over_data(ranks)}
     log = ended.log.of_process(ended.processes[0])
-    settings = {"before": mesh.products_before(args.layers), "is_pipeline": mesh.pipe > 1}
-    return {name: [timeline_of(log, f"{name} {step}", over_data, **settings) for step in range(args.steps)] for name in done}
+    found = {}
+    for name in done:
+        settings = {"model": mesh.model(args.layers, CONTENDERS[name]), "is_chain": mesh.processes > 1}
+        found[name] = [timeline_of(log, f"{name} {step}", over_data, **settings) for step in range(args.steps)]
+    return found
 
 
 def timeline_of(log: Log, step: str, over_data: set[str] | None = None, **settings: Any) -> Timeline:
-    """Returns that of the first device, in a `log` of one process; messages of communicators not `over_data` are activations."""
+    """Returns that of the first device, in a `log` of one process; messages of communicators not `over_data` are activations.
+
+    `settings` are fields of the timeline.
+    """
     records = [record for record in log.between(f"{step} begins", f"{step} ends").records if record.device == 0]
     products = [(record.began, record.ended) for record in records if record.kind == "product"]
     messages: tuple[list[Message], list[Message]] = [], []
@@ -201,7 +207,7 @@ def record_of(
         return statistics.median(getattr(timeline, field) for timeline in timelines)
 
     fields = ("step_us", "compute_us", "message_us", "hidden_us", "can_hide_us", "ideal_us", "hidden_share")
-    product = product_us(args, link) // MESHES[mesh].products
+    product = product_us(args, link)
     return {
         "mesh": mesh,
         "link": link,

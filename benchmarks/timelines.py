@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
 
-Span = tuple[float, float]  # from, to; microseconds
+from benchmarks import best_order
+from benchmarks.best_order import Span
+
 _MOST_OF_NUMBERS = 1024  # bytes: losses, counts and flags, not gradients
 
 
@@ -30,6 +35,12 @@ def overlap(one: Iterable[Span], other: Iterable[Span]) -> float:
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
 
 
+def extent(spans: Iterable[Span]) -> float:
+    """Returns the time from the first beginning to the last end."""
+    known = list(spans)
+    return max(end for _, end in known) - min(begin for begin, _ in known)
+
+
 @dataclasses.dataclass(frozen=True)
 class Message:
     """A collective on one device, from when all of its ranks had come until it was over."""
@@ -37,10 +48,6 @@ class Message:
     op: str
     span: Span
     bytes: int
-
-    @property
-    def reduces_gradients(self) -> bool:
-        return self.op in ("AllReduce", "ReduceScatter") and self.bytes > _MOST_OF_NUMBERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,22 +57,20 @@ class Timeline:
     Attributes:
         products: when it computed products, in order.
         messages: its collectives of the axis "data", in order.
-        activations: those of other axes. In forward what comes next waits for them; in backward gradients of weights do not.
-        before: how many of the products come before those that gradients pass behind: all of forward, and in a pipeline all
-            before the backward of the last microbatch.
-        is_pipeline: whether products wait for those of other devices; how long is not what is asked here.
+        activations: those of other axes, which products wait for.
+        model: what needs what, for the best that could be.
+        is_chain: whether each collective begins when the one before it is over.
     """
 
     products: Sequence[Span]
     messages: Sequence[Message]
     activations: Sequence[Message] = ()
-    before: int = 0
-    is_pipeline: bool = False
+    model: best_order.Model | None = None
+    is_chain: bool = False
 
     @property
     def step_us(self) -> float:
-        spans = [*self.products, *(message.span for message in (*self.messages, *self.activations))]
-        return max(end for _, end in spans) - min(begin for begin, _ in spans)
+        return extent([*self.products, *(message.span for message in (*self.messages, *self.activations))])
 
     @property
     def compute_us(self) -> float:
@@ -77,67 +82,75 @@ class Timeline:
 
     @property
     def hidden_us(self) -> float:
-        """Returns how much of what could be hidden passes behind products."""
-        return overlap(self.products, (message.span for message in (*self.messages, *self._activations(is_after=True))))
-
-    @property
-    def cannot_hide_us(self) -> float:
-        """Returns what no order could hide: the gather that the first product needs, and what needs the last gradient.
-
-        That is the last reduction, and the gathers of parameters that follow it at stages 1 and 2.
-        """
-        is_first, last = self._bounds()
-        return length(message.span for message in (*self.messages[:is_first], *self.messages[last:]))
+        """Returns how much of the messages' time passes behind products."""
+        return overlap(self.products, (message.span for _, message in self._large()))
 
     @property
     def can_hide_us(self) -> float:
-        """Returns what could be hidden: all but that, as far as there are products to hide it behind.
-
-        Of the axis "data" that are gathers of forward, behind its products; and what is sent in backward, behind those of
-        backward. Activations of forward cannot be hidden; those of backward can.
-        """
-        return sum(min(sent, computed) for sent, computed in self._halves())
+        """Returns how much of it would in the best order."""
+        return overlap(*self.best)
 
     @property
     def ideal_us(self) -> float:
-        waited = length(message.span for message in self._activations(is_after=False))
-        return sum(map(max, self._halves())) + self.cannot_hide_us + waited + (self._bubble_us if self.is_pipeline else 0.0)
+        """Returns how long the step would take in the best order."""
+        products, messages = self.best
+        return extent([*products, *messages])
 
     @property
     def hidden_share(self) -> float:
         """Returns how much of what could be hidden is, 0 to 1; 1 where there is nothing."""
         return min(1.0, self.hidden_us / self.can_hide_us) if self.can_hide_us > 0 else 1.0
 
-    @property
-    def _turn(self) -> float:
-        """When the products begin that gradients pass behind."""
-        return self.products[self.before][0] if self.before < len(self.products) else float("inf")
+    @functools.cached_property
+    def best(self) -> tuple[list[Span], list[Span]]:
+        """When products and messages would run in the best order: see `benchmarks.best_order`.
 
-    def _bounds(self) -> tuple[bool, int]:
-        """Returns whether the first message cannot be hidden, and the place of the first of those at the end that cannot."""
-        last = max(
-            (place for place, message in enumerate(self.messages) if message.reduces_gradients), default=len(self.messages)
-        )
-        return bool(self.messages) and self.messages[0].op == "AllGather", last
+        Numbers, such as a loss, are left out: they take no time.
+        """
+        model = self.model
+        assert model is not None
+        named = {}
+        counts: collections.Counter[str] = collections.Counter()
+        for kind, message in sorted(self._large(), key=lambda pair: pair[1].span):
+            named[f"{kind}{counts[kind]}"] = message
+            counts[kind] += 1
+        of_products, of_messages = model.needs(counts["r"], counts["g"], counts["a"])
+        if len(of_products) != len(self.products):
+            raise ValueError(f"{len(self.products)} products in the place of {len(of_products)}.")
+        places = {name: place for place, name in enumerate(named)}
+        gaps = self._gaps() if model.microbatches else [0.0] * len(self.products)
+        products = [
+            best_order.Product(end - begin, tuple(places[name] for name in sorted(names)), gap)
+            for (begin, end), names, gap in zip(self.products, of_products, gaps, strict=True)
+        ]
+        ranks = {"a": 0, "g": 1 if model.zero_stage == 3 else 3, "r": 2}
+        messages = []
+        for name, message in named.items():
+            after, updated_by = of_messages[name]
+            place = None if updated_by is None else places[updated_by]
+            messages.append(best_order.Sent(message.span[1] - message.span[0], after, place, ranks[name[0]]))
+        return best_order.schedule(products, messages, is_chain=self.is_chain)
 
-    def _activations(self, *, is_after: bool) -> list[Message]:
-        return [message for message in self.activations if (message.span[0] >= self._turn) == is_after]
+    def _large(self) -> list[tuple[str, Message]]:
+        """Returns the messages that take time, each with its kind: of a reduction, of a gather or of activations.
 
-    def _halves(self) -> list[tuple[float, float]]:
-        """Returns for how long messages that can be hidden pass, and products are computed, before the turn and after it."""
-        is_first, last = self._bounds()
-        sent = [message.span for message in self.messages[is_first:last]]
-        before, after = [span for span in sent if span[0] < self._turn], [span for span in sent if span[0] >= self._turn]
-        after += [message.span for message in self._activations(is_after=True)]
-        place = min(self.before, len(self.products))
-        return [(length(before), length(self.products[:place])), (length(after), length(self.products[place:]))]
+        Those between stages of a pipeline are not among them: how long stages wait for each other is not what is asked here.
+        """
+        found = [("g" if message.op == "AllGather" else "r", message) for message in self.messages]
+        if self.model is None or not self.model.microbatches:
+            found += [("a", message) for message in self.activations]
+        return [(kind, message) for kind, message in found if message.bytes > _MOST_OF_NUMBERS]
 
-    @property
-    def _bubble_us(self) -> float:
-        """For how long there was no product, once the first had begun, before the turn; nor a message of the axis "data"."""
-        begin, end = self.products[0][0], min(self._turn, self.products[-1][1])
-        inside = [(max(begin, a), min(end, b)) for a, b in (*self.products, *(message.span for message in self.messages))]
-        return end - begin - length((a, b) for a, b in inside if a < b)
+    def _gaps(self) -> list[float]:
+        """Returns, before each product up to the last backward's first, for how long this device waited for another one.
+
+        That is for how long there was no product; nor a message of the axis "data", which is another matter.
+        """
+        spans = [message.span for message in self.messages]
+        gaps = [0.0]
+        for (_, end), (begin, _) in itertools.pairwise(self.products):
+            gaps.append(max(0.0, begin - end - overlap([(end, begin)], spans)) if len(gaps) <= self.model.before else 0.0)
+        return gaps
 
     def waits(self, least_us: float) -> int:
         """Returns for how many gathers after the first no product ran for at least `least_us` of their time."""

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from benchmarks import gpu_timeline, timelines
+from benchmarks import best_order, gpu_timeline, timelines
+from benchmarks.best_order import Model, Product, Sent
 from benchmarks.timelines import Message, Timeline
 from tests.null_gpu import building
 
@@ -23,44 +24,71 @@ def test_spans():
 
 
 def test_stage_3():
-    """Gathers before, behind and after a product; the last reduction has nothing to hide behind."""
-    messages = [
-        message("AllGather", 0, 2),
-        message("AllGather", 3, 5),
-        message("AllGather", 12, 14),
-        message("ReduceScatter", 15, 17),
-        message("ReduceScatter", 20, 24),
-    ]
-    timeline = Timeline([(2, 12), (14, 20)], messages)
-    assert timeline.step_us == 24 and timeline.compute_us == 16 and timeline.message_us == 12
-    assert timeline.hidden_us == 4 and timeline.cannot_hide_us == 6 and timeline.can_hide_us == 6
-    assert timeline.hidden_share == pytest.approx(4 / 6)
-    assert timeline.ideal_us == 16 + 6
-    assert timeline.waits(2) == 1 and timeline.waits(2.5) == 0
+    """Four layers, a group each: what a product reads is gathered before, the last reduction has nothing to hide behind."""
+    products = [(10 * place, 10 * place + 10) for place in range(4)] + [(40 + 10 * place, 50 + 10 * place) for place in range(7)]
+    gathers = [message("AllGather", 10 * place, 10 * place + 4) for place in range(4)]
+    again = [message("AllGather", 40 + 10 * place, 44 + 10 * place) for place in range(3)]
+    reductions = [message("ReduceScatter", 80 + 6 * place, 86 + 6 * place) for place in range(4)]
+    timeline = Timeline(products, [*gathers, *again, *reductions], model=Model(4, zero_stage=3))
+    assert timeline.compute_us == 110 and timeline.message_us == 7 * 4 + 4 * 6
+    # In the best order the first gather comes before the first product, and the last reduction after the last.
+    assert timeline.ideal_us == 4 + 110 + 6 and timeline.can_hide_us == 6 * 4 + 3 * 6
+    assert timeline.hidden_us == 28 + 24 and timeline.waits(1) == 0
+    late = dataclasses.replace(timeline, messages=[*gathers, *again, *(message("ReduceScatter", 110, 116 + n) for n in range(4))])
+    assert late.waits(1) == 0 and late.hidden_us == 28
+
+
+def test_without_prefetch_a_gather_waits_for_the_group_before():
+    messages = [*[message("AllGather", 0, 4)] * 7, *[message("ReduceScatter", 0, 1)] * 4]
+    products = [(10 * place, 10 * place + 10) for place in range(11)]
+    ideals = [Timeline(products, messages, model=Model(4, zero_stage=3, prefetch=prefetch)).ideal_us for prefetch in range(3)]
+    assert ideals == [
+        4 * 4 + 110 + 1,
+        4 + 110 + 1,
+        4 + 110 + 1,
+    ]  # backward has gradients of weights to hide it
+
+
+def test_new_parameters_are_sent_when_a_product_has_ended():
+    """The update stands on the stream of the products: 11 to 14 the reduction, to 20 the product, to 23 the gather."""
+    products = [Product(10) for _ in range(3)]
+    messages = [Sent(4, 1), Sent(3, 1, updated_by=0)]
+    computed, sent = best_order.schedule(products, messages)
+    assert computed == [(0, 10), (10, 20), (20, 30)] and sent == [(10, 14), (20, 23)]
 
 
 def test_parameters_that_follow_the_last_gradient_cannot_hide():
-    timeline = Timeline(
-        [(0, 10)], [message("ReduceScatter", 5, 7), message("ReduceScatter", 10, 12), message("AllGather", 12, 15)]
-    )
-    assert timeline.cannot_hide_us == 5 and timeline.can_hide_us == 2 and timeline.hidden_share == 1 and timeline.waits(1) == 0
+    reductions = [message("ReduceScatter", 30, 32), message("ReduceScatter", 50, 52)]
+    gathers = [message("AllGather", 52, 55), message("AllGather", 55, 58)]
+    timeline = Timeline([(10 * n, 10 * n + 10) for n in range(5)], [*reductions, *gathers], model=Model(2, zero_stage=1))
+    assert timeline.can_hide_us == 2 + 3 and timeline.hidden_us == 2 and timeline.hidden_share == 0.4
+    assert timeline.ideal_us == 50 + 2 + 3
 
 
 def test_the_sum_of_a_loss_is_no_gradient():
-    """It ends every step, and would be taken for the last reduction."""
-    messages = [message("AllReduce", 5, 7), message("AllReduce", 10, 14), message("AllReduce", 14, 15, size=4)]
-    timeline = Timeline([(0, 10)], messages)
-    assert timeline.cannot_hide_us == 5 and timeline.can_hide_us == 2 and timeline.ideal_us == 15
+    messages = [message("AllReduce", 20, 22), message("AllReduce", 22, 23, size=4), message("AllReduce", 50, 54)]
+    timeline = Timeline([(10 * n, 10 * n + 10) for n in range(5)], messages, model=Model(2))
+    assert timeline.can_hide_us == timeline.hidden_us == 2 and timeline.ideal_us == 54
 
 
 def test_a_slow_link_cannot_hide_behind_less_than_it_takes():
-    timeline = Timeline([(0, 10)], [message("AllReduce", 1, 31), message("AllReduce", 31, 61)])
-    assert timeline.can_hide_us == 10 and timeline.ideal_us == 60 and timeline.hidden_us == 9
+    """Two products follow the last layer's gradient, which takes as long as three."""
+    timeline = Timeline(
+        [(10 * n, 10 * n + 10) for n in range(5)], [message("AllReduce", 30, 60), message("AllReduce", 60, 90)], model=Model(2)
+    )
+    assert timeline.can_hide_us == timeline.hidden_us == 20 and timeline.ideal_us == timeline.step_us == 90
 
 
-def test_nothing_is_sent():
-    timeline = Timeline([(0, 10)], [])
-    assert timeline.hidden_share == 1 and timeline.message_us == 0 and timeline.ideal_us == timeline.step_us == 10
+def test_on_a_chain_a_message_begins_with_the_end_of_a_product():
+    products = [Product(10) for _ in range(3)]
+    messages = [Sent(4), Sent(4)]
+    assert best_order.schedule(products, messages)[1] == [(0, 4), (4, 8)]
+    assert best_order.schedule(products, messages, is_chain=True)[1] == [(0, 4), (10, 14)]
+
+
+def test_what_waits_for_itself_is_an_error():
+    with pytest.raises(ValueError, match="They wait for each other: 0 products and messages"):
+        best_order.schedule([Product(1, after=(0,))], [Sent(1, after_products=1)])
 
 
 def test_a_link_takes_what_it_takes_beside_products():
@@ -70,35 +98,24 @@ def test_a_link_takes_what_it_takes_beside_products():
     assert gpu_timeline.microseconds_per_mib(args, "400gbit") * mib_per_layer == pytest.approx(1953.125)
 
 
-def test_activations_of_forward_cannot_hide_and_those_of_backward_can():
-    products = [(0, 10), (12, 20), (20, 30), (30, 34)]
-    timeline = Timeline(products, [message("AllReduce", 34, 37)], [message("AllReduce", 10, 12), message("AllReduce", 25, 32)], 2)
-    assert timeline.can_hide_us == timeline.hidden_us == 7
-    assert timeline.ideal_us == 18 + 2 + 14 + 3 == timeline.step_us and timeline.message_us == 3
-    late = dataclasses.replace(timeline, activations=[message("AllReduce", 10, 12), message("AllReduce", 33, 40)])
-    assert late.can_hide_us == 7 and late.hidden_us == 1
-
-
-def test_gradients_hide_behind_the_backward_pass_alone():
-    """Of 20 that are sent there 10 can; the gather, which has forward to hide behind, is another matter."""
-    products = [(5, 15), (20, 30)]
-    messages = [
-        message("AllGather", 0, 5),
-        message("AllGather", 5, 9),
-        message("AllReduce", 20, 40),
-        message("AllReduce", 40, 42),
-    ]
-    timeline = Timeline(products, messages, before=1)
-    assert timeline.can_hide_us == 4 + 10 and timeline.hidden_us == 14 and timeline.cannot_hide_us == 7
-    assert timeline.ideal_us == 10 + 20 + 7
+def test_activations_go_first_and_those_of_forward_cannot_hide():
+    """Two pairs of layers, of 10 each; activations of 4 after each pair and before backward's second, gradients of 8."""
+    model = Model(4, tensor=True)
+    assert model.backward() == [*[("x", 3), ("x", 2), ("w", 3), ("w", 2)], *[("x", 1), ("w", 1), ("w", 0)]]
+    products = [(10 * n, 10 * n + 10) for n in range(11)]
+    activations = [message("AllReduce", 20, 24), message("AllReduce", 40, 44), message("AllReduce", 60, 64)]
+    timeline = Timeline(products, [message("AllReduce", 80, 88), message("AllReduce", 110, 118)], activations, model=model)
+    assert timeline.can_hide_us == 4 + 8 and timeline.ideal_us == 110 + 4 + 4 + 8
 
 
 def test_a_bubble_is_no_loss():
-    """Products 0 to 4, 8 to 10 and the last backward from 12 on; between them this device waits for another, 6 in all."""
-    products = [(0, 4), (8, 10), (12, 14), (14, 16)]
-    timeline = Timeline(products, [message("AllReduce", 14, 15), message("AllReduce", 16, 18)], before=2, is_pipeline=True)
-    assert timeline.ideal_us == timeline.step_us == 18 and timeline.hidden_share == 1
-    assert dataclasses.replace(timeline, is_pipeline=False).ideal_us == 12
+    """A pipeline of two layers on this device and two microbatches: it waits from 20 to 26 for another, then for a message."""
+    model = Model(2, microbatches=2)
+    assert model.before == 2 * 5 - 3
+    products = [(10 * n, 10 * n + 10) if n < 2 else (10 * n + 8, 10 * n + 18) for n in range(10)]
+    messages = [message("AllReduce", 26, 28), message("AllReduce", 108, 111)]
+    timeline = Timeline(products, messages, model=model)
+    assert timeline.ideal_us == 100 + 6 + 3 and timeline.can_hide_us == 2
 
 
 @pytest.mark.exhaustive
@@ -111,7 +128,7 @@ def test_the_program(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     records = [json.loads(line) for line in lines if line.startswith("{")]
     assert [record["contender"] for record in records] == ["stage 3", "stage 3", "mirrored", "stage 3"]
-    for record, products in zip(records, (11 / 2, 5, 11, 11), strict=True):  # of the first device, a layer's on the whole batch
+    for record, products in zip(records, (11, 4 * 5, 11, 11), strict=True):  # of the first device
         assert record["compute_us"] >= products * 2000 and record["message_us"] > 0
         assert record["step_us"] >= record["compute_us"]
     assert picture.stat().st_size > 1000 and len(lines) == 4 + 6

@@ -60,6 +60,16 @@ def test_stage_2_gathers_a_bucket_when_the_next_two_are_reduced():
     )
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_where_gathers_pass_behind_backward_one_more_reduction_stands_before_each(zero_stage):
+    assert text(3, zero_stage, gathers_soon=True) == (
+        "reduce 0 (2) · reduce 1 (1) · update (2) · gather 0 (2) · reduce 2 (0) · "
+        "update (1) · gather 1 (1) · update (0) · gather 2 (0)"
+    )
+    clipped = text(3, zero_stage, gathers_soon=True, clipping="global_clipnorm")
+    assert clipped.startswith("reduce 0 (2) · reduce 1 (1) · reduce 2 (0) · clip")
+
+
 def test_stage_3_steps_on_what_the_tape_has_reduced():
     assert text(3, 3) == "update (0 1 2)"
 

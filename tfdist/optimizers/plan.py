@@ -1,12 +1,12 @@
 """What one step of an optimizer does, in which order. Pure: gradients are numbers, their places in the step.
 
-Backward makes the last layers' gradients first, so the buckets begin there. With `zero_stage=2` and three layers:
+Backward makes the last layers' gradients first, so the buckets begin there. With `zero_stage=2` and four layers:
 
-    reduce 0 (2) · hold back 2 · reduce 1 (1) · update (2) · gather 0 (2) · reduce 2 (0) · update (1) · gather 1 (1) · ...
+    reduce 0 (3) · hold back 2 · reduce 1 (2) · hold back 3 · reduce 2 (1) · update (3) · gather 0 (3) · reduce 3 (0) · ...
 
-Bucket 0 is gathered when bucket 1 has been reduced, and the rank holds no more of either. Stage 1, where all full gradients exist
-at once, loses no time to waiting for updates between: it reduces all buckets first. So does every stage if all gradients must be
-there before the first is used, for a norm or for accumulators.
+Bucket 0 is gathered when the next two have been reduced; when one has, where gathers pass behind products. Stage 1, where all full
+gradients exist at once, loses no time to waiting for updates between: it reduces all buckets first, but where gathers pass so. And
+so does every stage if all gradients must be there before the first is used, for a norm or for accumulators.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class Settings:
         accumulates_partial_sums: whether each rank accumulates its own gradients, which are reduced in the last of these steps.
         is_shareable: whether one update serves several parameters.
         may_compile: whether updates of very large parameters may be compiled.
+        gathers_soon: whether a gather passes behind backward's products if it stands between reductions, also at stage 1, and as
+            soon as it can.
         afterwards: what there is to do when the parameters are updated, in every call (`Then`).
     """
 
@@ -85,6 +87,7 @@ class Settings:
     accumulates_partial_sums: bool = False
     is_shareable: bool = True
     may_compile: bool = False
+    gathers_soon: bool = False
     afterwards: tuple[str, ...] = ()
 
     @property
@@ -283,11 +286,11 @@ class _Planner:
         """Returns reductions and updates, bucket by bucket where the stage shards gradients and none waits for all others."""
         settings = self._settings
         waits_for_all = settings.norm is not None or any(gradient.owner is not None for gradient in self._gradients)
-        if waits_for_all or not isinstance(settings.placements.gradient, Shard):
+        if waits_for_all or not (isinstance(settings.placements.gradient, Shard) or settings.gathers_soon):
             return [*self.reductions(), *self.updates()]
         actions = [*self._reductions_of_shards(), *self._update(self._sharded)]
         # Two reductions stand before each gather: while they travel its shards are updated, and the link does not wait for that.
-        ahead = 1 if settings.in_flight == 1 else 2
+        ahead = 1 if settings.in_flight == 1 or settings.gathers_soon else 2
         for bucket in range(ahead):
             actions += self._reduction(bucket)
         for bucket in range(len(self._buckets)):

@@ -29,7 +29,7 @@ from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
-from tfdist.sharding.host_lead import limit_lead
+from tfdist.sharding.host_lead import is_on_chain, limit_lead
 from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
 from tfdist.sharding.slot_reads import SlotReads
@@ -316,6 +316,7 @@ class _Step:
             accumulates_partial_sums=accumulates_partial_sums(optimizer, config),
             is_shareable=may_share(optimizer),
             may_compile=program.is_on_cpu,
+            gathers_soon=isinstance(config.placements.optimizer_state, Shard) and is_on_chain(program),
             afterwards=tuple(what for what, is_wanted in afterwards.items() if is_wanted),
         )
 

@@ -47,6 +47,8 @@ class Step:
         staged, program = self._staged, self._program
         schedule, weights = staged.schedule, staged.weights
         replicas = 1 if program is None else program.mesh.data_parallel_size
+        config = config_of(tf.distribute.get_strategy())
+        bucket_bytes = None if config is None else config.bucket_bytes
         x, *rest = data
         on_host = contextlib.nullcontext if program is None else program.on_host
         inputs = staged.flat_inputs(x)
@@ -67,7 +69,7 @@ class Step:
             work=self,
             weights=weights,
             data=self._data,
-            functions=None if may_hold_parts(program) else StageFunctions(program, weights, training),
+            functions=None if may_hold_parts(program) else StageFunctions(program, weights, training, bucket_bytes),
             training=training,
             recompute=model.recompute,
             gradients=self._gradient_sum(),

@@ -89,6 +89,10 @@ class HeldParameters:
             self._names[self._seen[key].name] = key
         return self._seen[key]
 
+    def group_of(self, key: Key) -> ParameterGroup:
+        """Returns what a parameter that has been read is gathered with."""
+        return self._known[key][1]
+
     def whole(self, key: Key) -> tf.Tensor:
         """Returns a whole parameter that has been read before, gathered where it is not held now."""
         if key not in self._wholes:

@@ -27,6 +27,10 @@ Note: sums of calls. Where a batch is computed in parts, by calls of functions, 
 complete with the last of them. A call is held back behind that which completes the message before, but where that needs it: calls
 need not run in the order in which they were made. What a rank does stands in one order, and so no other rank is between the two.
 
+Note: the last message. An update stands on the stream of the products, behind all that is queued when its gradients have been
+reduced; then its parameters are gathered. Behind the last message's products, queued at once, no gather could pass that is not
+ready before they begin. So they are queued in parts within a process, too.
+
 The edges lead from what is earlier in the order in which operations are queued (`tfdist.sharding.queue_order`) to what is later,
 or beside an edge from a gather to what reads it, and so close no cycle; what waits is never a collective.
 """
@@ -71,7 +75,8 @@ def limit_lead(
         operations: those of the graph, in the order in which they are queued.
         borders: places in `operations` behind which nothing is queued before a collective of activations is over: there the
             host waits already.
-        collectives_each: how many collectives are to pass behind the products of a message, where they are on a chain.
+        collectives_each: how many collectives are to pass behind the products of a message, where they are on a chain; else
+            behind those of the last one.
     """
     if not program.transport_of(program.group_ranks("data")).waits_for_queue or program.is_eager:
         return
@@ -84,7 +89,6 @@ def limit_lead(
         makers = [_made_by(gradient.op, numbers) if begins_by_itself(program) else gradient.op for gradient in message]
         ends.append(max([*ends[-1:], *(numbers[maker.name] for maker in makers)]))
     needed = tape.ancestors(gradients, operations, by_control=False)  # not what stands for a sum, and is there after a reduction
-    parts = collectives_each if is_on_chain(program) else 1
     before: set[tf.Operation] = set()
     for end, following in zip(ends, ends[1:], strict=False):
         last = operations[end]
@@ -92,7 +96,8 @@ def limit_lead(
             before |= tape.ancestors([last], [operation for operation in operations if operation not in before])
         until = min([following, *(border for border in borders if border >= end)])
         held = [operation for operation in operations[end + 1 : until + 1] if operation in needed and operation not in before]
-        for part in _in_parts(computing(held, gradients[0].device), parts):
+        is_apart = is_on_chain(program) or following == ends[-1]  # see the note on the last message
+        for part in _in_parts(computing(held, gradients[0].device), collectives_each if is_apart else 1):
             run_when_done(part, [last], program, "lead")
             last = part[-1]
 

@@ -4,7 +4,7 @@ A microbatch adds up to 6 calls to the graph.
 
     forward      inputs                      -> outputs, saved
     of_inputs    d outputs, saved            -> d inputs, passed on
-    of_weights   d outputs, saved, passed on -> d weights, those of the last layers first
+    of_weights   d outputs, saved, passed on -> d weights, those of the last layers first, of whole buckets
 
 The functions stay functions when the step runs (`_noinline`): there is one set of kernels, whatever m is
 (docs/notes/performance.md). The backward is several functions, so that the stage's inputs have their gradients, which another
@@ -30,17 +30,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import RankProgram, assign_buckets
 from tfdist.collectives.program import NotOnTrialError
 from tfdist.pipeline.stages.masks import get_keras_mask, set_keras_mask
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.sharding import host_lead, tape
 from tfdist.sharding.held_parameters import HeldParameters, Key
+from tfdist.sharding.parameter_group import ParameterGroup
 from tfdist.sharding.units import VIEWS
 
 # How many functions compute the gradients of a stage's weights. With 1 the first rank's peak of memory under 1F1B is 10 % higher.
@@ -49,12 +51,18 @@ _FUNCTIONS_BEHIND_GATHERS = 4
 
 
 class StageFunctions:
-    """The functions of one rank's stages, in one trace of a step; of its backward, too, if it is `training`."""
+    """The functions of one rank's stages, in one trace of a step; of its backward, too, if it is `training`.
 
-    def __init__(self, program: RankProgram | None, weights: Sequence[Sequence[Any]], training: bool):
+    `bucket_bytes` is the size of the messages in which gradients are reduced: no function of the backward makes parts of two.
+    """
+
+    def __init__(
+        self, program: RankProgram | None, weights: Sequence[Sequence[Any]], training: bool, bucket_bytes: int | None = None
+    ):
         self._program = program
         self._weights = weights
         self._training = training
+        self._bucket_bytes = bucket_bytes
         self._traced: dict[Any, _Functions | None] = {}
         self._called: set[int] = set()  # stages, for the first microbatch
 
@@ -106,7 +114,8 @@ class StageFunctions:
         if not tape.can_be_called_again(graph, keys) or stage.added_losses():
             return None
         weights = {inside.name: keys[outside.name] for outside, inside in graph.captures if getattr(outside, "name", "") in keys}
-        return _Functions(graph, found[0], weights)
+        groups = {name: self._held().group_of(key) for name, key in weights.items()}
+        return _Functions(graph, found[0], weights, groups, self._bucket_bytes)
 
     def _held(self) -> HeldParameters:
         return self._program.attachment(HeldParameters)
@@ -193,18 +202,25 @@ class _Functions:
     """The functions of one stage, each a part of the stage's trace.
 
     `weights` are the gathered parameters that the trace captured: their keys by the names of what stands for them in it. A call
-    is given those that are held when it is made.
+    is given those that are held when it is made. `groups` are what they are gathered with, by the same names.
     """
 
-    def __init__(self, graph: tf.Graph, trace: _Trace, weights: Mapping[str, Key]):
+    def __init__(
+        self,
+        graph: tf.Graph,
+        trace: _Trace,
+        weights: Mapping[str, Key],
+        groups: Mapping[str, ParameterGroup],
+        bucket_bytes: int | None,
+    ):
         self.trace = trace
         self.weights = weights
         operations = graph.get_operations()
         forward, backward = operations[: trace.forward_count], operations[trace.forward_count :]
         results = [*trace.outputs, *(x for x in (*trace.masks, *trace.logits) if x is not None)]
-        parts = _Parts(graph, [*trace.given, *trace.upstream], weights)
+        parts = _Parts(graph, [*trace.given, *trace.upstream], groups)
         of_weights = [gradient for gradient in reversed(trace.of_weights) if gradient is not None]
-        wanted = [[x for x in trace.of_inputs if x is not None], *_split(of_weights, _FUNCTIONS_FOR_WEIGHTS)]
+        wanted = [[x for x in trace.of_inputs if x is not None], *_split(of_weights, _FUNCTIONS_FOR_WEIGHTS, bucket_bytes)]
         done: set[tf.Operation] = set()
         made = []  # by each function of the backward: the operations that no function before it has
         for tensors in wanted:
@@ -243,9 +259,12 @@ class _Functions:
 
 
 class _Parts:
-    """Makes functions of parts of a graph, in which the tensors `given`, and those named `weights`, are what a call is given."""
+    """Makes functions of parts of a graph, in which the tensors `given`, and those named `weights`, are what a call is given.
 
-    def __init__(self, graph: tf.Graph, given: Iterable[tf.Tensor], weights: Collection[str] = ()):
+    `weights` has the group of parameters with which each is gathered.
+    """
+
+    def __init__(self, graph: tf.Graph, given: Iterable[tf.Tensor], weights: Mapping[str, ParameterGroup]):
         self._place = {operation: place for place, operation in enumerate(graph.get_operations())}
         self._given = {*(x.op for x in given), *(inside.op for _, inside in graph.captures if inside.name in weights)}
         self._weights = weights
@@ -274,15 +293,15 @@ class _Parts:
         )
 
     def runs(self, operations: Iterable[tf.Operation], count: int) -> list[set[tf.Operation]]:
-        """Returns `operations` in at most `count` runs, one behind the other, each but the first beginning with a new weight."""
-        ordered = sorted(operations, key=self._place.__getitem__)
-        first: dict[str, int] = {}  # by the weight, the place of the first operation that reads it
+        """Returns `operations` in at most `count` runs, one behind the other, each but the first beginning with a new gather."""
+        ordered = sorted(set(operations) - self._given, key=self._place.__getitem__)  # what is given no run has to pass on
+        first: dict[ParameterGroup, int] = {}  # by what is gathered together, the place of the first operation that reads it
         for place, operation in enumerate(ordered):
             for x in operation.inputs:
                 if x.name in self._weights:
-                    first.setdefault(x.name, place)
+                    first.setdefault(self._weights[x.name], place)
         begins = sorted(set(first.values()))
-        starts = sorted({begins[len(begins) * number // count] for number in range(1, count)}) if begins else []
+        starts = sorted({begins[len(begins) * number // count] for number in range(1, count)} - {*begins[:1]}) if begins else []
         return [set(ordered[a:b]) for a, b in itertools.pairwise([0, *starts, len(ordered)]) if a < b]
 
     def _is_view_of_weight(self, x: tf.Tensor) -> bool:
@@ -320,11 +339,34 @@ class _Part:
         known.update(zip((x.name for x in self._results), made, strict=True))
 
 
-def _split(gradients: Sequence[Any], count: int) -> list[list[tf.Tensor]]:
-    """Returns the tensors of `gradients` in at most `count` runs, one after the other, of about as many gradients each."""
-    bounds = [len(gradients) * place // count for place in range(count + 1)]
-    runs = [gradients[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
-    return [tf.nest.flatten(run, expand_composites=True) for run in runs]
+def _split(gradients: Sequence[Any], count: int, bucket_bytes: int | None) -> list[list[tf.Tensor]]:
+    """Returns the tensors of `gradients` in at most `count` runs, one after the other, of about as many each.
+
+    A run ends with a bucket of `bucket_bytes`, which can then leave, or lies within one.
+    """
+    sizes = [_bytes_of(gradient) for gradient in gradients]
+    buckets = [list(range(len(gradients)))] if bucket_bytes is None else assign_buckets(sizes, bucket_bytes)
+    if len(buckets) < count:  # the last ones are cut in more: what is sent before a step's end has less to pass behind
+        pieces = [count * (place + 1) // len(buckets) - count * place // len(buckets) for place in range(len(buckets))]
+        runs = [run for bucket, number in zip(buckets, sorted(pieces), strict=True) for run in _even_runs(bucket, number)]
+    else:
+        runs = [list(itertools.chain(*several)) for several in _even_runs(buckets, count)]
+    return [tf.nest.flatten([gradients[place] for place in run], expand_composites=True) for run in runs]
+
+
+def _even_runs(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Returns `items` in at most `count` runs of about as many, none empty."""
+    bounds = [len(items) * place // count for place in range(count + 1)]
+    return [items[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
+
+
+def _bytes_of(gradient: Any) -> int:
+    """Returns the bytes in which `gradient` is sent, whole; 0: they are not known here."""
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    sizes = tf.get_static_value(gradient.dense_shape) if is_rows else gradient.shape
+    if sizes is None or None in tuple(sizes):
+        return 0
+    return math.prod(map(int, sizes)) * gradient.dtype.size
 
 
 def floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
