@@ -17,7 +17,8 @@ weights as those of layers of --hidden units. All other kernels, and copies betw
                 before the first gradients of backward are complete and after the last, activations of tensor-parallel layers in
                 forward; and in a pipeline all but the last microbatch's backward, and the first one's forward
     hidden      the part of the step in which the device is in both
-    share       hidden / can hide
+    share       hidden / can hide; "best" is that of the step in which it is largest: where other programs use the machine, one
+                rank is late and the others wait for it, as no order of emission could help
     step        the step's time beside that of the best order; a pipeline's bubble there is as it was in this step
     waits       gathers after the first in which no product ran for a tenth of a product's time or more
 
@@ -216,6 +217,7 @@ def record_of(
         "product_us": product,
         "pending_kernels": args.pending_kernels,
         **{field: median(field) for field in fields},
+        "best_share": max(timeline.hidden_share for timeline in timelines),
         "waits": statistics.median(timeline.waits(product / 10) for timeline in timelines),
     }
 
@@ -228,7 +230,7 @@ def row_of(record: dict[str, Any]) -> list[Any]:
         record["contender"],
         record["bucket_layers"],
         *times,
-        f"{record['hidden_share']:.0%}" if record["can_hide_us"] else "",
+        *(f"{record[field]:.0%}" if record["can_hide_us"] else "" for field in ("hidden_share", "best_share")),
         f"{record['step_us'] / 1000:.0f}",
         f"{record['step_us'] / record['ideal_us']:.2f}",
         f"{record['waits']:g}",
@@ -280,8 +282,22 @@ def main(argv: list[str] | None = None) -> int:
                     records.append(record_of(args, mesh, link, bucket_layers, name, timelines))
                     print(json.dumps(records[-1]), flush=True)
     if args.picture:
-        draw({name: found[name][-1] for name in PICTURED if name in found}, args.links[-1], args.picture)
-    head = ["mesh", "link", "strategy", "bucket", "compute", "messages", "hidden", "can hide", "share", "step ms", "/ ideal"]
+        pictured = {name: sorted(found[name], key=lambda timeline: timeline.step_us) for name in PICTURED if name in found}
+        draw({name: steps[len(steps) // 2] for name, steps in pictured.items()}, args.links[-1], args.picture)
+    head = [
+        "mesh",
+        "link",
+        "strategy",
+        "bucket",
+        "compute",
+        "messages",
+        "hidden",
+        "can hide",
+        "share",
+        "best",
+        "step ms",
+        "/ ideal",
+    ]
     print(tabulate([row_of(record) for record in records], [*head, "waits"]))
     return 0 if complete else 1
 
