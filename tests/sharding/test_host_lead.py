@@ -159,6 +159,19 @@ def test_in_a_pipeline_a_call_waits_for_the_message_before(as_over_nccl, holds, 
     assert all(2 <= len(parts) <= 4 for parts in runs if stages == 2)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("zero_stage", "schedule"), [(0, "1f1b"), (1, "gpipe"), (2, "zero_bubble"), (2, "interleaved"), (3, "1f1b")]
+)
+def test_in_a_pipeline_on_a_chain_calls_wait_too(as_between_processes, holds, zero_stage, schedule):
+    def model():
+        stages = 2 if schedule == "interleaved" else 1
+        return tfdist.PipelineModel(dense_model(), num_microbatches=4, schedule=schedule, stages_per_rank=stages)
+
+    fit_and_compare(zero_stage, model, 4, pipeline_parallel_size=2)
+    assert any("PartitionedCall" in name for names, _, kind in holds if kind == "lead" for name in names)
+
+
 @pytest.mark.parametrize("zero_stage", [2, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 3))])
 def test_numbers_are_those_of_one_device(as_over_nccl, holds, zero_stage):
     strategy = fit_and_compare(zero_stage)

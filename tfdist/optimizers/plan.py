@@ -4,9 +4,9 @@ Backward makes the last layers' gradients first, so the buckets begin there. Wit
 
     reduce 0 (3) · hold back 2 · reduce 1 (2) · hold back 3 · reduce 2 (1) · update (3) · gather 0 (3) · reduce 3 (0) · ...
 
-Bucket 0 is gathered when the next two have been reduced; when one has, where gathers pass behind products. Stage 1, where all full
-gradients exist at once, loses no time to waiting for updates between: it reduces all buckets first, but where gathers pass so. And
-so does every stage if all gradients must be there before the first is used, for a norm or for accumulators.
+Bucket 0 is gathered when the next two have been reduced; when one has, where gathers pass behind products. Stage 1, where all
+full gradients exist at once, loses no time to waiting for updates between: it reduces all buckets first, but where gathers pass
+so. And so does every stage if all gradients must be there before the first is used, for a norm or for accumulators.
 """
 
 from __future__ import annotations

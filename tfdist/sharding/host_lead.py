@@ -86,7 +86,7 @@ def limit_lead(
     numbers = {operation.name: number for number, operation in enumerate(operations)}
     ends: list[int] = []  # per message, the number of the operation that makes the last gradient of it or of those before
     for message in messages:
-        makers = [_made_by(gradient.op, numbers) if begins_by_itself(program) else gradient.op for gradient in message]
+        makers = [_made_by(gradient.op, numbers) for gradient in message]
         ends.append(max([*ends[-1:], *(numbers[maker.name] for maker in makers)]))
     needed = tape.ancestors(gradients, operations, by_control=False)  # not what stands for a sum, and is there after a reduction
     before: set[tf.Operation] = set()
