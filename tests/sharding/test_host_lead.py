@@ -159,6 +159,14 @@ def test_in_a_pipeline_a_call_waits_for_the_message_before(as_over_nccl, holds, 
     assert all(2 <= len(parts) <= 4 for parts in runs if stages == 2)
 
 
+@pytest.mark.parametrize("zero_stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in range(3))])
+def test_on_a_chain_tensor_ranks_wait_for_no_circle(as_between_processes, holds, zero_stage):
+    """At stage 3 gathers of backward stand between activations, and were held back behind what needs them: the step failed."""
+    fit_and_compare(zero_stage, tensor_parallel_model, 4, tensor_parallel_size=2)
+    held = [name for names, _, kind in holds if kind == "lead" for name in names]
+    assert held and not any("unshard" in name or "Collective" in name for name in held)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("zero_stage", "schedule"), [(0, "1f1b"), (1, "gpipe"), (2, "zero_bubble"), (2, "interleaved"), (3, "1f1b")]

@@ -198,11 +198,15 @@ def _made_by(operation: tf.Operation, numbers: Mapping[str, int]) -> tf.Operatio
 
 
 def computing(operations: Sequence[tf.Operation], device: str) -> list[tf.Operation]:
-    """Returns those of `operations` by which `device` computes with floats, not with shapes, in the backward pass, and calls."""
+    """Returns those of `operations` by which `device` computes with floats, not with shapes, in the backward pass, and calls.
+
+    What waits is never a collective.
+    """
     return [
         operation
         for operation in operations
         if (tape.is_backward(operation) or operation.type in _CALLS)
+        and not operation.type.startswith("Collective")
         and operation.device == device
         and any(tensor.dtype.is_floating for tensor in operation.inputs)
         and any(tensor.dtype.is_floating for tensor in operation.outputs)

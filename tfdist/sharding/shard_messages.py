@@ -190,3 +190,8 @@ def messages_of(items: Sequence[Any], variables: Sequence[Any], key: Callable[[A
         is_large = variable.layout.local_elements * variable.dtype.size >= LARGE_BYTES
         messages.setdefault((key(item), id(variable) if is_large else None), []).append(item)
     return list(messages.values())
+
+
+def scope_name(label: str) -> str:
+    """Returns a label as a legal TensorFlow name scope."""
+    return "".join(c if c.isalnum() or c in "_./-" else "_" for c in label)

@@ -33,7 +33,7 @@ from tfdist.sharding.nested_tapes import NestedTapes
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.recomputation import Recomputation
-from tfdist.sharding.shard_messages import gather_parameters, gather_shards, messages_of, scatter_sums
+from tfdist.sharding.shard_messages import gather_parameters, gather_shards, messages_of, scatter_sums, scope_name
 from tfdist.sharding.units import PendingGradient, Reader, Unit, copy_of, travelling_dtype
 
 
@@ -59,6 +59,7 @@ class UnshardSchedule:
         self._takes_own = False
         self._config: MeshConfig | None = None
         self._has_regathered = False
+        self._regathering: set[tf.Operation] = set()  # operations of gathers of backward, which their gates alone hold back
         self._differentiated: set[int] = set()
         program.before_collective.append(self._before_collective)
         self._stubs: GradientStubs = program.attachment(GradientStubs)
@@ -173,7 +174,7 @@ class UnshardSchedule:
         outputs = {}
         for members in messages_of(variables, variables, lambda v: travelling_dtype(v, unit.compute_dtype)):
             dtype = travelling_dtype(members[0], unit.compute_dtype)
-            with tf.name_scope(_scope_name(label)):
+            with tf.name_scope(scope_name(label)):
                 shards = [unit.shards[id(v)] for v in members]
                 with tf.control_dependencies(gate):
                     shards = [tf.identity(shard) for shard in shards] if gate else shards
@@ -317,11 +318,10 @@ class UnshardSchedule:
         fulls = [[pending.full for pending in message] for message in messages]
         flight = GradientsInFlight(fulls, numbers, self._program)
         if host_lead.is_on_chain(self._program):
-            operations = self._program.attachment(QueueOrder).operations([])
+            operations = [one for one in self._program.attachment(QueueOrder).operations([]) if one not in self._regathering]
             host_lead.limit_lead(fulls, self._program, operations, collectives_each=2)  # its reduction, and a gather
         for number, message in enumerate(messages):
-            readers = uses.get(message[0].unit.index, [])
-            flight.compute_after(number, list(dict.fromkeys(reader.operation for reader in readers)))
+            flight.compute_after(number, list(dict.fromkeys(one.operation for one in uses.get(message[0].unit.index, []))))
         return flight
 
     def _backward_uses(self) -> dict[int, list[Reader]]:
@@ -357,7 +357,9 @@ class UnshardSchedule:
     def _regather(self, unit: Unit, readers: Sequence[Reader], gate: Sequence[tf.Operation]) -> None:
         read = {reader.variable for reader in readers}
         variables = [v for v in unit.group.variables if id(v) in read]
+        before = tape.operations_so_far()
         again = self._all_gather(unit, variables, gate, f"unshard/{unit.group.name}/backward")
+        self._regathering.update(tape.operations_since(before))
         if host_lead.is_on_chain(self._program):
             over = list(again.values())[-1].op
             host_lead.run_when_done([reader.operation for reader in readers], [over], self._program, "gathers of backward")
@@ -376,7 +378,7 @@ class UnshardSchedule:
         for members in messages_of(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
             variables, dtype = [p.variable for p in members], members[0].stub.dtype
             layouts = [variable.layout for variable in variables]
-            with tf.name_scope(_scope_name(label)), tf.control_dependencies(previous):
+            with tf.name_scope(scope_name(label)), tf.control_dependencies(previous):
                 fulls = [p.full for p in members]
                 shards = scatter_sums(self._program, fulls, variables, layouts, label, self._config, dtype, weight)
             for p, shard in zip(members, shards, strict=True):
@@ -392,8 +394,3 @@ class UnshardSchedule:
             yield
         finally:
             self._emitting = False
-
-
-def _scope_name(label: str) -> str:
-    """A label as a legal TensorFlow name scope."""
-    return "".join(c if c.isalnum() or c in "_./-" else "_" for c in label)
