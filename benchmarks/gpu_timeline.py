@@ -279,8 +279,13 @@ def main(argv: list[str] | None = None) -> int:
                 found = run(args, MESHES[mesh], link, bucket_layers)
                 complete &= len(found) >= sum(CONTENDERS[name] is not None for name in args.contenders)
                 for name, timelines in found.items():
-                    records.append(record_of(args, mesh, link, bucket_layers, name, timelines))
-                    print(json.dumps(records[-1]), flush=True)
+                    try:
+                        records.append(record_of(args, mesh, link, bucket_layers, name, timelines))
+                    except ValueError as error:  # other messages than those whose best order is known
+                        print(f"{name}: {error}", file=sys.stderr)
+                        complete = False
+                    else:
+                        print(json.dumps(records[-1]), flush=True)
     if args.picture:
         pictured = {name: sorted(found[name], key=lambda timeline: timeline.step_us) for name in PICTURED if name in found}
         draw({name: steps[len(steps) // 2] for name, steps in pictured.items()}, args.links[-1], args.picture)
