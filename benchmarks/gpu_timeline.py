@@ -116,7 +116,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--product-us", type=cases.positive_int, help=product_help)
     pending_help = "kernels that may be queued on a device before the host waits (TensorFlow's kernel tracker); default: no limit"
     parser.add_argument("--pending-kernels", type=cases.positive_int, metavar="N", help=pending_help)
-    parser.add_argument("--picture", type=pathlib.Path, help="a file for timelines of the steps of the last mesh and link")
+    parser.add_argument("--picture", type=pathlib.Path, help="a file for the fastest step of the last mesh and link")
     return parser.parse_args(argv)
 
 
@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
                         print(json.dumps(records[-1]), flush=True)
     if args.picture:
         pictured = {name: sorted(found[name], key=lambda timeline: timeline.step_us) for name in PICTURED if name in found}
-        draw({name: steps[len(steps) // 2] for name, steps in pictured.items()}, args.links[-1], args.picture)
+        draw({name: steps[0] for name, steps in pictured.items()}, args.links[-1], args.picture)
     head = [
         "mesh",
         "link",
