@@ -92,6 +92,7 @@ def test_synchronized_is_one_device(devices, zero_stage):
     assert_same(train(strategy_for(devices, zero_stage), normalised(), vectors(33)), synchronized_on_one_device())
 
 
+@pytest.mark.exhaustive  # in `fit`: the test before
 def test_synchronized_in_a_loop_of_ones_own():
     expected = custom_loop(one_device(), normalised(), momentum)
     assert_same(custom_loop(strategy_for(2, 3), normalised(), momentum), expected)

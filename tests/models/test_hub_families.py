@@ -10,9 +10,8 @@ from tests.parity.comparison import assert_same_tree
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "exactness.md"
 
-# Those that every run of the suite trains: each technique once. LoRA at stage 3: tests/parity/test_keras_features.py, too.
+# Those that every run of the suite trains; it recomputes in tests/programs/test_recomputation.py.
 DEFAULT = {
-    ("GPT-2", "recompute, stage 3"),
     ("GPT-2", "pipeline 2"),
     ("BERT", "LoRA, tensor 2"),
 }

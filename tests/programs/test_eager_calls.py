@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from grids import exhaustive
 from training import strategy_for
 
 from tests.programs.comparing import SHARDED, assert_as_on_one_device
@@ -161,11 +162,12 @@ def episodes(strategy):
     return rewards
 
 
-PROGRAMS = [between_all_that_changes_weights, samples_in_a_callback, grouped_convolutions, episodes]
+PROGRAMS = [between_all_that_changes_weights, samples_in_a_callback, grouped_convolutions, exhaustive(episodes)]
 
 
+@pytest.mark.as_traced
 @pytest.mark.parametrize("zero_stage", SHARDED)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_they_are_those_of_one_device(program, zero_stage):
     assert_as_on_one_device(program, zero_stage)
 

@@ -26,14 +26,18 @@ def trained(strategy, models):
     return task
 
 
-@pytest.mark.parametrize("zero_stage", [exhaustive(0), 3])
-def test_a_preset_is_loaded_anywhere(zero_stage, tmp_path):
+@pytest.mark.parametrize(
+    ("zero_stage", "others"), [(3, (None, 0)), exhaustive(3, (None, 0, 3)), exhaustive(0, (None, 0, 3))], ids=str
+)
+def test_a_preset_is_loaded_anywhere(zero_stage, others, tmp_path):
+    """`others`: the stages of the strategies in whose scopes it is loaded; None: in none."""
     models = pytest.importorskip("keras_hub").models
     strategy = strategy_for(2, zero_stage)
     task = trained(strategy, models)
     expected = task.predict(INPUTS, verbose=0)
     task.save_to_preset(str(tmp_path / "preset"))
-    for place in (tf.distribute.get_strategy(), strategy, strategy_for(2, 3 - zero_stage)):
+    for stage in others:
+        place = tf.distribute.get_strategy() if stage is None else strategy_for(2, stage)
         with place.scope():
             loaded = models.CausalLM.from_preset(str(tmp_path / "preset"), preprocessor=None)
             backbone = models.Backbone.from_preset(str(tmp_path / "preset"))

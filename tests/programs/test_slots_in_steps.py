@@ -133,13 +133,9 @@ def test_they_are_logged(run_eagerly, zero_stage):
     assert_as_on_one_device(with_logs(run_eagerly), zero_stage, 3)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "zero_stage"),
-    [
-        (Lookahead, 2),
-        *(exhaustive(optimizer, zero_stage) for optimizer in (Lookahead, Accumulating) for zero_stage in range(4)),
-    ],
-)
+@pytest.mark.exhaustive  # by default in a loop: the next test
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("optimizer", [Lookahead, Accumulating])
 def test_an_optimizer_reads_and_writes_them(optimizer, zero_stage):
     assert_as_on_one_device(in_fit(optimizer), zero_stage, 3)
 

@@ -239,6 +239,7 @@ class Distiller(keras.Model):
         return self.student(x)
 
 
+@pytest.mark.exhaustive  # losses of several kinds in one sum: test_custom_steps.py
 @EACH
 def test_distillation(devices, zero_stage):
     def program(strategy):

@@ -204,7 +204,7 @@ PROGRAMS = [
     exhaustive(model_in_a_model),
     exhaustive(endless_data_and_callbacks),
     exhaustive(accumulation_and_clipping),
-    several_outputs_and_a_loss_for_one,
+    exhaustive(several_outputs_and_a_loss_for_one),
     losses_of_layers_alone,
     exhaustive(metrics_that_are_no_means),
     metrics_that_are_no_sums,

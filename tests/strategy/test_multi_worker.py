@@ -70,14 +70,12 @@ def on_one_device(loop):
 
 # What looks at more than its own elements, so that workers have to talk about it; and one that does not.
 ASKED = [
-    "clipnorm",
     "global_clipnorm",
     "average",
     "constraints",
     "accumulation",
     "dynamic loss scale",
     "several optimizers",
-    "adafactor",
     "muon",
     "unknown",
 ]
