@@ -109,7 +109,8 @@ def spread(model: keras.Model, candidate: Candidate, blocks: str) -> keras.Model
         tfdist.parallelize(model, tfdist.suggest_plan(model, candidate.tensor), print_fn=None)
     if candidate.pipeline > 1:
         settings = {"num_microbatches": candidate.microbatches, "schedule": candidate.schedule}
-        model = tfdist.PipelineModel(model, **settings, recompute=candidate.recompute)
+        settings |= {"stages_per_rank": candidate.stages_per_rank, "recompute": candidate.recompute}
+        model = tfdist.PipelineModel(model, **settings)
         model.compile(**given)
     elif candidate.recompute:
         tfdist.recompute(model, blocks)
@@ -172,7 +173,9 @@ def child(cases: Sequence[tuple[Case, str]], ranks: str, folder: pathlib.Path, b
     while not (folder / "go").exists():
         time.sleep(0.2)
     if by_processor:
-        calibrated_by_processor(RANKS).to_file(folder / "hardware")
+        hardware = calibrated_by_processor(RANKS, ranks_of(ranks))
+        if is_first:
+            hardware.to_file(folder / "hardware")
     for _ in range(ROUNDS):
         for place, one in enumerate(trained):
             steps = int(first.share("benchmark: steps", str(1 + max(3, min(20, math.ceil(SECONDS / one.once))))))
@@ -212,8 +215,10 @@ def measured(cases: Sequence[tuple[Case, str]], ranks: str, wait: pathlib.Path |
             ready = 0
             for line in lines:
                 ready += "READY" in line
-                if ready == (1 if ranks == "devices" else RANKS):
+                if ready == ranks_of(ranks):
                     break
+            else:
+                raise RuntimeError(f"The job failed: {(folder / 'errors').read_text()[-3000:]}")
             while wait is not None and not wait.exists() and process.poll() is None:
                 time.sleep(0.2)
             extra = ["--devices", str(RANKS)] if ranks == "devices" else []
@@ -369,11 +374,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--wait", type=pathlib.Path, help="measure when this file exists")
     parser.add_argument("--keep", type=pathlib.Path, help="write what was measured to this file")
     parser.add_argument("--kept", type=pathlib.Path, help="measure nothing: plan again what this file has")
-    parser.add_argument("--processor", action="store_true", help="compare seconds of the processor; with --ranks devices")
+    parser.add_argument("--processor", action="store_true", help="compare seconds of the processor")
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.processor and args.ranks != "devices" and args.what != "child":
-        parser.error("argument --processor: the processes of --ranks workers do not count each other's seconds")
     args.models = args.models or list(MODELS if args.what == "time" else REGRET)
     return args
 

@@ -1,7 +1,8 @@
 """`python -m tfdist calibrate`: what it measures on logical CPUs, and what it refuses."""
 
+import itertools
 import os
-import time
+import types
 
 import pytest
 import tensorflow as tf
@@ -21,6 +22,7 @@ def small(monkeypatch):
     for name, value in {"_WIDTHS": (16, 64), "_COPIED_BYTES": 2**16, "_UPDATED": 2**10}.items():
         monkeypatch.setattr(calibration, name, {"CPU": value})
     monkeypatch.setattr(timing, "_SECONDS", 1e-3)
+    monkeypatch.setattr(timing, "_MEASURABLE_SECONDS", 2e-3)
     monkeypatch.setattr(calibration, "_SIZES", (2**10, 2**14))
     monkeypatch.setattr(calibration, "_OVERLAP_BYTES", 2**14)
 
@@ -60,17 +62,27 @@ def test_more_work_takes_longer(cpus):
     assert times[1] > 4 * times[0]
 
 
-def test_a_round_ends_when_all_workers_are_through(cpus, monkeypatch):
+def test_a_round_ends_when_all_workers_are_through(cpus):
     """So that workers which share a processor are measured with their share, not the first one with what it had alone."""
-    strategy, met = Session(2, is_quick=False, timeout_seconds=60.0).base, []
+    strategy = Session(2, is_quick=False, timeout_seconds=60.0).base
+    assert timing.least_seconds(strategy, lambda: tf.zeros([])) > 0
+    assert [[one.op for one in records] for records in strategy.last_plan.records] == [["all_reduce"]] * 2
 
-    def barrier(self, name):
-        met.append(name)
-        time.sleep(0.01)
 
-    monkeypatch.setattr(type(strategy), "barrier", barrier)
-    assert timing.least_seconds(strategy, lambda: tf.zeros([])) >= 0.01
-    assert met[:2] == ["doctor: a round", "doctor: the end of a round"]
+def timed(seconds_each, noise):
+    """Returns what takes the place of `least_seconds`: of a number of things, with milliseconds on top that come and go."""
+    around = itertools.cycle((0.01, 0.01 + noise))
+    return lambda _, on_rank: next(around) + seconds_each * on_rank()
+
+
+def test_as_many_things_are_timed_at_once_as_take_long_beside_what_is_around_them(monkeypatch):
+    told = types.SimpleNamespace(share=lambda _, value: value)
+    for noise in (0.003, -0.003):
+        monkeypatch.setattr(timing, "least_seconds", timed(20e-6, noise))
+        assert timing.seconds_of_one(told, lambda count: count, 1) == pytest.approx(20e-6, rel=0.03)
+    monkeypatch.setattr(timing, "least_seconds", timed(0.0, -0.003))
+    with pytest.raises(RuntimeError, match="no longer than what is around it"):
+        timing.seconds_of_one(told, lambda count: count, 1)
 
 
 @pytest.mark.exhaustive
@@ -108,3 +120,4 @@ def test_under_the_launcher(tmp_path):
     assert (tmp_path / "hardware.json").exists(), files["errors"].read_text()
     hardware = from_file(tmp_path / "hardware.json")
     assert hardware.name == "2 x CPU" and "memory that the workers share" in hardware.source
+    assert set(hardware.links) == {"within", "staged"} and set(hardware.links["staged"]) == {"send"}

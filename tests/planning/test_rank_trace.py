@@ -15,7 +15,7 @@ from tests import forks
 from tfdist.planning import Candidate
 from tfdist.planning.dry_run import dry_run_of, memory_of_trace
 from tfdist.planning.memory import state_of
-from tfdist.planning.rank_trace import trace_rank
+from tfdist.planning.rank_trace import Job, trace_rank
 from tfdist.planning.traced_model import trace
 
 PIPELINE = {"pipeline": 2, "schedule": "1f1b", "microbatches": 4}
@@ -47,7 +47,7 @@ def test_a_rank_alone_plans_what_it_plans_among_all(build, candidate):
     for config in (ALONE, GROUPS) if build is text and candidate.zero_stage == 3 else (ALONE,):
         strategy = strategy_of_a_step(build, candidate, config)
         for pipe in range(candidate.pipeline):
-            alone = trace_rank(build, traced(build), candidate, 8, pipe=pipe, kind="CPU", config=config)
+            alone = trace_rank(Job(build, traced(build), 8, kind="CPU", config=config), candidate, pipe)
             rank = alone.rank
             assert strategy.mesh.coordinate(rank).pipe == pipe
             assert named_alike(alone.plan.records[rank]) == named_alike(strategy.last_plan.records[rank])
@@ -68,7 +68,7 @@ def large():
 @pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=EXHAUSTIVE), 3])
 def test_weights_take_no_memory(zero_stage):
     """Neither whole nor in shards; and the devices need not be there."""
-    alone = trace_rank(large, trace(large), Candidate(zero_stage=zero_stage, data=64), 64)
+    alone = trace_rank(Job(large, trace(large), 64), Candidate(zero_stage=zero_stage, data=64))
     assert alone.state.parameter_bytes * (64 if zero_stage == 3 else 1) == pytest.approx(2**36, rel=1e-4)
     assert "GPU:0" in alone.state.device
     ops = {record.op for record in alone.plan.records[0]}
@@ -87,21 +87,21 @@ def test_weights_take_no_memory(zero_stage):
 def test_dry_runs_send_what_is_planned(candidate, hosts):
     """As GPUs, on one host and on two; none of these devices is there."""
     for config in (ALONE, GROUPS):
-        found = dry_run_of(text, traced(text), 16, candidate, hosts=hosts, config=config)
+        found = dry_run_of(Job(text, traced(text), 16, hosts=hosts, config=config), candidate)
         assert not found.refusal and found.sent_bytes == found.planned_bytes and not found.is_lower_bound
 
 
 @pytest.mark.exhaustive
 def test_dry_runs_of_pipelines_send_what_is_planned():
-    found = dry_run_of(BLOCKS, traced(BLOCKS), 16, Candidate(zero_stage=2, data=2, **PIPELINE))
+    found = dry_run_of(Job(BLOCKS, traced(BLOCKS), 16), Candidate(zero_stage=2, data=2, **PIPELINE))
     assert not found.refusal and len(found.sent_bytes) == 2 and min(found.passed_bytes) > 0
     assert [sum(pair) for pair in zip(found.sent_bytes, found.passed_bytes, strict=True)] == list(found.planned_bytes)
-    stopped = dry_run_of(BLOCKS, traced(BLOCKS), 16, Candidate(zero_stage=2, data=2, **PIPELINE), limit=1)
+    stopped = dry_run_of(Job(BLOCKS, traced(BLOCKS), 16), Candidate(zero_stage=2, data=2, **PIPELINE), limit=1)
     assert len(stopped.sent_bytes) == 1
 
 
 def test_what_a_strategy_refuses():
-    found = dry_run_of(mlp, traced(mlp), 8, Candidate(zero_stage=0, data=2, parameter_compression="int8"))
+    found = dry_run_of(Job(mlp, traced(mlp), 8), Candidate(zero_stage=0, data=2, parameter_compression="int8"))
     assert "`parameter_compression`" in found.refusal
 
 
@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_built_so_says_nothing_of_the_plan():
     def fails():
         raise TypeError("no model today")
 
-    found = dry_run_of(fails, traced(mlp), 8, Candidate(zero_stage=0, data=2))
+    found = dry_run_of(Job(fails, traced(mlp), 8), Candidate(zero_stage=0, data=2))
     assert not found.refusal and "no model today" in found.failure
 
 

@@ -32,8 +32,13 @@ def test_products_of_an_mlp():
 
 
 def test_tensor_ranks_share_products():
-    whole, shared = (work_of(trace(mlp).traces).seconds(8, COUNTS, sharded=0.5, ranks=ranks).forward.sum() for ranks in (1, 4))
-    assert shared == pytest.approx(whole * (0.5 + 0.5 / 4))
+    traced = trace(mlp)
+    work, divided = work_of(traced.traces), np.array([one.type == "MatMul" for one in traced.first_trace.graph.get_operations()])
+    whole, shared = (work.seconds(8, COUNTS, divided=one, ranks=4).forward.sum() for one in (None, divided))
+    assert shared == pytest.approx(whole / 4)
+    slow = dataclasses.replace(COUNTS, matmul={"float32": [(1.0, float("inf"))]}, bytes_per_second=1.0)
+    times = [work.seconds(8, slow, divided=one, ranks=4).forward.sum() for one in (None, divided)]
+    assert times[0] / 4 < times[1] < times[0]  # the loss of the whole outputs is computed on each
 
 
 def test_what_moves_bytes_takes_their_time_and_each_operation_at_least_something():

@@ -7,7 +7,7 @@ from test_planned_memory import LOSS, text
 import tfdist
 from tests.planning.spreading import spread
 from tfdist.planning import Candidate
-from tfdist.planning.rank_trace import trace_rank
+from tfdist.planning.rank_trace import Job, trace_rank
 from tfdist.planning.traced_model import trace
 
 
@@ -22,7 +22,7 @@ def main() -> None:
             model.compile("adam", LOSS)
         model.fit(tf.data.Dataset.from_tensors((x, y)), verbose=0)
         for pipe in range(2):
-            alone = trace_rank(text, traced, candidate, 8, pipe=pipe, kind="CPU")
+            alone = trace_rank(Job(text, traced, 8, kind="CPU"), candidate, pipe)
             records, others = alone.plan.records[alone.rank], strategy.last_plan.records[alone.rank]
             assert strategy.mesh.coordinate(alone.rank).pipe == pipe
             assert [one.kind for one in records] == [one.kind for one in others] and records

@@ -31,7 +31,9 @@ from tfdist.planning.hardware import BUS_FACTORS
 MIB = 2**20
 _SIZES = (64 * 1024, MIB, 16 * MIB, 64 * MIB)
 _QUICK_SIZES = (64 * 1024, MIB)
-_SMALL_BYTES = MIB  # up to here several calls in a row are timed at once
+# So many bytes are moved by several calls in a row that are timed at once, by two at least: workers begin milliseconds apart.
+_AT_ONCE_BYTES = 16 * MIB
+_MOST_CALLS = 64
 # A size is left out when a single call would take longer.
 _LIMIT_SECONDS = 4.0
 
@@ -52,12 +54,11 @@ class Collective:
     first: Callable[[int, int], float]
 
 
-def _send(x: tf.Tensor, place: int, n: int, _: str) -> tf.Tensor | None:
-    """Each rank at an even place sends to the one behind it."""
-    rank = collectives.current_program("the doctor").rank
+def _send(x: tf.Tensor, place: int, n: int, axis: str) -> tf.Tensor | None:
+    """Each member at an even place sends to the one behind it."""
     if place % 2:
-        return collectives.receive(x.shape, x.dtype, rank - 1)
-    return collectives.send(x, rank + 1) if place + 1 < n else None
+        return collectives.receive(x.shape, x.dtype, place - 1, axis)
+    return collectives.send(x, place + 1, axis) if place + 1 < n else None
 
 
 def _sum(_: int, n: int) -> float:
@@ -102,18 +103,18 @@ def measured_rows(name: str, strategy: Any, sizes: Sequence[int], axis: str = "d
         name: one of `COLLECTIVES`.
         strategy: over the ranks; all workers measure the same at once.
         sizes: S in bytes, about: the number of ranks divides what is measured.
-        axis: of the mesh, in whose groups it is called. For "data" there must be no other.
+        axis: of the mesh, in whose groups it is called.
 
     Raises:
         RuntimeError: what arrives is wrong.
     """
     collective = COLLECTIVES[name]
-    n = {"data": strategy.mesh.data_parallel_size, "tensor": strategy.mesh.tensor_parallel_size}[axis]
+    n = strategy.mesh.size(axis)
     rows: list[dict[str, Any]] = []
     skipped: list[int] = []
     for size in sizes:
         elements = max(1, size // 4 // n) * n  # of S; N divides it
-        repeats = 8 if size <= _SMALL_BYTES else 2
+        repeats = max(2, min(_MOST_CALLS, _AT_ONCE_BYTES // size))
         expected = rows[-1]["seconds"] * 4 * elements / rows[-1]["bytes"] if rows else 0.0
         if strategy.share(f"doctor: the time of {name}", repr(expected > _LIMIT_SECONDS)) == "True":
             skipped.append(4 * elements)
@@ -134,8 +135,11 @@ def measured_rows(name: str, strategy: Any, sizes: Sequence[int], axis: str = "d
 def _seconds(strategy: Any, collective: Collective, elements: int, repeats: int, n: int, axis: str) -> float:
     """Returns the median time of one call, on this worker. Raises RuntimeError when what arrives is wrong."""
 
+    def place_of(rank: int) -> int:
+        return strategy.mesh.group_ranks(axis, rank).index(rank)
+
     def on_rank() -> tf.Tensor:
-        place = collectives.current_program("the doctor").rank % n
+        place = place_of(collectives.current_program("the doctor").rank)
         value = tf.fill([elements], tf.constant(place + 1, tf.float32))
         total = tf.zeros([])
         for _ in range(repeats):
@@ -145,7 +149,7 @@ def _seconds(strategy: Any, collective: Collective, elements: int, repeats: int,
         return total
 
     def check(rank: int, total: float) -> None:
-        expected = repeats * collective.first(rank % n, n)
+        expected = repeats * collective.first(place_of(rank), n)
         if total != expected:
             raise RuntimeError(f"rank {rank} got {total:g} in the place of {expected:g}")
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -22,7 +21,7 @@ from tfdist.doctor.bandwidth import COLLECTIVES, MIB, measured_rows
 from tfdist.doctor.check import Check, Finding, LeftOutError, Outcome, Status
 from tfdist.doctor.machine import devices_check
 from tfdist.doctor.session import Session
-from tfdist.doctor.timing import least_seconds
+from tfdist.doctor.timing import least_seconds, seconds_of_one
 from tfdist.planning.hardware import Hardware, fitted
 
 # Widths of square matrices, by kind of device; the dtypes in which models compute.
@@ -31,10 +30,11 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _SLOW_DTYPE_SECONDS = 0.5  # a dtype without kernels of its own is measured at the widths that take no longer
 _SIZES = (4 * 1024, 64 * 1024, MIB, 16 * MIB, 64 * MIB)
 _COPIED_BYTES = {"CPU": 16 * MIB, "GPU": 256 * MIB}
-_OPERATIONS = 1000
+_OPERATIONS = 200
 _STEPS = 40
 _UPDATED = {"CPU": 2**21, "GPU": 2**25}  # parameters
 _OVERLAP_BYTES = 16 * MIB
+_STAGED = ("reduce_scatter", "all_gather", "all_reduce", "send")
 
 
 def calibration_checks() -> list[Check]:
@@ -50,6 +50,7 @@ def calibration_checks() -> list[Check]:
     ]
     for kind in ("between", "within"):
         checks += [Check(f"{kind}/{name}", functools.partial(_collective, kind, name)) for name in COLLECTIVES]
+    checks += [Check(f"staged/{name}", functools.partial(_staged, name)) for name in _STAGED]
     return [devices_check(), *checks, Check("overlap", _overlap)]
 
 
@@ -76,7 +77,7 @@ def hardware_of(outcomes: Sequence[Outcome]) -> Hardware:
     if "float32" not in matmul:
         raise errors.runtime_error("No product of float32 could be measured.")
     links: dict[str, Any] = {}
-    for kind in ("within", "between"):
+    for kind in ("within", "between", "staged"):
         names = [name for name in COLLECTIVES if f"{kind}/{name}" in known]
         slowest = {name: _slowest([data["sizes"] for data in found[f"{kind}/{name}"]]) for name in names}
         if names:
@@ -111,8 +112,11 @@ def _kind(session: Session) -> str:
 
 
 def _unknown() -> tf.Tensor:
-    """Returns a number near 1 that the graph optimizer does not know: it would compute beforehand what rests on constants."""
-    return tf.random.uniform([], 0.99, 1.01)
+    """Returns a number near 1 that the graph optimizer does not know: it would compute beforehand what rests on constants.
+
+    So near that it stays so when it is multiplied with itself some thousand times.
+    """
+    return tf.random.uniform([], 1 - 1e-7, 1 + 1e-7)
 
 
 def _product(width: int, dtype: str, repeats: int) -> tf.Tensor:
@@ -123,17 +127,10 @@ def _product(width: int, dtype: str, repeats: int) -> tf.Tensor:
     return tf.cast(x[0, 0], tf.float32)
 
 
-def _repeats(session: Session, seconds: float) -> int:
-    """Returns how often to do what takes `seconds` so that it takes some 50 ms: the same on all workers."""
-    return int(session.base.share("calibrate: repeats", str(max(1, min(256, math.ceil(0.05 / seconds))))))
-
-
 def _matmul(dtype: str, session: Session) -> Finding:
     strategy, rates = session.base, []
     for width in _WIDTHS[_kind(session)]:
-        once = least_seconds(strategy, functools.partial(_product, width, dtype, 1))
-        seconds = least_seconds(strategy, functools.partial(_product, width, dtype, 1 + (repeats := _repeats(session, once))))
-        seconds = max((seconds - once) / repeats, 1e-9)
+        seconds = seconds_of_one(strategy, functools.partial(_product, width, dtype), 1)
         rates.append((2.0 * width**3, 2.0 * width**3 / seconds))
         if strategy.share("calibrate: is slow", repr(seconds > _SLOW_DTYPE_SECONDS)) == "True":
             break
@@ -145,9 +142,13 @@ def _copy(session: Session) -> Finding:
 
     def on_rank(copies: int) -> tf.Tensor:
         x = tf.fill([size // 4], _unknown())
-        return tf.add_n([(x * tf.constant(2.0 + place))[-1] for place in range(copies)])
+        last = tf.zeros([])
+        for place in range(copies):
+            with tf.control_dependencies([last]):  # one after the other, or all copies would be there at once
+                last = last + (x * tf.constant(2.0 + place))[-1]
+        return last
 
-    seconds = _difference(session, on_rank, 8)
+    seconds = seconds_of_one(session.base, on_rank, 8)
     speed = 2 * size / seconds
     return Finding(f"{speed / 1e9:,.1f} GB/s read and written", {"bytes_per_second": speed})
 
@@ -156,25 +157,31 @@ def _function(session: Session) -> Finding:
     """Of one tanh: what it takes longer than a product, which only moves its bytes, and they."""
     elements = _COPIED_BYTES[_kind(session)] // 16
 
-    def on_rank(functions: int, products: int) -> tf.Tensor:
+    def on_rank(is_function: bool, count: int) -> tf.Tensor:
         x = y = tf.fill([elements], _unknown())
-        for place in range(products):
-            x = (tf.tanh(x) if place < functions else x) * y
+        for _ in range(count):
+            x = (tf.tanh(x) if is_function else x) * y
         return x[-1]
 
-    few, many = (least_seconds(session.base, functools.partial(on_rank, functions, 9)) for functions in (1, 9))
-    seconds = max((many - few) / 8 / elements, 1e-15)
+    both, product = (seconds_of_one(session.base, functools.partial(on_rank, is_function), 32) for is_function in (True, False))
+    seconds = max((both - product) / elements, 1e-15)
     return Finding(f"{seconds * 1e9:,.2f} ns an element", {"seconds": seconds})
 
 
 def _operation(session: Session) -> Finding:
-    def on_rank(pairs: int) -> tf.Tensor:
-        x = y = tf.fill([16], _unknown())
-        for _ in range(pairs):
-            x = tf.sin(x) * y  # the graph optimizer makes one operation of a chain of functions
-        return x[0]
+    """Of one that computes next to nothing, in a chain of them: in a loop, whose own operations are few beside them."""
 
-    seconds = _difference(session, on_rank, _OPERATIONS // 2) / 2
+    def on_rank(trips: int) -> tf.Tensor:
+        y = tf.fill([16], _unknown())
+
+        def body(x: tf.Tensor) -> list[tf.Tensor]:
+            for _ in range(_OPERATIONS // 2):
+                x = tf.sin(x) * y  # the graph optimizer makes one operation of a chain of functions
+            return [x]
+
+        return tf.while_loop(lambda x: True, body, [y], maximum_iterations=trips)[0][0]
+
+    seconds = seconds_of_one(session.base, on_rank, 8) / _OPERATIONS
     return Finding(f"{seconds * 1e6:,.1f} µs", {"seconds": seconds})
 
 
@@ -191,24 +198,15 @@ def _step(session: Session) -> Finding:
     return Finding(f"{seconds * 1e3:,.2f} ms", {"seconds": seconds})
 
 
-def _difference(session: Session, on_rank: Callable[[int], tf.Tensor], count: int) -> float:
-    """Returns the time of one of `count` things: of them all and one more, less that of one."""
-    few = least_seconds(session.base, functools.partial(on_rank, 1))
-    return max((least_seconds(session.base, functools.partial(on_rank, count + 1)) - few) / count, 1e-9)
-
-
 def _sharing(session: Session) -> Finding:
     session.needs_several("a comparison of one with all")
-    width, repeats = _WIDTHS[_kind(session)][1], 16
+    product = functools.partial(_product, _WIDTHS[_kind(session)][1], "float32")
 
-    def alone() -> tf.Tensor:
-        first = collectives.current_program("calibrate").rank == 0
-        return _product(width, "float32", repeats) if first else tf.zeros([])
+    def alone(repeats: int) -> tf.Tensor:
+        return product(repeats) if collectives.current_program("calibrate").rank == 0 else tf.zeros([])
 
-    together = least_seconds(session.base, functools.partial(_product, width, "float32", repeats))
-    # Workers that do nothing have nothing to tell: the first one's.
-    told = session.base.share("calibrate: alone", repr(least_seconds(session.base, alone)))
-    sharing = min(float(session.world_size), max(1.0, together / float(told)))
+    together, single = (seconds_of_one(session.base, one, 16) for one in (product, alone))
+    sharing = min(float(session.world_size), max(1.0, together / single))
     return Finding(f"one device alone computes {sharing:.2f} times as fast as among all", {"sharing": sharing})
 
 
@@ -251,11 +249,26 @@ def _collective(kind: str, name: str, session: Session) -> Finding:
     strategy, axis = session.base, "data"
     if kind == "within" and hosts > 1:
         strategy, axis = session.strategy(tensor_parallel_size=on_host), "tensor"
+    return _link(name, strategy, axis)
+
+
+def _staged(name: str, session: Session) -> Finding:
+    """Beside a pipeline of two stages: where workers share memory, messages go through it then, and collectives do not."""
+    session.needs_several("a pipeline", 2)
+    if not session.base.extended.communicator.transports:
+        raise LeftOutError("collectives travel beside a pipeline as they do without one")
+    if name != "send" and session.world_size < 4:
+        raise LeftOutError("there is one replica")
+    strategy = session.strategy(pipeline_parallel_size=2)
+    return _link(name, strategy, "pipe" if name == "send" else "data")
+
+
+def _link(name: str, strategy: Any, axis: str) -> Finding:
+    ranks = strategy.mesh.size(axis)
     rows, _ = measured_rows(name, strategy, _SIZES, axis)
-    ranks = on_host if axis == "tensor" else session.world_size
-    link = fitted(rows, name, ranks) if len(rows) > 1 else None
-    if link is None:
+    if len(rows) < 2:
         raise errors.runtime_error(f"{name} of {_SIZES[1]:,} bytes takes too long to be measured.")
+    link = fitted(rows, name, ranks)
     return Finding(f"{link.alpha * 1e6:,.0f} µs + S k / {link.beta / 1e9:.3g} GB/s", {"sizes": rows, "ranks": ranks})
 
 

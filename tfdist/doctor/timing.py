@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -9,9 +11,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import collectives, errors
+
 # Something is measured for about so long, in at most so many rounds.
 _SECONDS = 0.3
 _ROUNDS = 8
+# Of things that are done several times: how long they take together, and how often they are done at most.
+_MEASURABLE_SECONDS = 0.1
+_MOST_THINGS = 2**13
+_MOST_GROWTH = 16
 
 
 def median_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor], check: Callable[[int, float], None] | None = None) -> float:
@@ -20,19 +28,44 @@ def median_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor], check: Calla
 
 
 def least_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor]) -> float:
-    """Returns the least time of what every rank computes, until the last worker is through: without what else the machine may do.
+    """Returns the least time of what every rank computes, until the last rank is through: without what else the machine may do.
 
     Workers that share a processor have what they share then: one that is through first was alone for a while, or had more of it.
-    What the workers take to meet is in the time, and not in the difference of two.
+    What the ranks take to meet is in the time, and not in the difference of two.
     """
-    return min(rounds(strategy, on_rank, until_all=True))
+    return min(rounds(strategy, lambda: collectives.all_reduce(tf.reshape(on_rank(), [1]))[0]))
+
+
+def seconds_of_one(strategy: Any, on_rank: Callable[[int], tf.Tensor], count: int) -> float:
+    """Returns the time of one of several things that every rank does: of some and one more, less that of one.
+
+    They are so many that their time is long beside what workers take to meet, which differs by milliseconds.
+
+    Args:
+        strategy: whose ranks do it; all workers measure the same at once.
+        on_rank: returns one number, which depends on as many things as it is told to do.
+        count: how many things are tried first.
+
+    Raises:
+        RuntimeError: many thousands of them take no time.
+    """
+    one = least_seconds(strategy, functools.partial(on_rank, 1))
+    while True:
+        seconds = least_seconds(strategy, functools.partial(on_rank, 1 + count)) - one
+        growth = min(math.ceil(1.5 * _MEASURABLE_SECONDS / max(seconds, 1e-9)), _MOST_GROWTH, _MOST_THINGS // count)
+        growth = int(strategy.share("doctor: growth", str(growth if seconds < _MEASURABLE_SECONDS else 1)))
+        if growth <= 1:
+            break
+        count *= growth
+    if seconds <= 0:
+        raise errors.runtime_error("What is to be measured takes no longer than what is around it.", count=count)
+    return seconds / count
 
 
 def rounds(
     strategy: Any,
     on_rank: Callable[[], tf.Tensor],
     check: Callable[[int, float], None] | None = None,
-    until_all: bool = False,
 ) -> list[float]:
     """Returns the times of several rounds in which every rank computes something, on this worker.
 
@@ -40,7 +73,6 @@ def rounds(
         strategy: whose `run` calls it; all workers measure the same at once.
         on_rank: returns one number, which depends on all that is to be measured.
         check: is given each local rank and its number, once, before anything is measured.
-        until_all: whether a round ends when all workers are through, not this one alone.
     """
     move = tf.function(lambda: strategy.experimental_local_results(strategy.run(on_rank)))
     for rank, number in zip(strategy.extended.communicator.local_ranks, move(), strict=True):
@@ -56,8 +88,6 @@ def rounds(
         strategy.barrier("doctor: a round")
         start = time.perf_counter()
         _wait_for(move())
-        if until_all:
-            strategy.barrier("doctor: the end of a round")
         found.append(time.perf_counter() - start)
     return found
 

@@ -9,20 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.device_memory import DeviceMemory
 from tfdist.planning.lifetimes import Sweep
-from tfdist.planning.rank_trace import RankTrace, trace_rank
+from tfdist.planning.rank_trace import Job, RankTrace, trace_rank
 from tfdist.planning.sent_bytes import sent_of
-from tfdist.planning.traced_model import TracedModel
-from tfdist.sharding import ShardingConfig
 from tfdist.tensor_plans.tables import size_text
 
 _NOTHING = DeviceMemory(0, 0, 0)
@@ -88,36 +85,18 @@ class DryRun:
         return self.sent_bytes, self.passed_bytes, self.planned_bytes
 
 
-def dry_run_of(
-    build: Callable[[], keras.Model],
-    traced: TracedModel,
-    batch_size: int,
-    candidate: Candidate,
-    limit: float = math.inf,
-    *,
-    optimizer: Any = None,
-    hosts: int = 1,
-    kind: str = "GPU",
-    config: ShardingConfig | None = None,
-) -> DryRun:
+def dry_run_of(job: Job, candidate: Candidate, limit: float = math.inf) -> DryRun:
     """Traces a plan's step on the first rank at each place of the pipeline, without running it, and reads what it takes.
 
     Args:
-        build: the function that makes the model.
-        traced: the same model, traced without a strategy.
-        batch_size: examples of a step, of all replicas together.
+        job: the model, and what it is to be trained on.
         candidate: the plan.
         limit: bytes of a device: once a rank needs more, the others are left out.
-        optimizer: as for `tfdist.plan`.
-        hosts: on how many machines the devices are.
-        kind: "GPU" or "CPU": what the devices are.
-        config: the settings of the strategy that the plan leaves open; None: defaults.
     """
     found: list[tuple[DeviceMemory, int, RankTrace]] = []
     for pipe in range(candidate.pipeline):
-        given: dict[str, Any] = {"pipe": pipe, "optimizer": optimizer, "hosts": hosts, "kind": kind, "config": config}
         try:
-            alone = trace_rank(build, traced, candidate, batch_size, **given)
+            alone = trace_rank(job, candidate, pipe)
         except (NotImplementedError, ValueError) as error:
             return DryRun(_NOTHING, refusal=_first_line(error))
         except Exception as error:  # whatever a user's model raises
@@ -126,7 +105,7 @@ def dry_run_of(
         found.append((memory, unknown, alone))
         if memory.together > limit:
             break
-    planned = [sent_of(traced, candidate, batch_size, pipe, config) for pipe in range(len(found))]
+    planned = [sent_of(job.traced, candidate, job.batch_size, pipe, job.config) for pipe in range(len(found))]
     return DryRun(
         memory=max((memory for memory, _, _ in found), key=lambda memory: memory.together),
         sent_bytes=tuple(alone.plan.sent_bytes(alone.rank) for _, _, alone in found),

@@ -9,8 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.collectives import assign_buckets
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.hardware import Hardware
+from tfdist.planning.parts import parts_at
 from tfdist.planning.search import divisors
 from tfdist.planning.step_time import Step, StepTime, step_time
 from tfdist.planning.traced_model import TracedModel
@@ -39,6 +41,7 @@ class Estimates:
         self.assumed: list[str] = []
         self._settings: Any = ShardingConfig()
         self._seconds = functools.lru_cache(maxsize=256)(self._seconds_of)
+        self._known_trained: dict[tuple[bool, int, int, int], tuple[float, float, int]] = {}
         self._plans: dict[int, SuggestedPlan | None] = {}
 
     def time(self, candidate: Candidate) -> StepTime:
@@ -49,14 +52,10 @@ class Estimates:
         """Returns what a replica computes and sends."""
         rows = self.batch_size // candidate.data // candidate.microbatches
         plan = self.tensor_plan(candidate.tensor)
-        sharded = self._sharded_part(plan)
         seconds = self._seconds(rows, candidate.tensor)
         costs = seconds.forward + seconds.backward
         stages = self._stages(candidate)
-        held = (1 - sharded + sharded / candidate.tensor) / candidate.pipeline
-        trained = self.traced.trained
-        size = sum(weight.bytes for weight in trained) * held
-        limit = self._settings.group_bytes if candidate.zero_stage == 3 else self._settings.bucket_bytes
+        size, elements, messages = self._trained(candidate)
         forward = float(seconds.forward.sum())
         blocks = float(seconds.forward[self.traced.recomputed_calls].sum())
         whole_stages = candidate.pipeline > 1
@@ -65,8 +64,8 @@ class Estimates:
             backward=float(seconds.backward.sum()),
             stage_share=float(max(costs[stage].sum() for stage in stages) / costs.sum()) if len(stages) > 1 else 1.0,
             parameter_bytes=size,
-            parameters=sum(weight.elements for weight in trained) * held,
-            messages=self._messages(limit, candidate.zero_stage == 3, held),
+            parameters=elements,
+            messages=messages,
             tensor_bytes=rows * plan.moved_bytes if plan is not None else 0.0,
             tensor_messages=_messages_of(plan) if plan is not None else 0,
             border_bytes=max((self.traced.output_bytes(stage[-1], rows) for stage in stages[:-1] if stage), default=0),
@@ -127,27 +126,31 @@ class Estimates:
         return 1
 
     def _seconds_of(self, rows: int, tensor: int) -> Seconds:
-        return self.work.seconds(rows, self.hardware, sharded=self._sharded_part(self.tensor_plan(tensor)), ranks=tensor)
+        divided = self.traced.divided_work(tensor) if tensor > 1 else None
+        return self.work.seconds(rows, self.hardware, divided=divided, ranks=tensor)
 
-    def _sharded_part(self, plan: SuggestedPlan | None) -> float:
-        """Returns what part of the parameters tensor ranks share."""
-        if plan is None or not plan.parameter_bytes:
-            return 0.0
-        size = plan.tensor_parallel_size
-        return min(1.0, plan.saved_bytes / plan.parameter_bytes * size / (size - 1))
+    def _trained(self, candidate: Candidate) -> tuple[float, float, int]:
+        """Returns bytes and elements of what a rank trains, and in how many messages it travels once: whole layers at stage 3.
 
-    def _messages(self, limit: int, by_layer: bool, held: float) -> int:
-        """Returns in how many messages the trained parameters travel once: packed up to `limit` bytes, whole layers or not."""
-        sizes: dict[str, float] = {}
-        for place, weight in enumerate(self.traced.trained):
-            key = weight.path.rpartition("/")[0] if by_layer else str(place)
-            sizes[key] = sizes.get(key, 0.0) + weight.bytes * held
-        count, filled = 0, math.inf
-        for size in sizes.values():
-            if filled + size > limit:
-                count, filled = count + 1, 0.0
-            filled += size
-        return count
+        Of devices that share a processor what counts is what all of them do, here the mean; of others what the fullest does.
+        """
+        by_layer = candidate.zero_stage == 3
+        key = by_layer, candidate.tensor, candidate.pipeline, candidate.stages_per_rank
+        if key not in self._known_trained:
+            found = [self._trained_at(candidate, by_layer, pipe) for pipe in range(candidate.pipeline)]
+            of_all = [sum(x) / len(x) if self.hardware.is_shared else max(x) for x in zip(*found, strict=True)]
+            self._known_trained[key] = of_all[0], of_all[1], math.ceil(of_all[2])
+        return self._known_trained[key]
+
+    def _trained_at(self, candidate: Candidate, by_layer: bool, pipe: int) -> tuple[int, int, int]:
+        trained = parts_at(self.traced, candidate, pipe).trained
+        sizes: dict[str, int] = {}
+        for place, part in trained.items():
+            key = part.weight.path.rpartition("/")[0] if by_layer else str(place)
+            sizes[key] = sizes.get(key, 0) + part.bytes
+        limit = self._settings.group_bytes if by_layer else self._settings.bucket_bytes
+        messages = len(assign_buckets(list(sizes.values()), limit))
+        return sum(sizes.values()), sum(part.local for part in trained.values()), messages
 
     def _stages(self, candidate: Candidate) -> list[list[int]]:
         """Returns the places of the calls of each stage."""

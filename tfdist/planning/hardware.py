@@ -60,7 +60,8 @@ class Hardware:
         matmul: for each dtype points (FLOPs of one product, FLOP/s), in increasing order.
         bytes_per_second: read and written together, of operations that only move bytes.
         operation_seconds: what the smallest operation takes.
-        links: for "within" a host and "between" hosts, each collective by its name.
+        links: for "within" a host and "between" hosts, each collective by its name; and for "staged", within a host beside a
+            pipeline, those that are not as without one.
         function_seconds: of one element of exp, tanh, erf and their like.
         step_seconds: what a step of `fit` takes that computes nothing.
         overlap: how long two things take together that take as long each, over one alone: 1 is perfect overlap, 2 none.
@@ -86,6 +87,12 @@ class Hardware:
     source: str = ""
     memory_bytes: float | None = None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether devices share a processor: one is faster while others idle by more than what is measured of devices of their
+        own."""
+        return self.sharing > 1.5
+
     def flops_per_second(self, dtype: str, flops: float) -> float:
         """Returns the rate of a product of so many FLOPs: between the measured points, by the logarithm of their FLOPs.
 
@@ -110,9 +117,10 @@ class Hardware:
             name: one of `BUS_FACTORS`.
             size: S in bytes, as nccl-tests counts them.
             ranks: of the group.
-            link: "within" a host or "between" hosts. Of links that were not measured those that were stand in.
+            link: "within" a host, "staged" or "between" hosts. Of links that were not measured those that were stand in.
         """
-        known = self.links.get(link) or next(iter(self.links.values()), None)
+        kinds = [self.links.get(kind, {}) for kind in (link, "within")] + list(self.links.values())
+        known = next((kind for kind in kinds if name in kind), None)
         if known is None:
             if ranks > 1:
                 fix = "Calibrate with two devices or more: `python -m tfdist calibrate`, under `tfdist run` for workers."

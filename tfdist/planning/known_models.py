@@ -87,18 +87,6 @@ class DecoderConfig:
         """All parameters."""
         return self.num_layers * self.block_parameters + self.embedding_parameters + self._norm_parameters
 
-    def flops_per_token(self, sequence_length: int | None = None) -> float:
-        """Returns the floating-point operations of a training step for each token: 6 N + 12 L h s.
-
-        2 N forward and 4 N backward for the products with parameters; as much for each of the two products of queries, keys
-        and values, whose h is all heads together. The usual count, which takes no half off for the causal mask.
-
-        Args:
-            sequence_length: s, in tokens; None: what the model was published with.
-        """
-        length = self.max_sequence_length if sequence_length is None else sequence_length
-        return 6.0 * self.parameters + 12.0 * self.num_layers * self.num_heads * self.head_size * length
-
 
 def _llama3(name: str, **sizes: Any) -> DecoderConfig:
     return DecoderConfig(

@@ -20,6 +20,7 @@ from tfdist.planning.estimates import Estimates
 from tfdist.planning.hardware import Hardware, from_file
 from tfdist.planning.memory import memory_of
 from tfdist.planning.plans import Plans
+from tfdist.planning.rank_trace import Job
 from tfdist.planning.scaling import Training, training
 from tfdist.planning.search import Choices, Estimated, search
 from tfdist.planning.sizes import bytes_of, count_of
@@ -131,7 +132,7 @@ def plan(
     found = search(choices, limit, memory, estimates.time)
     if dry_run or dry_run is None and len(traced.weights) <= _FEW_WEIGHTS:
         kind = "CPU" if "CPU" in known.name else "GPU"
-        run = functools.partial(dry_run_of, build, traced, batch_size, optimizer=optimizer, hosts=hosts, kind=kind)
+        run = functools.partial(dry_run_of, Job(build, traced, batch_size, optimizer, hosts, kind))
         found = with_best_confirmed(found, run, tell)
     return Plans(
         model=traced.name,

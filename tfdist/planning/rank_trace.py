@@ -43,51 +43,52 @@ class RankTrace:
     passed_bytes: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """What is traced: a model, and what it is to be trained on.
+
+    Attributes:
+        build: the function that makes the model.
+        traced: the same model, traced without a strategy.
+        batch_size: examples of a step, of all replicas together.
+        optimizer: as for `tfdist.plan`.
+        hosts: on how many machines the devices are.
+        kind: "GPU" or "CPU": what the devices are.
+        config: the settings of the strategy that a plan leaves open; None: defaults.
+    """
+
+    build: Callable[[], keras.Model]
+    traced: TracedModel
+    batch_size: int
+    optimizer: Any = None
+    hosts: int = 1
+    kind: str = "GPU"
+    config: ShardingConfig | None = None
+
+
 class BuildError(RuntimeError):
     """A model that can be built without values has not been in the scope of a strategy."""
 
 
-def trace_rank(
-    build: Callable[[], keras.Model],
-    traced: TracedModel,
-    candidate: Candidate,
-    batch_size: int,
-    *,
-    pipe: int = 0,
-    optimizer: Any = None,
-    hosts: int = 1,
-    kind: str = "GPU",
-    config: ShardingConfig | None = None,
-) -> RankTrace:
+def trace_rank(job: Job, candidate: Candidate, pipe: int = 0) -> RankTrace:
     """Traces a training step as the first rank at `pipe` of the pipeline does. Its weights have no memory, and nothing runs.
-
-    Args:
-        build: the function that makes the model.
-        traced: the same model, traced without a strategy.
-        candidate: the plan.
-        batch_size: examples of a step, of all replicas together.
-        pipe: the rank of the pipeline.
-        optimizer: as for `tfdist.plan`.
-        hosts: on how many machines the devices are.
-        kind: "GPU" or "CPU": what the devices are.
-        config: the settings of the strategy that the plan leaves open; None: defaults.
 
     Raises:
         ValueError, NotImplementedError: the strategy, or a part of the model, refuses the plan.
         BuildError: the model cannot be built in the strategy's scope without values.
     """
-    settings = settings_of(config, candidate.settings())
+    settings = settings_of(job.config, candidate.settings())
     rank = pipe * candidate.tensor  # of replica 0
-    strategy = OneRankStrategy(rank, candidate.devices, settings, hosts=hosts, kind=kind)
-    data = _data(traced, batch_size // candidate.data)
+    strategy = OneRankStrategy(rank, candidate.devices, settings, hosts=job.hosts, kind=job.kind)
+    data = _data(job.traced, job.batch_size // candidate.data)
     with names_are_free_again():
         try:
-            model = weightless_model(build, strategy)
+            model = weightless_model(job.build, strategy)
         except ValueError as error:
             raise BuildError(str(error)) from error
         with weightless(strategy):
-            model = _spread(model, candidate, traced.block_pattern or "")
-            _compile(model, optimizer, data[1])
+            model = _spread(model, candidate, job.traced.block_pattern or "")
+            _compile(model, job.optimizer, data[1])
             model._symbolic_build(data_batch=data)
             model.optimizer.build(model.trainable_variables)
     model.run_eagerly = True  # no function of Keras's, within which the ranks' operations would be: there is one here

@@ -31,9 +31,6 @@ COMPRESSED = {None: 1.0, "bfloat16": 0.5, "int8": 0.25 + 1 / 256, "int4": 0.125 
 _COMPRESSION_PASSES = 6
 
 
-_SHARED = 1.5  # of `sharing`: between devices of their own, as measured, and two that share a processor
-
-
 @dataclasses.dataclass(frozen=True)
 class StepTime:
     """Seconds of one step.
@@ -141,7 +138,7 @@ def _pipelined(
     total = _simulated(*sizes, *durations, message)
     exposed = between * count * candidate.stages_per_rank
     border = 2 * message * count * candidate.stages_per_rank
-    if hardware.sharing > _SHARED:
+    if hardware.is_shared:
         # All ranks together keep the processor as busy as they would each keep their own, with their messages as well.
         shared = (forward + backward) * count / candidate.pipeline + exposed
         total = max(total, shared + min(hardware.overlap - 1, 1.0) * border)
@@ -218,4 +215,6 @@ class _Links:
         return ranks * self.candidate.tensor * self.candidate.pipeline
 
     def _link(self, span: int) -> str:
-        return "within" if span <= self.devices_per_host else "between"
+        if span > self.devices_per_host:
+            return "between"
+        return "staged" if self.candidate.pipeline > 1 else "within"

@@ -45,6 +45,26 @@ def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: 
     )
 
 
+def divided_work(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> np.ndarray:
+    """Returns for each operation whether the tensor ranks share its work, bool (operations,).
+
+    They share what makes a part on each, and every product of a sharded layer, also if its results are summed or gathered then.
+    All else each rank computes whole: what stands between two layers of whole outputs, and a loss of gathered logits.
+    """
+    divided = divided_operations(trace, sweep, shardings)
+    layers = {id(one.layer) for one in shardings}
+    within = np.zeros(len(sweep.ops), bool)
+    for call in trace.calls:
+        for layer, start, stop in call.within:
+            within[start:stop] |= id(layer) in layers
+    names = {sweep.ops[place].name: place for place in range(trace.forward)}
+    for place, operation in enumerate(sweep.ops):
+        if not divided[place] and any(kind in operation.type for kind in _PRODUCTS):
+            source = place if place < trace.forward else _forward_of(operation.name, names)
+            divided[place] = source is not None and within[source]
+    return divided
+
+
 def divided_operations(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> np.ndarray:
     """Returns for each operation whether what it makes is divided among the tensor ranks, bool (operations,)."""
     of_layer = {id(one.layer): _region(one) for one in shardings}

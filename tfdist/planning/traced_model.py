@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist import errors
@@ -19,7 +20,7 @@ from tfdist.planning.lifetimes import Buffers, Sweep
 from tfdist.planning.optimizer_slots import Slot, slots_of
 from tfdist.planning.step_profile import StepProfile, end_of, profile_of
 from tfdist.planning.step_trace import StepTrace, trace_step
-from tfdist.planning.tensor_regions import on_tensor_rank
+from tfdist.planning.tensor_regions import divided_work, on_tensor_rank
 from tfdist.planning.weightless import weightless_model
 from tfdist.sharding import layers_within
 
@@ -179,6 +180,10 @@ class TracedModel:
     @functools.lru_cache(maxsize=32)  # noqa: B019  as long as the model
     def _buffers(self, batch_size: int) -> Buffers:
         return self._sweep.at(batch_size)
+
+    def divided_work(self, tensor: int) -> np.ndarray:
+        """Returns for each operation of the first trace whether so many tensor ranks share its work, bool (operations,)."""
+        return divided_work(self.traces[0], self._sweep, self.layouts.shardings(tensor))
 
     @functools.cached_property
     def recomputed_calls(self) -> list[int]:

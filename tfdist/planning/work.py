@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -38,6 +37,7 @@ class Work:
 
     Attributes:
         batch_sizes: of the two traces.
+        places: of the operations in the graph.
         flops: FLOPs in each trace, float64 (2, operations).
         moved: bytes read and written in each trace, float64 (2, operations).
         transposed: bytes read and written to transpose the operands of a product, float64 (2, operations).
@@ -50,6 +50,7 @@ class Work:
     """
 
     batch_sizes: tuple[int, int]
+    places: np.ndarray
     flops: np.ndarray
     moved: np.ndarray
     transposed: np.ndarray
@@ -60,38 +61,32 @@ class Work:
     is_forward: np.ndarray
     stands_for: tuple[int, ...]
 
-    def seconds(self, batch_size: float, hardware: Hardware, *, sharded: float = 0.0, ranks: int = 1) -> Seconds:
+    def seconds(self, batch_size: float, hardware: Hardware, *, divided: np.ndarray | None = None, ranks: int = 1) -> Seconds:
         """Returns how long the operations take on one device, one after another.
 
         Args:
             batch_size: how many examples.
             hardware: what the device can do.
-            sharded: the part of the products, and of what is computed of their results, that tensor ranks share.
+            divided: for each operation of the graph whether tensor ranks share its work; None: they share nothing.
             ranks: among how many.
         """
         low, high = self.batch_sizes
         part = (batch_size - low) / (high - low)
-        share = 1 - sharded + sharded / ranks
-        flops = np.maximum(self.flops[0] + (self.flops[1] - self.flops[0]) * part, 0) * share
-        moved = np.maximum(self.moved[0] + (self.moved[1] - self.moved[0]) * part, 0) * share
-        transposed = np.maximum(self.transposed[0] + (self.transposed[1] - self.transposed[0]) * part, 0) * share
-        functions = np.maximum(self.functions[0] + (self.functions[1] - self.functions[0]) * part, 0) * share
+        share = 1.0 if divided is None else np.where(divided[self.places], 1 / ranks, 1.0)
+        flops, moved, transposed, functions = (
+            np.maximum(one[0] + (one[1] - one[0]) * part, 0) * share
+            for one in (self.flops, self.moved, self.transposed, self.functions)
+        )
         seconds = np.maximum(moved / hardware.bytes_per_second, functions * hardware.function_seconds)
         seconds = np.maximum(seconds, hardware.operation_seconds)
         for place in np.flatnonzero(self.is_product):
             dtype = str(self.dtypes[place])
             rate = hardware.flops_per_second(dtype if dtype in hardware.matmul else "float32", float(flops[place]))
             seconds[place] = max(seconds[place], flops[place] / rate) + transposed[place] / hardware.bytes_per_second
-        count = len(self.stands_for)
-        by_call = [np.bincount(self.calls[chosen], seconds[chosen], count) for chosen in (self.is_forward, ~self.is_forward)]
-        traced = np.array(self.stands_for)
-        forward, backward = by_call[0][traced], by_call[1][traced]
-        for place in np.flatnonzero(traced != np.arange(count)):
-            # The first of equal layers may have no input to make a gradient of; the last has.
-            last = next(
-                (later for later in range(place + 1, count) if traced[later] == later and _alike(forward, later, place)), place
-            )
-            backward[place] = max(backward[place], backward[last])
+        count, traced = len(self.stands_for), np.array(self.stands_for)
+        forward, backward = (
+            np.bincount(self.calls[chosen], seconds[chosen], count)[traced] for chosen in (self.is_forward, ~self.is_forward)
+        )
         return Seconds(forward, backward)
 
 
@@ -114,6 +109,7 @@ def work_of(traces: Sequence[StepTrace]) -> Work:
     stands_for = tuple(first.calls.index(call.stands_for or call) for call in first.calls)
     return Work(
         batch_sizes=(traces[0].batch_size, traces[-1].batch_size),
+        places=np.array(places),
         flops=np.array([[float(flops_of_operation(graph[place])) for place in places] for graph in (graphs[0], graphs[-1])]),
         moved=np.array([[_moved(graph[place]) for place in places] for graph in (graphs[0], graphs[-1])]),
         transposed=np.array([[transposed_bytes(graph[place]) for place in places] for graph in (graphs[0], graphs[-1])]),
@@ -124,10 +120,6 @@ def work_of(traces: Sequence[StepTrace]) -> Work:
         is_forward=np.array([place < first.forward for place in places], bool),
         stands_for=stands_for,
     )
-
-
-def _alike(forward: np.ndarray, one: Any, other: Any) -> bool:
-    return bool(np.isclose(forward[one], forward[other]))
 
 
 def _is_free(operation: tf.Operation) -> bool:
