@@ -44,10 +44,11 @@ from keras import layers
 import tfdist
 from benchmarks.planning_memory import batch_of, cnn, compiled, mlp, transformer, vit
 from benchmarks.processor_clock import calibrated_by_processor
-from tfdist.planning import Candidate
+from tfdist.planning import Candidate, DeviceMemory
 from tfdist.planning.estimates import Estimates
 from tfdist.planning.hardware import Hardware, from_file
 from tfdist.planning.memory import memory_of
+from tfdist.planning.search import Estimated, ranked
 from tfdist.planning.sizes import bytes_of
 from tfdist.planning.step_time import StepTime
 from tfdist.planning.traced_model import TracedModel, trace
@@ -347,16 +348,21 @@ def main() -> None:
         print("\n| model | memory | plans that fit | chosen | fastest measured | regret |\n|---|---|---|---|---|---|")
         for name in dict.fromkeys(case.model for case in cases):
             for limit in REGRET[name][2]:
-                print(regret_line(name, limit, [row for row in rows if row["model"] == name]))
+                print(regret_line(name, limit, cases, planned, rows))
     for row in rows:
         print(json.dumps(row))
 
 
-def regret_line(name: str, limit: str, rows: Sequence[dict[str, Any]]) -> str:
-    fitting = [row for row in rows if row["memory"] <= bytes_of("limit", limit)]
+def regret_line(name: str, limit: str, cases: Sequence[Case], planned: Sequence[StepTime], rows: Sequence[dict[str, Any]]) -> str:
+    size, fitting, plans = bytes_of("limit", limit), [], []
+    for case, time_, row in zip(cases, planned, rows, strict=True):
+        if case.model == name and row["memory"] <= size:
+            fitting.append(row)
+            plans.append(Estimated(case.candidate, DeviceMemory(row["memory"], 0, 0), size, time_))
     if not fitting:
         return f"| {name} | {limit} | 0 | | | |"
-    chosen = min(fitting, key=lambda row: row["planned_ms"])
+    first = ranked(plans)[0]
+    chosen = next(row for one, row in zip(plans, fitting, strict=True) if one is first)
     fastest = min(fitting, key=lambda row: row["measured_ms"])
     lost = chosen["measured_ms"] / fastest["measured_ms"] - 1
     return (

@@ -6,6 +6,7 @@ import pytest
 
 from tests.planning.fake_estimates import memory_of, time_of
 from tfdist.planning.search import SCHEDULES, Choices, divisors, search
+from tfdist.planning.step_time import StepTime
 
 
 def names(**settings):
@@ -64,6 +65,19 @@ def test_several_stages_a_rank():
     found = [one.stages for one in Choices(**settings, most_stages=4, schedules=("1f1b", "interleaved")).candidates()]
     assert found == [2, 4]
     assert "pipeline 2 interleaved x 2 of 4 stages" in names(**settings)[-2]
+
+
+def test_of_plans_as_fast_as_one_another_the_one_with_the_fewest_means_comes_first():
+    choices = Choices(devices=4, batch_size=8, pipeline_sizes=(1, 2), schedules=("1f1b",), zero_stages=(0,), recompute=False)
+    for saved, pipeline in ((0.03, 1), (0.2, 2)):
+
+        def time(candidate, saved=saved):
+            return StepTime(1.0, 0.0, 0.0, 0.0, 1 - saved * (candidate.pipeline > 1))
+
+        found = search(choices, 400, memory_of, time)
+        assert found[0].candidate.pipeline == pipeline
+        others = [one.time.together for one in found[1:]]
+        assert others == sorted(others) and len(found) == len({one.candidate for one in found})
 
 
 def test_the_fastest_that_fits_comes_first():

@@ -11,7 +11,7 @@ from tfdist.planning.step_time import Step, step_time
 
 MIB = 2**20
 LINKS = {kind: dict.fromkeys(BUS_FACTORS, Collective(0.01, beta)) for kind, beta in (("within", 1e9), ("between", 1e8))}
-HARDWARE = Hardware("a test", {"float32": [(1e9, 1e12)]}, 1e11, 0.0, LINKS, update_seconds=1e-9)
+HARDWARE = Hardware("a test", {"float32": [(1e9, 1e12)]}, math.inf, 0.0, LINKS, update_seconds=1e-9)
 STEP = Step(forward=1.0, backward=2.0, stage_share=1.0, parameter_bytes=4e8, parameters=1e8, messages=1)
 
 
@@ -38,6 +38,14 @@ def test_messages_of_the_stages():
     assert times[3].hidden == pytest.approx(3 * half)
 
 
+def test_messages_are_packed_and_unpacked():
+    """Gradients are packed, and sums or updated parameters unpacked; stage 3 unpacks its parameters once more."""
+    candidates = [Candidate(stage, data=4) for stage in range(4)]
+    more = [seconds(one, bytes_per_second=1e9).compute - seconds(one).compute for one in candidates]
+    assert more == pytest.approx([2 * 0.8] * 3 + [3 * 0.8])  # each copy reads all bytes, and writes them
+    assert seconds(Candidate(0), bytes_per_second=1e9) == seconds(Candidate(0))
+
+
 def test_messages_that_take_longer_than_backward_and_overlap():
     slow = seconds(Candidate(0, data=4), devices_per_host=2)
     message = 0.01 + 4e8 * 1.5 / 1e8
@@ -58,7 +66,8 @@ def test_groups_of_ranks_that_share_one_copy():
 
 
 def test_compressed_gradients_are_fewer_bytes_and_more_work():
-    exact, compressed = (seconds(Candidate(0, data=4, gradient_compression=name), devices_per_host=2) for name in (None, "int8"))
+    settings = {"devices_per_host": 2, "bytes_per_second": 1e11}
+    exact, compressed = (seconds(Candidate(0, data=4, gradient_compression=name), **settings) for name in (None, "int8"))
     assert compressed.communication == pytest.approx(0.01 + (exact.communication - 0.01) * (0.25 + 1 / 256))
     assert compressed.compute > exact.compute and compressed.together < exact.together
 
@@ -69,6 +78,8 @@ def test_tensor_ranks_wait_for_their_messages():
     assert time.communication == pytest.approx(8 * 0.01 + 1.0) and time.hidden == pytest.approx(0)
     assert time.together == pytest.approx(time.compute + time.communication)
     assert seconds(Candidate(0, tensor=2), step, devices_per_host=1).communication == pytest.approx(8 * 0.01 + 10.0)
+    again = seconds(Candidate(0, tensor=2, recompute=True), dataclasses.replace(step, recomputed=1.0))
+    assert again.communication == pytest.approx(1.5 * time.communication)  # the messages of forward are half of them
 
 
 def test_a_pipeline_is_the_simulation_of_its_schedule():
@@ -89,7 +100,7 @@ def test_a_pipeline_is_the_simulation_of_its_schedule():
 def test_a_pipeline_adds_up_the_gradients_of_its_microbatches():
     links = {"within": dict.fromkeys(BUS_FACTORS, Collective(0.0, math.inf))}
     step = dataclasses.replace(STEP, stage_share=0.5, parameters=0.0)
-    four = seconds(Candidate(0, pipeline=2, schedule="gpipe", microbatches=4), step, links=links)
+    four = seconds(Candidate(0, pipeline=2, schedule="gpipe", microbatches=4), step, links=links, bytes_per_second=1e11)
     assert four.together == pytest.approx((4 + 1) * 1.5 + 3 * 3 * 4e8 / 1e11)
 
 

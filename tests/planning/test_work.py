@@ -112,6 +112,13 @@ def test_equal_layers_count_each():
     assert six.backward[2:7].mean() == pytest.approx(three.backward[2:4].mean(), rel=0.1)
 
 
+def test_a_block_that_is_computed_again_leaves_out_its_last_product():
+    """Backward needs what the second product reads, and nobody what it makes: TensorFlow drops it."""
+    seconds = work_of(trace(blocks(3)).traces).seconds(8, COUNTS)
+    up = 2 * 8 * 16 * 48
+    assert seconds.again[1:4] == pytest.approx(up) and seconds.forward[1:4] == pytest.approx(2 * up)
+
+
 def test_convolutions_are_products():
     def build():
         return keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Conv2D(4, 3, padding="same", use_bias=False)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -57,12 +58,12 @@ class Estimates:
         stages = self._stages(candidate)
         size, elements, messages = self._trained(candidate)
         forward = float(seconds.forward.sum())
-        blocks = float(seconds.forward[self.traced.recomputed_calls].sum())
+        blocks = float(seconds.again[self.traced.recomputed_calls].sum())
         whole_stages = candidate.pipeline > 1
         return Step(
             forward=forward,
             backward=float(seconds.backward.sum()),
-            stage_share=float(max(costs[stage].sum() for stage in stages) / costs.sum()) if len(stages) > 1 else 1.0,
+            stage_share=self._stage_share(candidate, [float(costs[stage].sum() / costs.sum()) for stage in stages]),
             parameter_bytes=size,
             parameters=elements,
             messages=messages,
@@ -151,6 +152,12 @@ class Estimates:
         limit = self._settings.group_bytes if by_layer else self._settings.bucket_bytes
         messages = len(assign_buckets(list(sizes.values()), limit))
         return sum(sizes.values()), sum(part.local for part in trained.values()), messages
+
+    def _stage_share(self, candidate: Candidate, shares: Sequence[float]) -> float:
+        """Returns the share of a stage on the rank that computes most, of several stages the mean; of devices that share a
+        processor, the mean of all."""
+        ranks = [shares[pipe :: candidate.pipeline] for pipe in range(candidate.pipeline)]
+        return 1 / len(shares) if self.hardware.is_shared else max(sum(one) / len(one) for one in ranks)
 
     def _stages(self, candidate: Candidate) -> list[list[int]]:
         """Returns the places of the calls of each stage."""

@@ -55,7 +55,7 @@ def plan(
 
     The training step of the model is traced, without data and without memory for its weights: a model of hundreds of gigabytes is
     planned on a laptop. Each way to spread it is then a matter of arithmetic: what the fullest device holds, and how long a step
-    takes. What fits comes first, the fastest first of all.
+    takes. What fits comes first, the fastest first of all; of those within 5 % of it, the one with the fewest means.
 
         plans = tfdist.plan(build, devices=16, memory_per_device="80 GB", batch_size=256)
         print(plans)         # a table, the line of Python that runs the best one, and what was assumed

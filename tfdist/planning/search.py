@@ -15,6 +15,8 @@ from tfdist.planning.step_time import StepTime
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble", "interleaved")
 # More microbatches for each stage than so many shorten the bubble by little.
 _MICROBATCHES_PER_STAGE = 8
+# Planned times that differ by less than this part are alike: they are not exact to it.
+_ALIKE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +179,25 @@ def search(
 
 
 def ranked(found: Sequence[Estimated]) -> list[Estimated]:
-    """Returns candidates in order: those that fit, the fastest first, then the others, that first which lacks least."""
-    return sorted(found, key=_rank)
+    """Returns candidates in order: those that fit, the fastest first, then the others, that first which lacks least.
+
+    Of those that are as fast as the fastest by as much as times can be told, the one with the fewest means comes first.
+    """
+    order = sorted(found, key=_rank)
+    if order and order[0].fits and order[0].time is not None:
+        limit = (1 + _ALIKE) * order[0].time.together
+        alike = [one for one in order if one.fits and one.time is not None and one.time.together <= limit]
+        first = min(alike, key=_means)
+        order = [first, *(one for one in order if one is not first)]
+    return order
+
+
+def _means(one: Estimated) -> tuple[int, ...]:
+    """Returns how many means a candidate takes, the most involved ones first."""
+    candidate = one.candidate
+    compressions = (candidate.gradient_compression, candidate.parameter_compression)
+    is_compressed = sum(name is not None for name in compressions)
+    return candidate.stages, is_compressed, candidate.tensor, candidate.recompute, candidate.microbatches
 
 
 def _nearest(choices: Choices) -> int:

@@ -1,11 +1,12 @@
 """How long a step takes: what one device computes, what it sends, and what of that is hidden behind the other.
 
     forward and backward    sum over operations of max(FLOPs / rate, bytes / bandwidth, cost of an operation)
-    recomputation           forward once more
+    recomputation           once more what backward needs of forward
     stages 0, 1, 2          gradients travel while backward goes on: max(backward, messages) x overlap; then the update; stages 1
                             and 2 gather what was updated, stage 2 while backward goes on
     stage 3                 layers are gathered beside forward and again beside backward, with the gradients
-    tensor ranks            each message stands between two layers: nothing hides it
+    tensor ranks            each message stands between two layers: nothing hides it; those of forward are sent again with what is
+                            recomputed
     pipeline                the schedule simulated, with the slowest stage's times and the messages of a border; and the gradients
                             of each microbatch added up
 
@@ -29,6 +30,8 @@ from tfdist.planning.layouts import schedule_of
 COMPRESSED = {None: 1.0, "bfloat16": 0.5, "int8": 0.25 + 1 / 256, "int4": 0.125 + 1 / 256, "top_k": 0.29}
 # How often compressing and adding up goes over the numbers, read and written: encode, decode and sum, encode, decode.
 _COMPRESSION_PASSES = 6
+# How often all parameters or gradients are packed or unpacked in a step of each stage.
+_PACKED = (2, 2, 2, 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Step:
     Attributes:
         forward: seconds of forward of one microbatch, of all stages together, among all devices at work.
         backward: those of backward.
-        stage_share: the part of them that the slowest stage has: 1 without a pipeline.
+        stage_share: the part of them that a stage of the slowest rank has: 1 without a pipeline.
         parameter_bytes: bytes of the trained parameters that a device computes with, as they travel.
         parameters: how many these are.
         messages: in how many messages they travel, once.
@@ -93,6 +96,8 @@ def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_
     computed, bubble, border = _pipelined(step, candidate, hardware, links, forward, backward)
     # The gradients of each microbatch but the first are added to the sum: both are read, and it is written.
     computed += 3 * step.parameter_bytes * (candidate.microbatches - 1) / hardware.bytes_per_second
+    # Messages are packed, and what arrives is unpacked: each is read and written.
+    packing = _PACKED[candidate.zero_stage] * 2 * step.parameter_bytes / hardware.bytes_per_second if candidate.data > 1 else 0.0
     part = backward / (forward + backward) if forward + backward else 0.0
     compressing = (
         _COMPRESSION_PASSES * step.parameter_bytes / hardware.bytes_per_second if candidate.gradient_compression else 0.0
@@ -105,12 +110,12 @@ def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_
         2: (0.0, reduce + gather, 0.0),
         3: (gather, gather + reduce, 0.0),
     }[candidate.zero_stage]
-    parts = ((computed * (1 - part), beside_forward), (computed * part + compressing, beside_backward))
+    parts = ((computed * (1 - part), beside_forward), (computed * part + compressing + packing, beside_backward))
     passed = sum(_beside(compute, messages, hardware.overlap) for compute, messages in parts)
     share = step.stage_share * candidate.stages_per_rank
     exposed = behind + links.tensor(step, candidate.microbatches) * share
     communication = beside_forward + beside_backward + exposed + border
-    compute = computed + compressing + update
+    compute = computed + compressing + packing + update
     together = passed + exposed + update + bubble + hardware.step_seconds
     hidden = max(0.0, communication + compute + bubble + hardware.step_seconds - together)
     return StepTime(compute, communication, min(hidden, communication), bubble, together)
@@ -193,7 +198,8 @@ class _Links:
         start = known("all_reduce", 0.0, self.candidate.tensor, link)
         bytes_each = known("all_reduce", 1e6, self.candidate.tensor, link) - start
         factor = 2 * (self.candidate.tensor - 1) / self.candidate.tensor
-        return (step.tensor_messages * start + step.tensor_bytes / factor * bytes_each / 1e6) * microbatches
+        once = step.tensor_messages * start + step.tensor_bytes / factor * bytes_each / 1e6
+        return once * (1 + step.recomputed / 2) * microbatches
 
     def message(self, size: float) -> float:
         """From one stage to the next."""

@@ -46,6 +46,7 @@ class Work:
         is_product: whether it multiplies matrices, or convolves.
         calls: the number of the layer's call that it belongs to, forward or backward.
         is_forward: whether it belongs to forward.
+        is_again: whether it is one of forward that a layer which is computed again repeats: what its own backward needs.
         stands_for: for each call of a layer the number of the one that was traced in its place: itself, or an equal one.
     """
 
@@ -59,6 +60,7 @@ class Work:
     is_product: np.ndarray
     calls: np.ndarray
     is_forward: np.ndarray
+    is_again: np.ndarray
     stands_for: tuple[int, ...]
 
     def seconds(self, batch_size: float, hardware: Hardware, *, divided: np.ndarray | None = None, ranks: int = 1) -> Seconds:
@@ -84,18 +86,17 @@ class Work:
             rate = hardware.flops_per_second(dtype if dtype in hardware.matmul else "float32", float(flops[place]))
             seconds[place] = max(seconds[place], flops[place] / rate) + transposed[place] / hardware.bytes_per_second
         count, traced = len(self.stands_for), np.array(self.stands_for)
-        forward, backward = (
-            np.bincount(self.calls[chosen], seconds[chosen], count)[traced] for chosen in (self.is_forward, ~self.is_forward)
-        )
-        return Seconds(forward, backward)
+        parts = (self.is_forward, ~self.is_forward, self.is_again)
+        return Seconds(*(np.bincount(self.calls[chosen], seconds[chosen], count)[traced] for chosen in parts))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Seconds:
-    """How long each call of a layer takes, forward and backward, float64 (calls,)."""
+    """How long each call of a layer takes, forward, backward, and to be computed again for backward, float64 (calls,)."""
 
     forward: np.ndarray
     backward: np.ndarray
+    again: np.ndarray
 
 
 def work_of(traces: Sequence[StepTrace]) -> Work:
@@ -118,8 +119,23 @@ def work_of(traces: Sequence[StepTrace]) -> Work:
         is_product=np.array([_is_product(ops[place]) for place in places], bool),
         calls=owners[places],
         is_forward=np.array([place < first.forward for place in places], bool),
+        is_again=_again(first, ops, owners)[places],
         stands_for=stands_for,
     )
+
+
+def _again(trace: StepTrace, ops: Sequence[tf.Operation], owners: np.ndarray) -> np.ndarray:
+    """Returns for each operation whether it is of forward and the backward of the same call needs it: as nobody reads the others
+    when a block is computed again, TensorFlow drops them, such as its last product."""
+    numbers = {one: place for place, one in enumerate(ops)}
+    is_again = np.zeros(len(ops), bool)
+    for place in range(len(ops) - 1, -1, -1):
+        if place < trace.forward and not is_again[place]:
+            continue
+        for x in ops[place].inputs:
+            source = numbers[x.op]
+            is_again[source] |= source < trace.forward and owners[source] == owners[place]
+    return is_again
 
 
 def _is_free(operation: tf.Operation) -> bool:
