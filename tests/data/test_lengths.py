@@ -34,6 +34,7 @@ IN_EVERY_RUN = (
     "the second epoch",
     "several steps",
     "evaluate",
+    "predict",
     "validation",
     "sequence",
     "steps_per_epoch",
