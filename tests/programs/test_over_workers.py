@@ -39,6 +39,16 @@ def test_recomputation(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_examples(tmp_path, zero_stage):
+    with workers.job(tmp_path, 2, "tests.programs.worker_programs:run_examples", zero_stage) as job:
+        expected = {name: run(program, one_device()) for name, program in worker_programs.EXAMPLES.items()}
+        for found in job.results(250):
+            assert_same_tree(found, expected, "examples")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
 def test_it_is_one_device(tmp_path):
     stages = [1, 3]
     with workers.job(tmp_path, 2, "tests.programs.worker_programs:run_all", str(tmp_path), stages) as job:

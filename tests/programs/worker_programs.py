@@ -15,8 +15,11 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))  # as pytes
 
 from tests.programs import (
     test_deferred_restore,
+    test_examples_of_layers,
+    test_examples_of_sequences,
     test_exports,
     test_losses_over_the_batch,
+    test_models_that_share,
     test_recomputation_everywhere,
     test_steps_in_branches,
 )
@@ -31,6 +34,16 @@ LOSSES: dict[str, Program] = {
     "two towers": test_losses_over_the_batch.STEPPING["traced"],
     "weighted root": test_losses_over_the_batch.FITTED["weighted root"],
 }
+EXAMPLES: dict[str, Program] = {
+    "forward only": test_examples_of_layers.forward_forward,
+    "recommender": test_examples_of_sequences.recommender,
+    "adversaries, batch by batch": test_models_that_share.adversaries_batch_by_batch,
+}
+
+
+def run_examples(stage: int) -> dict[str, Any]:
+    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
+    return {name: run(program, strategy) for name, program in EXAMPLES.items()}
 
 
 def run_losses(stage: int) -> dict[str, Any]:
