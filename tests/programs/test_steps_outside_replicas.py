@@ -143,7 +143,9 @@ def test_a_traced_loop(name, zero_stage, is_in_scope):
     assert_as_on_one_device(stepping(name, True, is_in_scope), zero_stage)
 
 
-@pytest.mark.parametrize(("program", "zero_stage"), list(stages_in_turns([reptile, summed_outside])))
+@pytest.mark.parametrize(  # `reptile` by default on a mesh: the next test
+    ("program", "zero_stage"), [*stages_in_turns([summed_outside], first=1), *(exhaustive(reptile, stage) for stage in range(4))]
+)
 def test_programs(program, zero_stage):
     assert_as_on_one_device(program, zero_stage)
 
