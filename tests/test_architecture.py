@@ -40,6 +40,7 @@ TREES = Trees()
 LEVELS = {
     "errors": 0,
     "custom_gradients": 0,
+    "temporary": 0,
     "compression": 1,
     "kernels": 1,  # optional: see OPTIONAL
     "runtime": 1,

@@ -8,8 +8,8 @@ from tfdist.tensor_plans.layer_uses import LayerUse
 from tfdist.tensor_plans.traffic import moved_units
 
 # A layer that 5 elements enter and 3 leave; both directions ask for a gradient unless said otherwise.
-USE = LayerUse(input_elements=5, gradient_elements=5, output_elements=3, vectors=1)
-FIRST = LayerUse(input_elements=5, gradient_elements=0, output_elements=3, vectors=1)
+USE = LayerUse(gradient_elements=5, output_elements=3, vectors=1)
+FIRST = LayerUse(gradient_elements=0, output_elements=3, vectors=1)
 
 
 def all_reduce(elements):

@@ -29,7 +29,7 @@ import h5py
 from keras.src.saving import saving_lib
 from keras.src.utils import file_utils, io_utils
 
-from tfdist import errors
+from tfdist import errors, temporary
 from tfdist.checkpoint.discarding import DiscardingAssets, DiscardingFile, DiscardingShardedStore, DiscardingStore
 from tfdist.checkpoint.staging import staged
 from tfdist.checkpoint.unfailing_file import UnfailingFile, UnfailingStore
@@ -105,11 +105,8 @@ def save_backup(model: Any, filepath: str, add: Callable[[h5py.File], None]) -> 
     Args:
         add: what else stands in the file; called with it on the chief, when the weights are written.
     """
-    token = _addition.set(add)
-    try:
+    with temporary.context_value(_addition, add):
         model.save_weights(filepath, overwrite=True)
-    finally:
-        _addition.reset(token)
 
 
 def may_write(model: Any, filepath: Any) -> bool:

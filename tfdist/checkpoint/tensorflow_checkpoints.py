@@ -24,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import errors
+from tfdist import errors, temporary
 from tfdist.checkpoint.writing_role import cluster_strategy_of, is_chief
 from tfdist.sharding.exact_shards import complete_copies
 
@@ -66,14 +66,13 @@ def write_checkpoint(checkpoint: Any, path: str, write: Callable[[], Any]) -> An
         complete_copies(variables)
         return write()
     failure, written = None, None
-    before = _only_reads.set(not _writes_files(strategy, path))
+    leaves_files = not _writes_files(strategy, path)
     try:
-        complete_copies(variables)
-        written = write()
+        with temporary.context_value(_only_reads, leaves_files):
+            complete_copies(variables)
+            written = write()
     except (tf.errors.OpError, OSError) as error:  # others may wait for this worker
         failure = error
-    finally:
-        _only_reads.reset(before)
     said = strategy.share("tf.train.Checkpoint/end", "" if failure is None else f"{path} was not written: {failure}")
     if failure is not None or said:
         raise failure or OSError(said)

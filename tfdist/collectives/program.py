@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives.communicator import Communicator, host_of
 from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks
@@ -196,21 +197,16 @@ class RankProgram:
         is_own = isinstance(key, int) and self.has_own_turns(ranks)
         return self.communicator.turn(self.rank, key) if is_own else self.communicator.token(self.rank, self._lane)
 
-    @contextlib.contextmanager
-    def in_next_lane(self, ranks: Ranks, lanes: int) -> Iterator[None]:
+    def in_next_lane(self, ranks: Ranks, lanes: int) -> contextlib.AbstractContextManager[None]:
         """Within it a collective of `ranks` stands on one of several chains, which the group takes in turns.
 
         See the note on lanes in `transports.chunked`. The lane is part of its key, so that no two of one key are under way at
         once. All members count the same in a trace, as they run the same collectives of the group.
         """
-        before = self._lane
-        if not self.is_eager:
-            self._lane = self._pieces[ranks] % lanes
-            self._pieces[ranks] += 1
-        try:
-            yield
-        finally:
-            self._lane = before
+        if self.is_eager:
+            return contextlib.nullcontext()
+        self._pieces[ranks] += 1
+        return temporary.attributes(self, _lane=(self._pieces[ranks] - 1) % lanes)
 
     def cond(self, predicate: tf.Tensor, true_fn: Callable[[], None], false_fn: Callable[[], None] | None = None) -> None:
         """`tf.cond` whose branches may hold collectives: `predicate` must be the same on all ranks of every group in them."""
@@ -293,18 +289,12 @@ class RankProgram:
         with contextlib.nullcontext() if self.is_eager else self.graph.as_default(), tf.device(self.device):
             yield
 
-    @contextlib.contextmanager
-    def on_trial(self, *, is_on: bool = True) -> Iterator[None]:
+    def on_trial(self, *, is_on: bool = True) -> contextlib.AbstractContextManager[None]:
         """Within it `not_on_trial` raises, and no collective is in the plan: what is traced may be dropped.
 
         With `is_on=False` what is made `outermost` within such a block, and stays, may hold collectives.
         """
-        root = self.root
-        before, root._is_on_trial = root._is_on_trial, is_on
-        try:
-            yield
-        finally:
-            root._is_on_trial = before
+        return temporary.attributes(self.root, _is_on_trial=is_on)
 
     def not_on_trial(self, what: str) -> None:
         """Raises `NotOnTrialError` in a block `on_trial`: for what only the graph of the step can hold, such as a collective."""

@@ -13,7 +13,7 @@ from tfdist.doctor.examination import Examination
 from tfdist.doctor.progress import Progress
 from tfdist.doctor.session import Session
 from tfdist.doctor.workers import Workers
-from tfdist.launch.arguments import positive_int, seconds
+from tfdist.launch.arguments import add_command, positive_int, seconds
 from tfdist.runtime import read_cluster
 
 _DESCRIPTION = """\
@@ -35,13 +35,8 @@ _START_SECONDS = 300.0
 
 def add_calibrate(commands: Any) -> None:
     """Adds the command to those of the program."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="measure devices and links, for plans",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = add_command(
+        commands, "calibrate", _calibrate, help="measure devices and links, for plans", description=_DESCRIPTION, epilog=_EPILOG
     )
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE", help="where to write it, as JSON")
     parser.add_argument(
@@ -53,7 +48,6 @@ def add_calibrate(commands: Any) -> None:
     parser.add_argument(
         "--timeout", type=seconds, default=120.0, metavar="S", help="seconds that one measurement may take (default: 120)"
     )
-    parser.set_defaults(command=lambda args: _calibrate(parser, args))
 
 
 def _calibrate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist import collectives, errors
 from tfdist.doctor.bandwidth import COLLECTIVES, MIB, measured_rows
 from tfdist.doctor.check import Check, Finding, LeftOutError, Outcome, Status
-from tfdist.doctor.machine import devices_check
+from tfdist.doctor.machine import DEVICES
 from tfdist.doctor.session import Session
 from tfdist.doctor.timing import least_seconds, seconds_of_one
 from tfdist.planning.hardware import Hardware, fitted
@@ -51,7 +51,7 @@ def calibration_checks() -> list[Check]:
     for kind in ("between", "within"):
         checks += [Check(f"{kind}/{name}", functools.partial(_collective, kind, name)) for name in COLLECTIVES]
     checks += [Check(f"staged/{name}", functools.partial(_staged, name)) for name in _STAGED]
-    return [devices_check(), *checks, Check("overlap", _overlap)]
+    return [DEVICES, *checks, Check("overlap", _overlap)]
 
 
 def hardware_of(outcomes: Sequence[Outcome]) -> Hardware:

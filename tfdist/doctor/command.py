@@ -16,7 +16,7 @@ from tfdist.doctor.progress import Progress
 from tfdist.doctor.report import Report
 from tfdist.doctor.session import Session
 from tfdist.doctor.workers import Workers
-from tfdist.launch.arguments import positive_int, seconds
+from tfdist.launch.arguments import add_command, positive_int, seconds
 from tfdist.runtime import read_cluster
 
 _DESCRIPTION = """\
@@ -42,13 +42,13 @@ exit code: 0 when all holds, else 1; 2 for wrong arguments, 130 after Ctrl-C."""
 
 def add_doctor(commands: Any) -> None:
     """Adds the command to those of the program."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "doctor",
+        _examine,
         help="examine the devices: versions, links, bandwidth, parity, memory",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--devices",
@@ -64,7 +64,6 @@ def add_doctor(commands: Any) -> None:
         "--timeout", type=seconds, default=120.0, metavar="S", help="seconds that one check may take (default: 120)"
     )
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON, too; -: to the standard output, and no text")
-    parser.set_defaults(command=lambda args: _examine(parser, args))
 
 
 def _examine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdist.doctor.bandwidth import bandwidth_checks
 from tfdist.doctor.check import Check, Outcome, Result, Status
-from tfdist.doctor.machine import devices_check, topology_check, versions_check
+from tfdist.doctor.machine import DEVICES, TOPOLOGY, VERSIONS
 from tfdist.doctor.memory import memory_checks
 from tfdist.doctor.parity import parity_checks
 from tfdist.doctor.process import run_in_process
@@ -27,7 +27,7 @@ PARTS: dict[str, Callable[[], list[Check]]] = {
 
 def all_checks(parts: Sequence[str] = tuple(PARTS)) -> list[Check]:
     """Returns the checks of `parts`, behind those that tell what the machine is."""
-    return [versions_check(), topology_check(), devices_check(), *(check for part in parts for check in PARTS[part]())]
+    return [VERSIONS, TOPOLOGY, DEVICES, *(check for part in parts for check in PARTS[part]())]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,22 +31,8 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 _SHARED_MEMORY = pathlib.Path("/dev/shm")
 
 
-def versions_check() -> Check:
-    """Returns the check that tells versions, and the environment; it never fails."""
-    return Check("versions", lambda _: _versions())
-
-
-def topology_check() -> Check:
-    """Returns the check that asks for links; what is unknown is no failure."""
-    return Check("topology", lambda _: _topology())
-
-
-def devices_check() -> Check:
-    """Returns the check that makes the first strategy: without it nothing else can run."""
-    return Check("devices", _devices, is_needed=True)
-
-
-def _versions() -> Finding:
+def _versions(_: Session) -> Finding:
+    """Tells versions, and the environment; it never fails."""
     build = tf.sysconfig.get_build_info()
     installed = {package.metadata["Name"] or "": package.version for package in importlib.metadata.distributions()}
     driver = re.search(r"Kernel Module\D*([\d.]+)", _DRIVER.read_text(encoding="utf-8")) if _DRIVER.exists() else None
@@ -66,13 +52,15 @@ def _versions() -> Finding:
     return Finding(summary, {"versions": versions, "environment": environment, "program": sys.executable})
 
 
-def _topology() -> Finding:
+def _topology(_: Session) -> Finding:
+    """Asks for links; what is unknown is no failure."""
     topology = read_topology()
     told = [f"{len(topology.cards)} cards"] if topology.cards else []
     return Finding("; ".join([*told, *topology.unknown]) or "known", topology.to_json())
 
 
 def _devices(session: Session) -> Finding:
+    """Makes the first strategy: without it nothing else can run."""
     details = details_of(session.local_devices)
     topology = read_topology() if session.has_gpus else Topology()
     # CUDA counts the fastest card first, nvidia-smi by their place on the bus: of cards of one kind that is the same.
@@ -129,3 +117,8 @@ def transport_of(session: Session, details: list[DeviceDetails]) -> tuple[str, s
         room = f"{free.f_bavail * free.f_frsize:,} bytes are free in" if free else "there is no"
         reason = f"the workers could not share memory ({room} {_SHARED_MEMORY})"
     return way, reason
+
+
+VERSIONS = Check("versions", _versions)
+TOPOLOGY = Check("topology", _topology)
+DEVICES = Check("devices", _devices, is_needed=True)

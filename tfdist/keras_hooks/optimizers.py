@@ -144,19 +144,13 @@ def _overwrite_with_average(original: Callable[..., None], self: Any, trainable_
 @replaces("keras.callbacks.SwapEMAWeights", "_tf_swap_variables")
 def _swap(original: Callable[..., None], self: Any, optimizer: Any) -> None:
     """Keras swaps each rank's average and weight; they may be sharded differently."""
-    if _config(optimizer) is None:
-        original(self, optimizer)
-    else:
-        self._backend_swap_variables(optimizer)
+    (original if _config(optimizer) is None else type(self)._backend_swap_variables)(self, optimizer)
 
 
 @replaces("keras.callbacks.SwapEMAWeights", "_tf_finalize_ema_values")
 def _finalize_averages(original: Callable[..., None], self: Any, optimizer: Any) -> None:
     """Keras copies each rank's average into its weight; they may be sharded differently."""
-    if _config(optimizer) is None:
-        original(self, optimizer)
-    else:
-        self._backend_finalize_ema_values(optimizer)
+    (original if _config(optimizer) is None else type(self)._backend_finalize_ema_values)(self, optimizer)
 
 
 @replaces("keras.optimizers.LossScaleOptimizer", "_tf_apply")

@@ -1,11 +1,23 @@
-"""Types of command line arguments: text in, a value in its range out, or what the parser says of a wrong one."""
+"""Commands of the program, and types of their arguments: text in, a value in its range out, or what is said of a wrong one."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 _LONGEST_TIME = 24 * 3600.0  # seconds
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.ArgumentParser, argparse.Namespace], int], **texts: str
+) -> argparse.ArgumentParser:
+    """Adds a command to those of the program, argparse's subparsers; `run(parser, args)` returns its exit code."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **texts
+    )
+    parser.set_defaults(command=lambda args: run(parser, args))
+    return parser
 
 
 def positive_int(text: str) -> int:

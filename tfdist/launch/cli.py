@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdist.launch.arguments import non_negative_int, positive_int, seconds
+from tfdist.launch.arguments import add_command, non_negative_int, positive_int, seconds
 from tfdist.launch.gpus import device_environments, visible_gpus
 from tfdist.launch.job import KILL_SECONDS, Job, run_job
 from tfdist.launch.schedule_command import add_schedule
@@ -67,14 +67,14 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Callable[[Any], None]
 
 
 def _add_run(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "run",
+        lambda parser, args: run_job(_job(parser, args)),
         help="start the workers of a training script on this machine",
         usage="%(prog)s --workers N [options] (train.py | -m module) [ARGS ...]",
         description=_RUN_DESCRIPTION,
         epilog=_RUN_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--workers", type=positive_int, required=True, metavar="N", help="processes in all")
     parser.add_argument("--chief", action="store_true", help="the first process is the task chief 0, not worker 0")
@@ -117,7 +117,6 @@ def _add_run(commands: Any) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", metavar="train.py", help="the script, or with -m the module")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
-    parser.set_defaults(command=lambda args: run_job(_job(parser, args)))
 
 
 def _job(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Job:

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist.launch.arguments import add_command
 from tfdist.pipeline.schedules.drawing import draw
 from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.schedule import Schedule
@@ -25,13 +26,8 @@ examples:
 
 def add_schedule(commands: Any) -> None:
     """Adds the command to those of the program."""
-    parser = commands.add_parser(
-        "schedule",
-        help="show a pipeline's schedule and what it costs",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = add_command(
+        commands, "schedule", _show, help="show a pipeline's schedule and what it costs", description=_DESCRIPTION, epilog=_EPILOG
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--schedule", metavar="NAME", help="gpipe, 1f1b, interleaved or zero_bubble")
@@ -40,7 +36,6 @@ def add_schedule(commands: Any) -> None:
     parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches of a batch; a file says it itself")
     parser.add_argument("--stages-per-rank", type=int, metavar="V", help="stages on each rank (default: 1)")
     parser.add_argument("--png", type=pathlib.Path, metavar="FILE", help="draw it to this file; needs matplotlib")
-    parser.set_defaults(command=lambda args: _show(parser, args))
 
 
 def _show(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from tfdist.losses.trainer_step import TrainerStep
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.sharding import gradient_graph, tape
 from tfdist.sharding.gradient_stubs import GradientStubs
-from tfdist.sharding.row_kinds import RowKind, RowKinds, reduced_axes
+from tfdist.sharding.row_kinds import RowKind, RowKinds, argument_kinds, reduced_axes
 
 _MOST_OPERATIONS = 100  # that are made again for one value: not a network
 _SAME_ON_ALL = ("CollectiveReduce", "CollectiveGather", "CollectiveBcast")
@@ -43,11 +43,9 @@ class BatchValues:
         self._program = program
         self._kinds = RowKinds(self._kind_of_source, trusts_loops=True)
         self._of_batch: dict[str, tf.Tensor] = {}
-        leaves = [leaf for leaf in tf.nest.flatten(program.arguments) if tf.is_symbolic_tensor(leaf)]
-        self._rows = {leaf.name for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank}
-        parts = tf.nest.flatten(program.arguments, expand_composites=True)
-        self._arguments = {leaf.name for leaf in parts if tf.is_symbolic_tensor(leaf)}
-        static = {leaf.shape[0] for leaf in leaves if leaf.name in self._rows}
+        self._arguments = argument_kinds(program)
+        leaves = [x for x in tf.nest.flatten(program.arguments) if isinstance(x, tf.Tensor) and tf.is_symbolic_tensor(x)]
+        static = {leaf.shape[0] for leaf in leaves if self._arguments[leaf.name] is RowKind.ROWS}
         self._static_rows = static.pop() if len(static) == 1 else None
 
     def depends_on_rows(self, tensor: tf.Tensor) -> bool:
@@ -124,7 +122,7 @@ class BatchValues:
     def _kind_of_source(self, tensor: tf.Tensor) -> RowKind | None:
         op = tensor.op
         if tensor.name in self._arguments:
-            return RowKind.ROWS if tensor.name in self._rows else RowKind.OTHER
+            return self._arguments[tensor.name]
         is_same = self._program.attachment(RowMeans).is_taken_for_same(tensor)
         if is_same or op.type in ("Placeholder", "ReadVariableOp") or op.type.startswith(_SAME_ON_ALL):
             return RowKind.SAME

@@ -39,6 +39,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.sharding import keras_scope
 from tfdist.sharding.apart import apart
@@ -49,15 +50,9 @@ _OpSeeds = tuple[int | None, int | None]
 _local = threading.local()
 
 
-@contextlib.contextmanager
-def sharded_region() -> Iterator[None]:
+def sharded_region() -> contextlib.AbstractContextManager[None]:
     """Within it, tensor ranks draw different random numbers."""
-    before = getattr(_local, "is_sharded", False)
-    _local.is_sharded = True
-    try:
-        yield
-    finally:
-        _local.is_sharded = before
+    return temporary.attributes(_local, is_sharded=True)
 
 
 class RankSeeds:

@@ -16,10 +16,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce, rank_program
+from tfdist.sharding.fingerprints import fingerprint
 
 # Stands beside such a batch. A string, by which a `tf.function` tells its traces apart.
 _MARK = "tfdist: every rank gets this batch"
-_BITS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 class GivenBatch:
@@ -110,21 +110,8 @@ def of_given_batches(step: Callable[[Any], Any], make: Callable[[Callable[[Any],
 def _is_same(data: Any) -> tf.Tensor:
     """Returns whether all data ranks have the same `data`, a boolean scalar; one message of two numbers."""
     leaves = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
-    numbers = [_fingerprint(tf.convert_to_tensor(leaf)) for leaf in leaves]
+    numbers = [fingerprint(tf.convert_to_tensor(leaf)) for leaf in leaves]
     total = tf.add_n([number * (2 * place + 1) for place, number in enumerate(numbers)]) if numbers else tf.zeros([], tf.int64)
     total = tf.bitwise.bitwise_and(total, 2**62 - 1)
     largest, smallest = tf.unstack(all_reduce(tf.stack([total, -total]), "data", reduce_op="max", label="loss/same_batch"))
     return tf.equal(largest, -smallest)
-
-
-def _fingerprint(x: tf.Tensor) -> tf.Tensor:
-    """Returns an int64 that depends on all elements of `x` and on their places: sums of integers, the same in every order."""
-    if x.dtype == tf.string:
-        bits = tf.strings.to_hash_bucket_fast(x, 2**31)
-    elif x.dtype.is_floating and x.dtype.size in _BITS:
-        bits = tf.cast(tf.bitcast(x, _BITS[x.dtype.size]), tf.int64)
-    else:
-        bits = tf.cast(x, tf.int64)
-    flat = tf.reshape(bits, [-1])
-    count = tf.size(flat, out_type=tf.int64)
-    return tf.reduce_sum(flat * (2 * tf.range(count) + 1)) + count

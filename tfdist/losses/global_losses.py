@@ -42,13 +42,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 
+from tfdist import temporary
 from tfdist.collectives import rank_program
 from tfdist.losses.batch_part import BatchPart, widened
 from tfdist.losses.given_batch import GivenBatch
@@ -69,14 +70,9 @@ def is_shared() -> bool:
     return _part() is not None
 
 
-@contextlib.contextmanager
-def whole_batch() -> Iterator[None]:
+def whole_batch() -> contextlib.AbstractContextManager[None]:
     """A block in which losses are those of a whole batch, also on a rank: of rows that it has gathered."""
-    before, _local.is_whole = getattr(_local, "is_whole", False), True
-    try:
-        yield
-    finally:
-        _local.is_whole = before
+    return temporary.attributes(_local, is_whole=True)
 
 
 def _part() -> BatchPart | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
 
 import tensorflow as tf
+
+from tfdist import temporary
 
 _own_rows: contextvars.ContextVar[tf.Tensor | None] = contextvars.ContextVar("own_rows", default=None)
 
@@ -20,11 +21,6 @@ def own_rows() -> tf.Tensor | None:
     return _own_rows.get()
 
 
-@contextlib.contextmanager
-def with_own_rows(rows: tf.Tensor | None) -> Iterator[None]:
+def with_own_rows(rows: tf.Tensor | None) -> contextlib.AbstractContextManager[None]:
     """A block in which layers are called on `rows` rows of the batch, and perhaps on one that is not; None: on no such row."""
-    token = _own_rows.set(rows)
-    try:
-        yield
-    finally:
-        _own_rows.reset(token)
+    return temporary.context_value(_own_rows, rows)

@@ -24,9 +24,10 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram
 from tfdist.losses.row_meetings import RowMeetings
 from tfdist.losses.selected_rows import has_selected_rows
-from tfdist.losses.static_rows import before, has_rows
+from tfdist.losses.static_rows import has_rows
 from tfdist.sharding import tape
-from tfdist.sharding.row_kinds import RowKind
+from tfdist.sharding.graph_walks import before, inputs_first
+from tfdist.sharding.row_kinds import RowKind, argument_kinds
 
 SUM = "a sum over the rows of a batch"
 SUM_OVER_ROWS = "a Keras loss whose reduction is a sum, divided by the number of a device's rows"
@@ -56,7 +57,7 @@ class RowMeans:
         self._program = program
         self._means: set[str] = set()
         self._sums: set[str] = set()
-        self._arguments: set[str] = set()
+        self._arguments: dict[str, RowKind] = {}
         self._same: set[str] = set()
         self._varying: set[str] = set()  # tensors that are known to depend on the batch
         self._same_on_all: set[str] = set()  # operations that are known not to
@@ -85,8 +86,7 @@ class RowMeans:
         """Returns what in `loss` is no mean over rows, in words; None: nothing, as far as can be seen."""
         if not tf.is_symbolic_tensor(loss) or not self._program.exists_here(loss):
             return None
-        leaves = tf.nest.flatten(self._program.arguments, expand_composites=True)
-        self._arguments = {leaf.name for leaf in leaves if tf.is_symbolic_tensor(leaf)}
+        self._arguments = argument_kinds(self._program)
         waiting, seen = [loss], set()
         while waiting:
             tensor = waiting.pop()
@@ -111,12 +111,9 @@ class RowMeans:
         return tensor.name in self._same
 
     def _meetings_of_rows(self) -> RowMeetings:
-        leaves = [leaf for leaf in tf.nest.flatten(self._program.arguments) if tf.is_symbolic_tensor(leaf)]
-        rows = {leaf.name for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank}
-
         def of_source(tensor: tf.Tensor) -> RowKind | None:
             if tensor.name in self._arguments:
-                return RowKind.ROWS if tensor.name in rows else RowKind.OTHER
+                return self._arguments[tensor.name]
             is_same = tensor.name in self._same or tensor.op.type in ("Placeholder", "ReadVariableOp")
             is_same = is_same or self._is_of_weights(tensor.op)
             return RowKind.SAME if is_same or tensor.op.type.startswith("Collective") else None
@@ -152,16 +149,13 @@ class RowMeans:
     def _compares_rows(self, loss: tf.Tensor, meetings: RowMeetings) -> bool:
         """Whether `loss` is computed of a product of two matrices of the rank's own rows. Gathered rows are no rank's own."""
         is_own: dict[str, bool] = {}
-        waiting = [loss]
-        while waiting:
-            tensor = waiting[-1]
+
+        def inputs_of(tensor: tf.Tensor) -> list[tf.Tensor]:
             is_end = tensor.name in self._arguments or self._is_of_weights(tensor.op)
-            inputs = [] if is_end else _computed_of(tensor)
-            missing = [x for x in inputs if x.name not in is_own]
-            if tensor.name not in is_own and missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
+            return [] if is_end else _computed_of(tensor)
+
+        for tensor in inputs_first(loss, inputs_of, is_own):
+            inputs = inputs_of(tensor)
             is_own[tensor.name] = tensor.name in self._arguments or any(is_own[x.name] for x in inputs)
             is_pairing = tensor.op.type == "MatMul" or tensor.op.type == "Einsum" and meetings.are_pairs(tensor.op)
             if is_pairing and len(inputs) == 2 and is_own[inputs[0].name] and is_own[inputs[1].name]:

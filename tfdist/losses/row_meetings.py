@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfdist.losses.row_parts import part_of_rows
 from tfdist.losses.static_numbers import value_of
 from tfdist.sharding import gradient_graph
+from tfdist.sharding.graph_walks import inputs_first
 from tfdist.sharding.row_kinds import RowKind, RowKinds, reduced_axes
 
 _MOVING = ("ExpandDims", "StridedSlice", "Transpose")
@@ -46,21 +47,13 @@ class RowMeetings:
 
     def found_in(self, loss: tf.Tensor) -> bool:
         """Whether rows meet in what `loss` is computed of."""
-        waiting = [loss]
-        while waiting:
-            tensor = waiting[-1]
+        for tensor in inputs_first(loss, self._inputs, self._of_all):
             inputs = self._inputs(tensor)
-            missing = [x for x in inputs if x.name not in self._of_all]
-            if tensor.name not in self._of_all and missing:
-                waiting.extend(missing)
-                continue
-            waiting.pop()
-            if tensor.name not in self._of_all:
-                if inputs and tensor.op.type != "IdentityN" and self._meet(tensor.op):
-                    return True
-                self._of_all[tensor.name] = bool(inputs) and self._is_of_all(tensor)
-                if inputs and (part := self._part(tensor)):
-                    self._parts[tensor.name] = part
+            if inputs and tensor.op.type != "IdentityN" and self._meet(tensor.op):
+                return True
+            self._of_all[tensor.name] = bool(inputs) and self._is_of_all(tensor)
+            if inputs and (part := self._part(tensor)):
+                self._parts[tensor.name] = part
         return False
 
     def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:

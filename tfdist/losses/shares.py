@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.sharding.graph_walks import before
 
 
 class Shares:
@@ -34,13 +35,10 @@ class Shares:
             return any(value is share for share in self._eager)
         if not self._program.exists_here(value):
             return False
-        waiting, seen = [value], set()
-        while waiting:
-            tensor = waiting.pop()
+        seen = set()
+        for tensor, _ in before(value, lambda op: op.name in self._others):
             if tensor.name in self._names:
                 return True
-            if tensor.op.name not in seen and tensor.op.name not in self._others:
-                seen.add(tensor.op.name)
-                waiting.extend(tensor.op.inputs)
+            seen.add(tensor.op.name)
         self._others |= seen
         return False

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce
 from tfdist.losses.batch_part import BatchPart, widened
 
@@ -41,15 +42,10 @@ class SlicedBatch(BatchPart):
         self._collected: list[list[tf.Tensor]] | None = None
         self._totals: list[tf.Tensor] | None = None
 
-    @contextlib.contextmanager
-    def slice(self, number: int) -> Iterator[None]:
+    def slice(self, number: int) -> contextlib.AbstractContextManager[None]:
         """A block in which losses are those of the slice `number`."""
-        before = getattr(_local, "sliced_batch", None)
-        self._number, self._num_summands, _local.sliced_batch = number, 0, self
-        try:
-            yield
-        finally:
-            _local.sliced_batch = before
+        self._number, self._num_summands = number, 0
+        return temporary.attributes(_local, sliced_batch=self)
 
     def fraction(self) -> tf.Tensor:
         return tf.math.divide_no_nan(self._rows[self._number], self._all_rows)

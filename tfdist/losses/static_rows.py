@@ -9,11 +9,10 @@ The first dimension tells:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.sharding.graph_walks import before
 
 
 def has_rows(x: tf.Tensor, program: RankProgram) -> bool:
@@ -42,20 +41,3 @@ def _is_of_joined_rows(x: tf.Tensor, rows: set[int]) -> bool:
 def _is_along_rows(joined: tf.Tensor) -> bool:
     axis = tf.get_static_value(joined.op.inputs[-1])
     return axis is not None and int(axis) in (0, -joined.shape.rank)
-
-
-def before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool]) -> Iterator[tuple[tf.Tensor, str | None]]:
-    """Yields `tensor` and what it is computed of, the nearest first, but not beyond operations where `is_end`.
-
-    With each comes the name of a tensor that is computed of it, None with `tensor` itself.
-    """
-    waiting: list[tuple[tf.Tensor, str | None]] = [(tensor, None)]
-    seen = {tensor.name}
-    for x, reader in waiting:
-        yield x, reader
-        if is_end(x.op):
-            continue
-        for source in x.op.inputs:
-            if source.name not in seen:
-                seen.add(source.name)
-                waiting.append((source, x.name))

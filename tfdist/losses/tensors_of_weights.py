@@ -14,8 +14,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.losses.static_rows import before, has_rows
+from tfdist.losses.static_rows import has_rows
 from tfdist.losses.trainer_step import TrainerStep
+from tfdist.sharding.graph_walks import before
+from tfdist.sharding.row_kinds import argument_kinds
 
 
 def is_of_weights(source: Any, program: RankProgram) -> bool:
@@ -31,9 +33,7 @@ def is_of_weights(source: Any, program: RankProgram) -> bool:
         return program.is_eager and tuple(source.shape) in shapes and not has_rows(source, program)
     if not program.exists_here(source):
         return False
-    leaves = tf.nest.flatten(program.arguments, expand_composites=True)
-    arguments = {leaf.name for leaf in leaves if tf.is_symbolic_tensor(leaf)}
-    reads_weights = False
+    arguments, reads_weights = argument_kinds(program), False
     for x, _ in before(source, lambda op: op.type == "ReadVariableOp"):
         if x.name in arguments or "Random" in x.op.type:
             return False

@@ -6,12 +6,11 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist import errors
+from tfdist import errors, temporary
 from tfdist.collectives import RankProgram
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.row_means import COMPARISON, FUNCTION, MEETING, SUM, SUM_OVER_ROWS, RowMeans
@@ -59,14 +58,9 @@ def warn_of_step(model: Any, program: RankProgram, loss: tf.Tensor) -> None:
         warnings.warn(errors.message(f"The loss of {type(model).__name__} contains {fault}. {why}", fix=fix), stacklevel=2)
 
 
-@contextlib.contextmanager
-def calling(loss: Any) -> Iterator[None]:
+def calling(loss: Any) -> contextlib.AbstractContextManager[None]:
     """A block in which `loss`, a Keras loss, is called."""
-    before, _local.loss = getattr(_local, "loss", None), loss
-    try:
-        yield
-    finally:
-        _local.loss = before
+    return temporary.attributes(_local, loss=loss)
 
 
 def warn_of_one_number(program: RankProgram, value: tf.Tensor) -> None:

@@ -67,7 +67,7 @@ def result(metric: keras.metrics.Metric, own: Callable[[], Any]) -> Any:
 
 
 def _as_tensor(value: Any) -> Any:
-    """Returns what a variable holds now: of one that is a result itself, ranks would log what it holds in the end."""
+    """Returns what a Keras variable holds now: of one that is a result itself, ranks would log what it holds in the end."""
     return tf.convert_to_tensor(value) if isinstance(value, keras.Variable) else value
 
 
@@ -138,18 +138,13 @@ def reduce_logs(values: Any, strategy: Any, reduce: Callable[[Any], Any]) -> Any
     return reduce(logs if weights is None else _weighted_means(logs, weights, strategy))
 
 
-def _number(value: Any) -> Any:
-    """Returns `value`; of a Keras variable what it reads as."""
-    return tf.convert_to_tensor(value) if isinstance(value, keras.Variable) else value
-
-
 def _weighted_means(logs: Any, weights: Any, strategy: tf.distribute.Strategy) -> Any:
     """Returns `logs` with the floating numbers among them replaced by their means over the ranks, weighted by `weights`.
 
     A rank whose weight is 0 counts nothing, whatever its number is. All numbers travel in one message.
     """
-    flat = [_number(value) for value in tf.nest.flatten(logs)]
-    of_rank = [[_number(part) for part in strategy.experimental_local_results(value)] for value in flat]
+    flat = [_as_tensor(value) for value in tf.nest.flatten(logs)]
+    of_rank = [[_as_tensor(part) for part in strategy.experimental_local_results(value)] for value in flat]
     num_ranks = len(strategy.experimental_local_results(weights))
     numbers = [
         place

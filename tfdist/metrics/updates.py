@@ -16,12 +16,13 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.metrics.additive import adds_up
 from tfdist.metrics.adoption import adopt
@@ -50,14 +51,6 @@ class _Updates:
     def __init__(self, program: RankProgram):
         del program
         self.is_inside = False
-
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        self.is_inside = True
-        try:
-            yield
-        finally:
-            self.is_inside = False
 
 
 def update(
@@ -99,7 +92,7 @@ def update(
     arguments = Arguments(args, kwargs)
     args, kwargs = arguments.replaced([x if x.shape.rank == 0 else counted(x) for x in arguments.tensors])
     arguments = Arguments(args, kwargs)
-    with updates.inside():
+    with temporary.attributes(updates, is_inside=True):
         if metric not in _ways:
             _ways[metric] = _way(metric, own, arguments, args, kwargs, program)
         if _ways[metric] is not _Way.OWN_ROWS:
@@ -120,14 +113,9 @@ def update(
         return updated
 
 
-@contextlib.contextmanager
-def of_all_slices() -> Iterator[None]:
+def of_all_slices() -> contextlib.AbstractContextManager[None]:
     """A block in which a rank that computes its batch slice by slice updates metrics with all of its rows."""
-    before, _local.has_all_slices = getattr(_local, "has_all_slices", False), True
-    try:
-        yield
-    finally:
-        _local.has_all_slices = before
+    return temporary.attributes(_local, has_all_slices=True)
 
 
 def add_up_over_slices(metrics: Sequence[keras.metrics.Metric], predictions: Sequence[tf.Tensor]) -> bool:

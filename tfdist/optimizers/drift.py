@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.optimizers.target import local_part, variable_of
 from tfdist.sharding import MeshConfig
+from tfdist.sharding.fingerprints import fingerprint
 
 _BORDERS = (
     "A layer enters or leaves a cut region without a border of `tfdist.layers.regions`, or draws random numbers of its own on "
@@ -47,7 +48,7 @@ def _compare(mesh_axis: str, variables: Sequence[Any], holders: str, cause: str,
     if len(ranks) == 1:
         return
     names = [getattr(variable, "path", None) or variable.name for variable in variables]
-    prints = tf.stack([_fingerprint(local_part(v, program)) for v in variables])
+    prints = tf.stack([fingerprint(tf.convert_to_tensor(local_part(v, program))) for v in variables])
     label = "drift" if mesh_axis == "tensor" else "drift/groups"
     highest = group_ops.all_reduce(program, prints, ranks, "max", f"{label}/max")
     differs = tf.not_equal(highest, group_ops.all_reduce(program, prints, ranks, "min", f"{label}/min"))
@@ -60,13 +61,3 @@ def _compare(mesh_axis: str, variables: Sequence[Any], holders: str, cause: str,
         ],
         summarize=20,
     )
-
-
-def _fingerprint(variable: tf.Variable) -> tf.Tensor:
-    """Returns an int64 that changes when a bit of `variable`, or the order of its elements, does (all but surely)."""
-    value = tf.reshape(tf.convert_to_tensor(variable), [-1])
-    if value.dtype.is_floating:
-        value = value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
-        value = tf.bitcast(value, tf.int64 if value.dtype == tf.float64 else tf.int32)
-    odd = 2 * tf.range(tf.size(value, out_type=tf.int64), dtype=tf.int64) + 1
-    return tf.reduce_sum(tf.cast(value, tf.int64) * odd)  # modulo 2**64

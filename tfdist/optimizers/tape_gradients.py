@@ -32,6 +32,7 @@ from tfdist.sharding import gradient_graph, tape
 from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
+from tfdist.sharding.row_kinds import argument_kinds
 from tfdist.sharding.slot_reads import SlotReads
 
 
@@ -157,9 +158,7 @@ class TapeGradients:
         if not self._program.attachment(GradientWeight).is_of_trainer or not tf.is_symbolic_tensor(grad):
             return False
         root = self._program.root
-        leaves = tf.nest.flatten(root.arguments, expand_composites=True)
-        names = {leaf.name for leaf in leaves if tf.is_symbolic_tensor(leaf)}
-        names.update(root.attachment(TapeGradients)._summands)
+        names = {*argument_kinds(root), *root.attachment(TapeGradients)._summands}
         return not gradient_graph.Sources(lambda x: x.graph is root.graph and x.name in names).of(grad)
 
     def is_of_rows(self, grad: tf.Tensor) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.losses.global_losses import unscale_loss
 
 
@@ -34,11 +35,8 @@ class LossTrackers:
             yield
             return
         stand_ins = [_Losses(self._weigh) for _ in self._trackers]
-        before, self._compile_loss._metrics = self._compile_loss._metrics, stand_ins
-        try:
+        with temporary.attributes(self._compile_loss, _metrics=stand_ins):
             yield
-        finally:
-            self._compile_loss._metrics = before
         if microbatch is not None:
             self._losses.setdefault(microbatch, stand_ins)
 

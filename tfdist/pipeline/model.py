@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from tfdist import errors
+from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.global_losses import unscale_loss
 from tfdist.mesh import DeviceMesh, current_mesh
@@ -316,14 +316,9 @@ class PipelineModel(keras.Model):
             )
         return program
 
-    @contextlib.contextmanager
-    def without_layer_losses(self) -> Iterator[None]:
+    def without_layer_losses(self) -> contextlib.AbstractContextManager[None]:
         """A block in which `losses`, which Keras's `compute_loss` adds up, is empty: every stage adds up those of its layers."""
-        before, self._hides_layer_losses = self._hides_layer_losses, True
-        try:
-            yield
-        finally:
-            self._hides_layer_losses = before  # blocks nest where a loss asks for divisors that depend on the data
+        return temporary.attributes(self, _hides_layer_losses=True)  # they nest where a loss asks for divisors of data
 
     @property
     def losses(self) -> list[Any]:

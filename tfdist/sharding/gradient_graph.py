@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.sharding import tape
+from tfdist.sharding.graph_walks import inputs_first
 
 # One element of the result depends on the same element of each input, or on a scalar.
 _ELEMENTWISE = frozenset(
@@ -160,19 +161,12 @@ class Sources:
 
     def of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """Returns the sources that `tensor` is computed from, in any order; itself, if it is one."""
-        waiting = [tensor]
-        while waiting:
-            current = waiting[-1]
-            missing = [] if self._is_source(current) else [x for x in self._inputs(current) if self._key(x) not in self._found]
-            if missing and self._key(current) not in self._found:
-                self._found[self._key(current)] = frozenset()  # of a tensor that waits for its inputs: no circle without end
-                waiting.extend(missing)
-                continue
-            waiting.pop()
+        for current in inputs_first(tensor, self._inputs, self._found, self._key):
             if self._is_source(current):
-                self._found[self._key(current)] = frozenset([current.ref()])
-            else:
-                self._found[self._key(current)] = frozenset().union(*(self._found[self._key(x)] for x in self._inputs(current)))
+                found = frozenset([current.ref()])
+            else:  # one that is not known yet is computed of this one: a circle
+                found = frozenset().union(*(self._found.get(self._key(x), ()) for x in self._inputs(current)))
+            self._found[self._key(current)] = found
         return [reference.deref() for reference in self._found[self._key(tensor)]]
 
     @staticmethod
@@ -181,6 +175,8 @@ class Sources:
 
     def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         graph = tensor.graph
+        if self._is_source(tensor):
+            return []
         if tensor.op.type == "Placeholder" and hasattr(graph, "captures"):
             if tensor.name not in self._captured.setdefault(id(graph), {}):
                 self._captured[id(graph)] = {inner.name: outer for outer, inner in graph.captures}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram
 from tfdist.sharding.eager_sums import EagerSums
 
@@ -43,23 +44,13 @@ class GradientWeight:
         """Whether gradients are taken in a step of Keras's trainer, and count a weight, wherever it is entered."""
         return self._weight is not None
 
-    @contextlib.contextmanager
-    def entered_with_the_loss(self) -> Iterator[None]:
+    def entered_with_the_loss(self) -> contextlib.AbstractContextManager[None]:
         """A block in which gradients are those of losses that were weighted before they were differentiated."""
-        before, self.is_in_loss = self.is_in_loss, True
-        try:
-            yield
-        finally:
-            self.is_in_loss = before
+        return temporary.attributes(self, is_in_loss=True)
 
-    @contextlib.contextmanager
-    def beginning_with(self, weight: tf.Tensor | None) -> Iterator[None]:
+    def beginning_with(self, weight: tf.Tensor | None) -> contextlib.AbstractContextManager[None]:
         """A block in which a tape's gradient begins with `weight` at the losses; None: with nothing."""
-        before, self.began_with = self.began_with, weight
-        try:
-            yield
-        finally:
-            self.began_with = before
+        return temporary.attributes(self, began_with=weight)
 
     def without_weight(self, upstream: tf.Tensor) -> tf.Tensor:
         """Returns `upstream`, that of a gradient which has been reduced, without the weight that the tape began with.

@@ -20,12 +20,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.sharding import tape
 from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.config import MeshConfig
@@ -92,14 +92,9 @@ def current_placement() -> PlacementRequest:
     return _current.get()
 
 
-@contextlib.contextmanager
-def placement(**changes: Any) -> Iterator[None]:
+def placement(**changes: Any) -> contextlib.AbstractContextManager[None]:
     """Within it, variables are asked for with `changes` (attributes of `PlacementRequest`), and what is asked for around it."""
-    token = _current.set(dataclasses.replace(_current.get(), **changes))
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return temporary.context_value(_current, dataclasses.replace(_current.get(), **changes))
 
 
 def request_placement(variable: keras.Variable, **changes: Any) -> None:

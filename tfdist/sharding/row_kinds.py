@@ -14,7 +14,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives import RankProgram
 from tfdist.sharding import tape
+from tfdist.sharding.graph_walks import inputs_first
 
 
 class RowKind(enum.Enum):
@@ -37,8 +39,9 @@ _ELEMENTWISE = frozenset(
     Softplus Softsign Sqrt Square SquaredDifference StopGradient Sub Tan Tanh Xdivy Xlogy ZerosLike
     """.split()
 )
-_LINEAR = frozenset("Add AddN AddV2 Cast Identity Neg StopGradient Sub Pack ConcatV2 Reshape Squeeze ExpandDims".split())
-_SCALED = frozenset("Mul RealDiv Div DivNoNan".split())
+_LINEAR_IN_FIRST = frozenset(
+    "Cast Div DivNoNan ExpandDims Identity Mean Neg RealDiv Reshape Squeeze StopGradient StridedSlice Sum Transpose".split()
+)
 _REDUCTIONS = frozenset("All Any EuclideanNorm Max Mean Min Prod Sum".split())
 _BY_ROW = frozenset(
     "InTopKV2 LogSoftmax Softmax SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits TopKV2".split()
@@ -64,17 +67,8 @@ class RowKinds:
         self._kinds: dict[str, RowKind] = {}
 
     def kind(self, tensor: tf.Tensor) -> RowKind:
-        waiting = [tensor]
-        while waiting:
-            current = waiting[-1]
-            if current.name not in self._kinds:
-                found = self._of_source(current)
-                missing = [] if found else [x for x in current.op.inputs if x.name not in self._kinds]
-                if missing:
-                    waiting.extend(missing)
-                    continue
-                self._kinds[current.name] = found or self._found(current)
-            waiting.pop()
+        for current in inputs_first(tensor, lambda x: () if self._of_source(x) else x.op.inputs, self._kinds):
+            self._kinds[current.name] = self._of_source(current) or self._found(current)
         return self._kinds[tensor.name]
 
     def _found(self, tensor: tf.Tensor) -> RowKind:
@@ -105,21 +99,16 @@ class RowKinds:
         return self._of_rows(op, kinds, rank)
 
     def _of_sums(self, op: tf.Operation, kinds: list[RowKind]) -> RowKind:
-        if op.type in ("Add", "AddV2", "AddN", "Sub", "Pack"):
-            return _SUM if set(kinds) == {_SUM} else self._rows_of_shape(op, kinds)
+        if op.type in ("Add", "AddV2", "AddN", "Sub", "Pack") and set(kinds) == {_SUM}:
+            return _SUM
+        is_first = kinds[0] is _SUM and set(kinds[1:]) <= {_SAME}
+        if op.type == "Pack":
+            return _LENGTHS if is_first else _OTHER  # a shape [rows, ...] that was put together
         if op.type == "ConcatV2":
             return _SUM if set(kinds[:-1]) == {_SUM} else _OTHER
         if op.type in ("BatchMatMulV2", "Einsum", "MatMul", "Mul"):
             return _SUM if kinds.count(_SUM) == 1 and set(kinds) <= {_SUM, _SAME} else _OTHER
-        if op.type in _LINEAR | _SCALED | {"Sum", "Mean", "StridedSlice", "Transpose"}:
-            return _SUM if kinds[0] is _SUM and set(kinds[1:]) <= {_SAME} else self._rows_of_shape(op, kinds)
-        return self._rows_of_shape(op, kinds)
-
-    def _rows_of_shape(self, op: tf.Operation, kinds: list[RowKind]) -> RowKind:
-        """Of a shape [rows, ...] that was put together, and what is shaped by it."""
-        if op.type == "Pack" and kinds[0] is _SUM and set(kinds[1:]) <= {_SAME}:
-            return _LENGTHS
-        return _OTHER
+        return _SUM if is_first and op.type in _LINEAR_IN_FIRST else _OTHER
 
     def _of_lengths(self, op: tf.Operation, kinds: list[RowKind], tensor: tf.Tensor) -> RowKind:
         if op.type in ("Identity", "Cast"):
@@ -204,6 +193,13 @@ class RowKinds:
         return all(
             shape.rank is not None and (shape.rank < rows_rank or (shape.rank == rows_rank and shape[0] == 1)) for shape in others
         )
+
+
+def argument_kinds(program: RankProgram) -> dict[str, RowKind]:
+    """Returns the kinds of the tensors that the function of a rank is given, by name: dense ones have rows, but for numbers."""
+    parts = [x for x in tf.nest.flatten(program.arguments, expand_composites=True) if tf.is_symbolic_tensor(x)]
+    dense = {id(x) for x in tf.nest.flatten(program.arguments) if isinstance(x, tf.Tensor) and x.shape.rank}
+    return {x.name: _ROWS if id(x) in dense else _OTHER for x in parts}
 
 
 def _of_einsum(equation: str, kinds: list[RowKind]) -> RowKind:

@@ -9,12 +9,11 @@ total.assign_add(grad)                              the rank's shard of the sum 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist import errors
+from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.sharding import tape
 from tfdist.sharding.eager_sums import EagerSums
@@ -30,14 +29,9 @@ class SlotReads:
         self._wholes: set[str] = set()
         self._written: set[str] = set()
 
-    @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self) -> contextlib.AbstractContextManager[None]:
         """A block in which an optimizer steps: slots read as what the rank stores."""
-        before, self._is_stepping = self._is_stepping, True
-        try:
-            yield
-        finally:
-            self._is_stepping = before
+        return temporary.attributes(self, _is_stepping=True)
 
     def read(self, variable: Any) -> tf.Tensor | tf.Variable:
         """Returns the value of `variable`, a slot: whole, or in a step of an optimizer what the rank stores of it.

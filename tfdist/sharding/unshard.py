@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
 from tfdist.sharding import host_lead, keras_scope, tape
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
@@ -108,14 +109,9 @@ class UnshardSchedule:
         tape.record_gradient("Unshard", [full], [shard], reduced)
         return full
 
-    @contextlib.contextmanager
-    def own_gradients(self) -> Iterator[None]:
+    def own_gradients(self) -> contextlib.AbstractContextManager[None]:
         """A block of an eager run in which tapes return this rank's summands, whole: a Jacobian, row by row."""
-        before, self._takes_own = self._takes_own, True
-        try:
-            yield
-        finally:
-            self._takes_own = before
+        return temporary.attributes(self, _takes_own=True)
 
     def invalidate(self) -> None:
         """Forgets what is gathered, because parameters are about to change: the next read gathers again."""
@@ -386,11 +382,6 @@ class UnshardSchedule:
             sent.append(shards[0])
         return sent
 
-    @contextlib.contextmanager
-    def _own_emission(self) -> Iterator[None]:
-        """Marks collectives as this schedule's own: they do not flush it."""
-        self._emitting = True
-        try:
-            yield
-        finally:
-            self._emitting = False
+    def _own_emission(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose collectives are this schedule's own: they do not flush it."""
+        return temporary.attributes(self, _emitting=True)

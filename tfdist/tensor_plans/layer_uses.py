@@ -18,13 +18,12 @@ class LayerUse:
     """One call of a layer, in elements per example of the batch.
 
     Attributes:
-        input_elements: of the inputs together; a tensor that is given twice, as in self-attention, counts once.
-        gradient_elements: of those inputs that a gradient flows back to, unlike the model's own inputs.
+        gradient_elements: of the inputs that a gradient flows back to, unlike the model's own inputs; a tensor that is given
+            twice, as in self-attention, counts once.
         output_elements: of the output.
         vectors: those that the call transforms: 1, or the positions of a sequence.
     """
 
-    input_elements: float
     gradient_elements: float
     output_elements: float
     vectors: float
@@ -38,7 +37,6 @@ def seen_use(event: Event, trace: Trace) -> LayerUse:
     entering = [x for x in event.inputs if len(x.shape) < 4] if kind is not None and kind.returns_more else event.inputs
     is_reverse = keras.backend.is_float_dtype(event.inputs[0].dtype)
     return LayerUse(
-        input_elements=_elements(event.inputs) / batch,
         gradient_elements=_elements([x for x in entering if x in trace.needs_gradient]) / batch,
         output_elements=_elements(event.outputs[:1]) / batch,
         vectors=_vectors(event.operation, event.inputs[0].shape, is_reverse) / batch,
@@ -48,8 +46,8 @@ def seen_use(event: Event, trace: Trace) -> LayerUse:
 def hidden_use(call: HiddenCall, trace: Trace) -> LayerUse:
     """Returns the use of a layer in a call that was not: sizes that are not known there count as 1."""
     batch = trace.batch_size
-    size = _size(call.input_shape) / batch
-    return LayerUse(size, size, _size(call.output_shape) / batch, _vectors(call.layer, call.input_shape) / batch)
+    sizes = (_size(shape) / batch for shape in (call.input_shape, call.output_shape))
+    return LayerUse(*sizes, _vectors(call.layer, call.input_shape) / batch)
 
 
 def _vectors(layer: keras.Layer, shape: Sequence[int | None], is_reverse: bool = False) -> float:

@@ -1,0 +1,55 @@
+"""Ways back through the graph of a traced function, from a tensor to what it is computed of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def _name(tensor: tf.Tensor) -> Any:
+    return tensor.name
+
+
+def inputs_first(
+    tensor: tf.Tensor,
+    inputs_of: Callable[[tf.Tensor], Sequence[tf.Tensor]],
+    known: Container[Any],
+    key: Callable[[tf.Tensor], Any] = _name,
+) -> Iterator[tf.Tensor]:
+    """Yields `tensor` and what it is computed of, each behind its inputs, without recursion: graphs are deep.
+
+    Args:
+        inputs_of: the tensors to yield before a tensor; asked once of each.
+        known: the keys of tensors that are not yielded; the caller adds that of each which is.
+        key: of a tensor; its name tells those of one graph apart.
+    """
+    waiting, begun = [tensor], set()
+    while waiting:
+        current = waiting[-1]
+        place = key(current)
+        if place not in known and place not in begun:
+            begun.add(place)
+            waiting.extend(x for x in inputs_of(current) if key(x) not in known and key(x) not in begun)
+            continue
+        waiting.pop()
+        if place not in known:
+            yield current
+
+
+def before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool]) -> Iterator[tuple[tf.Tensor, str | None]]:
+    """Yields `tensor` and what it is computed of, the nearest first, but not beyond operations where `is_end`.
+
+    With each comes the name of a tensor that is computed of it, None with `tensor` itself.
+    """
+    waiting: list[tuple[tf.Tensor, str | None]] = [(tensor, None)]
+    seen = {tensor.name}
+    for x, reader in waiting:
+        yield x, reader
+        if is_end(x.op):
+            continue
+        for source in x.op.inputs:
+            if source.name not in seen:
+                seen.add(source.name)
+                waiting.append((source, x.name))
