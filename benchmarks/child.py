@@ -7,12 +7,8 @@ The first line on stdin is the case. What TensorFlow and Keras print goes to std
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
-import os
 import sys
-import traceback
 from typing import Any
 
 import keras
@@ -23,8 +19,7 @@ import tfdist
 from benchmarks import measuring
 from benchmarks.cases import Case
 from benchmarks.devices import memory_of, own_devices, tensor_growth
-from benchmarks.measuring import Answer, Requests
-from benchmarks.memory import growths
+from benchmarks.measuring import Answer, Fields, Requests
 from benchmarks.pipeline_training import PipelineLoop
 from benchmarks.resident import give_back, resident_bytes
 from benchmarks.tensor_training import TensorLoop
@@ -43,15 +38,9 @@ def describe(loop: DataLoop) -> dict[str, Any]:
 
 
 def measure_memory(case: Case, answer: Answer, requests: Requests) -> None:
-    """Answers once, to `{"steps": n}`: the memory of the process, or of its GPUs, at rest and at the peak of each phase."""
     strategy = build_strategy(case)
     memory = memory_of(own_devices(case))
-    give_back()
-    imported = memory.in_use()
-    answer({})
-    loop, phases = measuring.train_in_phases(lambda: DataLoop(case, strategy), next(requests)["steps"], memory)
-    give_back()
-    answer({"imported_rss_bytes": imported, **phases.fields(), "at_rest_rss_bytes": memory.in_use(), **describe(loop)})
+    measuring.measure_memory(lambda: DataLoop(case, strategy), describe, memory, answer, requests)
 
 
 def measure_steps(case: Case, answer: Answer, requests: Requests) -> None:
@@ -60,15 +49,13 @@ def measure_steps(case: Case, answer: Answer, requests: Requests) -> None:
 
 
 def measure_tensor(case: Case, answer: Answer, requests: Requests) -> None:
-    """Traces and warms up, says so, then answers every `{"steps": n}` with the seconds of n steps. All ranks share the layers."""
+    """Traces and warms up, says so, then tells the seconds of steps. All ranks share the layers."""
     loop = TensorLoop(case)
     _, loss = loop.run(3)
     report = tfdist.memory_report(loop.model)
     state_bytes = max(memory.total_bytes for memory in report.devices)
     answer({"warmup_loss": loss, "parameters": loop.model.count_params(), "state_bytes": state_bytes, **VERSIONS})
-    for request in requests:
-        seconds, loss = loop.run(request["steps"])
-        answer({"seconds": seconds, "loss": loss})
+    measuring.answer_times(loop, answer, requests)
 
 
 def measure_pipeline(case: Case, answer: Answer, requests: Requests) -> None:
@@ -82,16 +69,13 @@ def measure_pipeline(case: Case, answer: Answer, requests: Requests) -> None:
 
 
 def measure_pipeline_memory(case: Case, answer: Answer, requests: Requests) -> None:
-    """Traces and warms up, says so, then answers every `{"steps": n}` with what each of n steps adds to the memory."""
     give_back()
     imported = 0 if case.logical_gpus else resident_bytes()  # before there are devices
     loop = PipelineLoop(case)
     memory = memory_of(own_devices(case))
     _, loss = loop.run(3)
     answer({"warmup_loss": loss, **VERSIONS})
-    for request in requests:
-        found = growths(memory, lambda: loop.run(1), request["steps"])
-        answer({"rest_bytes": memory.in_use() - imported, "step_bytes": found})
+    measuring.answer_growths(loop, memory, imported, answer, requests)
 
 
 _MEASUREMENTS = {
@@ -103,24 +87,10 @@ _MEASUREMENTS = {
 }
 
 
-def main() -> None:
-    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-    def answer(fields: dict[str, Any]) -> None:
-        channel.write(json.dumps(fields) + "\n")
-        channel.flush()
-
-    requests = (json.loads(line) for line in sys.stdin)
-    try:
-        _MEASUREMENTS[sys.argv[1]](Case(**next(requests)), answer, requests)
-        for _ in requests:  # stay until the parent ends the input: the other workers may not be done
-            pass
-    except Exception as error:  # noqa: BLE001 (the parent reports it)
-        traceback.print_exc()
-        with contextlib.suppress(BrokenPipeError):  # the parent is gone
-            answer({"error": f"{type(error).__name__}: {error}"})
+def _measure(fields: Fields, answer: Answer, requests: Requests) -> None:
+    _MEASUREMENTS[sys.argv[1]](Case(**fields), answer, requests)
+    measuring.stay(requests)
 
 
 if __name__ == "__main__":
-    main()
+    measuring.serve(_measure)

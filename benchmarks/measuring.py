@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
+import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from benchmarks.memory import Memory, Peak
+from benchmarks.memory import Memory, Peak, growths
+from benchmarks.resident import give_back
 
 Fields = dict[str, Any]
 Answer = Callable[[Fields], None]
@@ -109,3 +114,56 @@ def train_in_phases(build: Callable[[], Loop], steps: int, memory: Memory) -> tu
         _, warmup_loss = loop.run(WARMUP_STEPS - 1)
         loss = loop.run(steps - WARMUP_STEPS)[1] if steps > WARMUP_STEPS else warmup_loss
     return loop, Phases({"build": built, "first_step": first, "steps": later}, warmup_loss, loss)
+
+
+def serve(measure: Callable[[Fields, Answer, Requests], None]) -> None:
+    """Calls `measure` with the first line of stdin, a way to answer and the lines that follow; tells the parent of an error.
+
+    What libraries print goes to stderr; stdout carries answers only.
+    """
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def answer(fields: Fields) -> None:
+        channel.write(json.dumps(fields) + "\n")
+        channel.flush()
+
+    requests = (json.loads(line) for line in sys.stdin)
+    try:
+        measure(next(requests), answer, requests)
+    except Exception as error:  # noqa: BLE001 (the parent reports it)
+        traceback.print_exc()
+        with contextlib.suppress(BrokenPipeError):  # the parent is gone
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def stay(requests: Requests) -> None:
+    """Returns when the parent ends the input: until then the other workers may not be done."""
+    for _ in requests:
+        pass
+
+
+def measure_memory(
+    build: Callable[[], Loop], describe: Callable[[Loop], Fields], memory: Memory, answer: Answer, requests: Requests
+) -> None:
+    """Answers once, to `{"steps": n}`: the memory of the process, or of its GPUs, at rest and at the peak of each phase."""
+    give_back()
+    imported = memory.in_use()
+    answer({})
+    loop, phases = train_in_phases(build, next(requests)["steps"], memory)
+    give_back()
+    answer({"imported_rss_bytes": imported, **phases.fields(), "at_rest_rss_bytes": memory.in_use(), **describe(loop)})
+
+
+def answer_times(loop: Loop, answer: Answer, requests: Requests) -> None:
+    """Answers every `{"steps": n}` with the seconds of n steps, and the last loss."""
+    for request in requests:
+        seconds, loss = loop.run(request["steps"])
+        answer({"seconds": seconds, "loss": loss})
+
+
+def answer_growths(loop: Loop, memory: Memory, imported: int, answer: Answer, requests: Requests) -> None:
+    """Answers every `{"steps": n}` with the memory at rest, less the `imported` bytes, and what each of n steps adds to it."""
+    for request in requests:
+        found = growths(memory, lambda: loop.run(1), request["steps"])
+        answer({"rest_bytes": memory.in_use() - imported, "step_bytes": found})

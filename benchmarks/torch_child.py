@@ -7,12 +7,9 @@ It needs no TensorFlow, and runs in any environment that has PyTorch and NumPy. 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import os
 import sys
-import traceback
 from typing import Any
 
 import torch
@@ -20,8 +17,7 @@ import torch.distributed as dist
 
 from benchmarks import measuring
 from benchmarks.cases import DEEPSPEED_STAGES, Case
-from benchmarks.measuring import Answer, Requests
-from benchmarks.memory import growths
+from benchmarks.measuring import Answer, Fields, Requests
 from benchmarks.resident import give_back
 from benchmarks.torch_data import DataLoop
 from benchmarks.torch_devices import join, memory_of
@@ -52,22 +48,8 @@ def measure_rounds(case: Case, answer: Answer, requests: Requests) -> None:
 
 
 def measure_memory(case: Case, answer: Answer, requests: Requests) -> None:
-    """Answers once, to `{"steps": n}`, as `benchmarks.child` does."""
     loop_class = data_loop(case)
-    memory = memory_of(case)
-    give_back()
-    imported = memory.in_use()
-    answer({})
-    loop, phases = measuring.train_in_phases(lambda: loop_class(case), next(requests)["steps"], memory)
-    give_back()
-    answer(
-        {
-            "imported_rss_bytes": imported,
-            **phases.fields(),
-            "at_rest_rss_bytes": memory.in_use(),
-            **describe(loop),
-        }
-    )
+    measuring.measure_memory(lambda: loop_class(case), describe, memory_of(case), answer, requests)
 
 
 def measure_tensor(case: Case, answer: Answer, requests: Requests) -> None:
@@ -75,14 +57,14 @@ def measure_tensor(case: Case, answer: Answer, requests: Requests) -> None:
     _, loss = loop.run(3)
     parameters = sum(parameter.numel() for parameter in loop.model.parameters())  # a DTensor's count is that of the whole
     answer({"warmup_loss": loss, "parameters": parameters, "state_bytes": loop.state_bytes(), "torch": torch.__version__})
-    _answer_times(loop, answer, requests)
+    measuring.answer_times(loop, answer, requests)
 
 
 def measure_pipeline(case: Case, answer: Answer, requests: Requests) -> None:
     loop = PipelineLoop(case)
     _, loss = loop.run(3)
     answer({"warmup_loss": loss, "torch": torch.__version__})
-    _answer_times(loop, answer, requests)
+    measuring.answer_times(loop, answer, requests)
 
 
 def measure_pipeline_memory(case: Case, answer: Answer, requests: Requests) -> None:
@@ -92,15 +74,7 @@ def measure_pipeline_memory(case: Case, answer: Answer, requests: Requests) -> N
     loop = PipelineLoop(case)
     _, loss = loop.run(3)
     answer({"warmup_loss": loss, "torch": torch.__version__})
-    for request in requests:
-        found = growths(memory, lambda: loop.run(1), request["steps"])
-        answer({"rest_bytes": memory.in_use() - imported, "step_bytes": found})
-
-
-def _answer_times(loop: TensorLoop | PipelineLoop, answer: Answer, requests: Requests) -> None:
-    for request in requests:
-        seconds, loss = loop.run(request["steps"])
-        answer({"seconds": seconds, "loss": loss})
+    measuring.answer_growths(loop, memory, imported, answer, requests)
 
 
 _MEASUREMENTS = {
@@ -113,29 +87,15 @@ _MEASUREMENTS = {
 }
 
 
-def main() -> None:
-    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-    def answer(fields: dict[str, Any]) -> None:
-        channel.write(json.dumps(fields) + "\n")
-        channel.flush()
-
-    requests = (json.loads(line) for line in sys.stdin)
-    case = Case(**next(requests))
-    try:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.devices))
-        torch.set_num_interop_threads(1)
-        join(case)
-        _MEASUREMENTS[sys.argv[1]](case, answer, requests)
-        for _ in requests:  # stay until the parent ends the input: the other ranks may not be done
-            pass
-        dist.destroy_process_group()
-    except Exception as error:  # noqa: BLE001 (the parent reports it)
-        traceback.print_exc()
-        with contextlib.suppress(BrokenPipeError):  # the parent is gone
-            answer({"error": f"{type(error).__name__}: {error}"})
+def _measure(fields: Fields, answer: Answer, requests: Requests) -> None:
+    case = Case(**fields)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.devices))
+    torch.set_num_interop_threads(1)
+    join(case)
+    _MEASUREMENTS[sys.argv[1]](case, answer, requests)
+    measuring.stay(requests)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    measuring.serve(_measure)
