@@ -82,16 +82,16 @@ class CrossReplica:
         emit = functools.partial(group_ops.all_reduce, ranks=members, reduce_op="sum", label=label)
         return self.call(("workers", label), lambda p, v: _carried(emit, p, v), [value], members, name=label)[0]
 
-    def from_chief(self, value: tf.Tensor, label: str = "broadcast/chief") -> tf.Tensor:
+    def from_chief(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the first worker's `value` on every worker; the others give one of the same shape and dtype."""
         members = self._communicator.first_ranks
 
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
-            return group_ops.broadcast(program, value, value.shape, members, members[0], label)
+            return group_ops.broadcast(program, value, value.shape, members, members[0], "broadcast/chief")
 
-        return self.call(("from_chief", label), lambda p, v: _carried(emit, p, v), [value], members)[0]
+        return self.call("from_chief", lambda p, v: _carried(emit, p, v), [value], members)[0]
 
-    def from_first_owner(self, value: tf.Tensor, pipe_ranks: Sequence[int], label: str = "broadcast/owner") -> tf.Tensor:
+    def from_first_owner(self, value: tf.Tensor, pipe_ranks: Sequence[int]) -> tf.Tensor:
         """Returns the `value` of the first of the ranks at the coordinates `pipe_ranks` of "pipe", on every worker that has one.
 
         Workers that have none do not call it; the others give a value of the same shape and dtype.
@@ -105,10 +105,10 @@ class CrossReplica:
             for receiver in firsts[1:]:
                 pair = (firsts[0], receiver)
                 if program.rank in pair:
-                    value = group_ops.broadcast(program, value, value.shape, pair, firsts[0], label)
+                    value = group_ops.broadcast(program, value, value.shape, pair, firsts[0], "broadcast/owner")
             return value
 
-        return self.call(("from_first_owner", label, tuple(firsts)), lambda p, v: _carried(emit, p, v), [value], firsts)[0]
+        return self.call(("from_first_owner", tuple(firsts)), lambda p, v: _carried(emit, p, v), [value], firsts)[0]
 
     def call(
         self, key: Hashable, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None = None, name: str = ""

@@ -27,11 +27,10 @@ from tfdist.layers import regions, sharded_tensors
 from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallelDense
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
 from tfdist.layers.randomness import sharded_region
-from tfdist.layers.sharded_tensors import copy_mask
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
 from tfdist.layers.shared_heads import SharedHeadsEinsumDense, are_shared, check_heads
 from tfdist.sharding import Shard
-from tfdist.sharding.sharded_activations import shard_of
+from tfdist.sharding.sharded_activations import copy_mask, shard_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tfdist.layers import regions, sharded_tensors
 from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
 from tfdist.layers.parallel_mlp import ParallelMLP
 from tfdist.layers.randomness import sharded_region
-from tfdist.sharding.sharded_activations import ActivationShard
+from tfdist.sharding.sharded_activations import ActivationShard, copy_mask
 
 # Note: weights on sharded sequences. A norm's weights are whole, but of positions that a rank has not it sees no gradient: they
 # enter as into a region, so that their gradients are summed over the tensor ranks, in one message a norm.
@@ -190,9 +190,9 @@ class ParallelTransformerBlock(keras.layers.Layer):
         x = inputs
         if self.sequence_parallel and not self.input_is_parallel:
             x = regions.scatter_to(inputs, 1, f"{self.name}/scatter_sequence")
-            sharded_tensors.copy_mask(inputs, x)
+            copy_mask(inputs, x)
         normed = self._attention_norm(x)
-        sharded_tensors.copy_mask(x, normed)
+        copy_mask(x, normed)
         attended = self._attention(normed, normed, use_causal_mask=self.use_causal_mask, training=training)
         x = keras.ops.add(x, self._dropped(attended, training))
         x = keras.ops.add(x, self._dropped(self._mlp(self._mlp_norm(x)), training))

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.layers import regions
-from tfdist.sharding.sharded_activations import ActivationShard, mark_shard, shard_of
+from tfdist.sharding.sharded_activations import ActivationShard, copy_mask, mark_shard, shard_of
 
 
 def mark(x: tf.Tensor, axis: int, size: int | None = None) -> tf.Tensor:
@@ -35,13 +35,6 @@ def whole(x: Any) -> Any:
     gathered = shard.without_padding(regions.gather_from(x, shard.axis, "gather_output"))
     copy_mask(x, gathered)
     return gathered
-
-
-def copy_mask(source: tf.Tensor, target: tf.Tensor) -> None:
-    """Gives `target`, made of `source`, the mask that Keras has put on that."""
-    mask = getattr(source, "_keras_mask", None)
-    if mask is not None and target is not source:
-        target._keras_mask = mask
 
 
 def all_whole(structure: Any) -> Any:

@@ -26,6 +26,7 @@ from tfdist.losses.row_meetings import RowMeetings
 from tfdist.losses.selected_rows import has_selected_rows
 from tfdist.losses.static_rows import has_rows
 from tfdist.sharding import tape
+from tfdist.sharding.gradient_graph import is_zero
 from tfdist.sharding.graph_walks import before, inputs_first
 from tfdist.sharding.row_kinds import RowKind, argument_kinds
 
@@ -185,7 +186,7 @@ class RowMeans:
                 return tensor
             varying = [x for x in op.inputs if self._varies(x)]
             names = {x.name for x in varying}
-            if op.type in _ADDING and all(x.name in names or _is_zero(x) for x in op.inputs):
+            if op.type in _ADDING and all(x.name in names or is_zero(x) for x in op.inputs):
                 sums = [self._sum_behind(x) for x in varying]
                 is_known = [x is not None and x.name in self._sums for x in sums]
                 return sums[0] if all(x is not None for x in sums) and len(set(is_known)) == 1 else None
@@ -233,11 +234,6 @@ class RowMeans:
                 return True
         self._same_on_all.update(name.rpartition(":")[0] for name in of)
         return False
-
-
-def _is_zero(tensor: tf.Tensor) -> bool:
-    value = tf.get_static_value(tensor)
-    return value is not None and not value.any()
 
 
 def _computed_of(tensor: tf.Tensor) -> list[tf.Tensor]:

@@ -34,6 +34,7 @@ _starts_servers: contextvars.ContextVar[bool] = contextvars.ContextVar("tfdist s
 _LIBRARY = os.path.join(tf.sysconfig.get_lib(), "libtensorflow_cc.so.2")
 # How long one blocking read of the store lasts, before the waiting worker looks up.
 _POLL_SECONDS = 2.0
+_HEALTH_MILLISECONDS = 2000
 
 _SAME_PROGRAM = (
     "Every worker must build the same model, optimizer and steps, in the same order: look for code that depends on the worker, "
@@ -132,10 +133,10 @@ class Coordination:
 
     Args:
         check: called now and then while this worker waits, with the index of the worker that it waits for, None for any; raises
-            when waiting has become pointless. None: nothing to check.
+            when waiting has become pointless.
         report: called with the message of an error that ends the job, before it is raised, and the index of the worker that did
-            not come, None for an error of this one. None: nobody to tell.
-        compare: see `compare`; None: nobody compares.
+            not come, None for an error of this one.
+        compare: see `compare`.
 
     Attributes:
         meetings: how many meetings this worker has come to.
@@ -146,14 +147,12 @@ class Coordination:
         self,
         cluster: Cluster,
         prefix: str,
-        check: Callable[[int | None], None] | None = None,
-        report: Callable[[str, int | None], None] | None = None,
-        compare: Callable[[str, Any, Difference], None] | None = None,
+        check: Callable[[int | None], None],
+        report: Callable[[str, int | None], None],
+        compare: Callable[[str, Any, Difference], None],
     ):
         self.cluster = cluster
-        self._check = check or (lambda _: None)
-        self._report = report or (lambda *_: None)
-        self._compare = compare or (lambda *_: None)
+        self._check, self._report, self._compare = check, report, compare
         self._prefix = f"tfdist/{prefix}"
         self.meetings = 0
         self.waits_at = ""
@@ -269,10 +268,10 @@ def abort_collectives(message: str) -> None:
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
-def is_reachable(task: Task, timeout_seconds: float = 2.0) -> bool:
+def is_reachable(task: Task) -> bool:
     """Whether the process of `task` answers, and is the one that this process has talked to before."""
     try:
-        context.context().check_collective_ops_peer_health(task.device, int(1000 * timeout_seconds))
+        context.context().check_collective_ops_peer_health(task.device, _HEALTH_MILLISECONDS)
     except tf.errors.OpError:
         return False
     return True

@@ -54,9 +54,7 @@ class Watched:
         ranks_per_worker: how many ranks a worker has.
     """
 
-    def __init__(
-        self, progress: Progress, meetings: Coordination, step_timeout_seconds: float, here: int = 0, ranks_per_worker: int = 1
-    ):
+    def __init__(self, progress: Progress, meetings: Coordination, step_timeout_seconds: float, here: int, ranks_per_worker: int):
         self.step_timeout_seconds = step_timeout_seconds
         self._progress, self._meetings = progress, meetings
         self._here, self._each = here, ranks_per_worker

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
@@ -101,5 +100,4 @@ def _is_zero(tensor: tf.Tensor) -> bool:
         tensor = tensor.op.inputs[0]
     if tensor.op.type == "ZerosLike":
         return True
-    value = tf.get_static_value(tensor.op.inputs[1] if tensor.op.type == "Fill" else tensor)
-    return value is not None and not np.any(value)
+    return gradient_graph.is_zero(tensor.op.inputs[1] if tensor.op.type == "Fill" else tensor)

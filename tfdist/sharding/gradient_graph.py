@@ -147,6 +147,12 @@ def scalar_of(tensor: tf.Tensor) -> Any:
     return None
 
 
+def is_zero(tensor: tf.Tensor) -> bool:
+    """Whether all elements of `tensor` are known to be zero."""
+    value = tf.get_static_value(tensor)
+    return value is not None and not np.any(value)
+
+
 class Sources:
     """Of which tensors of a given kind others are computed, also across the graphs of branches and functions.
 

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.sharding import tape
-from tfdist.sharding.sharded_activations import mark_shard, shard_of
+from tfdist.sharding.sharded_activations import copy_mask, mark_shard, shard_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,7 +95,7 @@ class Recomputation:
             passed = {id(output): tf.identity(output) for output in outputs}
         tape.record_gradient("Recompute", list(passed.values()), outputs, functools.partial(self._repeat, region))
         for output in outputs:
-            _copy_marks(output, passed[id(output)])
+            copy_mask(output, mark_shard(passed[id(output)], shard_of(output)))
         self._regions.append(region)
         return tf.nest.pack_sequence_as(result, [passed.get(id(leaf), leaf) for leaf in leaves], expand_composites=True)
 
@@ -168,11 +168,3 @@ def region_readers(tensors: Sequence[tf.Tensor]) -> Iterator[tuple[tf.Tensor, tf
     for tensor in tensors:
         for consumer in tensor.consumers():
             yield tensor, consumer
-
-
-def _copy_marks(source: tf.Tensor, target: tf.Tensor) -> None:
-    """Gives `target` what is noted on `source`: the mask that Keras has put there, and how it is sharded."""
-    mark_shard(target, shard_of(source))
-    mask = getattr(source, "_keras_mask", None)
-    if mask is not None:
-        target._keras_mask = mask

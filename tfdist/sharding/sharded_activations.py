@@ -53,6 +53,13 @@ def shard_of(x: Any) -> ActivationShard | None:
     return getattr(x, _MARK, None)
 
 
+def copy_mask(source: tf.Tensor, target: tf.Tensor) -> None:
+    """Gives `target`, made of `source`, the mask that Keras has put on that."""
+    mask = getattr(source, "_keras_mask", None)
+    if mask is not None and target is not source:
+        target._keras_mask = mask
+
+
 def shard_of_output(tensor: Any) -> ActivationShard | None:
     """Returns how the value of a symbolic Keras tensor is sharded inside replicas: as its layer's `output_shard` says."""
     operation = tensor._keras_history.operation

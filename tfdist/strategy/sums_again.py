@@ -13,13 +13,13 @@ import warnings
 import weakref
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.sharding.eager_sums import EagerSums
+from tfdist.sharding.gradient_graph import is_zero
 
 _MARK = "_tfdist_is_of_sums"
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -45,12 +45,7 @@ def _is_masked(output: tf.Tensor) -> bool:
     op = output.op
     if op.type in ("Select", "SelectV2"):
         return tf.get_static_value(op.inputs[0]) is not None
-    return op.type in ("Mul", "MulNoNan") and any(_is_zero(x) for x in op.inputs)
-
-
-def _is_zero(x: tf.Tensor) -> bool:
-    value = tf.get_static_value(x)
-    return value is not None and not np.any(value)
+    return op.type in ("Mul", "MulNoNan") and any(map(is_zero, op.inputs))
 
 
 def warn(strategy: tf.distribute.Strategy, value: Any) -> None:
