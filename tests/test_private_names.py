@@ -19,6 +19,7 @@ from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras_owners import TensorFlowTrainer, Trainer
+from signatures import parameters
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx, config
 from tensorflow.python.autograph.impl import api as autograph
@@ -47,10 +48,6 @@ from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.sharding import keras_scope, tape
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def parameters(function):
-    return list(inspect.signature(function).parameters)
 
 
 def in_graph(function, *arguments):

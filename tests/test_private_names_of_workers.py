@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from signatures import parameters
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute import collective_all_reduce_strategy, distribute_utils, input_util, values
 from tensorflow.python.eager import context
@@ -15,10 +16,6 @@ from tensorflow.python.framework import random_seed
 from tfdist.runtime import coordination
 
 Extended = collective_all_reduce_strategy.CollectiveAllReduceExtended
-
-
-def parameters(function):
-    return list(inspect.signature(function).parameters)
 
 
 @pytest.mark.parametrize(

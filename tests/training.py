@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from tests.parity.comparison import losses_of_fit
 
 SAMPLES, FEATURES, CLASSES = 72, 15, 7
 BATCH = 12  # divisible by 2, 3 and 4 ranks: 6 steps an epoch
@@ -90,10 +91,8 @@ def fit(
         model.compile(optimizer=optimizer(), loss=loss_function(), **compile_arguments)
     if strategy is one_device() and model.built and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)  # or the step, which would make slots, would be traced twice
-    losses: list[float] = []
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=True)
-    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(logs["loss"]))
-    model.fit(dataset, epochs=epochs, verbose=0, callbacks=[record])
+    losses, _ = losses_of_fit(model, dataset, epochs=epochs)
     return collect(model, model.optimizer, losses, strategy)
 
 
@@ -132,6 +131,22 @@ def custom_loop(
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=True).repeat().take(steps)
     losses = [float(step(*batch)) for batch in strategy.experimental_distribute_dataset(dataset)]
     return collect(model, trainer, losses, strategy)
+
+
+def gradient_penalty(strategy: tf.distribute.Strategy, model: keras.Model, optimizer: Any) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a rank's step that trains on a gradient, through which it differentiates."""
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = tf.reduce_sum(model(x), axis=-1)
+            slope = inner.gradient(y, x)
+            loss = tf.reduce_mean(tf.reduce_sum(slope**2, -1)) / strategy.num_replicas_in_sync
+        optimizer.apply(outer.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    return step
 
 
 def collect(model: keras.Model, optimizer: Any, losses: list[float], strategy: Any) -> Trained:

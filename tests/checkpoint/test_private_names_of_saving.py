@@ -3,7 +3,6 @@
 A failure here after an upgrade names what changed. (Not `test_private_names`: pytest takes test files by name, one of each.)
 """
 
-import inspect
 import io
 
 import h5py
@@ -18,15 +17,12 @@ from keras.src.export import saved_model_export_archive
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_api, saving_lib
 from keras.src.utils import file_utils, io_utils
+from signatures import parameters
 from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.checkpoint import plain_variables
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def parameters(function):
-    return list(inspect.signature(function).parameters)
 
 
 OVERRIDDEN = {

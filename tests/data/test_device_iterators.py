@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import tensorflow as tf
+from signatures import parameters
 from tensorflow.python.data.ops import flat_map_op, multi_device_iterator_ops
 from tensorflow.python.distribute import input_lib
 from tensorflow.python.eager import context
@@ -117,10 +118,6 @@ def test_a_traced_loop_takes_turns_in_order(cpus):
         next(found)
     two_batches(iter(strategy.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(40).batch(2))))
     assert len(traces) == 1
-
-
-def parameters(function):
-    return list(inspect.signature(function).parameters)
 
 
 def test_the_base_classes():

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tests.parity.comparison import state
+from tests.parity.comparison import losses_of_fit, state
 
 layers = tfdist.layers
 VOCABULARY, LENGTH, WIDTH, CLASSES = 13, 8, 12, 20
@@ -125,15 +125,9 @@ def train(strategy: Any, name: str, optimizer: Any = None, infers: bool = False)
         optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9)
         model.compile(optimizer, loss_of(name), metrics=["sparse_categorical_accuracy"] if infers else None)
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH, drop_remainder=name in WHOLE_BATCHES)
-    losses: list[float] = []
-    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
-    history = model.fit(dataset, verbose=0, callbacks=[record])
+    losses, history = losses_of_fit(model, dataset)
     assert len(losses) == 6 and max(losses) > min(losses), "nothing was learnt: the comparison would be empty"
-    found = {
-        "losses": losses,
-        "history": {key: [float(value) for value in values] for key, values in history.history.items()},
-        **state(model),
-    }
+    found = {"losses": losses, "history": history, **state(model)}
     if infers:
         found["evaluate"] = [float(value) for value in model.evaluate(dataset, verbose=0)]
         found["predict"] = model.predict(x[:5], batch_size=5, verbose=0)

@@ -11,6 +11,7 @@ from keras_owners import nn
 from ranks import local, per_rank, trace
 from training import CLASSES, assert_same, collect, loss_function, one_device, strategy_for
 
+from tests.parity.comparison import losses_of_fit
 from tfdist.keras_hooks import TABLE, layers
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(120)]
@@ -63,9 +64,7 @@ def train(strategy, build, infers):
     x = np.random.default_rng(1).normal(size=(ROWS, *model.input_shape[1:])).astype("float32")
     y = np.arange(ROWS) % CLASSES
     arguments = {"batch_size": BATCH, "verbose": 0}
-    numbers = []
-    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: numbers.append(logs["loss"]))
-    history = model.fit(x, y, epochs=2, shuffle=False, callbacks=[record], **arguments).history
+    numbers, history = losses_of_fit(model, x, y, epochs=2, shuffle=False, batch_size=BATCH)
     numbers += history["accuracy"]
     if infers:
         numbers += [*model.evaluate(x, y, **arguments), *model.predict(x[:1], **arguments).ravel()]

@@ -11,6 +11,7 @@ from grids import exhaustive
 from ranks import local, per_rank, trace
 from training import CLASSES, FEATURES, assert_same, collect, custom_loop, loss_function, one_device, strategy_for, vectors
 
+from tests.parity.comparison import losses_of_fit
 from tfdist.layers.normalization import moments_over_ranks
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(150)]
@@ -76,9 +77,7 @@ def train(strategy, build, data, epochs=2, **compile_arguments):
     with strategy.scope():
         model = build()
         model.compile(momentum(), loss_function(), **compile_arguments)
-    losses = []
-    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(logs["loss"]))
-    model.fit(x, y, epochs=epochs, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[record])
+    losses, _ = losses_of_fit(model, x, y, epochs=epochs, batch_size=BATCH, shuffle=False)
     return collect(model, model.optimizer, losses, strategy)
 
 

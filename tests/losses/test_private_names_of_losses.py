@@ -13,6 +13,7 @@ from keras.src.losses import loss as keras_loss
 from keras.src.losses import losses as keras_losses
 from keras.src.trainers import compile_utils
 from keras_owners import nn as keras_nn
+from signatures import parameters
 
 import tfdist  # noqa: F401  (installs the overrides)
 
@@ -25,10 +26,6 @@ USED = {
     "apply_mask": ["sample_weight", "mask", "dtype", "reduction"],
     "squeeze_or_expand_to_same_rank": ["x1", "x2", "expand_rank_1"],
 }
-
-
-def parameters(function):
-    return list(inspect.signature(function).parameters)
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)

@@ -35,6 +35,14 @@ def state(model: keras.Model) -> dict[str, list[np.ndarray]]:
     return {"weights": model.get_weights(), "slots": [variable.numpy() for variable in slots]}
 
 
+def losses_of_fit(model: keras.Model, *data: Any, **arguments: Any) -> tuple[list[float], dict[str, list[float]]]:
+    """Fits `model` and returns the loss that Keras logs after each step, and the history."""
+    losses: list[float] = []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
+    history = model.fit(*data, verbose=0, callbacks=[record], **arguments).history
+    return losses, {key: [float(value) for value in history[key]] for key in sorted(history)}
+
+
 class BatchLogs(keras.callbacks.Callback):
     """Keeps what Keras logs for every batch."""
 

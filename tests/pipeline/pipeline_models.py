@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tests.parity.comparison import state
+from tests.parity.comparison import losses_of_fit, state
 
 layers = keras.layers
 ROWS, BATCH = 144, 24  # 6 batches, which 2, 3 and 8 microbatches cut evenly
@@ -198,13 +198,9 @@ def fitted(
     """Trains 6 steps with `fit`."""
     model = compiled(strategy, name, optimizer, **settings)
     x, y, sample_weight = data(name)
-    losses: list[float] = []
-    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
-    arguments = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "callbacks": [record]}
-    history = model.fit(x, y, sample_weight=sample_weight, **arguments).history
+    losses, history = losses_of_fit(model, x, y, sample_weight=sample_weight, batch_size=BATCH, shuffle=False)
     assert len(losses) == ROWS // BATCH and max(losses) > min(losses), "nothing was learnt: an empty comparison"
-    logged = {key: [float(value) for value in history[key]] for key in sorted(history)}
-    return model, {"losses": losses, "history": logged, **state(model)}
+    return model, {"losses": losses, "history": history, **state(model)}
 
 
 def inferred(model: keras.Model, name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from grids import exhaustive
+import training
 from test_models import LABELS, MODELS, SEQUENCES, TOKENS, embedding
 from training import BATCH, CLASSES, assert_same, custom_loop, fit, loss_function, mlp, one_device, small, strategy_for, vectors
 
@@ -87,15 +88,7 @@ def test_gradient_of_a_gradient(eagerly):
         with strategy.scope():
             model, optimizer = mlp(), keras.optimizers.SGD(0.05)
 
-        def rank_step(x):
-            with tf.GradientTape() as outer:
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    y = tf.reduce_sum(model(x), axis=-1)
-                slope = inner.gradient(y, x)
-                loss = tf.reduce_mean(tf.reduce_sum(slope**2, -1)) / strategy.num_replicas_in_sync
-            optimizer.apply(outer.gradient(loss, model.trainable_variables), model.trainable_variables)
-
+        rank_step = training.gradient_penalty(strategy, model, optimizer)
         dataset = tf.data.Dataset.from_tensor_slices(vectors(24)[0]).batch(BATCH)
         for x in strategy.experimental_distribute_dataset(dataset):
             strategy.run(rank_step, args=(x,))

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from grids import exhaustive
 from test_models import LazilyBuilt
-from training import BATCH, ScaleAndShift, fit, mlp, one_device, small, strategy_for, vectors
+from training import BATCH, ScaleAndShift, fit, gradient_penalty, mlp, one_device, small, strategy_for, vectors
 
 from tfdist.sharding import ShardedVariable
 
@@ -229,16 +229,7 @@ def test_gradient_penalty():
             model = mlp()
             optimizer = keras.optimizers.SGD(0.05)
 
-        def rank_step(x):
-            with tf.GradientTape() as outer:
-                with tf.GradientTape() as inner:
-                    inner.watch(x)
-                    y = tf.reduce_sum(model(x), axis=-1)
-                slope = inner.gradient(y, x)
-                loss = tf.reduce_mean(tf.reduce_sum(slope**2, -1)) / strategy.num_replicas_in_sync
-            optimizer.apply(outer.gradient(loss, model.trainable_variables), model.trainable_variables)
-            return loss
-
+        rank_step = gradient_penalty(strategy, model, optimizer)
         step = tf.function(lambda x: strategy.run(rank_step, args=(x,)))
         dataset = tf.data.Dataset.from_tensor_slices(X).batch(BATCH).repeat().take(6)
         for x in strategy.experimental_distribute_dataset(dataset):

@@ -10,7 +10,7 @@ from ranks import strategy_on
 from training import one_device
 
 import tfdist
-from tests.parity.comparison import assert_same_tree, state
+from tests.parity.comparison import assert_same_tree, losses_of_fit, state
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -91,9 +91,7 @@ def train(strategy, plan=None, report=None):
                 np.testing.assert_array_equal(mine, theirs)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
-    losses = []
-    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: losses.append(float(logs["loss"])))
-    model.fit(tokens, labels, batch_size=4, shuffle=False, verbose=0, callbacks=[record])
+    losses, _ = losses_of_fit(model, tokens, labels, batch_size=4, shuffle=False)
     assert len(losses) == 6 and max(losses) > min(losses)
     return model, {"losses": losses, **state(model)}
 

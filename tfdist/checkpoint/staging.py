@@ -59,12 +59,8 @@ def write_bytes(path: str, content: bytes) -> None:
     Raises:
         OSError: the disk refuses it; a file that was there before is as it was.
     """
-    with staged(path) as target:
-        try:
-            with open(target, "wb") as file:
-                file.write(content)
-        except OSError as error:
-            raise not_written(path, error, len(content)) from error
+    with _of_size(path, len(content)) as target, open(target, "wb") as file:
+        file.write(content)
 
 
 def copy_file(source: str, path: str) -> None:
@@ -73,11 +69,18 @@ def copy_file(source: str, path: str) -> None:
     Raises:
         OSError: as `write_bytes`.
     """
+    with _of_size(path, os.path.getsize(source)) as target:
+        shutil.copyfile(source, target)
+
+
+@contextlib.contextmanager
+def _of_size(path: str, needed: int) -> Iterator[str]:
+    """As `staged`, of one file of `needed` bytes."""
     with staged(path) as target:
         try:
-            shutil.copyfile(source, target)
+            yield target
         except OSError as error:
-            raise not_written(path, error, os.path.getsize(source)) from error
+            raise not_written(path, error, needed) from error
 
 
 def not_written(path: str | os.PathLike[str], cause: OSError, needed: int | None = None) -> OSError:

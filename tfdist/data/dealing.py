@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.data.signature import transformations
+
 
 def may_differ(dataset: Any) -> bool:
     """Whether the tensors of a batch of `dataset` may have different numbers of rows by purpose.
@@ -51,13 +53,7 @@ def _is_generator(node: Any) -> bool:
 
 
 def _has_batches(dataset: Any) -> bool:
-    waiting = [dataset]
-    while waiting:
-        node = waiting.pop()
-        if _batches(node) or _is_generator(node):
-            return True
-        waiting += node._inputs()
-    return False
+    return any(_batches(node) or _is_generator(node) for node in transformations(dataset))
 
 
 class Dealing:

@@ -120,13 +120,16 @@ def unordered(signature: DatasetSignature) -> list[str]:
 
 def runs_python(dataset: tf.data.Dataset) -> bool:
     """Whether Python code makes, or computes, elements of `dataset`: a signature does not show what they are."""
+    return any(op.type in _PYTHON for node in transformations(dataset) for op in operations_of(node))
+
+
+def transformations(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """Yields `dataset`, its last transformation, and all that it reads from."""
     waiting = [dataset]
     while waiting:
         node, _ = unwrapped(waiting.pop())
-        if any(op.type in _PYTHON for op in operations_of(node)):
-            return True
+        yield node
         waiting += inputs_of(node)
-    return False
 
 
 def difference(mine: DatasetSignature, theirs: DatasetSignature) -> str | None:
