@@ -46,8 +46,8 @@ def seen_use(event: Event, trace: Trace) -> LayerUse:
 def hidden_use(call: HiddenCall, trace: Trace) -> LayerUse:
     """Returns the use of a layer in a call that was not: sizes that are not known there count as 1."""
     batch = trace.batch_size
-    sizes = (_size(shape) / batch for shape in (call.input_shape, call.output_shape))
-    return LayerUse(*sizes, _vectors(call.layer, call.input_shape) / batch)
+    vectors = _vectors(call.layer, call.input_shape) / batch
+    return LayerUse(_size(call.input_shape) / batch, _size(call.output_shape) / batch, vectors)
 
 
 def _vectors(layer: keras.Layer, shape: Sequence[int | None], is_reverse: bool = False) -> float:
