@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from grids import exhaustive
 import training
+from grids import exhaustive
 from test_models import LABELS, MODELS, SEQUENCES, TOKENS, embedding
 from training import BATCH, CLASSES, assert_same, custom_loop, fit, loss_function, mlp, one_device, small, strategy_for, vectors
 
