@@ -290,6 +290,17 @@ def test_a_block_is_computed_again_when_backward_is_through_with_the_one_behind_
         assert behind and {reader.name for reader in behind} <= ancestors([operation])
 
 
+@pytest.mark.parametrize("zero_stage", [exhaustive(0), exhaustive(2), 3])
+def test_a_block_is_computed_again_when_the_logits_have_been_read(zero_stage):
+    """The gradient of the last layer's bias reads them, and no other operation of backward waits for it."""
+    graph, _ = traced(zero_stage, is_recomputed=True)
+    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0") and is_backward(op)]
+    first = next(op for op in on_rank_0 if op.type == "Softmax")
+    read = [op for op in on_rank_0 if op.type in ("Sum", "BiasAddGrad") and op.inputs[0].shape[1:] == (CLASSES,)]
+    assert read and {op.name for op in read} <= ancestors([first])
+    assert not any(before.device.endswith("CPU:1") for op in on_rank_0 for before in op.control_inputs)
+
+
 def test_no_message_more():
     plans = [traced(3, is_recomputed=again)[1] for again in (False, True)]
     assert plans[0].counts() == plans[1].counts()

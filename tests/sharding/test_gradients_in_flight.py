@@ -8,7 +8,8 @@ from training import strategy_for
 
 
 def held_back(layers, shape, kind, zero_stage):
-    """Returns, for each operation of `kind` in backward, whether it waits for the reduction of another gradient."""
+    """Returns, for each operation of `kind` in backward, whether it waits for the reduction of another gradient,
+    or for what reads the parameter in backward."""
     strategy = strategy_for(2, zero_stage, bucket_bytes=1)
     with strategy.scope():
         model = keras.Sequential([keras.Input(shape), *layers()])
@@ -18,7 +19,7 @@ def held_back(layers, shape, kind, zero_stage):
     step = tf.function(lambda x, y: strategy.run(lambda *rows: model.train_step(rows), args=(x, y)))
     graph = step.get_concrete_function(*map(tf.constant, batch)).graph
     made = [one for one in graph.get_operations() if one.type == kind and "gradient_tape" in one.name]
-    return [any("sgd" in before.name for before in one.control_inputs) for one in made]
+    return [any("sgd" in before.name or "gradient_tape" in before.name for before in one.control_inputs) for one in made]
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

@@ -4,12 +4,12 @@ Backward would outrun the chain of collectives that reduces them, and all full g
 gradient is not computed before an earlier one has been reduced: the one two messages before it. Where ranks meet in memory and
 gradients are large, it is the one right before: moving them takes the cores that compute, and the next would gain little.
 
-What waits keeps what it is computed from. So a gradient that is smaller than that, as of a convolution's filters, does not wait.
+What waits keeps what it is computed from. So a gradient that is smaller than that, as of a convolution's filters, does not wait,
+nor for its gathered parameters to be read and freed, which are as small.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -55,9 +55,11 @@ class GradientsInFlight:
         return self._emitted + self.most - 1
 
     def compute_after(self, number: int, operations: Sequence[tf.Operation]) -> None:
-        """Lets message `number`, not emitted yet, be computed after those of `operations` that stand before it in the graph."""
+        """Lets message `number`, not emitted yet, be computed after those of `operations` that stand before it in the graph, but
+        for gradients that are smaller than what they are computed from."""
         for gradient in self._messages[number]:
-            for computing in _computed_by(gradient.op, -1, self._numbers):
+            found = _computed_by(gradient.op, -1, self._numbers)
+            for computing in (one for one in found if not tape.reads_more_than_it_makes(one)):
                 for operation in operations:
                     if self._numbers[operation.name] < self._numbers[computing.name]:
                         tape.run_after(computing, operation)
@@ -67,14 +69,8 @@ class GradientsInFlight:
         for gradients that are smaller than what they are computed from."""
         for gradient in self._messages[number] if number < len(self._messages) else ():
             for operation in _computed_by(gradient.op, self._latest, self._numbers):
-                if _numbers_in(operation.inputs) <= _numbers_in(operation.outputs):
+                if not tape.reads_more_than_it_makes(operation):
                     tape.run_after(operation, after)
-
-
-def _numbers_in(tensors: Sequence[tf.Tensor]) -> int:
-    """Returns how many floats `tensors` hold; at least, where sizes are not known."""
-    shapes = [tensor.shape for tensor in tensors if tensor.dtype.is_floating and tensor.shape.rank is not None]
-    return sum(math.prod(size or 1 for size in shape) for shape in shapes)
 
 
 def _computed_by(operation: tf.Operation, latest: int, numbers: Mapping[str, int]) -> list[tf.Operation]:

@@ -49,7 +49,8 @@ class QueueOrder:
         """
         begins_by_itself = host_lead.begins_by_itself(self._program)
         if begins_by_itself:
-            self._program.attachment(Recomputation).settle()  # of what is computed again the order is a matter of edges alone
+            # Of what is computed again the order is a matter of edges alone.
+            self._program.attachment(Recomputation).settle(gradients)
         made = self._program.graph.get_operations()[len(self._operations) :]
         if begins_by_itself:
             needed = tape.ancestors(gradients, made, by_control=False)

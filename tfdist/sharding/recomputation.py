@@ -12,6 +12,10 @@ or sends anything is made again, nor a loop, a branch or a nested function: what
 
 Note: what is gathered again. A parameter that is sharded over the data axis is not kept until then either: the operations made
 again read it in backward, and so it is gathered for them as for the others there (`tfdist.sharding.unshard`), once for both.
+
+Note: gradients of weights before. That of a last layer's bias reads the logits, and nothing waits for it: where it is queued
+behind what is computed again, the logits are there besides. So a region waits for gradients that are smaller than what they are
+computed from; none of them waits for a collective (`tfdist.sharding.gradients_in_flight`).
 """
 
 from __future__ import annotations
@@ -37,12 +41,14 @@ class Repetition:
         gate: an operation that runs before any of them.
         operations: those made again.
         copies: the tensor that stands for each of the region's, by the name of that.
+        is_placed: whether it waits for gradients of weights that backward has computed before it.
     """
 
     began: int
     gate: tf.Operation
     operations: list[tf.Operation]
     copies: dict[str, tf.Tensor]
+    is_placed: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,7 +74,7 @@ class Recomputation:
         self._regions: list[Region] = []  # of a region within a region, the inner one first
         self._left_alone: set[str] = set()
         self.idle: set[str] = set()
-        program.at_close.append(lambda outputs: self.settle())
+        program.at_close.append(lambda outputs: self.settle([]))
 
     def leave_alone(self, operations: Sequence[tf.Operation]) -> None:
         """Notes operations that are not made again: of a gather, which has a second one of its own."""
@@ -118,8 +124,12 @@ class Recomputation:
             region.repetitions.append(Repetition(began, gate, made, copies))
         return list(upstream)
 
-    def settle(self) -> None:
-        """Lets what backward has made so far read the operations made again, each when its turn has come."""
+    def settle(self, gradients: Sequence[tf.Tensor] | None = None) -> None:
+        """Lets what backward has made so far read the operations made again, each when its turn has come.
+
+        Args:
+            gradients: those of weights that are wanted, besides those that are sent or written already; None: not known yet.
+        """
         repetitions = sorted((r for region in self._regions for r in region.repetitions), key=lambda r: r.began)
         if not repetitions:
             return
@@ -136,6 +146,8 @@ class Recomputation:
         self.idle = {op.name for op in made - tape.ancestors(read, list(made), by_control=False)}
         for earlier, later in zip(repetitions, repetitions[1:], strict=False):
             self._order(earlier, later, numbers)
+        if gradients is not None and not all(repetition.is_placed for repetition in repetitions):
+            self._place(repetitions, [*gradients, *filter(tape.has_an_effect, operations)], operations)
 
     def settle_apart(self) -> None:
         """As `settle`, of a backward that is through, and has a place of its own in the order of the step.
@@ -156,6 +168,30 @@ class Recomputation:
             if is_before and reader not in own and reader not in known and reader.name not in self.idle:
                 known.add(reader)
                 tape.run_after(later.gate, reader)
+
+    def _place(
+        self,
+        repetitions: Sequence[Repetition],
+        wanted: Sequence[tf.Tensor | tf.Operation],
+        operations: Sequence[tf.Operation],
+    ) -> None:
+        """Lets each repetition wait for what backward has computed before it, on the way to what is `wanted`, and of more than it
+        is itself.
+
+        Only on the rank's own device: other ranks of the process are traced in the same graph. And once for each: later the
+        operations between collectives may have been put in another order (`queue_order`).
+        """
+        needed = tape.ancestors(wanted, operations, by_control=False)
+        start = 0
+        for repetition in repetitions:
+            before, start = operations[start : repetition.began], repetition.began
+            waited_for = tape.ancestors([repetition.gate], before)
+            for operation in before if not repetition.is_placed else ():
+                is_own = operation.device == repetition.gate.device and tape.is_backward(operation)
+                is_left = is_own and operation in needed and operation not in waited_for
+                if is_left and tape.reads_more_than_it_makes(operation):
+                    tape.run_after(repetition.gate, operation)
+            repetition.is_placed = True
 
 
 def recompute(program: RankProgram, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

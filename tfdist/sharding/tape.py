@@ -7,6 +7,7 @@ which tensor the consumers see.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -303,6 +304,21 @@ def run_all_after(operations: Sequence[tf.Operation], others: Sequence[tf.Operat
 def has_a_turn(operation: tf.Operation) -> bool:
     """Whether TensorFlow orders `operation` after those made before it: it writes a variable, or is a collective on a chain."""
     return operation.type not in _READS and any(tensor.dtype == tf.resource for tensor in operation.inputs)
+
+
+def has_an_effect(operation: tf.Operation) -> bool:
+    """Whether `operation` runs for what it does, not for what it returns: it writes, or sends."""
+    return has_a_turn(operation) or operation.type.startswith("Collective")
+
+
+def reads_more_than_it_makes(operation: tf.Operation) -> bool:
+    """Whether `operation` reads more floats than it returns; of sizes that are not known, the least."""
+    return _floats_in(operation.inputs) > _floats_in(operation.outputs)
+
+
+def _floats_in(tensors: Sequence[tf.Tensor]) -> int:
+    shapes = [tensor.shape for tensor in tensors if tensor.dtype.is_floating and tensor.shape.rank is not None]
+    return sum(math.prod(size or 1 for size in shape) for shape in shapes)
 
 
 def can_be_called_again(function: tf.Graph, given_to_each: Collection[str] = ()) -> bool:

@@ -267,7 +267,6 @@ class UnshardSchedule:
         if self._emitting or not (self._units or self._pending or self._stubs.are_made):
             return
         if self._units or self._pending:
-            self._recomputation.settle()
             self._reduce_and_regather(gradients)
         with self._own_emission():
             self._stubs.fill_what_is_read()
@@ -277,6 +276,7 @@ class UnshardSchedule:
         if tape.in_backward():
             wanted.update(id(p.stub) for p in self._pending if not p.variable.is_frozen)
         ready = [p for p in self._pending if id(p.stub) in wanted or p.stub.consumers()]
+        self._recomputation.settle([pending.full for pending in ready] or None)
         uses = self._backward_uses()
         if not ready and not uses:
             return
@@ -310,7 +310,7 @@ class UnshardSchedule:
     def _in_flight(
         self, messages: Sequence[Sequence[PendingGradient]], uses: dict[int, list[Reader]], numbers: dict[str, int]
     ) -> GradientsInFlight:
-        """Returns the full gradients, each made when its unit's gathered parameters have been read: they are freed first."""
+        """Returns the full gradients, large ones made when the unit's gathered parameters have been read and freed."""
         fulls = [[pending.full for pending in message] for message in messages]
         flight = GradientsInFlight(fulls, numbers, self._program)
         if host_lead.is_on_chain(self._program):
