@@ -8,6 +8,8 @@ def spread(build, candidate):
     model = build()
     if candidate.tensor > 1:
         tfdist.parallelize(model, tfdist.suggest_plan(model, candidate.tensor), print_fn=None)
+    if candidate.recompute:
+        tfdist.recompute(model, "block")
     if candidate.pipeline > 1:
         model = tfdist.PipelineModel(
             model,

@@ -1,6 +1,7 @@
 """How long tensors are there: the executor's order, buffers that are taken over, shared, and kept; loops."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tfdist.planning.execution_order import execution_order
@@ -36,6 +37,18 @@ def test_two_threads_run_side_by_side():
     assert order == [0, 1, 2] and ends == [1, 1, 2]
     skipped, _ = execution_order([[], [], [0]], [True, False, True], [False] * 3, [1.0] * 3)
     assert skipped == [0, 2]
+
+
+def test_of_two_that_take_as_long_either_may_end_first():
+    #      0 ── 1 ── 3      what 1 reads is there when 2 has ended and 4 begins, and what 2 reads when 3 begins
+    #      └─── 2 ── 4
+    before, seconds = [[], [0], [0], [1], [2]], [1.0, 10.0, 10.0, 1.0, 1.0]
+    order, ends = execution_order(before, [True] * 5, [False] * 5, seconds, threads=2)
+    ends_of = dict(zip(order, ends, strict=True))
+    assert ends_of[1] >= order.index(4) and ends_of[2] >= order.index(3)
+    longer = execution_order(before, [True] * 5, [False] * 5, [1.0, 10.0, 12.0, 1.0, 1.0], threads=2)
+    ends_of = dict(zip(*longer, strict=True))
+    assert ends_of[1] < longer[0].index(4) and ends_of[2] >= longer[0].index(3)
 
 
 def test_elementwise_operations_write_into_dying_inputs():
@@ -78,6 +91,29 @@ def test_loops_keep_what_each_trip_adds():
 
     sweep = swept(loop, "x")
     assert 2 * 6 * 2 * MEGABYTE <= sweep.at(2).live().max() <= 2.7 * 6 * 2 * MEGABYTE  # the list, and what stacks it
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_loops_keep_for_their_gradient_what_a_trip_hands_to_the_next(is_returned):
+    """Each trip's total is read by the gradient of the next trip's product. It is one tensor, though two lists may have it."""
+
+    def gradient(x):
+        def body(step, total, kept):
+            total = total * x
+            return step + 1, total, kept.write(step, total) if is_returned else kept
+
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            kept = tf.TensorArray(tf.float32, 6, element_shape=x.shape)
+            _, total, kept = tf.while_loop(lambda step, *_: step < 6, body, (0, x, kept), maximum_iterations=6)
+            end = tf.reduce_sum(total) + (tf.reduce_sum(kept.stack()) if is_returned else 0.0)
+        return tape.gradient(end, x)
+
+    sweep = swept(gradient, "x")
+    forward = next(place for place, one in enumerate(sweep.ops) if sweep.runs[place] and one.type.endswith("While"))
+    buffers = sweep.at(2)
+    kept = int(buffers.sizes[buffers.makers == forward].sum())
+    assert 6 * 2 * MEGABYTE <= kept <= 8.1 * 2 * MEGABYTE and sweep.unknown == 0
 
 
 def test_loops_of_unknown_length_are_said():

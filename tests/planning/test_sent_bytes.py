@@ -16,12 +16,35 @@ from tests.planning.spreading import spread
 from tfdist.planning import Candidate
 from tfdist.planning.sent_bytes import sent_of
 
+
+class Table(keras.layers.Layer):
+    """An embedding, and called on what is no tokens the output layer with the same weights."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(301, 32))
+
+    def call(self, x):
+        is_tokens = "int" in keras.backend.standardize_dtype(x.dtype)
+        return keras.ops.take(self.table, x, axis=0) if is_tokens else keras.ops.matmul(x, keras.ops.transpose(self.table))
+
+
+def tied():
+    tokens, table = keras.Input((6,), dtype="int32"), Table()
+    x = table(tokens)
+    for size in (48, 64, 32):
+        x = keras.layers.Dense(size, "relu")(x)
+    model = keras.Model(tokens, table(x))
+    model.compile("adam", LOSS)
+    return model
+
+
 RNG = np.random.default_rng(0)
 LABELS = RNG.integers(0, 7, 8)
 DATA = {
     mlp: (RNG.normal(size=(8, 15)).astype("float32"), LABELS),
     mixed: (RNG.normal(size=(8, 15)).astype("float32"), LABELS),
     text: (RNG.integers(0, 300, (8, 6)), RNG.integers(0, 500, (8, 6))),
+    tied: (RNG.integers(0, 301, (8, 6)), RNG.integers(0, 301, (8, 6))),
     BLOCKS: (RNG.normal(size=(8, 160)).astype("float32"), LABELS),
 }
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -74,12 +97,32 @@ def counted(build, candidate, config=ALONE):
         pytest.param(text, 1, 2, marks=EXHAUSTIVE),
         pytest.param(text, 3, 4, marks=EXHAUSTIVE),
         pytest.param(BLOCKS, 3, 4, marks=EXHAUSTIVE),
+        pytest.param(tied, 3, 2, marks=EXHAUSTIVE),
     ],
 )
 def test_bytes_over_replicas(build, zero_stage, data):
     candidate = Candidate(zero_stage=zero_stage, data=data)
     for config in (ALONE, GROUPS) if zero_stage == 3 else (ALONE,):
         assert sent_of(traced(build), candidate, 8, config=config) == counted(build, candidate, config)
+
+
+def test_the_gradient_of_a_table_that_is_read_in_two_gathers_is_reduced_twice():
+    sent = [sent_of(traced(tied), Candidate(zero_stage=stage, data=2), 8, config=ALONE)["data"] for stage in (2, 3)]
+    weights = [weight.bytes for weight in traced(tied).weights]
+    # Gathered for both reads, for backward where it is the output layer but kept from forward, and reduced twice; biases are not
+    # gathered again.
+    biases = 4 * (48 + 64 + 32)
+    assert sent[1] - sent[0] == (sum(weights) - biases + weights[0]) / 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("config", [ALONE, GROUPS])
+def test_bytes_of_what_recomputation_reads_again(config):
+    """Biases, too, but for that of a block's last product, which is what the block returns."""
+    candidate = Candidate(zero_stage=3, data=2, recompute=True)
+    planned = sent_of(traced(BLOCKS), candidate, 8, config=config)
+    assert planned == counted(BLOCKS, candidate, config)
+    assert planned["data"] > sent_of(traced(BLOCKS), Candidate(zero_stage=3, data=2), 8, config=config)["data"]
 
 
 @pytest.mark.exhaustive

@@ -1,16 +1,20 @@
 """Which weights are gathered in a step of stage 3, how often, and together with which others.
 
 The life of a sharded parameter is that of `tfdist.sharding.unshard`: gathered with its group when it is read in forward, dropped,
-and gathered again if an operation of backward reads it. The last group of forward is the first of backward, and is kept.
+and gathered again if an operation of backward reads it, or one of forward that is computed again. The last group of forward is
+the first of backward, and is kept. A gradient is reduced for each gather in which its weight is read: of a table that is the
+output layer, too, twice. Added up before, the gradient of the output layer would be there, whole, until the end of backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist.planning.equal_layers import LayerCall
 from tfdist.planning.step_trace import StepTrace
@@ -25,11 +29,13 @@ class Gather:
     Attributes:
         paths: the weights that are gathered.
         again: those of them that are gathered again for backward.
+        reduced: those of them that are read, and so have a gradient from here.
         first_use: the number of the first operation of backward that reads one of them.
     """
 
     paths: tuple[str, ...]
     again: set[str] = dataclasses.field(default_factory=set)
+    reduced: set[str] = dataclasses.field(default_factory=set)
     first_use: float = float("inf")
 
 
@@ -48,6 +54,7 @@ def gathers_of(
     group_bytes: int,
     prefetch: int,
     made_anew: Sequence[str] = (),
+    recomputed: Collection[int] = (),
 ) -> list[Gather]:
     """Returns the gathers of forward, in order, with what is gathered again in backward.
 
@@ -58,12 +65,13 @@ def gathers_of(
         group_bytes: the setting of the strategy.
         prefetch: the setting of the strategy.
         made_anew: the paths of weights that are made once more when all are made, in this order: those that tensor ranks share.
+        recomputed: the places of the calls that are computed again.
     """
     layers = _layers_in_order(model, local_bytes, made_anew)
     groups: dict[str, tuple[str, ...]] = {}
     gathers: list[Gather] = []
     live: list[Gather] = []
-    for read in _reads(model, trace):
+    for read in _reads(model, trace, recomputed):
         if read.path not in local_bytes:
             continue
         found = next((one for one in reversed(live) if read.path in one.paths), None)
@@ -74,6 +82,7 @@ def gathers_of(
             found = Gather(groups[read.path])
             gathers.append(found)
             live = [*live, found][-prefetch - 1 :]
+        found.reduced.add(read.path)
         if read.backward is not None:
             found.again.add(read.path)
             found.first_use = min(found.first_use, read.backward)
@@ -118,7 +127,7 @@ def _new_group(
     return tuple(members)
 
 
-def _reads(model: keras.Model, trace: StepTrace) -> Iterator[_Read]:
+def _reads(model: keras.Model, trace: StepTrace, recomputed: Collection[int]) -> Iterator[_Read]:
     """Yields the reads of weights in forward, in order; of a call that was passed over, as in the equal one that was traced."""
     paths = {id(variable.value.handle): variable.path for variable in model.variables}
     inside = {inner.name: paths[id(outer)] for outer, inner in trace.graph.captures if id(outer) in paths}
@@ -128,15 +137,32 @@ def _reads(model: keras.Model, trace: StepTrace) -> Iterator[_Read]:
         source = _traced_like(trace.calls, place)
         renamed = {} if source is call else _renamed(source, call)
         stop = trace.calls[trace.calls.index(source) + 1].start if source is not trace.calls[-1] else trace.forward
+        again, begins = _computed_again(operations, source, numbers) if place in recomputed else (set(), math.inf)
         for operation in operations[source.start : stop]:
             path = inside.get(operation.inputs[0].name) if operation.type == "ReadVariableOp" else None
             if path is None:
                 continue
-            readers = [one.operation for one in readers_of(operation.outputs[0], 0) if tape.is_backward(one.operation)]
-            first: float | None = min((numbers[one.name] for one in readers), default=None)
+            readers = [one.operation for one in readers_of(operation.outputs[0], 0)]
+            used = [numbers[one.name] for one in readers if tape.is_backward(one)]
+            first: float | None = min((*used, *(begins for one in readers if one in again)), default=None)
             if source is not call:
                 first = None if first is None else float("inf")
             yield _Read(renamed.get(path, path), first)
+
+
+def _computed_again(
+    operations: Sequence[tf.Operation], call: LayerCall, numbers: Mapping[str, int]
+) -> tuple[set[tf.Operation], float]:
+    """Returns the operations of a call that run a second time if it is computed again, and where in backward that begins."""
+    region = [one for one in operations[call.start : call.stop] if tape.can_be_made_again(one)]
+    within = {one.name for one in operations[call.start : call.stop]}
+    read: dict[tf.Operation, int] = {}
+    for one in region:
+        readers = [reader for output in one.outputs for reader in output.consumers()]
+        if all(tape.is_backward(reader) or reader.name in within for reader in readers):  # else it is returned, and kept
+            used = [numbers[reader.name] for reader in readers if tape.is_backward(reader)]
+            read.update({one: min(used)} if used else {})
+    return tape.ancestors(list(read), region, by_control=False), min(read.values(), default=math.inf)
 
 
 def _traced_like(calls: Sequence[LayerCall], place: int) -> LayerCall:

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tfdist.pipeline.stages.flops import flops_of_operation
 from tfdist.planning import operations
-from tfdist.planning.execution_order import execution_order
-from tfdist.planning.graph_optimizer import pushed_down
+from tfdist.planning.execution_order import CHANCE, execution_order
+from tfdist.planning.graph_optimizer import pushed_down, unchanged
 from tfdist.sharding import tape
 
 
@@ -56,6 +56,8 @@ class Sweep:
         batch_sizes: their sizes.
         results: the names of the tensors that are kept to the end.
         effects: the names of operations that run besides those that the results need.
+        is_one_graph: whether forward and backward run in one graph, in which TensorFlow's graph optimizer may move operations
+            from one to the other.
 
     Attributes:
         unknown: how many tensors have sizes that are known only when they are computed: they count nothing.
@@ -65,7 +67,12 @@ class Sweep:
     """
 
     def __init__(
-        self, graphs: Sequence[tf.Graph], batch_sizes: Sequence[int], results: Collection[str], effects: Collection[str] = ()
+        self,
+        graphs: Sequence[tf.Graph],
+        batch_sizes: Sequence[int],
+        results: Collection[str],
+        effects: Collection[str] = (),
+        is_one_graph: bool = True,
     ):
         every = [graph.get_operations() for graph in graphs]
         kinds = [[one.type for one in ops] for ops in every]
@@ -86,11 +93,11 @@ class Sweep:
         for one in ops:
             self.outputs.append([tensors.setdefault(x.name, len(tensors)) for x in one.outputs])
         self.tensors = tensors
-        inputs = {one: list(one.inputs) for one in ops} | dict(pushed_down(ops))
+        inputs = {one: list(one.inputs) for one in ops} | dict(pushed_down(ops) if is_one_graph else ())
         self.inputs = [[tensors[x.name] for x in inputs[one]] for one in ops]
         self.before = [sorted({numbers[x.op] for x in inputs[one]} | {numbers[x] for x in one.control_inputs}) for one in ops]
         self.aliases = [
-            [operations.alias_of(one, number) if self.runs[place] else None for number in range(len(one.outputs))]
+            [_alias_of(one, number) if self.runs[place] else None for number in range(len(one.outputs))]
             for place, one in enumerate(ops)
         ]
         self._called: dict[str, int] = {}
@@ -120,12 +127,13 @@ class Sweep:
             self._called[called.name] = max(int(inside.at(1).live().max(initial=0)) - results, 0)
         return self._called[called.name]
 
-    def at(self, batch_size: int) -> Buffers:
-        """Returns the buffers of a run with so many examples."""
+    def at(self, batch_size: int, chance: float = CHANCE) -> Buffers:
+        """Returns the buffers of a run with so many examples; `chance` as for `execution_order`."""
         first, last = self._batch_sizes
         part = (batch_size - first) / (last - first) if last > first else 0.0
         pairs = zip(self._measured[0][0], self._measured[1][0], strict=True)
-        return self._run(*(np.maximum(np.rint(low + (high - low) * part), 0).astype(np.int64) for low, high in pairs))
+        sizes, scratch, flops = (np.maximum(np.rint(low + (high - low) * part), 0).astype(np.int64) for low, high in pairs)
+        return self._run(sizes, scratch, flops, chance)
 
     def flops(self, batch_size: int) -> np.ndarray:
         """Returns the FLOPs of each operation with so many examples, float64 (operations,)."""
@@ -133,8 +141,8 @@ class Sweep:
         low, high = self._measured[0][0][2], self._measured[1][0][2]
         return low + (high - low) * (batch_size - first) / max(last - first, 1)
 
-    def _run(self, sizes: np.ndarray, scratch: np.ndarray, flops: np.ndarray) -> Buffers:
-        steps, ends = self._order(sizes, flops)
+    def _run(self, sizes: np.ndarray, scratch: np.ndarray, flops: np.ndarray, chance: float) -> Buffers:
+        steps, ends = self._order(sizes, flops, chance)
         readers = np.zeros(len(self.tensors), np.int64)
         for place in steps:
             for tensor in self.inputs[place]:
@@ -195,7 +203,7 @@ class Sweep:
                 return buffer
         return -1
 
-    def _order(self, sizes: np.ndarray, flops: np.ndarray) -> tuple[list[int], list[int]]:
+    def _order(self, sizes: np.ndarray, flops: np.ndarray, chance: float) -> tuple[list[int], list[int]]:
         moved = [float(sum(sizes[x] for x in (*self.inputs[place], *self.outputs[place]))) for place in range(self.count)]
         inline = [operations.is_inline(self.ops[place], moved[place]) for place in range(self.count)]
         seconds = [
@@ -204,4 +212,9 @@ class Sweep:
             else operations.seconds_of(moved[place], float(flops[place]))
             for place in range(self.count)
         ]
-        return execution_order(self.before, self.runs, inline, seconds, self._travels)
+        return execution_order(self.before, self.runs, inline, seconds, self._travels, chance=chance)
+
+
+def _alias_of(operation: tf.Operation, number: int) -> int | None:
+    alias = operations.alias_of(operation, number)
+    return unchanged(operation) if alias is None else alias

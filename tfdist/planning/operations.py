@@ -144,22 +144,42 @@ def _computing(body: tf.Graph) -> Iterator[tf.Operation]:
 
 
 def _of_loop(loop: tf.Operation, number: int) -> int | None:
-    """Returns the bytes of an output of a loop: of a list, what the trips put into it."""
+    """Returns the bytes of an output of a loop: of a list, what the trips put into it.
+
+    What a trip hands to the next, and that puts into a list, is there as often as the loop runs. What is put into several lists
+    is counted in the last: those of the gradient come last, and stay longest.
+    """
     output = loop.outputs[number]
     if output.dtype != tf.variant:
         return tensor_bytes(output)
-    put = tape.body(loop).outputs[number]
+    inside = tape.body(loop)
+    item = _put(inside, number)
+    if item is None or any(_is_put_too(inside, other, item) for other in range(number + 1, len(loop.outputs))):
+        return 0
+    times, size = trips(loop), tensor_bytes(item)
+    return None if times is None or size is None else size * times
+
+
+def _put(body: tf.Graph, number: int) -> tf.Tensor | None:
+    """Returns the tensor of a loop's body that each trip puts into the list `number`; None: none that a trip makes."""
+    put = body.outputs[number]
     while put.op.type == "Identity":
         put = put.op.inputs[0]
     if put.op.type not in ("TensorListPushBack", "TensorListSetItem"):
-        return 0
-    times = trips(loop)
-    if times is None:
         return None
-    item = put.op.inputs[-1]
-    while item.op.type in _ALIASES and item.op.inputs:
-        item = item.op.inputs[0]
-    if item.op.type in GIVEN:  # what was there before the loop, or came in a list
-        return 0
-    size = tensor_bytes(item)
-    return None if size is None else size * times
+    given = {x.name: place for place, x in enumerate(body.inputs)}
+    item, seen = put.op.inputs[-1], set()
+    while item.name not in seen:
+        seen.add(item.name)
+        if item.op.type in _ALIASES and item.op.inputs:
+            item = item.op.inputs[0]
+        elif item.name in given and given[item.name] < len(body.outputs):  # the trip before has handed it on
+            item = body.outputs[given[item.name]]
+        else:
+            return None if item.op.type in GIVEN else item
+    return None  # what was there before the loop
+
+
+def _is_put_too(body: tf.Graph, number: int, item: tf.Tensor) -> bool:
+    other = _put(body, number) if body.outputs[number].dtype == tf.variant else None
+    return other is not None and tape.same(other, item)

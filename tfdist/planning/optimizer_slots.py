@@ -72,6 +72,13 @@ def slots_of(model: keras.Model, optimizer: Any) -> tuple[str, tuple[Slot, ...],
     return type(inner).__name__, tuple(slots), is_elementwise(inner)
 
 
+def updates_each_alone(optimizer: Any) -> bool:
+    """Whether an optimizer, or that of a name, updates each weight when its gradient is there, whatever the others are."""
+    made = new_optimizer(optimizer)
+    of_all = ("inner_optimizer", "global_clipnorm", "clipnorm", "gradient_accumulation_steps")
+    return is_elementwise(made) and not any(getattr(made, setting, None) for setting in of_all)
+
+
 def new_optimizer(given: Any) -> keras.optimizers.Optimizer:
     """Returns an unbuilt optimizer like the given one."""
     if isinstance(given, keras.optimizers.Optimizer):

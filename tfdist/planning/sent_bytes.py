@@ -13,6 +13,7 @@ With P bytes of the local part of parameters, padded to N equal shards, and ring
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -64,7 +65,8 @@ def _over_data(traced: TracedModel, candidate: Candidate, pipe: int, config: Sha
     compressor = compressor_of("gradient_compression", candidate.gradient_compression)
     rounding = compressor_of("parameter_compression", candidate.parameter_compression)
     gradients = compressor if candidate.data == size else None  # of several groups what these send each other is compressed
-    padded = sum(_bytes(one, gradients, size) for one in trained)
+    reduced = _reduced(traced, candidate, trained, config) if candidate.zero_stage == 3 else trained
+    padded = sum(_bytes(one, gradients, size) for one in reduced)
     exact = sum(one.shard * one.itemsize * size for one in trained)
     if candidate.zero_stage == 3:
         sent = padded * part + _gathered(traced, candidate, parts, config) * part
@@ -75,7 +77,7 @@ def _over_data(traced: TracedModel, candidate: Candidate, pipe: int, config: Sha
         sent = (padded + sum(_bytes(one, rounding, size) for one in trained)) * part
     if not traced.is_elementwise and candidate.zero_stage:  # shards are gathered again, and owners send what they have updated
         sent += exact * part * (1 if candidate.zero_stage == 3 else 0) + exact / size
-    return sent + _between_groups(trained, compressor, candidate.data // size) + _small(traced, candidate, candidate.data, pipe)
+    return sent + _between_groups(reduced, compressor, candidate.data // size) + _small(traced, candidate, candidate.data, pipe)
 
 
 def _between_groups(trained: Sequence[Part], compressor: Compressor | None, groups: int) -> float:
@@ -100,16 +102,26 @@ def _gathered(traced: TracedModel, candidate: Candidate, parts: Sequence[Part], 
     sizes = {part.weight.path: _bytes(part, compressor, size) for part in parts if part.is_parameter}
     if candidate.pipeline > 1:
         return sum(sizes.values())
-    gathers = _gathers(traced, candidate.tensor, config.group_bytes, config.prefetch)
+    gathers = _gathers(traced, candidate.tensor, config.group_bytes, config.prefetch, candidate.recompute)
     return sum(sizes[path] for one in gathers for path in (*one.paths, *one.again))
 
 
+def _reduced(traced: TracedModel, candidate: Candidate, trained: Sequence[Part], config: ShardingConfig) -> list[Part]:
+    """Returns the weights whose gradients are reduced at stage 3, one that is read in several gathers as often."""
+    if candidate.pipeline > 1:
+        return list(trained)
+    gathers = _gathers(traced, candidate.tensor, config.group_bytes, config.prefetch, candidate.recompute)
+    reads = collections.Counter(path for one in gathers for path in one.reduced)
+    return [part for part in trained for _ in range(max(reads[part.weight.path], 1))]
+
+
 @functools.lru_cache(maxsize=64)
-def _gathers(traced: TracedModel, tensor: int, group_bytes: int, prefetch: int) -> list[Gather]:
+def _gathers(traced: TracedModel, tensor: int, group_bytes: int, prefetch: int, recompute: bool) -> list[Gather]:
     parts = parts_of(traced, Candidate(tensor=tensor))
     local = {part.weight.path: part.local * part.itemsize for part in parts if part.is_parameter}
     made_anew = tuple(traced.layouts.axes(tensor)) if tensor > 1 else ()
-    return gathers_of(traced.model, traced.first_trace, local, group_bytes, prefetch, made_anew)
+    recomputed = traced.recomputed_calls if recompute else ()
+    return gathers_of(traced.model, traced.first_trace, local, group_bytes, prefetch, made_anew, recomputed)
 
 
 def _small(traced: TracedModel, candidate: Candidate, size: int, pipe: int) -> float:

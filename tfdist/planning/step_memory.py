@@ -13,7 +13,7 @@ from tfdist.planning.candidate import Candidate
 from tfdist.planning.layouts import held_at_most
 from tfdist.planning.parts import Part, RankParts, parts_at
 from tfdist.planning.step_profile import StepProfile
-from tfdist.planning.traced_model import TracedModel
+from tfdist.planning.traced_model import Runs, TracedModel
 from tfdist.sharding import Shard, ShardingConfig, layers_within, placements_of
 
 _DEFAULTS = ShardingConfig()
@@ -34,7 +34,8 @@ class StepMemory:
 
 def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe: int) -> StepMemory:
     """Returns what a step holds on the devices at rank `pipe` of a pipeline, with `microbatch` examples at a time."""
-    profile = traced.profile(microbatch, candidate.tensor)
+    runs: Runs = "apart" if candidate.pipeline > 1 else "in turn" if candidate.recompute else "whole"
+    profile = traced.profile(microbatch, candidate.tensor, runs)
     if candidate.pipeline > 1:
         return _of_stages(traced, candidate, profile, pipe)
     trained = parts_at(traced, candidate, pipe).trained
@@ -43,15 +44,35 @@ def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe
     if candidate.data > 1:
         sent = _gathered if candidate.zero_stage == 3 else _messages
         buffers = sent(traced, profile, candidate.tensor)
-    together = live + _gradients(candidate, profile, trained) + buffers
+    together = live + _gradients(traced, candidate, profile, trained) + buffers
     fullest = int(np.argmax(together))
     return StepMemory(int(together[fullest]), int(buffers[fullest]))
 
 
-def _gradients(candidate: Candidate, profile: StepProfile, trained: Mapping[int, Part]) -> np.ndarray:
+def _gradients(traced: TracedModel, candidate: Candidate, profile: StepProfile, trained: Mapping[int, Part]) -> np.ndarray:
     """Returns the bytes of gradients during each operation: whole, or of shards that have been reduced."""
     is_sharded = isinstance(placements_of(candidate.zero_stage).gradient, Shard)
-    return _made(profile, {place: (x.shard if is_sharded else x.local) * x.itemsize for place, x in trained.items()})
+    sizes = {place: (x.shard if is_sharded else x.local) * x.itemsize for place, x in trained.items()}
+    if candidate.zero_stage < 3 or candidate.data == 1 or not traced.updates_each_alone:
+        return _made(profile, sizes)
+    return _made(profile, sizes) - _updated(traced, candidate, profile, sizes)
+
+
+def _updated(traced: TracedModel, candidate: Candidate, profile: StepProfile, sizes: Mapping[int, int]) -> np.ndarray:
+    """Returns the bytes of shards of gradients with which weights have been updated before each operation: stage 3.
+
+    A shard is there until it has been reduced, and then updates its weights: by the time at which the gradients of the second
+    group after it are made, which wait for it.
+    """
+    rank = parts_at(traced, candidate, 0)
+    paths = {part.weight.path: place for place, part in rank.trained.items()}
+    groups = _groups(traced, rank)
+    gone = np.zeros(len(profile.activations) + 2, np.int64)
+    for group, later in zip(groups[2:], groups, strict=False):
+        end = _window(profile, later.calls)[3]
+        for place in (paths[path] for path in group.paths if path in paths and profile.gradients[paths[path]] >= 0):
+            gone[max(end, int(profile.gradients[place])) + 1] += sizes[place]
+    return np.cumsum(gone)[: len(profile.activations)]
 
 
 def _made(profile: StepProfile, sizes: Mapping[int, int]) -> np.ndarray:
@@ -130,9 +151,10 @@ def _window(profile: StepProfile, calls: Sequence[int]) -> tuple[int, int, int, 
 
 @dataclasses.dataclass
 class _Group:
-    """Layers that are gathered together: the places of their calls, and their bytes."""
+    """Layers that are gathered together: the places of their calls, the paths of their weights, and their bytes."""
 
     calls: list[int]
+    paths: list[str]
     size: int
 
 
@@ -146,11 +168,13 @@ def _groups(traced: TracedModel, rank: RankParts) -> list[_Group]:
             own = [by_path[v.path] for v in layer._trainable_variables if v.path in by_path and v.path not in seen]
             seen.update(part.weight.path for part in own)
             size = sum(part.bytes for part in own if part.is_parameter)
+            paths = [part.weight.path for part in own]
             if size and groups and groups[-1].size + size <= _DEFAULTS.group_bytes:
                 groups[-1].size += size
                 groups[-1].calls.append(place)
+                groups[-1].paths += paths
             elif size:
-                groups.append(_Group([place], size))
+                groups.append(_Group([place], paths, size))
     return groups
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -17,7 +17,7 @@ from tfdist import errors
 from tfdist.planning.equal_layers import LayerCall, equal_layers, units_of
 from tfdist.planning.layouts import ModelLayouts
 from tfdist.planning.lifetimes import Buffers, Sweep
-from tfdist.planning.optimizer_slots import Slot, slots_of
+from tfdist.planning.optimizer_slots import Slot, slots_of, updates_each_alone
 from tfdist.planning.step_profile import StepProfile, end_of, profile_of
 from tfdist.planning.step_trace import StepTrace, trace_step
 from tfdist.planning.tensor_regions import divided_work, on_tensor_rank
@@ -25,6 +25,7 @@ from tfdist.planning.weightless import weightless_model
 from tfdist.sharding import layers_within
 
 _BATCH_SIZES = (2, 4)
+Runs = Literal["whole", "apart", "in turn"]
 _PROFILED = (16, 32)  # small tensors are ordered in another way
 
 
@@ -115,6 +116,7 @@ class TracedModel:
         optimizer: the optimizer's name.
         slots: the optimizer's variables.
         is_elementwise: whether the optimizer may run on shards.
+        updates_each_alone: whether it updates each weight when its gradient is there.
         layouts: how the model is sharded over tensor ranks and split in stages.
         calls: the calls of its layers.
         assumed: sentences on what was assumed.
@@ -127,14 +129,14 @@ class TracedModel:
         self.weights = tuple(_weight(variable) for variable in model.variables)
         self.trained = tuple(_weight(variable) for variable in model.trainable_variables)
         self.optimizer, self.slots, self.is_elementwise = slots_of(model, optimizer)
+        self.updates_each_alone = updates_each_alone(optimizer or getattr(model, "optimizer", None) or "adam")
         self.layouts = ModelLayouts(model)
         self.traces = [trace_step(model, size, sequence_length) for size in _BATCH_SIZES]
         first = self.traces[0]
         self.calls = first.calls
         self.assumed = list(first.assumed)
-        effects = [operation.name for operation in first.graph.control_outputs]
         try:
-            self._sweep = Sweep([one.graph for one in self.traces], _BATCH_SIZES, list(first.gradients), effects)
+            self._sweep = self._swept()
         except ValueError as error:
             raise errors.value_error(
                 "`build` returned a model whose operations depend on the size of the batch.",
@@ -169,17 +171,34 @@ class TracedModel:
         return self._sweep.unknown > 0
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  as long as the model
-    def profile(self, batch_size: int, tensor: int = 1) -> StepProfile:
-        """Returns what is in memory in the course of a step of so many examples, on one of so many tensor ranks."""
-        buffers = self._buffers(batch_size)
+    def profile(self, batch_size: int, tensor: int = 1, runs: Runs = "whole") -> StepProfile:
+        """Returns what is in memory in the course of a step of so many examples, on one of so many tensor ranks.
+
+        Args:
+            batch_size: how many examples.
+            tensor: how many tensor ranks.
+            runs: "whole": forward and backward in one graph; "apart": as functions of their own, as in a pipeline; "in turn":
+                block after block, each when backward is through with the one behind, as they are computed again.
+        """
+        buffers, sweep = self._buffers(batch_size, runs), self._sweep_apart if runs == "apart" else self._sweep
         if tensor > 1:
-            buffers = on_tensor_rank(buffers, self.traces[0], self._sweep, self.layouts.shardings(tensor), tensor)
+            buffers = on_tensor_rank(buffers, self.traces[0], sweep, self.layouts.shardings(tensor), tensor)
         paths = [weight.path for weight in self.trained]
-        return profile_of(self.traces[0], self._sweep, buffers, paths, batch_size)
+        return profile_of(self.traces[0], sweep, buffers, paths, batch_size)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  as long as the model
-    def _buffers(self, batch_size: int) -> Buffers:
-        return self._sweep.at(batch_size)
+    def _buffers(self, batch_size: int, runs: Runs = "whole") -> Buffers:
+        sweep = self._sweep_apart if runs == "apart" else self._sweep
+        return sweep.at(batch_size, chance=0.0) if runs == "in turn" else sweep.at(batch_size)
+
+    @functools.cached_property
+    def _sweep_apart(self) -> Sweep:
+        return self._swept(is_one_graph=False)
+
+    def _swept(self, is_one_graph: bool = True) -> Sweep:
+        first = self.traces[0]
+        effects = [operation.name for operation in first.graph.control_outputs]
+        return Sweep([one.graph for one in self.traces], _BATCH_SIZES, list(first.gradients), effects, is_one_graph)
 
     def divided_work(self, tensor: int) -> np.ndarray:
         """Returns for each operation of the first trace whether so many tensor ranks share its work, bool (operations,)."""
