@@ -49,24 +49,44 @@ def divided_work(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerShardi
     """Returns for each operation whether the tensor ranks share its work, bool (operations,).
 
     They share what makes a part on each, and every product of a sharded layer, also if its results are summed or gathered then.
-    All else each rank computes whole: what stands between two layers of whole outputs, and a loss of gathered logits.
+    All else each rank computes whole: what stands between two layers of whole outputs, and a loss of gathered logits. An
+    operation of backward that is named after a scope of forward alone is as the scope's first one, and a sum of gradients is as
+    these are.
     """
+    region, within = _regions(trace, sweep, shardings)
     divided = divided_operations(trace, sweep, shardings)
-    layers = {id(one.layer) for one in shardings}
-    within = np.zeros(len(sweep.ops), bool)
-    for call in trace.calls:
-        for layer, start, stop in call.within:
-            within[start:stop] |= id(layer) in layers
-    names = {sweep.ops[place].name: place for place in range(trace.forward)}
+    scopes: dict[str, int] = {}
+    for place in range(trace.forward):
+        parts = sweep.ops[place].name.split("/")
+        for length in range(2, len(parts) + 1):
+            scopes.setdefault("/".join(parts[:length]), place)
+    products = np.zeros(len(sweep.ops), bool)
     for place, operation in enumerate(sweep.ops):
-        if not divided[place] and any(kind in operation.type for kind in _PRODUCTS):
-            source = place if place < trace.forward else _forward_of(operation.name, names)
-            divided[place] = source is not None and within[source]
-    return divided
+        source = place if place < trace.forward else _forward_of(operation.name, scopes)
+        if any(kind in operation.type for kind in _PRODUCTS):
+            products[place] = source is not None and within[source]
+        elif source is not None and place >= trace.forward:
+            divided[place] |= region[source] in (_LOCAL, _HEADS, _COLUMN)
+        elif operation.type == "AddN":
+            divided[place] = all(divided[other] for other in sweep.before[place])
+    return divided | products
 
 
 def divided_operations(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> np.ndarray:
     """Returns for each operation whether what it makes is divided among the tensor ranks, bool (operations,)."""
+    region, _ = _regions(trace, sweep, shardings)
+    divided = np.isin(region, (_COLUMN, _LOCAL, _HEADS))
+    names = {sweep.ops[place].name: place for place in range(trace.forward)}
+    for place in range(trace.forward, len(sweep.ops)):
+        source = _forward_of(sweep.ops[place].name, names)
+        if source is not None:
+            is_product = any(kind in sweep.ops[place].type for kind in _PRODUCTS)
+            divided[place] = region[source] in (_LOCAL, _HEADS) or region[source] == (_ROW if is_product else _COLUMN)
+    return divided
+
+
+def _regions(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns in which region each operation of forward is, and whether it is within a sharded layer, both (operations,)."""
     of_layer = {id(one.layer): _region(one) for one in shardings}
     region = np.full(len(sweep.ops), _WHOLE)
     sharded = np.zeros(len(sweep.ops), bool)
@@ -78,14 +98,7 @@ def divided_operations(trace: StepTrace, sweep: Sweep, shardings: Sequence[Layer
     for place in range(trace.forward):
         if not sharded[place] and any(region[other] in (_COLUMN, _LOCAL) for other in sweep.before[place] if other < place):
             region[place] = _LOCAL
-    divided = np.isin(region, (_COLUMN, _LOCAL, _HEADS))
-    names = {sweep.ops[place].name: place for place in range(trace.forward)}
-    for place in range(trace.forward, len(sweep.ops)):
-        source = _forward_of(sweep.ops[place].name, names)
-        if source is not None:
-            is_product = any(kind in sweep.ops[place].type for kind in _PRODUCTS)
-            divided[place] = region[source] in (_LOCAL, _HEADS) or region[source] == (_ROW if is_product else _COLUMN)
-    return divided
+    return region, sharded
 
 
 def _region(sharding: LayerSharding) -> int:
