@@ -18,7 +18,8 @@ class Store(Coordination):
 
     def __init__(self, index, number, shared, written):
         self.errors = []
-        super().__init__(Cluster(TASKS[:number], index), "test", report=lambda message, awaited: self.errors.append(message))
+        cluster, nothing = Cluster(TASKS[:number], index), lambda *_: None
+        super().__init__(cluster, "test", nothing, lambda message, awaited: self.errors.append(message), nothing)
         self._shared, self._written = shared, written
 
     def put(self, key, value):

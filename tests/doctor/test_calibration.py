@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import forks, workers
-from tfdist.doctor import calibration, timing
+from tfdist.doctor import bandwidth, calibration, timing
 from tfdist.doctor.calibrate_command import add_calibrate
 from tfdist.doctor.calibration import calibration_checks, hardware_of
 from tfdist.doctor.check import LeftOutError, Outcome, Result, Status
@@ -24,6 +24,7 @@ def small(monkeypatch):
     monkeypatch.setattr(timing, "_SECONDS", 1e-3)
     monkeypatch.setattr(timing, "_MEASURABLE_SECONDS", 2e-3)
     monkeypatch.setattr(calibration, "_SIZES", (2**10, 2**14))
+    monkeypatch.setattr(bandwidth, "_MOST_CALLS", 2)
     monkeypatch.setattr(calibration, "_OVERLAP_BYTES", 2**14)
 
 
