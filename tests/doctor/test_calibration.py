@@ -19,10 +19,10 @@ from tfdist.planning.hardware import BUS_FACTORS, from_file
 
 @pytest.fixture
 def small(monkeypatch):
-    for name, value in {"_WIDTHS": (16, 64), "_COPIED_BYTES": 2**16, "_UPDATED": 2**10}.items():
+    for name, value in {"_WIDTHS": (96, 192), "_COPIED_BYTES": 2**21, "_UPDATED": 2**10}.items():
         monkeypatch.setattr(calibration, name, {"CPU": value})
     monkeypatch.setattr(timing, "_SECONDS", 1e-3)
-    monkeypatch.setattr(timing, "_MEASURABLE_SECONDS", 2e-3)
+    monkeypatch.setattr(timing, "_MEASURABLE_SECONDS", 1e-3)  # of few operations, which are traced one by one
     monkeypatch.setattr(calibration, "_SIZES", (2**10, 2**14))
     monkeypatch.setattr(bandwidth, "_MOST_CALLS", 2)
     monkeypatch.setattr(calibration, "_OVERLAP_BYTES", 2**14)
@@ -46,7 +46,7 @@ def test_what_is_measured(cpus, small, tmp_path):
     hardware = hardware_of(outcomes)
     assert hardware.measured and hardware.name == "3 x CPU" and "calibrate" in hardware.source
     assert set(hardware.matmul) == {"float32", "bfloat16"}  # what has no kernel is left out
-    assert [flops for flops, _ in hardware.matmul["float32"]] == [2 * width**3 for width in (16, 64)]
+    assert [flops for flops, _ in hardware.matmul["float32"]] == [2 * width**3 for width in (96, 192)]
     assert set(hardware.links) == {"within"} and set(hardware.links["within"]) == set(BUS_FACTORS)
     assert 1 <= hardware.sharing <= 3 and hardware.overlap >= 1
     assert min(hardware.bytes_per_second, hardware.operation_seconds, hardware.step_seconds, hardware.update_seconds) > 0
