@@ -24,5 +24,5 @@ def test_memory_holds_and_wrong_numbers_do_not(null_gpus, tmp_path):
     assert checks["devices"]["data"]["transport"] == "NCCL"
     for stage in range(4):
         data = checks[f"memory/zero_stage_{stage}"]["data"]
-        assert 0.9 < data["peak_bytes"] / data["formula_bytes"] < 1.4  # by how far the host was ahead: 1.02 to 1.27 was seen
+        assert 0.9 < data["peak_bytes"] / data["formula_bytes"] < 1.3  # by how far the host was ahead: 0.94 to 1.27 was seen
     assert "Not all holds; of 13 checks: 7 hold, 6 with an error." in ended.outputs[0]

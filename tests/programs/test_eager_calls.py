@@ -278,9 +278,10 @@ def test_another_thread_keeps_nothing_while_a_step_runs():
 
 
 def test_steps_in_a_loop_of_a_function_drop_what_is_kept():
+    keras.utils.set_random_seed(3)  # an output near 0 has no five digits
     strategy = strategy_for(2, 3)
     model = _mlp(strategy, steps_per_execution=3)
     for _ in range(2):
         model(X)
         model.fit(X, Y, batch_size=4, verbose=0)
-        np.testing.assert_allclose(np.array(model(X)), model.predict(X, verbose=0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.array(model(X)), model.predict(X, verbose=0), rtol=1e-5)

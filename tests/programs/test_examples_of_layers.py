@@ -7,33 +7,10 @@ import tensorflow as tf
 from grids import exhaustive
 from keras import layers, ops
 
-from tests.parity.comparison import state
 from tests.programs.comparing import assert_as_on_one_device
+from tests.programs.small_training import BATCH, ROWS, adam, fitted, normal, sgd
 
 pytestmark = pytest.mark.as_traced
-
-ROWS, BATCH = 22, 8  # the last batch has 6 rows
-
-
-def normal(*shape, seed=11):
-    return np.random.default_rng(seed).normal(size=(ROWS, *shape)).astype("float32")
-
-
-def integers(high, *shape, seed=7):
-    return np.random.default_rng(seed).integers(0, high, (ROWS, *shape)).astype("int32")
-
-
-def sgd():
-    return keras.optimizers.SGD(0.05, momentum=0.9)
-
-
-def adam():
-    return keras.optimizers.Adam(0.01, epsilon=1e-3)
-
-
-def fitted(model, *data, **arguments):
-    arguments = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "epochs": 2} | arguments
-    return {"history": model.fit(*data, **arguments).history, **state(model)}
 
 
 class Flow(keras.Model):
