@@ -1,4 +1,4 @@
-"""Four logical CPUs for every test, made before TensorFlow is initialised."""
+"""Four devices for every test, made before TensorFlow is initialised."""
 
 import os
 
@@ -8,11 +8,10 @@ import hypothesis
 import keras
 import pytest
 
-import tfdist
-from tests import garbage, graph_optimizer, layer_groups, op_creation
+from tests import devices, garbage, graph_optimizer, layer_groups, op_creation
 from tfdist import keras_hooks
 
-CPUS = tfdist.use_logical_cpus(4)
+CPUS = devices.take(4)
 graph_optimizer.only_for_calls()
 layer_groups.gather_each_layer_alone()
 garbage.collect_seldom()
@@ -26,7 +25,7 @@ hypothesis.settings.load_profile("tfdist")
 
 @pytest.fixture
 def cpus() -> list[str]:
-    """The names of the four logical CPUs."""
+    """The names of the four logical CPUs, or of the parts of a card in their place."""
     return CPUS
 
 
@@ -47,8 +46,8 @@ def _use_float_type(dtype: str) -> None:
 def _graph_optimizer_is_switched(request):
     """Off for tests marked `as_traced`, except for three devices of a grid: see tests/graph_optimizer.py."""
     case = getattr(request.node, "callspec", None)
-    devices = case.params.get("devices") if case else None
-    if not request.node.get_closest_marker("as_traced") or devices == graph_optimizer.DEVICES_THAT_KEEP_IT:
+    number = case.params.get("devices") if case else None
+    if not request.node.get_closest_marker("as_traced") or number == graph_optimizer.DEVICES_THAT_KEEP_IT:
         yield
         return
     graph_optimizer.switch(on=False)

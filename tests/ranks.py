@@ -10,11 +10,12 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.devices import names
 from tfdist.collectives import current_program
 
 
 def strategy_on(num_ranks: int, **settings: Any) -> tfdist.ShardedStrategy:
-    return tfdist.ShardedStrategy([f"CPU:{index}" for index in range(num_ranks)], **settings)
+    return tfdist.ShardedStrategy(names(num_ranks), **settings)
 
 
 def rank_id() -> int:

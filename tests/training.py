@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from tests.devices import names
 from tests.parity.comparison import losses_of_fit
 
 SAMPLES, FEATURES, CLASSES = 72, 15, 7
@@ -67,7 +68,7 @@ def loss_function() -> keras.losses.Loss:
 
 
 def strategy_for(devices: int, zero_stage: int, **settings: Any) -> tfdist.ShardedStrategy:
-    return tfdist.ShardedStrategy([f"CPU:{index}" for index in range(devices)], zero_stage=zero_stage, **settings)
+    return tfdist.ShardedStrategy(names(devices), zero_stage=zero_stage, **settings)
 
 
 def one_device() -> tf.distribute.Strategy:

@@ -30,7 +30,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when TensorFlow is imported
 
 from benchmarks import cases, peers
-from benchmarks.one_card import cost, exact, memory, overlap
+from benchmarks.one_card import cost, exact, memory, overlap, plans
 from benchmarks.one_card.card import Card
 from benchmarks.one_card.machine import machine_row
 from benchmarks.one_card.rows import Part, run_part
@@ -40,6 +40,7 @@ PARTS: dict[str, Callable[[Card], Part]] = {
     "exact": exact.part,
     "memory": memory.part,
     "cost": cost.part,
+    "plans": plans.part,
     "overlap": overlap.part,
 }
 _SECONDS = 460.0  # for all parts of a card; importing TensorFlow comes on top
