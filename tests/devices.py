@@ -4,8 +4,8 @@ Whoever has a card runs the tests of numbers on it, each process of pytest with 
 
     TFDIST_TESTS_GPU_MIB=1000 pytest -n 8 tests/programs tests/parity tests/layers
 
-TensorFloat-32 is off then. Tests that look at a CPU's names, bytes, kernels or transports fail there, and say so; tests that start
-processes of their own are not for it.
+TensorFloat-32 is off then. Tests that look at a CPU's kernels or transports fail there, and tests that start processes of their
+own are not for it.
 """
 
 from __future__ import annotations

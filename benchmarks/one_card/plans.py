@@ -1,8 +1,8 @@
 """Part e: what a plan says of a model, in memory and in time, beside what the model takes.
 
-Times are estimated twice: from the card's data sheet, and from a calibration of the first part of the card, which is the first row.
-The planner is told nothing of the models beside that. Of a model over several parts only memory is compared: parts share the
-card's processors, and their messages take other ways than those of cards.
+Times are estimated twice: from the card's data sheet, and from a calibration of the first part of the card, the first row. The
+planner is told nothing of the models beside that. Of a model over several parts only memory is compared: parts share the card's
+processors, and their messages take other ways than those of cards.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from benchmarks.planning_memory import application, batch_of, compiled, lstm, tr
 from tfdist.doctor.calibration import calibration_checks, hardware_of
 from tfdist.doctor.check import Check, Finding, LeftOutError, Outcome, Result, Status
 from tfdist.doctor.session import Session
+from tfdist.mesh.device_details import details_of
 from tfdist.planning import Candidate
-from tfdist.planning.data_sheets import from_sheet
+from tfdist.planning.data_sheets import DATA_SHEETS, from_sheet
 from tfdist.planning.estimates import Estimates
 from tfdist.planning.hardware import Hardware
 from tfdist.planning.memory import memory_of
@@ -43,8 +44,8 @@ class Planned:
     """A model, the examples of a device's batch, and how it is spread over parts of the card.
 
     Attributes:
-        build: makes the compiled model, given how many times as large it is to be: 1, or less on CPUs.
-        examples: of a batch of one device, of a card.
+        build: makes the compiled model.
+        examples: of the batch of one device.
     """
 
     build: Callable[[], keras.Model]
@@ -138,6 +139,12 @@ def _result(check: Check, session: Session) -> Result:
     return Result(check.name, Status.HOLDS, finding.summary, 0.0, finding.data)
 
 
+def _sheet_of(device: str) -> Hardware | None:
+    """Returns the data sheet of the card by its name; None where there is none."""
+    card = details_of([device])[0].card
+    return next((from_sheet(name) for name in DATA_SHEETS if name.upper() in card.upper()), None)
+
+
 @contextlib.contextmanager
 def _policy(name: str) -> Iterator[None]:
     before = keras.config.dtype_policy()
@@ -156,8 +163,9 @@ def _compare(planned: Planned, known: list[Hardware], card: Card) -> Finding:
         rows = planned.examples * candidate.data
         data: dict[str, Any] = {"ranks": len(devices), "planned_bytes": memory_of(traced, candidate, rows).together}
         if len(devices) == 1:
-            for name, hardware in {"sheet": from_sheet("h100"), **{"calibrated": one for one in known}}.items():
-                data[f"{name}_seconds"] = Estimates(traced, rows, hardware, 1).time(candidate).together
+            for name, hardware in (("sheet", _sheet_of(devices[0])), ("calibrated", known[-1] if known else None)):
+                if hardware is not None:
+                    data[f"{name}_seconds"] = Estimates(traced, rows, hardware, 1).time(candidate).together
         data["planning_seconds"] = time.perf_counter() - start
         data |= _trained(planned, devices, traced.block_pattern)
     told = f"planned {data['planned_bytes'] / _MIB:,.0f} MiB, peak {data['peak_bytes'] / _MIB:,.0f}"
