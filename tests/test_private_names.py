@@ -44,6 +44,7 @@ from tensorflow.python.ops import (
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.training.saving import saveable_object
 
+from tfdist import custom_gradients
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.sharding import keras_scope, tape
 
@@ -340,6 +341,19 @@ def test_nobody_looks_at_a_stand_in():
         np.testing.assert_array_equal(in_graph(replaced, tf.TensorSpec([3]))(tf.ones(3)), [2, 2, 2])
     finally:
         tf.debugging.disable_check_numerics()
+
+
+@pytest.mark.as_traced
+@pytest.mark.parametrize("made", [tf.custom_gradient, custom_gradients.custom_gradient])
+def test_a_custom_gradient_passes_its_arguments_on_behind_its_results(made):
+    def passed(x):
+        stub = tape.stand_in(tf.float32, [3])
+        result = made(lambda _: (2 * x, lambda upstream: upstream))(stub)
+        read = result + 1
+        assert [tape.pass_nothing_on(result.op, result.op.inputs[place]) for place in (0, 1)] == [False, True]
+        return read
+
+    np.testing.assert_array_equal(in_graph(passed, tf.TensorSpec([3]))(tf.ones(3)), [3, 3, 3])
 
 
 # tfdist/layers/recomputed.py

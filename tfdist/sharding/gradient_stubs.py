@@ -147,6 +147,19 @@ class GradientStubs:
             if self._program.outer is not None:
                 self._program.attachment(CarriedGradients).note(output)
 
+    def let_go(self, outputs: Sequence[tf.Tensor]) -> None:
+        """Lets no `tf.custom_gradient` pass on what is computed from stubs that are not filled, where nobody reads it."""
+        waiting = [stub.tensor for stub in self._stubs.values() if not stub.is_connected]
+        seen = {tensor.name for tensor in (*waiting, *outputs)}
+        while waiting:
+            tensor = waiting.pop()
+            for operation in tensor.consumers():
+                with self._program.outermost():
+                    is_let_go = tape.pass_nothing_on(operation, tensor)
+                after = [] if is_let_go else [output for output in _after(operation, tensor) if output.name not in seen]
+                seen.update(output.name for output in after)
+                waiting += after
+
     def _part(self, output: tf.Tensor) -> None:
         """Makes `output`, linear in stubs, of summands, and what reads it read the same of the sums."""
         operation = output.op
