@@ -78,7 +78,7 @@ def part(card: Card) -> Part:
         f"framework and dtype; the goal is {GOAL:.0%} over Keras. The first step's time begins with building the model. "
         "A step with `compile(jit_compile=True)` is refused under a strategy, of one rank too: only Keras alone has that row.",
         seconds=165,
-        row_seconds=60,
+        row_seconds=120,
         relate=related,
     )
 

@@ -53,7 +53,7 @@ def part(card: Card) -> Part:
         },
         text="The largest rank, as its allocator counts: the peak of the first steps, what stays between steps, the closed "
         "formula." + ("" if card.is_gpu else " Logical CPUs share an allocator: the mean of the ranks."),
-        seconds=75,
+        seconds=85,
         row_seconds=40,
     )
 
@@ -80,7 +80,7 @@ def _measure(name: str, card: Card) -> Finding:
     peaks, rests = (_by_rank(found, before, ranks) for found in (peak.by_device, allocators.current()))
     sizes = [width * width] * _LAYERS
     formula = placements_of(settings.get("zero_stage", 0)).bytes_per_parameter(ranks) * sum(sizes)
-    at_most = None if is_mirrored else most_bytes(formula, strategy.sharding_config, max(sizes))
+    at_most = None if is_mirrored else most_bytes(sizes, strategy.sharding_config, ranks)
     data = {
         "ranks": ranks,
         "parameters": sum(sizes),

@@ -49,7 +49,7 @@ def part(card: Card) -> Part:
         text=f"{_STEPS} steps of a GPT in a row on {_RANKS} logical devices, traced; milliseconds of a step. `compute`: {what}; "
         "`hidden`: the part of `messages` that passes while something is computed. What took most time is in the JSON lines.",
         seconds=60,
-        row_seconds=45,
+        row_seconds=60,
     )
 
 

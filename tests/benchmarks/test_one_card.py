@@ -11,7 +11,7 @@ import time
 import pytest
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from benchmarks.one_card import cost, exact, memory, overlap, trace
+from benchmarks.one_card import cost, exact, memory, overlap, plans, trace
 from benchmarks.one_card.__main__ import _SECONDS, parse_args
 from benchmarks.one_card.card import Card
 from benchmarks.one_card.rows import Part, Row, run_part
@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CARD = Card(is_gpu=False, is_quick=True)
 
 
-PARTS = {part.__name__.rpartition(".")[2]: part for part in (exact, memory, cost, overlap)}
+PARTS = {part.__name__.rpartition(".")[2]: part for part in (exact, memory, cost, overlap, plans)}
 
 
 @pytest.mark.timeout(300)

@@ -6,6 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 from grids import exhaustive
+from pretended_gpus import pretended_gpus
 from training import assert_same, custom_loop, fit, one_device, small, strategy_for
 
 from tfdist.optimizers import plan
@@ -99,15 +100,33 @@ def test_updates_of_large_shards_are_shared_and_of_larger_ones_compiled(monkeypa
     monkeypatch.setattr(plan, "LARGE_ELEMENTS", 100)
     monkeypatch.setattr(plan, "COMPILED_ELEMENTS", 101)
     monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ALL", 300)  # what a rank steps in all
-    strategy = strategy_for(2, zero_stage)
+    updates = updates_of(strategy_for(2, zero_stage))
+    assert updates() == (2 * 2, 2 * 1)
+    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ALL", 301)
+    assert updates() == (2 * 2, 0)
+    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ONE", 101)
+    assert updates() == (2 * 2, 2 * 1)
+    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ONE", 102)
+    assert updates() == (2 * 2, 0)
+
+
+def test_on_gpus_updates_are_compiled_where_kernels_are_asked_for(monkeypatch):
+    monkeypatch.setattr(plan, "LARGE_ELEMENTS", 100)
+    monkeypatch.setattr(plan, "COMPILED_ELEMENTS", 101)
+    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ALL", 300)
+    with pretended_gpus(are_whole=False):
+        for use_kernels, compiled in ((None, 0), (False, 0), (True, 2 * 1)):
+            assert updates_of(strategy_for(2, 3, use_kernels=use_kernels))() == (2 * 2, compiled)
+
+
+def updates_of(strategy):
+    """Returns a function that returns how many update functions a step has on both ranks, and how many of them are compiled."""
     with strategy.scope():
         variables = [tf.Variable(tf.zeros([size])) for size in (198, 199, 201)]  # shards of 99, 100 and 101
         optimizer = optimizers.Adam(0.01)
         optimizer.build(variables)
 
     def updates():
-        """Returns how many update functions a step has on both ranks, and how many of them are compiled."""
-
         @tf.function
         def step():
             strategy.run(lambda: optimizer.apply([tf.ones_like(variable) for variable in variables], variables))
@@ -116,10 +135,4 @@ def test_updates_of_large_shards_are_shared_and_of_larger_ones_compiled(monkeypa
         found = [function for function in functions if "_noinline" in function.attr]
         return len(found), sum(function.attr["_XlaMustCompile"].b for function in found)
 
-    assert updates() == (2 * 2, 2 * 1)
-    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ALL", 301)
-    assert updates() == (2 * 2, 0)
-    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ONE", 101)
-    assert updates() == (2 * 2, 2 * 1)
-    monkeypatch.setattr(plan, "COMPILER_PAYS_IN_ONE", 102)
-    assert updates() == (2 * 2, 0)
+    return updates

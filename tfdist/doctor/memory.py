@@ -3,8 +3,7 @@
     bytes of parameters, gradients and Adam's state = parameters x bytes per parameter of the stage, plus padding to N equal parts
 
 On every device: what `memory_report` counts, and the variables that exist. On GPUs also the most that TensorFlow's allocator had
-given out at once in a few steps, of which the formula is the largest part; layers that are gathered, buckets on their way and the
-libraries' own workspace come on top.
+given out at once in a few steps, of which the formula is the largest part (`most_bytes`).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -31,7 +31,6 @@ _ITEM_BYTES = 4
 _COUNTER_BYTES = 12
 # What libraries take for themselves, cuBLAS 32 MiB of it on recent GPUs, and what an allocator loses by rounding.
 _WORKSPACE_BYTES = 96 * 2**20
-_ROUNDING = 1.15
 
 
 def memory_checks() -> list[Check]:
@@ -76,23 +75,29 @@ def _measure(zero_stage: int, session: Session) -> Finding:
         summary += f"; but of the {counted:,} bytes of variables {there:,} are there"
     if gpus:
         peak = max(peak_bytes(gpu) - before[gpu] for gpu in gpus)
-        at_most = most_bytes(formula, strategy.sharding_config, max(sizes))
+        at_most = most_bytes(sizes, strategy.sharding_config, session.world_size)
         data |= {"peak_bytes": peak, "peak_at_most_bytes": round(at_most)}
         summary += f"; the allocator's peak {peak:,}, {peak / formula:.2f} of the formula (at most {at_most:,.0f})"
         holds = holds and peak <= at_most
     return Finding(summary, data, holds)
 
 
-def most_bytes(formula: float, config: Any, largest: int) -> float:
-    """Returns what an allocator's peak may be: the formula, two buckets, the gathered layers, libraries and rounding.
+def most_bytes(sizes: Sequence[int], config: Any, ranks: int) -> float:
+    """Returns what an allocator's peak may be, of a model with next to no activations and Adam.
+
+    That is the stage's formula, the temporary tensors of the update, buckets on their way, gathered layers, and libraries.
+    TensorFlow's executor goes over the updates of all parameters breadth first, so that their temporary tensors exist at once:
+    by an NVIDIA H200's allocator together about as much as what the rank updates.
 
     Args:
-        formula: bytes of the stage's closed formula.
+        sizes: elements of each variable.
         config: a strategy's `sharding_config`.
-        largest: elements of the largest variable.
+        ranks: over which the data axis shards.
     """
-    in_flight = 2 * config.bucket_bytes + (config.prefetch + 2) * _ITEM_BYTES * largest
-    return _ROUNDING * (formula + in_flight) + _WORKSPACE_BYTES
+    placements = placements_of(config.zero_stage)
+    updated = placements.fraction("optimizer_state", ranks) * _ITEM_BYTES
+    in_flight = 2 * config.bucket_bytes + (config.prefetch + 2) * _ITEM_BYTES * max(sizes)
+    return (placements.bytes_per_parameter(ranks) + updated) * sum(sizes) + in_flight + _WORKSPACE_BYTES
 
 
 def _existing_bytes(strategy: Any, variables: list[Any]) -> int:

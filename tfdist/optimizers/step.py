@@ -315,7 +315,7 @@ class _Step:
             accumulation_steps=optimizer.gradient_accumulation_steps or 0,
             accumulates_partial_sums=accumulates_partial_sums(optimizer, config),
             is_shareable=may_share(optimizer),
-            may_compile=program.is_on_cpu,
+            may_compile=program.is_on_cpu or bool(config.use_kernels),
             gathers_soon=isinstance(config.placements.optimizer_state, Shard) and is_on_chain(program),
             afterwards=tuple(what for what, is_wanted in afterwards.items() if is_wanted),
         )

@@ -188,7 +188,8 @@ class ShardingConfig:
         _one_of(True, False, None),
         "whether GELU, normalization over features, attention, projections of several axes (`EinsumDense`) and cross-entropy of "
         "integer labels are computed by tfdist's kernels, which take less time or memory than Keras's functions and differ by "
-        "rounding. None: on devices of a kind on which they have been measured, which are CPUs; False: Keras's functions run.",
+        "rounding. None: on CPUs, and Keras's functions on GPUs; True: on GPUs, too, where XLA then compiles updates of large "
+        "parameters, as it does on CPUs; False: Keras's functions run.",
     )
     step_losses: str = _setting(
         "mean",
