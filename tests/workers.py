@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import unittest
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -112,7 +113,12 @@ def job(
         environment: variables for all workers.
         only: the workers that are started at all; None: all.
         programs: the workers that begin, and end, as a user's do; the others are forks that have imported TensorFlow.
+
+    Raises:
+        unittest.SkipTest: the tests run on a card (tests/devices.py), whose memory this process has divided.
     """
+    if os.environ.get("TFDIST_TESTS_GPU_MIB"):
+        raise unittest.SkipTest("starts processes, which a card that is divided has no room for")
     ports = ports or free_ports(number)
     addresses = [f"localhost:{port}" for port in ports]
     workers: list[Worker] = []

@@ -17,6 +17,7 @@ import tensorflow as tf
 from grids import exhaustive
 
 import tfdist
+from tests.devices import names
 from tfdist.checkpoint import backups
 from tfdist.checkpoint.extra_state import extra_state, restore_extra_state
 from tfdist.runtime import job_run
@@ -65,7 +66,7 @@ class Program:
 
     def __init__(self, zero_stage, steps_per_execution=1, run_eagerly=False):
         keras.utils.set_random_seed(11)
-        strategy = tfdist.ShardedStrategy(["CPU:0", "CPU:1"], zero_stage=zero_stage)
+        strategy = tfdist.ShardedStrategy(names(2), zero_stage=zero_stage)
         with strategy.scope():
             layers = [keras.layers.Dense(7, activation="tanh"), keras.layers.Dropout(0.4), keras.layers.Dense(3)]
             self.model = keras.Sequential([keras.Input((6,)), *layers])
@@ -357,7 +358,7 @@ class OwnStep(Subclassed):
 def fresh(build, run_eagerly, callbacks):
     """Trains a model that is made anew, as in a new process; returns its history, None if it failed, and its values."""
     keras.utils.set_random_seed(4)
-    with tfdist.ShardedStrategy(["CPU:0", "CPU:1"], zero_stage=3).scope():
+    with tfdist.ShardedStrategy(names(2), zero_stage=3).scope():
         model = build()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"], run_eagerly=run_eagerly)
@@ -555,7 +556,7 @@ class Noise(keras.layers.Layer):
 
 @pytest.mark.parametrize("is_of_keras", [False, True])
 def test_draws_that_no_backup_has_are_told_of_once(is_of_keras, tmp_path):
-    with tfdist.ShardedStrategy(["CPU:0", "CPU:1"]).scope():
+    with tfdist.ShardedStrategy(names(2)).scope():
         model = keras.Sequential([keras.Input((6,)), Noise(is_of_keras), keras.layers.Dense(3)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     with warnings.catch_warnings(record=True, action="always") as caught:

@@ -11,6 +11,7 @@ from grids import exhaustive
 from ranks import integers, local, per_rank, rank_id, refused, run, strategy_on, trace, transposed
 
 import tfdist
+from tests.devices import names
 from tfdist.collectives import (
     RING,
     Communicator,
@@ -291,7 +292,7 @@ def test_axes_of_a_mesh(cpus, shape, axes):
 def test_devices_in_any_order(order):
     """Rank i is the i-th device named, whatever number the kernels give it."""
     n = 4
-    strategy = tfdist.ShardedStrategy([f"CPU:{index}" for index in order])
+    strategy = tfdist.ShardedStrategy([names(n)[index] for index in order])
     cases = [case for case in linear_cases(n) if "uneven" not in case[0] or case[0] == "gather uneven"]
     rng = np.random.default_rng(0)
     values = {name: [integers(rng, shape) for shape in shapes] for name, _, _, shapes in cases}

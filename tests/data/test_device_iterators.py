@@ -13,6 +13,7 @@ from tensorflow.python.distribute import input_lib
 from tensorflow.python.eager import context
 
 import tfdist
+from tests.devices import of_cpus
 from tfdist.data import device_iterators, iterator, kept_functions, split_batches
 
 
@@ -85,6 +86,7 @@ def test_slack_and_no_buffer(cpus, either_way):
         assert [[part.numpy().tolist() for part in batch] for batch in batches] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
+@of_cpus("each GPU has an iterator, which copies ahead")
 def test_cpus_share_one_iterator(cpus, monkeypatch):
     made = []
     original = tf.data.Dataset.__iter__

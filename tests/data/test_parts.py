@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.devices import names
 from tfdist.data import Ends, parts
 
 Dataset = tf.data.Dataset
@@ -115,7 +116,7 @@ def test_what_cannot_be_one_job():
     with pytest.raises(ValueError, match="that of worker 0 has 2 batches and that of worker 1 has 1"):
         parts.as_long_as_others(batches, [parts.description(batches), parts.description(batches.take(1))], same, 1)
     with pytest.raises(ValueError, match=r"must return a `tf.data.Dataset`.*Received: dataset=\[1\]"):
-        tfdist.ShardedStrategy(["CPU:0"]).distribute_datasets_from_function(lambda context: [1])
+        tfdist.ShardedStrategy(names(1)).distribute_datasets_from_function(lambda context: [1])
 
 
 @pytest.mark.parametrize(

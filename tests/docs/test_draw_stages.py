@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.devices import names
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 WIDTH = 8
@@ -25,9 +26,7 @@ def draw_stages():
 
 def messages(zero_stage, layers):
     """Returns the labels of rank 0's messages in a step of `layers` layers, each a bucket or a group of its own."""
-    strategy = tfdist.ShardedStrategy(
-        ["CPU:0", "CPU:1"], zero_stage=zero_stage, bucket_bytes=4 * (WIDTH * WIDTH + WIDTH), group_bytes=0
-    )
+    strategy = tfdist.ShardedStrategy(names(2), zero_stage=zero_stage, bucket_bytes=4 * (WIDTH * WIDTH + WIDTH), group_bytes=0)
     with strategy.scope():
         dense = [keras.layers.Dense(WIDTH, activation="tanh", name=f"layer_{layer}") for layer in range(layers)]
         model = keras.Sequential([keras.Input((WIDTH,)), *dense])

@@ -9,6 +9,7 @@ import tensorflow as tf
 from training import BATCH, CLASSES, FEATURES, strategy_for, vectors
 
 import tfdist
+from tests.devices import is_on
 from tfdist.optimizers import plan
 
 WEIGHTS = 2  # of `build`
@@ -72,7 +73,7 @@ def test_the_overflow_flag_is_one_number(zero_stage):
 
 def of_every_step(graph):
     """Returns the kinds of collectives of rank 0 that run in every step: those outside branches."""
-    return sorted(op.type for op in graph.get_operations() if op.type.startswith("Collective") and op.device.endswith("CPU:0"))
+    return sorted(op.type for op in graph.get_operations() if op.type.startswith("Collective") and is_on(op, 0))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from grids import exhaustive
 from training import assert_same, custom_loop, fit, mlp, one_device, strategy_for
 
 import tfdist
+from tests.devices import is_on
 from tfdist.optimizers import plan
 from tfdist.optimizers.slots import slots_of
 
@@ -37,10 +38,7 @@ def update_calls(strategy, make_optimizer):
     step = tf.function(lambda x: strategy.run(rank_step, args=(x,)))
     graph = step.get_concrete_function(tf.zeros((4, 9))).graph
     calls = [op for op in graph.get_operations() if op.type == "StatefulPartitionedCall"]
-    return [
-        [op.get_attr("f").name for op in calls if op.device.endswith(f"CPU:{rank}")]
-        for rank in range(strategy.num_replicas_in_sync)
-    ]
+    return [[op.get_attr("f").name for op in calls if is_on(op, rank)] for rank in range(strategy.num_replicas_in_sync)]
 
 
 @pytest.mark.parametrize("zero_stage", range(4))
@@ -105,7 +103,7 @@ def operations_of_a_step(make_optimizer, zero_stage):
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
     graph = tf.function(lambda x: strategy.run(rank_step, args=(x,))).get_concrete_function(tf.zeros((4, 9))).graph
-    return collections.Counter(op.type for op in graph.get_operations() if op.device.endswith("CPU:0"))
+    return collections.Counter(op.type for op in graph.get_operations() if is_on(op, 0))
 
 
 @pytest.mark.parametrize("zero_stage", range(4))

@@ -12,6 +12,7 @@ from ranks import strategy_on
 from training import one_device
 
 import tfdist
+from tests.devices import names, of_cpus
 from tests.parity.comparison import assert_same_tree
 from tests.pipeline.pipeline_models import BATCH, CLASSES, chain, compiled, crossentropy, data, tied, train
 from tfdist.pipeline import Schedule1F1B, Stage
@@ -232,7 +233,7 @@ def test_what_is_no_graph_of_layers():
 
 
 def test_strategies():
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope(), pytest.raises(NotImplementedError, match="MirroredStrategy"):
+    with tf.distribute.MirroredStrategy(names(2)).scope(), pytest.raises(NotImplementedError, match="MirroredStrategy"):
         tfdist.PipelineModel(stacked(), num_microbatches=2)
 
 
@@ -331,6 +332,7 @@ def test_a_weight_of_another_stage():
         model.fit(np.ones((4, 5)), np.ones((4, 5)), batch_size=4, verbose=0)
 
 
+@of_cpus("it starts a process")
 def test_a_program_without_a_strategy():
     """One device feeds itself microbatches, in a process in which nothing else changes Keras: masks count as for the batch."""
     program = """

@@ -8,6 +8,7 @@ from test_traced_model import blocks
 from training import mlp
 
 import tfdist
+from tests.devices import names
 from tests.planning.spreading import spread
 from tfdist.planning import Candidate
 from tfdist.planning.memory import memory_of, state_of
@@ -54,8 +55,7 @@ def reported(build, candidate, optimizer=None):
         "sharding_group_size": candidate.sharding_group_size,
         "parameter_compression": candidate.parameter_compression,
     }
-    devices = [f"CPU:{index}" for index in range(candidate.devices)]
-    strategy = tfdist.ShardedStrategy(devices, zero_stage=candidate.zero_stage, **settings)
+    strategy = tfdist.ShardedStrategy(names(candidate.devices), zero_stage=candidate.zero_stage, **settings)
     with strategy.scope():
         model = spread(build, candidate)
         if optimizer is not None:

@@ -12,6 +12,7 @@ from test_planned_memory import BLOCKS, LOSS, mixed, text, traced
 from training import mlp
 
 import tfdist
+from tests.devices import names
 from tests.planning.spreading import spread
 from tfdist.planning import Candidate
 from tfdist.planning.sent_bytes import sent_of
@@ -63,8 +64,7 @@ def strategy_of_a_step(build, candidate, config=ALONE):
         "gradient_compression": candidate.gradient_compression,
         "parameter_compression": candidate.parameter_compression,
     }
-    devices = [f"CPU:{index}" for index in range(candidate.devices)]
-    strategy = tfdist.ShardedStrategy(devices, config=config, zero_stage=candidate.zero_stage, **settings)
+    strategy = tfdist.ShardedStrategy(names(candidate.devices), config=config, zero_stage=candidate.zero_stage, **settings)
     with strategy.scope():
         model = spread(build, candidate)
         model.compile("adam", LOSS)

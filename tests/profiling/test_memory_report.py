@@ -8,6 +8,7 @@ import tensorflow as tf
 from training import BATCH, custom_loop, mlp, one_device, strategy_for, vectors
 
 import tfdist
+from tests.devices import kind, names
 from tfdist.sharding import placements_of
 
 SIZES = [15 * 33, 33, 1, 3, 33 * 7, 7]  # the weights of `mlp`
@@ -41,8 +42,8 @@ def test_bytes_equal_the_formulas_of_the_stage(zero_stage, devices):
         3: (part, part, 2 * part),
     }[zero_stage]
     assert len(report.devices) == devices
-    for index, memory in enumerate(report.devices):
-        assert memory.device == f"CPU:{index}"
+    assert [memory.device for memory in report.devices] == names(devices)
+    for memory in report.devices:
         assert memory.parameter_bytes == parameter
         assert memory.gradient_bytes == gradient
         assert memory.optimizer_bytes == slots + COUNTERS
@@ -54,7 +55,7 @@ def test_bytes_equal_the_formulas_of_the_stage(zero_stage, devices):
 
 @pytest.mark.parametrize("zero_stage", range(3))
 def test_a_pipeline_rank_holds_its_stage_only(zero_stage):
-    strategy = tfdist.ShardedStrategy([f"CPU:{i}" for i in range(4)], zero_stage=zero_stage, pipeline_parallel_size=2)
+    strategy = tfdist.ShardedStrategy(names(4), zero_stage=zero_stage, pipeline_parallel_size=2)
     with strategy.scope():
         layers = [keras.Input((5,)), keras.layers.Dense(7), keras.layers.Dense(3)]
         model = tfdist.PipelineModel(layers, num_microbatches=2)
@@ -81,12 +82,12 @@ def test_the_components_are_the_only_copies():
     kernel, slot = model.layers[0].kernel.value, model.optimizer.variables[2].value
     for variable in (kernel, slot):
         assert [component.shape for component in variable.values] == [math.ceil(15 * 33 / 4)] * 4
-        assert [component.device[-5:] for component in variable.values] == [f"CPU:{rank}" for rank in range(4)]
+        assert [component.device[-5:] for component in variable.values] == names(4)
 
 
 def test_other_strategies_and_none():
     assert tfdist.memory_report(ready(one_device())).devices[0].total_bytes == 4 * TOTAL + COUNTERS
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    with tf.distribute.MirroredStrategy(names(2)).scope():
         model = mlp()
     report = tfdist.memory_report(model)
     assert [memory.total_bytes for memory in report.devices] == [2 * TOTAL] * 2
@@ -97,7 +98,7 @@ def test_table():
     text = str(tfdist.memory_report(ready(strategy_for(2, 3))))
     assert "ShardedStrategy, zero_stage=3, 2 devices" in text
     lines = text.splitlines()
-    assert [line.split()[0] for line in lines if line.startswith(("CPU", "mirrored"))] == ["CPU:0", "CPU:1", "mirrored"]
+    assert [line.split()[0] for line in lines if line.startswith((kind(), "mirrored"))] == [*names(2), "mirrored"]
     assert lines[-1].endswith("100.0%")
 
 

@@ -15,6 +15,7 @@ from grids import exhaustive
 from training import strategy_for
 
 import tfdist
+from tests.devices import of_cpus
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -143,6 +144,7 @@ def converted(model, path):
         file.write(tf.lite.TFLiteConverter.from_keras_model(model).convert())
 
 
+@of_cpus("it starts a process")
 @pytest.mark.parametrize(
     ("names", "but"), [(("dense-3", "pipeline-0"), ("export", "converter.tflite")), exhaustive(tuple(MODELS), ())]
 )

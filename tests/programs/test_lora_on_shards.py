@@ -7,6 +7,7 @@ from comparing import assert_as_on_one_device
 from grids import exhaustive
 
 import tfdist
+from tests.devices import names
 from tests.parity.comparison import assert_same_tree, state
 
 pytestmark = pytest.mark.as_traced
@@ -102,7 +103,7 @@ def test_it_is_one_device(program, tensor, data_ranks, zero_stage):
 
 
 def test_frozen_weights_stay_sharded_over_both_axes():
-    strategy = tfdist.ShardedStrategy([f"CPU:{i}" for i in range(4)], zero_stage=3, tensor_parallel_size=2)
+    strategy = tfdist.ShardedStrategy(names(4), zero_stage=3, tensor_parallel_size=2)
     with strategy.scope():
         made = model()
         enable_lora(made)
@@ -118,7 +119,7 @@ def test_frozen_weights_stay_sharded_over_both_axes():
 def test_files_are_those_of_one_device(tmp_path):
     """Kernel and product are written as one, as Keras does, and any model reads them."""
     path = tmp_path / "it.weights.h5"
-    strategy = tfdist.ShardedStrategy([f"CPU:{i}" for i in range(2)], tensor_parallel_size=2)
+    strategy = tfdist.ShardedStrategy(names(2), tensor_parallel_size=2)
     keras.utils.set_random_seed(3)
     trained = saved(strategy, path)
     plain = model()

@@ -13,6 +13,7 @@ from grids import exhaustive
 from training import strategy_for
 
 import tfdist
+from tests.devices import is_on
 from tests.parity.comparison import assert_same_tree, state
 from tfdist.sharding import config_of
 
@@ -282,7 +283,7 @@ def test_nothing_is_kept_that_lies_between(zero_stage):
 def test_a_block_is_computed_again_when_backward_is_through_with_the_one_behind_it(zero_stage):
     """Attention's softmax of block k is made again after the backward of that of block k + 1."""
     graph, _ = traced(zero_stage, is_recomputed=True)
-    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
+    on_rank_0 = [op for op in graph.get_operations() if is_on(op, 0)]
     again = [op for op in on_rank_0 if op.type == "Softmax" and is_backward(op)]
     assert len(again) == DEPTH
     readers = [[reader for reader in op.outputs[0].consumers() if "/gradient_tape/" in f"/{reader.name}"] for op in again]
@@ -294,11 +295,11 @@ def test_a_block_is_computed_again_when_backward_is_through_with_the_one_behind_
 def test_a_block_is_computed_again_when_the_logits_have_been_read(zero_stage):
     """The gradient of the last layer's bias reads them, and no other operation of backward waits for it."""
     graph, _ = traced(zero_stage, is_recomputed=True)
-    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0") and is_backward(op)]
+    on_rank_0 = [op for op in graph.get_operations() if is_on(op, 0) and is_backward(op)]
     first = next(op for op in on_rank_0 if op.type == "Softmax")
     read = [op for op in on_rank_0 if op.type in ("Sum", "BiasAddGrad") and op.inputs[0].shape[1:] == (CLASSES,)]
     assert read and {op.name for op in read} <= ancestors([first])
-    assert not any(before.device.endswith("CPU:1") for op in on_rank_0 for before in op.control_inputs)
+    assert not any(is_on(before, 1) for op in on_rank_0 for before in op.control_inputs)
 
 
 def test_no_message_more():

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.devices import names
 from tfdist.sharding import MeshConfig, PlacementRequest
 from tfdist.sharding.config import settings_of
 
@@ -41,7 +42,7 @@ def test_settings_by_name_in_one_object_and_both():
 
 def test_a_strategys_own_settings_serve_another():
     strategy = tfdist.ShardedStrategy(zero_stage=3, tensor_parallel_size=2)
-    again = tfdist.ShardedStrategy(["CPU:0", "CPU:1"], config=strategy.sharding_config)
+    again = tfdist.ShardedStrategy(names(2), config=strategy.sharding_config)
     assert again.mesh.shape == (1, 1, 2)
     assert again.zero_stage == 3
 

@@ -11,12 +11,14 @@ import test_models
 from grids import exhaustive
 from training import strategy_for
 
+from tests.devices import is_on
 from tfdist.collectives.transports import Transport
 from tfdist.sharding import gradients_in_flight, shard_messages
 
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases
 LAYERS = len(WIDTHS) - 1
 SIZES = [size for n, m in zip(WIDTHS, WIDTHS[1:], strict=False) for size in (n * m, m)]
+PRODUCTS = ("MatMul", "Einsum")  # the second where tfdist's kernels are not used: on GPUs
 GROUPS = [(n * m, m) for n, m in zip(WIDTHS, WIDTHS[1:], strict=False)]
 
 
@@ -48,7 +50,7 @@ def collectives_of(graph, rank=0):
     """Returns, per collective kind, the elements of each message that `rank` puts into it, in graph order."""
     found = collections.defaultdict(list)
     for operation in graph.get_operations():
-        if operation.type.startswith("Collective") and operation.device.endswith(f"CPU:{rank}"):
+        if operation.type.startswith("Collective") and is_on(operation, rank):
             found[operation.type].append(math.prod(operation.inputs[0].shape))
     return dict(found)
 
@@ -114,16 +116,16 @@ def test_stage_2_holds_two_buckets_of_full_gradients(zero_stage):
 
 
 def test_stage_2_holds_products_whose_results_are_rearranged():
-    _check_waiting(2, lambda operation: operation.outputs[0].shape == (19, 19), _deep_projections)
+    _check_waiting(2, lambda operation: _sizes(operation) == [19, 19], _deep_projections)
 
 
 def _check_waiting(zero_stage, is_of_kernel, build=None):
     """Asserts that the products which form a kernel's gradient wait for the reduction of the bucket two before."""
     depth = 6
     graph, _ = traced_step(strategy_for(2, zero_stage, bucket_bytes=4 * (19 * 19 + 19)), lambda: (build or _deep)(depth))
-    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
+    on_rank_0 = [op for op in graph.get_operations() if is_on(op, 0)]
     reductions = [op for op in on_rank_0 if op.type == "CollectiveAllToAllV2"]
-    of_kernels = [op for op in on_rank_0 if op.type == "MatMul" and "gradient_tape" in op.name and is_of_kernel(op)]
+    of_kernels = [op for op in on_rank_0 if op.type in PRODUCTS and "gradient_tape" in op.name and is_of_kernel(op)]
     assert len(reductions) == depth
     assert len(of_kernels) == depth
     for k, operation in enumerate(of_kernels):
@@ -158,7 +160,7 @@ def test_stage_2_holds_one_bucket_of_full_gradients_in_memory(as_in_memory):
     """A gradient waits until the bucket before its own is reduced, and the one before that is updated and gathered."""
     depth = 6
     graph, _ = traced_step(strategy_for(2, 2, bucket_bytes=4 * (19 * 19 + 19)), lambda: _deep(depth))
-    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
+    on_rank_0 = [op for op in graph.get_operations() if is_on(op, 0)]
     reductions = [op for op in on_rank_0 if op.type == "CollectiveAllToAllV2"]
     gathers = [op for op in on_rank_0 if op.type == "CollectiveGatherV2"]
     of_kernels = _kernel_gradients(on_rank_0)
@@ -173,7 +175,7 @@ def test_stage_2_holds_one_bucket_of_full_gradients_in_memory(as_in_memory):
 def test_stage_3_holds_one_full_gradient_in_memory(as_in_memory):
     depth = 6
     graph, _ = traced_step(strategy_for(2, 3), lambda: _deep(depth))
-    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
+    on_rank_0 = [op for op in graph.get_operations() if is_on(op, 0)]
     reductions = [op for op in on_rank_0 if op.type == "CollectiveAllToAllV2"]
     of_kernels = _kernel_gradients(on_rank_0)
     assert len(reductions) == len(of_kernels) == depth
@@ -193,9 +195,10 @@ def test_stage_3_drops_a_layer_whose_gradient_is_rearranged():
 
 def _check_drops(build):
     graph, _ = traced_step(strategy_for(2, 3), lambda: build(6))
-    on_rank_0 = [op for op in graph.get_operations() if op.device.endswith("CPU:0")]
-    readers = [op for op in on_rank_0 if op.type == "MatMul" and "gradient_tape" in op.name and op.outputs[0].shape == (6, 19)]
-    of_kernels = [op for op in on_rank_0 if op.type == "MatMul" and op.outputs[0].shape == (19, 19)]
+    on_rank_0 = [op for op in graph.get_operations() if is_on(op, 0)]
+    readers = [op for op in on_rank_0 if op.type in PRODUCTS and "gradient_tape" in op.name and _sizes(op) == [6, 19]]
+    readers = [op for op in readers if op.outputs[0].consumers()]  # an `Einsum` has both gradients
+    of_kernels = [op for op in on_rank_0 if op.type in PRODUCTS and _sizes(op) == [19, 19]]
     assert len(of_kernels) == len(readers) + 1  # the first layer's input needs no gradient
     for reader, operation in zip(readers, of_kernels, strict=False):
         assert reader in operation.control_inputs
@@ -218,6 +221,11 @@ def test_waiting_closes_no_circle_with_the_collectives_of_layers(as_in_memory, z
         assert free, f"{len(waiting)} operations wait for each other"
         order.update(op.name for op in free)
         waiting = [op for op in waiting if op.name not in order]
+
+
+def _sizes(operation):
+    """Returns the sizes of the axes of what `operation` makes, but for those of one element."""
+    return [size for size in operation.outputs[0].shape if size != 1]
 
 
 def _before(operation):
@@ -283,10 +291,10 @@ def test_stage_3_holds_at_most_prefetch_plus_1_layers(prefetch):
     """Every gather waits for the readers of the layer `prefetch + 1` gathers before it, in both directions."""
     depth = 8
     graph, _ = traced_step(strategy_for(2, 3, prefetch=prefetch), lambda: _deep(depth))
-    gathers = [op for op in graph.get_operations() if op.type == "CollectiveGatherV2" and op.device.endswith("CPU:0")]
+    gathers = [op for op in graph.get_operations() if op.type == "CollectiveGatherV2" and is_on(op, 0)]
     forward, backward = gathers[:depth], gathers[depth:]
     assert len(backward) == depth - 2
-    products = [op for op in graph.get_operations() if op.type == "MatMul" and op.device.endswith("CPU:0")]
+    products = [op for op in graph.get_operations() if op.type == "MatMul" and is_on(op, 0)]
     forward_products = [op for op in products if "gradient_tape" not in op.name]
     for k in range(prefetch + 1, depth):
         assert _waits_for(forward[k], forward_products[k - prefetch - 1]), k

@@ -9,6 +9,7 @@ from grids import exhaustive
 from pretended_gpus import pretended_gpus
 from training import assert_same, custom_loop, fit, one_device, small, strategy_for
 
+from tests.devices import of_cpus
 from tfdist.optimizers import plan
 
 pytestmark = pytest.mark.as_traced
@@ -95,6 +96,7 @@ def test_compiled_updates(monkeypatch, name, zero_stage):
     assert_same(custom_loop(strategy_for(2, zero_stage), small, OPTIMIZERS[name]), on_one_device(custom_loop, name))
 
 
+@of_cpus("XLA compiles updates there alone")
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_updates_of_large_shards_are_shared_and_of_larger_ones_compiled(monkeypatch, zero_stage):
     monkeypatch.setattr(plan, "LARGE_ELEMENTS", 100)

@@ -10,6 +10,7 @@ from keras.src.layers import layer as keras_layer
 from plan_models import RawOps, chain, decoder, example_gpt, new_decoder, subclassed, with_raw_ops
 
 import tfdist
+from tests.devices import names
 from tfdist.tensor_plans import keras_tracing, trace_model
 from tfdist.tensor_plans.keras_tracing import all_layers, sublayers
 
@@ -198,7 +199,7 @@ def test_other_threads_are_not_recorded():
 
 
 def test_models_of_a_strategy():
-    strategy = tfdist.ShardedStrategy(["CPU:0", "CPU:1"], zero_stage=3)
+    strategy = tfdist.ShardedStrategy(names(2), zero_stage=3)
     with strategy.scope():
         model = new_decoder()
         within = trace_model(model)

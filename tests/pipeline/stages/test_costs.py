@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
+from tests.devices import of_cpus
 from tfdist.pipeline.stages.costs import Cost, bytes_per_example, node_costs
 from tfdist.pipeline.stages.flops import UNKNOWN_SIZE
 from tfdist.pipeline.stages.stage import nodes_in_order
@@ -54,6 +55,7 @@ def test_attention():
     assert cost.weight_bytes == 4 * (4 * features * width + 3 * width + features)
 
 
+@of_cpus("on a GPU Keras takes cuDNN's LSTM, whose cost is counted without gates")
 def test_recurrent():
     steps, inputs, units = 7, 5, 3
     step = 2 * 4 * units * (inputs + units) + 2 * 4 * units + 9 * units  # products, sums, gates
@@ -65,6 +67,7 @@ def test_recurrent():
     assert cost_of((steps, units), layers.RNN(cell)).flops == 2 * steps * (step + 2 * 4 * units * (units - inputs))
 
 
+@of_cpus("on a GPU Keras takes cuDNN's LSTM")
 def test_a_masked_loop():
     costs = costs_of((7,), lambda x: layers.LSTM(3, name="l")(layers.Embedding(11, 5, mask_zero=True)(x)), "int32")
     assert 7 < costs["l"].flops / cost_of((1, 5), layers.LSTM(3)).flops < 8
