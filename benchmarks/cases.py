@@ -50,6 +50,7 @@ class Case:
         logical_gpus: in how many parts one GPU is split, of which the first `devices` are the ranks; 0: ranks are logical CPUs.
             A rank of PyTorch has the GPU with the others.
         jit_compile: whether XLA compiles the step: of "single" only.
+        auto_clustering: whether XLA compiles what TensorFlow likes of the step, between the collectives.
         policy: Keras's dtype policy.
         gradients, parameters: how tfdist's ranks send them: see `tfdist.compression`, or "top_k_int4", "top_k_alone" (the largest
             1 % and nothing else), "top_k_feedback" (which keeps what that loses); None: exactly.
@@ -70,6 +71,7 @@ class Case:
     num_microbatches: int = 1
     logical_gpus: int = 0
     jit_compile: bool = False
+    auto_clustering: bool = False
     policy: str = "float32"
     gradients: str | None = None
     parameters: str | None = None

@@ -31,6 +31,8 @@ _COMPRESSORS = {  # those that have no name in tfdist
 
 def build_strategy(case: Case) -> tf.distribute.Strategy:
     """Makes the case's strategy and initialises TensorFlow with its devices, each of which has run something."""
+    if case.auto_clustering:
+        tf.config.optimizer.set_jit(True)
     if case.multi_worker and case.contender != SINGLE:
         share_cores(case.devices)  # as tfdist's strategy does, for the others too
         # Before any operation: it makes this process one of the workers that TF_CONFIG lists.
