@@ -52,14 +52,19 @@ def _join(variable: Any) -> tf.Tensor:
         for tensor in range(mesh.tensor_parallel_size if layout.is_tensor_sharded else 1):
             holders = range(layout.num_shards) if layout.is_data_sharded else [layout.data_owner or 0]
             ranks = [mesh.rank(Coordinate(data, pipe, tensor)) for data in holders]
-            shards = [variable.component(rank).read_value() for rank in ranks]
             # Only what is needed: a model that is called eagerly after a step puts all of its weights together.
+            shards = [_read(variable.component(rank)) for rank in ranks]
             piece = tf.concat(shards, 0) if len(shards) > 1 else tf.identity(shards[0])
             if piece.shape != layout.local_shape:
                 piece = piece if piece.shape == [layout.local_elements] else tf.reshape(piece, [-1])[: layout.local_elements]
-                piece = tf.reshape(piece, layout.local_shape)
+                piece = tf.reshape(piece, tf.constant(layout.local_shape, tf.int32))  # of a tuple it takes three times as long
             pieces.append(piece)
         return packing.join_tensor_shards(pieces, layout)
+
+
+def _read(shard: tf.Variable) -> tf.Tensor:
+    """Returns the value of `shard`; eagerly by one operation, where `read_value` runs two and some Python around them."""
+    return tf.raw_ops.ReadVariableOp(resource=shard.handle, dtype=shard.dtype) if tf.executing_eagerly() else shard.read_value()
 
 
 def gather_whole(layout: Layout, program: RankProgram, part: tf.Tensor) -> tf.Tensor:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,7 +47,7 @@ class KeptWeights:
 
     def __init__(self, limit_bytes: int):
         self._limit_bytes = limit_bytes
-        self._values: dict[int, tf.Tensor] = {}  # by the variable's number
+        self._values: dict[int, tuple[tf.Tensor, int]] = {}  # and their bytes, by the variable's number
         self._gathered: collections.Counter[int] = collections.Counter()  # how many blocks of `gathered` a variable is in
         self._watched: set[int] = set()  # variables whose end is waited for
         self._writer: int | None = None  # the thread that has written last
@@ -56,31 +57,31 @@ class KeptWeights:
         """Returns the full value of `variable`, a `ShardedVariable`: the kept one, or what `assemble(variable)` returns."""
         if not (variable.is_parameter and tf.executing_eagerly()):
             return assemble(variable)
-        value = self._values.get(variable.number)
-        if value is None:
-            value = assemble(variable)
-            if self._may_keep(variable, value):
-                self._keep(variable, value)
+        if (kept := self._values.get(variable.number)) is not None:
+            return kept[0]
+        value, size = assemble(variable), math.prod(variable.layout.shape) * variable.dtype.size
+        if self._may_keep(variable, size):
+            self._keep(variable, value, size)
         return value
 
-    def _may_keep(self, variable: Any, value: tf.Tensor) -> bool:
+    def _may_keep(self, variable: Any, size: int) -> bool:
         if self._writer not in (None, threading.get_ident()):
             return False
         if self._gathered[variable.number]:
             return True
         is_called = keras_scope.current_layer() is not None  # else it is saved, or looked at, once
-        return is_called and not is_elsewhere(variable) and self.kept_bytes + _bytes_of(value) <= self._limit_bytes
+        return is_called and not is_elsewhere(variable) and self.kept_bytes + size <= self._limit_bytes
 
-    def _keep(self, variable: Any, value: tf.Tensor) -> None:
-        self._values[variable.number] = value
-        self.kept_bytes += _bytes_of(value)
+    def _keep(self, variable: Any, value: tf.Tensor, size: int) -> None:
+        self._values[variable.number] = value, size
+        self.kept_bytes += size
         if variable.number not in self._watched:
             self._watched.add(variable.number)
             weakref.finalize(variable, self._end_of, variable.number).atexit = False
 
     def _forget(self, number: int) -> None:
-        value = self._values.pop(number, None)
-        self.kept_bytes -= 0 if value is None else _bytes_of(value)
+        _, size = self._values.pop(number, (None, 0))
+        self.kept_bytes -= size
 
     def _end_of(self, number: int) -> None:
         self._watched.discard(number)
@@ -119,10 +120,6 @@ class KeptWeights:
             self.drop(number)
         else:
             at_every_call(functools.partial(self.drop, number), key=(KeptWeights, id(self), number))
-
-
-def _bytes_of(value: tf.Tensor) -> int:
-    return value.shape.num_elements() * value.dtype.size
 
 
 def sharded_parameters(what: Iterable[Any]) -> list[Any]:
