@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import keras
 import pytest
 import tensorflow as tf
+from grids import exhaustive
 from tensorflow.python.framework import kernels
+from training import CLASSES, assert_same, fit, one_device, strategy_for
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 USED = ("GatherV2", "AllToAllV2", "BcastSendV2", "BcastRecvV2", "ReduceScatterV2")
@@ -23,6 +27,32 @@ def test_xla_has_no_kernels_of_the_collectives():
     for name in USED:
         found = {kernel.device_type for kernel in kernels.get_registered_kernels_for_op(f"Collective{name}").kernel}
         assert found and not any(device.startswith("XLA") for device in found), name
+
+
+@pytest.mark.parametrize(("devices", "zero_stage"), [(3, 3), exhaustive(2, 0), exhaustive(2, 1), exhaustive(4, 2)])
+def test_xla_may_compile_the_call_of_a_layer(devices, zero_stage):
+    def build(is_compiled):
+        model = keras.Sequential([keras.Input((15,)), keras.layers.LayerNormalization(), keras.layers.Dense(9, "gelu"), Head()])
+        if is_compiled:
+            for layer in model.layers:
+                layer.call = tf.function(layer.call, jit_compile=True, autograph=False)
+        return model
+
+    def train(strategy, is_compiled):
+        return fit(strategy, functools.partial(build, is_compiled), lambda: keras.optimizers.SGD(0.05, momentum=0.9))
+
+    assert_same(train(strategy_for(devices, zero_stage), True), train(one_device(), False))
+
+
+class Head(keras.layers.Layer):
+    """Another layer in it: XLA compiles both as one."""
+
+    def build(self, shape):
+        self.dense = keras.layers.Dense(CLASSES)
+        self.dense.build(shape)
+
+    def call(self, x):
+        return self.dense(tf.nn.tanh(x))
 
 
 PROGRAM = """
