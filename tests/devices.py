@@ -4,7 +4,8 @@ Whoever has a card runs the tests of numbers on it, each process of pytest with 
 
     TFDIST_TESTS_GPU_MIB=900 pytest -n 12 tests/programs tests/parity tests/layers
 
-TensorFloat-32 is off then. Tests of what only CPUs do, and tests that start processes of their own, are skipped there.
+TensorFloat-32 is off then, and XLA for what runs on one device. Tests of what only CPUs do, and tests that start processes of
+their own, are skipped there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -42,6 +44,9 @@ def take(n: int) -> list[str]:
     if kind() == "CPU":
         return tfdist.use_logical_cpus(n)
     tf.config.experimental.enable_tensor_float_32_execution(False)
+    # On one GPU Keras has XLA compile what a test compares with: seconds for each small model.
+    assert callable(keras.Model._resolve_auto_jit_compile)
+    keras.Model._resolve_auto_jit_compile = lambda model: False
     return tfdist.use_logical_gpus(n, memory_per_device=int(os.environ[_VARIABLE]) * _MIB)
 
 
