@@ -5,12 +5,11 @@
 
 What a rank sends itself goes through the same, so that a sum does not depend on who takes it. Several tensors travel in one
 message, each encoded on its own: how they are grouped in messages changes no bit. A group of one rank compresses nothing.
-
-What a rank's messages lack of what it had is told of those tensors whose compressor has `feedback`, of the others None.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,23 +23,29 @@ from tfdist.collectives.program import RankProgram
 from tfdist.compression import Compressor
 
 
-def reduce_scatter(
-    program: RankProgram,
-    parts: Sequence[tf.Tensor],
-    compressors: Sequence[Compressor],
-    ranks: Ranks,
-    label: str,
-    losses: list[tf.Tensor | None],
-) -> list[tf.Tensor]:
-    """Sums several (N, L) over `ranks` in one message; returns of each this rank's (L,).
+@dataclasses.dataclass
+class Sent:
+    """What a rank has sent of several parts.
 
-    `losses` gets what each lacks, (N, L).
+    Attributes:
+        words: all parts, encoded; None: nothing is sent.
+        losses: what the messages lack of each part, if its compressor has `feedback`; else None.
     """
+
+    words: tf.Tensor | None = None
+    losses: list[tf.Tensor | None] = dataclasses.field(default_factory=list)
+
+
+def reduce_scatter(
+    program: RankProgram, parts: Sequence[tf.Tensor], compressors: Sequence[Compressor], ranks: Ranks, label: str, sent: Sent
+) -> list[tf.Tensor]:
+    """Sums several (N, L) over `ranks` in one message; returns of each this rank's (L,), and fills in what was `sent`."""
     if group_ops.is_trivial(tf.TensorSpec([sum(part.shape[1] for part in parts)]), ranks):
-        losses += [None] * len(parts)
+        sent.losses += [None] * len(parts)
         return [part[0] for part in parts]
     words = [_encoded(part, compressor) for part, compressor in zip(parts, compressors, strict=True)]
     packed = words[0] if len(words) == 1 else tf.concat([_wire(program, one) for one in words], program.constant(1))
+    sent.words = packed
     received = group_ops.all_to_all(program, _wire(program, packed), ranks, label)
     sizes = [one.shape[1] for one in words]
     split = [received] if len(sizes) == 1 else tf.split(received, program.constant(sizes), program.constant(1), num=len(sizes))
@@ -48,7 +53,7 @@ def reduce_scatter(
         compressor.decode(_words(one), part.shape[1]) for one, part, compressor in zip(split, parts, compressors, strict=True)
     ]
     for part, one, compressor in zip(parts, words, compressors, strict=True):
-        losses.append(None if compressor.feedback is None else part - compressor.decode(one, part.shape[1]))
+        sent.losses.append(None if compressor.feedback is None else part - compressor.decode(one, part.shape[1]))
     return [tf.reduce_sum(one, axis=0) for one in decoded]
 
 
@@ -66,29 +71,25 @@ def all_gather(
 
 
 def all_reduce(
-    program: RankProgram,
-    parts: Sequence[tf.Tensor],
-    compressors: Sequence[Compressor],
-    ranks: Ranks,
-    label: str,
-    losses: list[tf.Tensor | None],
+    program: RankProgram, parts: Sequence[tf.Tensor], compressors: Sequence[Compressor], ranks: Ranks, label: str, sent: Sent
 ) -> list[tf.Tensor]:
     """Sums vectors (L,) of float32 over `ranks` in two messages: each member sums its part of all, and all gather the sums.
 
-    `losses` gets what each lacks, (L,): of the second message in the part that this rank has summed.
+    What was `sent` is the first message; its losses are those of both: of the second one in the part that this rank has summed.
     """
     size = len(ranks)
     padded = [tf.pad(part, [[0, -part.shape[0] % size]]) for part in parts]
     rows = [tf.reshape(part, [size, part.shape[0] // size]) for part in padded]
-    of_rows: list[tf.Tensor | None] = []
-    sums = reduce_scatter(program, rows, compressors, ranks, f"{label}/scatter", of_rows)
+    first = Sent()
+    sums = reduce_scatter(program, rows, compressors, ranks, f"{label}/scatter", first)
+    sent.words = first.words
     gathered = all_gather(program, sums, compressors, ranks, f"{label}/gather")
     own = ranks.index(program.rank)
-    for lost, total, whole, part in zip(of_rows, sums, gathered, parts, strict=True):
+    for lost, total, whole, part in zip(first.losses, sums, gathered, parts, strict=True):
         if lost is not None:
             lost = tf.concat([lost[:own], [lost[own] + total - whole[own]], lost[own + 1 :]], 0)
             lost = tf.reshape(lost, [-1])[: part.shape[0]]
-        losses.append(lost)
+        sent.losses.append(lost)
     return [tf.reshape(whole, [-1])[: part.shape[0]] for whole, part in zip(gathered, parts, strict=True)]
 
 

@@ -145,7 +145,10 @@ class Reduce(Action):
 
 @dataclasses.dataclass(frozen=True)
 class HoldBack(Action):
-    """Lets the full gradients of `bucket` be computed only after the message before it in the list has arrived."""
+    """Lets the full gradients of `bucket` be computed only after the message before it in the list has arrived.
+
+    Where gradients travel compressed, after that is encoded: see `sharding.gradients_in_flight`.
+    """
 
     bucket: int
 

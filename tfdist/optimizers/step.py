@@ -28,7 +28,7 @@ from tfdist.optimizers.update import Updates, decays
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
-from tfdist.sharding.gradients_in_flight import GradientsInFlight
+from tfdist.sharding.gradients_in_flight import Encoded, GradientsInFlight
 from tfdist.sharding.host_lead import is_on_chain, limit_lead
 from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
@@ -246,7 +246,7 @@ class _Step:
             known.add(self._given[place], self._grads[place])
         if self._flight is not None and bucket is not None:
             self._latest = self._grads[members[0]].op
-            self._flight.note_emitted()
+            self._flight.note_emitted(self._program.attachment(Encoded).operations)
 
     def _update_parameters(self) -> None:
         self._program.attachment(UnshardSchedule).invalidate()

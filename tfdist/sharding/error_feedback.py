@@ -56,11 +56,14 @@ class ErrorFeedback:
             sent.append(part)
         return sent
 
-    def note(self, variables: Sequence[Any], losses: Sequence[tf.Tensor | None]) -> None:
-        """Notes what the messages lack of each of the parts that were sent; None where nothing is kept."""
+    def note(self, variables: Sequence[Any], losses: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
+        """Notes what the messages lack of each of the parts that were sent, None where nothing is kept; returns it, encoded."""
+        kept = []
         for variable, lost in zip(variables, losses, strict=True):
             if lost is not None and variable.residual is not None:
-                self._losses[id(variable)] = _Loss(variable.residual.encoded(lost), variable)
+                kept.append(variable.residual.encoded(lost))
+                self._losses[id(variable)] = _Loss(kept[-1], variable)
+        return kept
 
     def write(self, variables: Sequence[Any]) -> None:
         """Lets `variables` keep what the sums have lost with which they are updated here."""

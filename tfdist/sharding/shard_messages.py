@@ -23,6 +23,7 @@ from tfdist.sharding import packing
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_weight import weighted
+from tfdist.sharding.gradients_in_flight import Encoded
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Shard
 
@@ -127,9 +128,9 @@ def _compressed_sums(
     names = [variable.name.partition(":")[0] for variable in variables]
     program.plan.gradients[program.rank].update(zip(names, compressors, strict=True))
     feedback: ErrorFeedback = program.attachment(ErrorFeedback)
-    losses: list[tf.Tensor | None] = []
-    sums = send(program, feedback.added(variables, parts, compressors), compressors, ranks, label, losses)
-    feedback.note(variables, losses)
+    sent = compressed.Sent()
+    sums = send(program, feedback.added(variables, parts, compressors), compressors, ranks, label, sent)
+    program.attachment(Encoded).note([sent.words, *feedback.note(variables, sent.losses)])
     return [tf.cast(total, dtype) for total in sums]
 
 

@@ -28,7 +28,7 @@ from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_stubs import GradientStubs, second_order
 from tfdist.sharding.gradient_weight import GradientWeight
-from tfdist.sharding.gradients_in_flight import GradientsInFlight
+from tfdist.sharding.gradients_in_flight import Encoded, GradientsInFlight
 from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.nested_tapes import NestedTapes
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
@@ -291,7 +291,7 @@ class UnshardSchedule:
         regathers = self._regathers(uses, numbers)
         start = self._start_of_backward(uses, numbers)
         with self._own_emission(), self._program.outermost(), tape.stop_recording():
-            previous: list[tf.Tensor] = []
+            previous: Sequence[tf.Tensor | tf.Operation] = []
             steps = order_backward(regathers, reductions, self._config.prefetch)
             reduced = [step.action.unit for step in steps if isinstance(step.action, Reduction)]
             flight = self._in_flight([by_unit[index] for index in reduced], uses, numbers)
@@ -304,9 +304,9 @@ class UnshardSchedule:
                     gate = start if step.gate is None else [operations[number] for number in step.gate]
                     self._regather(self._units[step.action.unit], uses[step.action.unit], gate)
                 else:
-                    sent = self._reduce_scatter(by_unit[step.action.unit], previous)
-                    flight.hold_back(flight.note_emitted(), sent[-1].op)
-                    previous = [] if has_own_turns else sent
+                    sent, encoded = self._reduce_scatter(by_unit[step.action.unit], previous)
+                    flight.hold_back(flight.note_emitted(encoded), sent[-1].op)
+                    previous = [] if has_own_turns else encoded or sent
 
     def _in_flight(
         self, messages: Sequence[Sequence[PendingGradient]], uses: dict[int, list[Reader]], numbers: dict[str, int]
@@ -364,14 +364,20 @@ class UnshardSchedule:
         for reader in readers:
             tape.reconnect(reader.operation, reader.tensor, copy_of(reader.tensor, copies))
 
-    def _reduce_scatter(self, pending: Sequence[PendingGradient], previous: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Reduces a unit's gradients, in as few messages as `messages_of` says; packed only when the `previous` ones have left.
+    def _reduce_scatter(
+        self, pending: Sequence[PendingGradient], previous: Sequence[tf.Tensor | tf.Operation]
+    ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+        """Reduces a unit's gradients, in as few messages as `messages_of` says; packed only after the `previous` ones.
 
         Packing earlier would hold a second copy of the gradients while they wait for their turn.
+
+        Returns:
+            What the rank gets of each message; and what ends their encoding, if they are encoded.
         """
         label = f"reduce_scatter/{pending[0].unit.group.name}"
         weight = self._program.attachment(GradientWeight).of_tape()
-        sent = []
+        sent: list[tf.Tensor] = []
+        encoded: list[tf.Operation] = []
         for members in messages_of(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
             variables, dtype = [p.variable for p in members], members[0].stub.dtype
             layouts = [variable.layout for variable in variables]
@@ -381,7 +387,8 @@ class UnshardSchedule:
             for p, shard in zip(members, shards, strict=True):
                 self._stubs.note_reduced(p.stub, shard)
             sent.append(shards[0])
-        return sent
+            encoded += self._program.attachment(Encoded).operations
+        return sent, encoded
 
     def _own_emission(self) -> contextlib.AbstractContextManager[None]:
         """A block whose collectives are this schedule's own: they do not flush it."""
