@@ -22,7 +22,7 @@ def small(monkeypatch):
     for name, value in {"_WIDTHS": (96, 192), "_COPIED_BYTES": 2**21, "_UPDATED": 2**10}.items():
         monkeypatch.setattr(calibration, name, {"CPU": value})
     monkeypatch.setattr(timing, "_SECONDS", 1e-3)
-    monkeypatch.setattr(timing, "_MEASURABLE_SECONDS", 1e-3)  # of few operations, which are traced one by one
+    monkeypatch.setattr(timing, "_MEASURABLE_SECONDS", 1e-3)
     monkeypatch.setattr(calibration, "_SIZES", (2**10, 2**14))
     monkeypatch.setattr(bandwidth, "_MOST_CALLS", 2)
     monkeypatch.setattr(calibration, "_OVERLAP_BYTES", 2**14)
@@ -73,17 +73,22 @@ def test_a_round_ends_when_all_workers_are_through(cpus):
 def timed(seconds_each, noise):
     """Returns what takes the place of `least_seconds`: of a number of things, with milliseconds on top that come and go."""
     around = itertools.cycle((0.01, 0.01 + noise))
-    return lambda _, on_rank: next(around) + seconds_each * on_rank()
+    return lambda _, on_rank: next(around) + seconds_each * float(on_rank())
 
 
 def test_as_many_things_are_timed_at_once_as_take_long_beside_what_is_around_them(monkeypatch):
     told = types.SimpleNamespace(share=lambda _, value: value)
+
+    def counting():
+        return tf.zeros([]), lambda x: x + 1
+
     for noise in (0.003, -0.003):
-        monkeypatch.setattr(timing, "least_seconds", timed(20e-6, noise))
-        assert timing.seconds_of_one(told, lambda count: count, 1) == pytest.approx(20e-6, rel=0.03)
+        monkeypatch.setattr(timing, "least_seconds", timed(100e-6, noise))
+        assert timing.seconds_of_one(told, counting) == pytest.approx(100e-6, rel=0.03)
+    monkeypatch.setattr(timing, "_MOST_THINGS", 2**10)
     monkeypatch.setattr(timing, "least_seconds", timed(0.0, -0.003))
     with pytest.raises(RuntimeError, match="no longer than what is around it"):
-        timing.seconds_of_one(told, lambda count: count, 1)
+        timing.seconds_of_one(told, counting)
 
 
 @pytest.mark.exhaustive

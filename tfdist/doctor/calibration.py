@@ -10,7 +10,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -30,7 +30,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _SLOW_DTYPE_SECONDS = 0.5  # a dtype without kernels of its own is measured at the widths that take no longer
 _SIZES = (4 * 1024, 64 * 1024, MIB, 16 * MIB, 64 * MIB)
 _COPIED_BYTES = {"CPU": 16 * MIB, "GPU": 256 * MIB}
-_OPERATIONS = 200
 _STEPS = 40
 _UPDATED = {"CPU": 2**21, "GPU": 2**25}  # parameters
 _OVERLAP_BYTES = 16 * MIB
@@ -119,18 +118,24 @@ def _unknown() -> tf.Tensor:
     return tf.random.uniform([], 1 - 1e-7, 1 + 1e-7)
 
 
+def _products(width: int, dtype: str) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Returns a matrix, and what multiplies one with it."""
+    matrix = tf.cast(tf.fill([width, width], _unknown() / width), dtype)
+    return matrix, lambda x: tf.matmul(x, matrix)
+
+
 def _product(width: int, dtype: str, repeats: int) -> tf.Tensor:
     """Returns a number that depends on `repeats` products in a row."""
-    x = matrix = tf.cast(tf.fill([width, width], _unknown() / width), dtype)
+    x, product = _products(width, dtype)
     for _ in range(repeats):
-        x = tf.matmul(x, matrix)
+        x = product(x)
     return tf.cast(x[0, 0], tf.float32)
 
 
 def _matmul(dtype: str, session: Session) -> Finding:
     strategy, rates = session.base, []
     for width in _WIDTHS[_kind(session)]:
-        seconds = seconds_of_one(strategy, functools.partial(_product, width, dtype), 1)
+        seconds = seconds_of_one(strategy, functools.partial(_products, width, dtype))
         rates.append((2.0 * width**3, 2.0 * width**3 / seconds))
         if strategy.share("calibrate: is slow", repr(seconds > _SLOW_DTYPE_SECONDS)) == "True":
             break
@@ -140,15 +145,11 @@ def _matmul(dtype: str, session: Session) -> Finding:
 def _copy(session: Session) -> Finding:
     size = _COPIED_BYTES[_kind(session)]
 
-    def on_rank(copies: int) -> tf.Tensor:
+    def copies() -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         x = tf.fill([size // 4], _unknown())
-        last = tf.zeros([])
-        for place in range(copies):
-            with tf.control_dependencies([last]):  # one after the other, or all copies would be there at once
-                last = last + (x * tf.constant(2.0 + place))[-1]
-        return last
+        return _unknown(), lambda last: (x * last)[-1]  # one after the other, or all copies would be there at once
 
-    seconds = seconds_of_one(session.base, on_rank, 8)
+    seconds = seconds_of_one(session.base, copies, 8)
     speed = 2 * size / seconds
     return Finding(f"{speed / 1e9:,.1f} GB/s read and written", {"bytes_per_second": speed})
 
@@ -157,31 +158,23 @@ def _function(session: Session) -> Finding:
     """Of one tanh: what it takes longer than a product, which only moves its bytes, and they."""
     elements = _COPIED_BYTES[_kind(session)] // 16
 
-    def on_rank(is_function: bool, count: int) -> tf.Tensor:
-        x = y = tf.fill([elements], _unknown())
-        for _ in range(count):
-            x = (tf.tanh(x) if is_function else x) * y
-        return x[-1]
+    def things(is_function: bool) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        y = tf.fill([elements], _unknown())
+        return y, lambda x: (tf.tanh(x) if is_function else x) * y
 
-    both, product = (seconds_of_one(session.base, functools.partial(on_rank, is_function), 32) for is_function in (True, False))
+    both, product = (seconds_of_one(session.base, functools.partial(things, is_function), 32) for is_function in (True, False))
     seconds = max((both - product) / elements, 1e-15)
     return Finding(f"{seconds * 1e9:,.2f} ns an element", {"seconds": seconds})
 
 
 def _operation(session: Session) -> Finding:
-    """Of one that computes next to nothing, in a chain of them: in a loop, whose own operations are few beside them."""
+    """Of one that computes next to nothing, in a chain of them."""
 
-    def on_rank(trips: int) -> tf.Tensor:
+    def pairs() -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         y = tf.fill([16], _unknown())
+        return y, lambda x: tf.sin(x) * y  # the graph optimizer makes one operation of a chain of functions
 
-        def body(x: tf.Tensor) -> list[tf.Tensor]:
-            for _ in range(_OPERATIONS // 2):
-                x = tf.sin(x) * y  # the graph optimizer makes one operation of a chain of functions
-            return [x]
-
-        return tf.while_loop(lambda x: True, body, [y], maximum_iterations=trips)[0][0]
-
-    seconds = seconds_of_one(session.base, on_rank, 8) / _OPERATIONS
+    seconds = seconds_of_one(session.base, pairs, 1024) / 2
     return Finding(f"{seconds * 1e6:,.1f} µs", {"seconds": seconds})
 
 
@@ -200,12 +193,12 @@ def _step(session: Session) -> Finding:
 
 def _sharing(session: Session) -> Finding:
     session.needs_several("a comparison of one with all")
-    product = functools.partial(_product, _WIDTHS[_kind(session)][1], "float32")
+    products = functools.partial(_products, _WIDTHS[_kind(session)][1], "float32")
 
-    def alone(repeats: int) -> tf.Tensor:
-        return product(repeats) if collectives.current_program("calibrate").rank == 0 else tf.zeros([])
+    def alone() -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return products() if collectives.current_program("calibrate").rank == 0 else (tf.zeros([]), lambda x: x)
 
-    together, single = (seconds_of_one(session.base, one, 16) for one in (product, alone))
+    together, single = (seconds_of_one(session.base, one, 16) for one in (products, alone))
     sharing = min(float(session.world_size), max(1.0, together / single))
     return Finding(f"one device alone computes {sharing:.2f} times as fast as among all", {"sharing": sharing})
 

@@ -18,8 +18,14 @@ _SECONDS = 0.3
 _ROUNDS = 8
 # Of things that are done several times: how long they take together, and how often they are done at most.
 _MEASURABLE_SECONDS = 0.1
-_MOST_THINGS = 2**13
-_MOST_GROWTH = 16
+_MOST_THINGS = 2**17
+_MOST_GROWTH = 64
+# How many stand in a trip of a loop, whose own operations are few beside them.
+_IN_A_TRIP = 64
+
+# What several things are that are done one after another: called on each rank, returns what the first is given, and what makes of it
+# that which the next is given.
+Things = Callable[[], tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]]
 
 
 def median_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor], check: Callable[[int, float], None] | None = None) -> float:
@@ -36,30 +42,52 @@ def least_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor]) -> float:
     return min(rounds(strategy, lambda: collectives.all_reduce(tf.reshape(on_rank(), [1]))[0]))
 
 
-def seconds_of_one(strategy: Any, on_rank: Callable[[int], tf.Tensor], count: int) -> float:
-    """Returns the time of one of several things that every rank does: of some and one more, less that of one.
+def seconds_of_one(strategy: Any, things: Things, count: int = 1) -> float:
+    """Returns the time of one of several things that every rank does one after another: of some and one more, less that of one.
 
-    They are so many that their time is long beside what workers take to meet, which differs by milliseconds.
+    They are so many that their time is long beside what workers take to meet, which differs by milliseconds. They stand in a loop,
+    several in a trip: a device does tens of thousands in that time, which would take minutes to trace.
 
     Args:
         strategy: whose ranks do it; all workers measure the same at once.
-        on_rank: returns one number, which depends on as many things as it is told to do.
+        things: what is done, and what it begins with.
         count: how many things are tried first.
 
     Raises:
         RuntimeError: many thousands of them take no time.
     """
-    one = least_seconds(strategy, functools.partial(on_rank, 1))
+    one = least_seconds(strategy, functools.partial(_done, things, 0))
     while True:
-        seconds = least_seconds(strategy, functools.partial(on_rank, 1 + count)) - one
+        seconds = least_seconds(strategy, functools.partial(_done, things, count)) - one
         growth = min(math.ceil(1.5 * _MEASURABLE_SECONDS / max(seconds, 1e-9)), _MOST_GROWTH, _MOST_THINGS // count)
         growth = int(strategy.share("doctor: growth", str(growth if seconds < _MEASURABLE_SECONDS else 1)))
         if growth <= 1:
             break
-        count *= growth
+        count = _whole_trips(count * growth)
     if seconds <= 0:
         raise errors.runtime_error("What is to be measured takes no longer than what is around it.", count=count)
     return seconds / count
+
+
+def _whole_trips(count: int) -> int:
+    """Returns the least number from `count` on that is done in equal trips of a loop."""
+    trip = min(count, _IN_A_TRIP)
+    return math.ceil(count / trip) * trip
+
+
+def _done(things: Things, count: int) -> tf.Tensor:
+    """Returns a number that depends on one thing, and on `count` more in a loop."""
+    x, thing = things()
+    x = thing(x)
+
+    def trip(x: tf.Tensor) -> list[tf.Tensor]:
+        for _ in range(min(count, _IN_A_TRIP)):
+            x = thing(x)
+        return [x]
+
+    if count:
+        (x,) = tf.while_loop(lambda _: True, trip, [x], maximum_iterations=math.ceil(count / _IN_A_TRIP))
+    return tf.cast(tf.reshape(x, [-1])[0], tf.float32)
 
 
 def rounds(
