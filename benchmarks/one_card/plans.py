@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -157,11 +158,13 @@ def _policy(name: str) -> Iterator[None]:
 
 def _compare(planned: Planned, known: list[Hardware], card: Card) -> Finding:
     candidate, devices = planned.candidate, card.devices(_RANKS)[: planned.candidate.devices]
+    gc.collect()  # the model of the row before, whose memory would be freed while this one's is counted
     with _policy(planned.policy):
         start = time.perf_counter()
         traced = trace(planned.build)
         rows = planned.examples * candidate.data
-        data: dict[str, Any] = {"ranks": len(devices), "planned_bytes": memory_of(traced, candidate, rows).together}
+        memory = memory_of(traced, candidate, rows, on_gpu=card.is_gpu)
+        data: dict[str, Any] = {"ranks": len(devices), "planned_bytes": memory.together}
         if len(devices) == 1:
             for name, hardware in (("sheet", _sheet_of(devices[0])), ("calibrated", known[-1] if known else None)):
                 if hardware is not None:

@@ -2,9 +2,11 @@
 
 import math
 
+import keras
 import pytest
+import tensorflow as tf
 
-from tfdist.planning.data_sheets import DATA_SHEETS, OF_PEAK, from_sheet
+from tfdist.planning.data_sheets import DATA_SHEETS, OF_BANDWIDTH, OF_PEAK, from_sheet
 from tfdist.planning.hardware import BUS_FACTORS, Collective, Hardware, fitted, from_file
 
 
@@ -27,6 +29,20 @@ def test_data_sheets_say_that_they_are_not_measured(name):
     within, between = (hardware.collective_seconds("all_reduce", 1e9, 8, link) for link in ("within", "between"))
     assert within < between
     assert math.isclose(within, 20e-6 + 1.75e9 / (0.8 * DATA_SHEETS[name].link))
+
+
+def test_adam_reads_and_writes_thirty_numbers_a_parameter():
+    """Each of its operations goes over all elements: those of its inputs and outputs, and the variable that it changes, twice."""
+    variable, optimizer = keras.Variable(tf.zeros([1000])), keras.optimizers.Adam()
+    optimizer.build([variable])
+    update = tf.function(lambda gradient: optimizer.update_step(gradient, variable, tf.constant(0.1)))
+    ops = update.get_concrete_function(tf.TensorSpec([1000])).graph.get_operations()
+    computing = [one for one in ops if one.type not in ("Identity", "Placeholder", "ReadVariableOp")]
+    moved = [sum(x.shape == [1000] for x in (*one.inputs, *one.outputs)) for one in computing]
+    changed = sum(one.type in ("AssignAddVariableOp", "AssignSubVariableOp") for one in computing)
+    assert sum(moved) + 2 * changed == 30 and sum(map(bool, moved)) == 12
+    sheet = DATA_SHEETS["a100"]
+    assert from_sheet("a100").update_seconds == pytest.approx(30 * 4 / (OF_BANDWIDTH * sheet.memory_bandwidth))
 
 
 def test_a_device_of_which_there_is_none():

@@ -122,6 +122,14 @@ def test_state_of_pipelines(zero_stage, data, schedule):
 BLOCKS = blocks()
 
 
+def test_a_gpu_holds_temporary_tensors_of_updates_and_the_next_batches():
+    model = traced(mlp)
+    for candidate in (Candidate(zero_stage=0), Candidate(zero_stage=1, data=2)):
+        cpu, gpu = (memory_of(model, candidate, 2048, on_gpu=on_gpu) for on_gpu in (False, True))
+        given = 2 * model.input_bytes(2048 // candidate.data)
+        assert gpu.together - cpu.together == gpu.activations - cpu.activations == gpu.optimizer // 2 + given > given
+
+
 def test_what_a_step_takes_falls_with_the_stage_and_with_recomputation():
     model = traced(BLOCKS)
     one = memory_of(model, Candidate(zero_stage=0), 64)

@@ -4,6 +4,7 @@ Models are trained in processes of their own, where nothing else is allocated an
 `python benchmarks/planning_memory.py`, whose table is in docs/planning.md.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from benchmarks import planning_memory
 from tests import forks
 from tfdist.planning import Candidate, plan
+from tfdist.planning.data_sheets import from_sheet
 
 EXHAUSTIVE = pytest.mark.exhaustive
 CASES = [
@@ -55,10 +57,11 @@ def test_fit_or_not_fit_is_right_at_the_edge(name, way, measured):
     """With 5 % more memory than a step takes the plan fits, with 5 % less it does not."""
     build, examples = planning_memory.MODELS[name]
     wanted = Candidate(**planning_memory.WAYS[way])
+    cpu = dataclasses.replace(from_sheet("h100"), name="CPU")
 
     def fits(memory):
         given = {"devices": wanted.devices, "batch_size": examples * wanted.data, "zero_stages": (wanted.zero_stage,)}
-        found = plan(build, memory_per_device=int(memory), **given)
+        found = plan(build, memory_per_device=int(memory), hardware=cpu, **given)
         (planned,) = [one for one in found.candidates if one.candidate == wanted]
         return planned.fits
 

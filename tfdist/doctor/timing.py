@@ -23,8 +23,8 @@ _MOST_GROWTH = 64
 # How many stand in a trip of a loop, whose own operations are few beside them.
 _IN_A_TRIP = 64
 
-# What several things are that are done one after another: called on each rank, returns what the first is given, and what makes of it
-# that which the next is given.
+# Several things that are done one after another: called on each rank, returns what the first is given, and what does one, which
+# returns what the next is given.
 Things = Callable[[], tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]]
 
 
@@ -45,8 +45,8 @@ def least_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor]) -> float:
 def seconds_of_one(strategy: Any, things: Things, count: int = 1) -> float:
     """Returns the time of one of several things that every rank does one after another: of some and one more, less that of one.
 
-    They are so many that their time is long beside what workers take to meet, which differs by milliseconds. They stand in a loop,
-    several in a trip: a device does tens of thousands in that time, which would take minutes to trace.
+    They are so many that their time is long beside what workers take to meet, which differs by milliseconds. They stand in a
+    loop, several in a trip: a GPU does tens of thousands in that time, which would take minutes to trace.
 
     Args:
         strategy: whose ranks do it; all workers measure the same at once.

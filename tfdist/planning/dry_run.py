@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.device_memory import DeviceMemory
 from tfdist.planning.lifetimes import Sweep
+from tfdist.planning.memory import on_gpu_besides
 from tfdist.planning.rank_trace import Job, RankTrace, trace_rank
 from tfdist.planning.sent_bytes import sent_of
 from tfdist.tensor_plans.tables import size_text
@@ -101,7 +102,7 @@ def dry_run_of(job: Job, candidate: Candidate, limit: float = math.inf) -> DryRu
             return DryRun(_NOTHING, refusal=_first_line(error))
         except Exception as error:  # whatever a user's model raises
             return DryRun(_NOTHING, failure=f"{type(error).__name__}: {_first_line(error)}")
-        memory, unknown = memory_of_trace(alone)
+        memory, unknown = memory_of_trace(alone, on_gpu=job.kind == "GPU")
         found.append((memory, unknown, alone))
         if memory.together > limit:
             break
@@ -119,29 +120,24 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def memory_of_trace(alone: RankTrace) -> tuple[DeviceMemory, int]:
+def memory_of_trace(alone: RankTrace, *, on_gpu: bool = False) -> tuple[DeviceMemory, int]:
     """Returns what a rank's device holds in a step, and how many tensors have sizes that are not known.
 
     Its parts are those of `memory_of`: what is full when a step's gradients are not, is not counted twice.
     """
     graph = alone.graph
-    sweep = Sweep([graph], [1], [x.name for x in graph.outputs], [one.name for one in graph.control_outputs])
+    sweep = Sweep([graph], [1], [x.name for x in graph.outputs], [one.name for one in graph.control_outputs], on_gpu=on_gpu)
     buffers = sweep.at(1)
     live = buffers.live()
     fullest = int(np.argmax(live)) if len(live) else 0
     is_there = (buffers.births <= fullest) & (buffers.deaths >= fullest)
     is_message = np.array([_is_message(sweep.ops[maker]) for maker in buffers.makers], bool)
     messages = int(buffers.sizes[is_there & is_message].sum())
-    peak = int(live[fullest]) + _given_bytes(graph.inputs) if len(live) else 0
-    state = alone.state
-    memory = DeviceMemory(
-        parameters=state.parameter_bytes + state.exact_bytes,
-        gradients=state.gradient_bytes,
-        optimizer=state.optimizer_bytes,
-        activations=max(peak - state.gradient_bytes - messages, 0),
-        buffers=messages,
-    )
-    return memory, sweep.unknown
+    given, state = _given_bytes(graph.inputs), alone.state
+    held = DeviceMemory(state.parameter_bytes + state.exact_bytes, state.gradient_bytes, state.optimizer_bytes)
+    peak = int(live[fullest]) + given + (on_gpu_besides(held, given) if on_gpu else 0) if len(live) else 0
+    activations = max(peak - held.gradients - messages, 0)
+    return dataclasses.replace(held, activations=activations, buffers=messages), sweep.unknown
 
 
 def _is_message(operation: tf.Operation) -> bool:

@@ -88,6 +88,11 @@ class Hardware:
     memory_bytes: float | None = None
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether the devices are GPUs."""
+        return "CPU" not in self.name
+
+    @property
     def is_shared(self) -> bool:
         """Whether devices share a processor: one is faster while others idle by more than what is measured of devices of their
         own."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.pipeline.stages.flops import flops_of_operation
 from tfdist.planning import operations
-from tfdist.planning.execution_order import CHANCE, execution_order
+from tfdist.planning.execution_order import CHANCE, THREADS, execution_order
 from tfdist.planning.graph_optimizer import pushed_down, unchanged
 from tfdist.sharding import tape
 
@@ -58,6 +58,8 @@ class Sweep:
         effects: the names of operations that run besides those that the results need.
         is_one_graph: whether forward and backward run in one graph, in which TensorFlow's graph optimizer may move operations
             from one to the other.
+        on_gpu: whether a GPU runs it, whose operations all cost the executor little: one thread hands them over, first in first
+            out.
 
     Attributes:
         unknown: how many tensors have sizes that are known only when they are computed: they count nothing.
@@ -73,6 +75,7 @@ class Sweep:
         results: Collection[str],
         effects: Collection[str] = (),
         is_one_graph: bool = True,
+        on_gpu: bool = False,
     ):
         every = [graph.get_operations() for graph in graphs]
         kinds = [[one.type for one in ops] for ops in every]
@@ -100,6 +103,7 @@ class Sweep:
             [_alias_of(one, number) if self.runs[place] else None for number in range(len(one.outputs))]
             for place, one in enumerate(ops)
         ]
+        self._on_gpu = on_gpu
         self._called: dict[str, int] = {}
         self._travels = {place for place, one in enumerate(ops) if operations.travels(one)}
         self._batch_sizes = (batch_sizes[0], batch_sizes[-1])
@@ -122,7 +126,8 @@ class Sweep:
         if called is None:
             return operations.scratch_bytes(operation)
         if called.name not in self._called:
-            inside = Sweep([called], [1], [x.name for x in called.outputs], [one.name for one in called.control_outputs])
+            effects = [one.name for one in called.control_outputs]
+            inside = Sweep([called], [1], [x.name for x in called.outputs], effects, on_gpu=self._on_gpu)
             results = sum(operations.tensor_bytes(x) or 0 for x in called.outputs)
             self._called[called.name] = max(int(inside.at(1).live().max(initial=0)) - results, 0)
         return self._called[called.name]
@@ -205,14 +210,15 @@ class Sweep:
 
     def _order(self, sizes: np.ndarray, flops: np.ndarray, chance: float) -> tuple[list[int], list[int]]:
         moved = [float(sum(sizes[x] for x in (*self.inputs[place], *self.outputs[place]))) for place in range(self.count)]
-        inline = [operations.is_inline(self.ops[place], moved[place]) for place in range(self.count)]
+        inline = [self._on_gpu or operations.is_inline(self.ops[place], moved[place]) for place in range(self.count)]
         seconds = [
             operations.travel_seconds(moved[place])
             if place in self._travels
             else operations.seconds_of(moved[place], float(flops[place]))
             for place in range(self.count)
         ]
-        return execution_order(self.before, self.runs, inline, seconds, self._travels, chance=chance)
+        threads = 1 if self._on_gpu else THREADS
+        return execution_order(self.before, self.runs, inline, seconds, self._travels, threads, chance)
 
 
 def _alias_of(operation: tf.Operation, number: int) -> int | None:

@@ -17,8 +17,14 @@ from tfdist.planning.step_memory import StepMemory, step_memory
 from tfdist.planning.traced_model import TracedModel
 from tfdist.sharding import Shard, placements_of, travels_exactly
 
+# Batches that are on a GPU before their step: one is kept there, and one is on its way (`tf.data`'s prefetch to devices).
+_BATCHES_AHEAD = 2
+# Of the optimizer's variables: what the updates of all parameters hold at once on a GPU, where TensorFlow's executor goes over
+# them breadth first. With Adam about as much as the parameters that a rank updates, by the peaks of an NVIDIA H200's allocator.
+_TEMPORARY = 0.5
 
-def memory_of(traced: TracedModel, candidate: Candidate, batch_size: int) -> DeviceMemory:
+
+def memory_of(traced: TracedModel, candidate: Candidate, batch_size: int, *, on_gpu: bool = False) -> DeviceMemory:
     """Returns what the fullest device holds in a step.
 
     Parameters, gradients and optimizer state are those that `tfdist.memory_report` reports. What a step holds on top of them in
@@ -28,6 +34,7 @@ def memory_of(traced: TracedModel, candidate: Candidate, batch_size: int) -> Dev
         traced: the model.
         candidate: the plan.
         batch_size: examples of a step, of all replicas together.
+        on_gpu: whether it is a GPU, which holds more beside the step's graph (`on_gpu_besides`).
 
     Raises:
         ValueError: the batch has fewer examples than there are replicas and microbatches, or the model cannot be trained so.
@@ -45,10 +52,21 @@ def memory_of(traced: TracedModel, candidate: Candidate, batch_size: int) -> Dev
     given = traced.input_bytes(math.ceil(batch_size / candidate.data))
     for pipe, state in enumerate(_states(traced, _of_state(candidate))):
         step = step_memory(traced, candidate, microbatch, pipe)
-        memory = _together(state, dataclasses.replace(step, peak=step.peak + given))
+        besides = on_gpu_besides(state, given) if on_gpu else 0
+        memory = _together(state, dataclasses.replace(step, peak=step.peak + given + besides))
         fullest = memory if fullest is None or memory.together > fullest.together else fullest
     assert fullest is not None
     return fullest
+
+
+def on_gpu_besides(state: DeviceMemory, given: int) -> int:
+    """Returns what a GPU holds beside what a step's graph keeps: the temporary tensors of the updates, and the next batches.
+
+    Args:
+        state: the model state of the device.
+        given: bytes of a batch.
+    """
+    return round(_TEMPORARY * state.optimizer) + _BATCHES_AHEAD * given
 
 
 def _of_state(candidate: Candidate) -> Candidate:

@@ -128,10 +128,10 @@ def plan(
         most_stages=estimates.most_stages,
     )
     tell("estimating what each plan takes")
-    memory = functools.partial(memory_of, traced, batch_size=batch_size)
+    memory = functools.partial(memory_of, traced, batch_size=batch_size, on_gpu=known.is_gpu)
     found = search(choices, limit, memory, estimates.time)
     if dry_run or dry_run is None and len(traced.weights) <= _FEW_WEIGHTS:
-        kind = "CPU" if "CPU" in known.name else "GPU"
+        kind = "GPU" if known.is_gpu else "CPU"
         run = functools.partial(dry_run_of, Job(build, traced, batch_size, optimizer, hosts, kind))
         found = with_best_confirmed(found, run, tell)
     return Plans(
