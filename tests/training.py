@@ -40,6 +40,22 @@ class ScaleAndShift(keras.layers.Layer):
         return keras.ops.concatenate([x[:, :3] + self.shift, x[:, 3:]], axis=-1) * self.scale
 
 
+class JoinedWeights(keras.layers.Layer):
+    """Takes its weights out of one tensor in which it has joined them, as Keras does for cuDNN's LSTM."""
+
+    def build(self, shape):
+        self.width, self.supports_masking = shape[-1], True
+        self.kernel = self.add_weight(name="kernel", shape=(self.width, 2 * self.width))
+        self.bias = self.add_weight(name="bias", shape=(self.width,), initializer="ones")
+
+    def call(self, x):
+        parts = [tf.transpose(part) for part in tf.split(self.kernel, 2, axis=1)]
+        joined = tf.concat([tf.reshape(part, [-1]) for part in [*parts, tf.zeros_like(self.bias), self.bias]], 0)
+        size = self.width**2
+        first, second = (tf.reshape(joined[start : start + size], [self.width] * 2) for start in (0, size))
+        return tf.tanh(x @ tf.transpose(first)) @ tf.transpose(second) + joined[-self.width :]
+
+
 def mlp() -> keras.Model:
     """Odd sizes everywhere: 15x33, 33, (), 1x3, 33x7, 7."""
     return keras.Sequential(

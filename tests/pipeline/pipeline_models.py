@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.parity.comparison import losses_of_fit, state
+from tests.training import JoinedWeights
 
 layers = keras.layers
 ROWS, BATCH = 144, 24  # 6 batches, which 2, 3 and 8 microbatches cut evenly
@@ -81,10 +82,10 @@ def masked() -> keras.Model:
 
 
 def recurrent() -> keras.Model:
-    """A mask that goes through a recurrent layer, which is a loop, to the loss."""
+    """A mask that goes through a recurrent layer, which is a loop, to the loss; and a layer that joins its weights."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(VOCABULARY, 8, mask_zero=True)(tokens)
-    x = layers.SimpleRNN(8, return_sequences=True)(x)
+    x = JoinedWeights()(layers.SimpleRNN(8, return_sequences=True)(x))
     return keras.Model(tokens, layers.Dense(VOCABULARY)(x))
 
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 import test_models
 from grids import exhaustive
-from training import strategy_for
+from training import JoinedWeights, strategy_for
 
 from tests.devices import is_on
 from tfdist.collectives.transports import Transport
@@ -433,6 +433,16 @@ def test_weights_read_in_loops_are_gathered_once_outside():
     assert plan.counts() == {"all_gather": 5, "reduce_scatter": 3}
     assert sum(op.type == "CollectiveGatherV2" for op in graph.get_operations()) == 2 * 5
     assert _collectives_in_functions(graph) == []
+
+
+def test_weights_that_a_layer_joins_are_gathered_again():
+    """As Keras joins those of LSTM and GRU for cuDNN. The first layer's are read for its inner product, the last's are kept."""
+    layers = [JoinedWeights(), JoinedWeights(), JoinedWeights()]
+    graph, plan = traced_step(strategy_for(2, 3), lambda: keras.Sequential([keras.Input((15,)), *layers]))
+    assert plan.counts() == {"all_gather": 3 + 2, "reduce_scatter": 3}
+    products = [op for op in graph.get_operations() if op.type == "MatMul" and "gradient_tape" in op.name]
+    read = [x for op in products for x in op.inputs if x.shape == (15, 15)]
+    assert len(read) == 2 * 5 and sum("_again" in x.op.name for x in read) == 2 * 3
 
 
 def test_reshaped_and_transposed_weights_are_gathered_again():

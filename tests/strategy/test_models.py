@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from grids import exhaustive
 from keras import layers
-from training import CLASSES, Trained, assert_same, fit, one_device, strategy_for
+from training import CLASSES, JoinedWeights, Trained, assert_same, fit, one_device, strategy_for
 
 RNG = np.random.default_rng(11)
 SEQUENCES = RNG.normal(size=(72, 7, 15)).astype("float32")
@@ -107,7 +107,7 @@ MODELS = {
     "recurrent": lambda: stack(layers.Bidirectional(layers.LSTM(9), backward_layer=layers.GRU(9, go_backwards=True))),
     "stacked_cells": lambda: stack(layers.RNN([layers.LSTMCell(9), layers.GRUCell(7)])),
     "convolutions": lambda: stack(layers.Reshape((7, 15, 1)), layers.Conv2D(5, 3, activation="relu"), layers.DepthwiseConv2D(3)),
-    "nested_function": lambda: stack(NestedFunction(), NestedFunction()),
+    "nested_function": lambda: stack(NestedFunction(), JoinedWeights(), NestedFunction()),
     "lazily_built": LazilyBuilt,
     "used_three_times": used_three_times,
     "attention": attention,

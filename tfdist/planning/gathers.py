@@ -138,11 +138,10 @@ def _reads(model: keras.Model, trace: StepTrace, recomputed: Collection[int]) ->
         renamed = {} if source is call else _renamed(source, call)
         stop = trace.calls[trace.calls.index(source) + 1].start if source is not trace.calls[-1] else trace.forward
         again, begins = _computed_again(operations, source, numbers) if place in recomputed else (set(), math.inf)
-        for operation in operations[source.start : stop]:
-            path = inside.get(operation.inputs[0].name) if operation.type == "ReadVariableOp" else None
-            if path is None:
-                continue
-            readers = [one.operation for one in readers_of(operation.outputs[0], 0)]
+        reading = [operation for operation in operations[source.start : stop] if operation.type == "ReadVariableOp"]
+        reads = {one.outputs[0].name: (one, inside[one.inputs[0].name]) for one in reading if one.inputs[0].name in inside}
+        for operation, path in reads.values():
+            readers = [one.operation for one in readers_of(operation.outputs[0], 0, reads)]
             used = [numbers[one.name] for one in readers if tape.is_backward(one)]
             first: float | None = min((*used, *(begins for one in readers if one in again)), default=None)
             if source is not call:

@@ -25,7 +25,7 @@ from tfdist.sharding import keras_scope, tape
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.shard_messages import gather_parameters, messages_of
-from tfdist.sharding.units import copy_of, readers_of, travelling_dtype
+from tfdist.sharding.units import copy_of, readers_of, sources_of, travelling_dtype
 
 Key = tuple[int, tf.DType]  # the id of a variable, and the dtype in which it is gathered
 
@@ -101,12 +101,14 @@ class HeldParameters:
 
     def move_backward(self, wholes: Mapping[Key, tf.Tensor]) -> None:
         """Lets what the gradients' operations read of `wholes`, held earlier, be read from what is held now."""
+        keys = {before.name: key for key, before in wholes.items()}
+        copies: dict[str, tf.Tensor] = {}
         for key, before in () if self._program.is_eager else wholes.items():
-            readers = [reader for reader in readers_of(before, key[0]) if tape.is_backward(reader.operation)]
-            if readers and self._wholes.get(key) is not before:
-                copies = {before.name: self.whole(key)}
-                for reader in readers:
-                    tape.reconnect(reader.operation, reader.tensor, copy_of(reader.tensor, copies))
+            readers = [reader for reader in readers_of(before, key[0], keys) if tape.is_backward(reader.operation)]
+            for reader in readers if self._wholes.get(key) is not before else ():
+                for name in {before.name, *(source.name for source in sources_of(reader.tensor, keys))} & keys.keys():
+                    copies[name] = self.whole(keys[name])
+                tape.reconnect(reader.operation, reader.tensor, copy_of(reader.tensor, copies))
 
     def _gather(self, group: ParameterGroup, compute_dtype: tf.DType | None) -> None:
         program = self._program

@@ -193,11 +193,6 @@ def traced_branches(operation: tf.Operation) -> list[tf.Graph]:
     return [getattr(operation, name) for name in names if hasattr(operation, name)]
 
 
-def clone(operation: tf.Operation, data: tf.Tensor) -> tf.Operation:
-    """Makes `operation` a second time, with `data` as its first input and the other inputs as they are."""
-    return _again(operation, [data, *operation.inputs[1:]], operation.graph)
-
-
 def with_inputs(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
     """Makes `operation` a second time, in its graph, with other `inputs`."""
     return _again(operation, inputs, operation.graph)

@@ -2,13 +2,14 @@
 
 Note: views. A layer often reshapes, transposes or casts a weight before it multiplies with it; what backward holds is then the
 view, which shares the weight's buffer or is as large. Operations that only move or cast a weight are made again on the second
-copy. A loop hands a weight that it captured on to its gradient as one of its outputs: that is a view too.
+copy. A loop hands a weight that it captured on to its gradient as one of its outputs: that is a view too. So is what a layer
+joins of weights that are gathered together, as Keras does for cuDNN's LSTM and GRU.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from typing import Any
 
 import tensorflow as tf
@@ -16,11 +17,12 @@ import tensorflow as tf
 from tfdist.sharding import tape
 from tfdist.sharding.parameter_group import ParameterGroup
 
-# Operations whose first input is only moved or cast.
-VIEWS = frozenset(
+# Operations whose first input is only moved or cast, of `Split` the second.
+_VIEWS = frozenset(
     "BroadcastTo Cast ExpandDims Identity Pad Reshape Slice Split SplitV Squeeze StopGradient StridedSlice Transpose "
     "Unpack".split()
 )
+_JOINING = frozenset(("ConcatV2", "Pack"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +34,55 @@ class Reader:
     variable: int
 
 
-def readers_of(tensor: tf.Tensor, variable: int) -> Iterator[Reader]:
-    """Yields who reads `tensor`, the gathered variable of id `variable`, or a view of it."""
+def readers_of(tensor: tf.Tensor, variable: int, gathered: Collection[str], joined: set[str] | None = None) -> Iterator[Reader]:
+    """Yields who reads `tensor`, the gathered variable of id `variable`, or a view of it.
+
+    Args:
+        gathered: the names of the tensors that are gathered together, of which what is joined is a view.
+        joined: the names of those operations that join, and have been seen.
+    """
+    joined = set() if joined is None else joined
     for operation in tensor.consumers():
         if tape.is_backward(operation):
             yield Reader(operation, tensor, variable)
-        elif operation.type in VIEWS and tape.same(operation.inputs[0], tensor):
-            for view in operation.outputs:
-                yield from readers_of(view, variable)
+        elif _is_view(operation, tensor, gathered):
+            if operation.name not in joined:
+                joined.update([operation.name] if operation.type in _JOINING else [])
+                for view in operation.outputs:
+                    yield from readers_of(view, variable, gathered, joined)
         else:
             yield Reader(operation, tensor, variable)
             for passed in tape.loop_invariants(operation, tensor):
-                yield from readers_of(passed, variable)
+                yield from readers_of(passed, variable, gathered, joined)
+
+
+def sources_of(tensor: tf.Tensor, gathered: Collection[str]) -> list[tf.Tensor]:
+    """Returns what `tensor` is a view of: tensors with the names `gathered`, and others that are no views."""
+    moved = [] if tensor.name in gathered else _moved_by(tensor.op)
+    return [source for place in moved for source in sources_of(tensor.op.inputs[place], gathered)] or [tensor]
+
+
+def is_view(tensor: tf.Tensor, gathered: Collection[str]) -> bool:
+    """Whether `tensor` is made of tensors with the names `gathered`, and of constants, by moving, casting and joining."""
+    if tensor.name in gathered:
+        return False
+    found = [source.name in gathered or source.op.type for source in sources_of(tensor, gathered)]
+    return True in found and all(one in (True, "Const") for one in found)
+
+
+def _is_view(operation: tf.Operation, tensor: tf.Tensor, gathered: Collection[str]) -> bool:
+    """Whether `operation`, which reads the view `tensor`, makes another of it."""
+    if operation.type in _JOINING:
+        return is_view(operation.outputs[0], gathered)
+    return any(tape.same(operation.inputs[place], tensor) for place in _moved_by(operation))
+
+
+def _moved_by(operation: tf.Operation) -> range:
+    """Returns the places of the inputs that `operation` only moves, casts or joins."""
+    if operation.type in _JOINING:
+        return range(len(operation.inputs) - (operation.type == "ConcatV2"))
+    first = int(operation.type == "Split")
+    return range(first, first + 1) if operation.type in _VIEWS else range(0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,7 +103,8 @@ class Unit:
 
     def readers(self) -> list[Reader]:
         """Returns who reads the gathered tensors or views of them."""
-        return [reader for variable, full in self.outputs.items() for reader in readers_of(full, variable)]
+        gathered = {full.name for full in self.outputs.values()}
+        return [reader for variable, full in self.outputs.items() for reader in readers_of(full, variable, gathered)]
 
     def forward_operations(self) -> list[tf.Operation]:
         """Returns who reads them in forward."""
@@ -90,9 +130,12 @@ def copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
     if tensor.name not in copies:
         if tensor.op.type in tape.LOOPS:
             copies[tensor.name] = copy_of(tensor.op.inputs[tensor.value_index], copies)
-        else:
-            view = tape.clone(tensor.op, copy_of(tensor.op.inputs[0], copies))
+        elif moved := _moved_by(tensor.op):
+            inputs = [copy_of(one, copies) if place in moved else one for place, one in enumerate(tensor.op.inputs)]
+            view = tape.with_inputs(tensor.op, inputs)
             copies.update({old.name: new for old, new in zip(tensor.op.outputs, view.outputs, strict=True)})
+        else:
+            return tensor  # a constant that is joined with what was gathered
     return copies[tensor.name]
 
 

@@ -43,7 +43,7 @@ from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.sharding import host_lead, tape
 from tfdist.sharding.held_parameters import HeldParameters, Key
 from tfdist.sharding.parameter_group import ParameterGroup
-from tfdist.sharding.units import VIEWS
+from tfdist.sharding.units import is_view
 
 # How many functions compute the gradients of a stage's weights. With 1 the first rank's peak of memory under 1F1B is 10 % higher.
 _FUNCTIONS_FOR_WEIGHTS = 4
@@ -279,7 +279,7 @@ class _Parts:
             x = waiting.pop()
             if x.op in own or x.name in self._captured:
                 continue
-            if tape.is_source(x.op) or self._is_view_of_weight(x):
+            if tape.is_source(x.op) or is_view(x, self._weights):
                 own.add(x.op)
                 waiting.extend(x.op.inputs)
             else:
@@ -303,14 +303,6 @@ class _Parts:
         begins = sorted(set(first.values()))
         starts = sorted({begins[len(begins) * number // count] for number in range(1, count)} - {*begins[:1]}) if begins else []
         return [set(ordered[a:b]) for a, b in itertools.pairwise([0, *starts, len(ordered)]) if a < b]
-
-    def _is_view_of_weight(self, x: tf.Tensor) -> bool:
-        """Whether `x` is a gathered parameter moved or cast, which is made again where it is needed, and not kept."""
-        while x.op.type in VIEWS:
-            x = x.op.inputs[0]
-            if x.name in self._weights:
-                return True
-        return False
 
 
 class _Part:
