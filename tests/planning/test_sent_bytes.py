@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 from test_planned_memory import BLOCKS, LOSS, mixed, text, traced
-from training import mlp
+from training import JoinedWeights, mlp
 
 import tfdist
 from tests.devices import names
@@ -39,10 +39,18 @@ def tied():
     return model
 
 
+def joined():
+    layers = [JoinedWeights(), JoinedWeights(), JoinedWeights(), keras.layers.Dense(7)]
+    model = keras.Sequential([keras.Input((15,)), *layers])
+    model.compile("adam", LOSS)
+    return model
+
+
 RNG = np.random.default_rng(0)
 LABELS = RNG.integers(0, 7, 8)
 DATA = {
     mlp: (RNG.normal(size=(8, 15)).astype("float32"), LABELS),
+    joined: (RNG.normal(size=(8, 15)).astype("float32"), LABELS),
     mixed: (RNG.normal(size=(8, 15)).astype("float32"), LABELS),
     text: (RNG.integers(0, 300, (8, 6)), RNG.integers(0, 500, (8, 6))),
     tied: (RNG.integers(0, 301, (8, 6)), RNG.integers(0, 301, (8, 6))),
@@ -98,6 +106,7 @@ def counted(build, candidate, config=ALONE):
         pytest.param(text, 3, 4, marks=EXHAUSTIVE),
         pytest.param(BLOCKS, 3, 4, marks=EXHAUSTIVE),
         pytest.param(tied, 3, 2, marks=EXHAUSTIVE),
+        pytest.param(joined, 3, 2, marks=EXHAUSTIVE),
     ],
 )
 def test_bytes_over_replicas(build, zero_stage, data):
