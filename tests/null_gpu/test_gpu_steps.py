@@ -47,7 +47,11 @@ def test_two_processes(null_gpus):
         (1, 2, ["stage 0", "stage 1", "stage 2", "clipped", "accumulation", "loss scale", "owners"]),
         (1, 2, ["mixed bfloat16, stage 3", "fit"]),
         (1, 2, ["tensor 2, stage 3", "pipeline 2, gpipe", "pipeline 2, stage 3", "pipeline 2, recomputed", "int8, stage 2"]),
-        (2, 2, ["stage 3", "tensor 2, stage 3", "pipeline 2, tensor 2", "pipeline 2, stage 3"]),
+        (
+            2,
+            2,
+            ["stage 3", "tensor 2", "tensor 2, loss scale", "tensor 2, stage 3", "pipeline 2, tensor 2", "pipeline 2, stage 3"],
+        ),
         (4, 2, ["2 x 2 x 2", "pipeline 4, tensor 2"]),
         (1, 4, ["pipeline 4", "pipeline 4, interleaved", "pipeline 4, zero bubble", "pipeline 2, stage 3"]),
     ],

@@ -5,6 +5,7 @@ Here TensorFlow's ring does so, on logical CPUs, where numbers can be compared.
 """
 
 import collections
+import itertools
 
 import keras
 import numpy as np
@@ -160,9 +161,17 @@ def test_in_a_pipeline_a_call_waits_for_the_message_before(as_over_nccl, holds, 
 
 
 @pytest.mark.parametrize("zero_stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in range(3))])
-def test_on_a_chain_tensor_ranks_wait_for_no_circle(as_between_processes, holds, zero_stage):
-    """At stage 3 gathers of backward stand between activations, and were held back behind what needs them: the step failed."""
-    fit_and_compare(zero_stage, tensor_parallel_model, 4, tensor_parallel_size=2)
+def test_on_a_chain_gradients_stand_among_activations(as_between_processes, holds, zero_stage):
+    """Behind those of their own layers. At stages 0 to 2 they stood behind all of backward. At stage 3 gathers stand there, too:
+    held back behind what needs them, as they were, they closed a circle, and the step failed."""
+    strategy = fit_and_compare(zero_stage, tensor_parallel_model, 4, tensor_parallel_size=2)
+    labels = [record.label for record in strategy.last_plan.records[0]]
+    activations = [place for place, label in enumerate(labels) if label.endswith("copy_to/gradient")]
+    assert len(activations) == PAIRS
+    gradients = [place for place, label in enumerate(labels) if label.startswith(("all_reduce/", "reduce_scatter/"))]
+    assert activations[0] < gradients[0] and all(
+        any(before < place < after for place in gradients) for before, after in itertools.pairwise(activations)
+    )
     held = [name for names, _, kind in holds if kind == "lead" for name in names]
     assert held and not any("unshard" in name or "Collective" in name for name in held)
 

@@ -17,6 +17,7 @@ from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.rows import can_be_gathered, gather_rows
+from tfdist.collectives.side_chain import SideChain
 from tfdist.collectives.transports import NCCL, RING, choose_transport, find_member_orders, make_groups
 from tfdist.collectives.transports.shared_memory import abort_shared_memory, connect_shared_memory
 from tfdist.collectives.where import Where, at_every_call, current_program, in_loop, rank_program, where
@@ -32,6 +33,7 @@ __all__ = [
     "Meeting",
     "PlanAgreement",
     "RankProgram",
+    "SideChain",
     "Where",
     "at_every_call",
     "abort_shared_memory",

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist import temporary
+from tfdist.collectives import side_chain
 from tfdist.collectives.communicator import Communicator, host_of
 from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks
+from tfdist.collectives.side_chain import SideChain
 from tfdist.mesh import are_cpus
 
 if TYPE_CHECKING:
@@ -130,11 +132,14 @@ class RankProgram:
         if self._is_draft:
             return 0
         self.compare_branches(ranks)
-        for callback in self.before_collective:
-            callback()
+        with temporary.attributes(self, _lane=0):  # what they emit has places of its own
+            for callback in self.before_collective:
+                callback()
         is_summed = source is not None and self.transport_of(ranks).sums_to_move
         record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source, is_summed)
         number = self.plan.add(self.rank, record)
+        if self._lane == side_chain.LANE:
+            self.attachment(SideChain).note_record()
         self.root._mark_start()
         if None not in record.shape:
             return self.communicator.instance_keys.key(record, number if self.has_own_turns(ranks) else self._lane)
@@ -330,6 +335,7 @@ class RankProgram:
         """
         for callback in self.at_close:
             callback(outputs)
+        self.attachment(SideChain).join()
         return [self._mark(ends=True)] if self._is_marked else []
 
     # Marks on the chain, before the program's first collective and after its last, tell a watching thread that the rank is in it.

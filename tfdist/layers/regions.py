@@ -34,6 +34,7 @@ from tfdist.collectives import RankProgram, activations, rank_program
 from tfdist.custom_gradients import custom_gradient
 from tfdist.mesh import current_mesh
 from tfdist.sharding import tape
+from tfdist.sharding.queue_order import QueueOrder
 
 
 def tensor_program() -> RankProgram | None:
@@ -181,7 +182,7 @@ def _region(x: tf.Tensor, forward: _Step, backward: _Step) -> tf.Tensor:
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             # Shapes are forgotten on the way back, and a collective wants to know what is static.
-            with tape.backward_scope():
+            with tape.backward_scope(), program.attachment(QueueOrder).aside():
                 return backward(program, tf.ensure_shape(upstream, y.shape))
 
         return y, gradient

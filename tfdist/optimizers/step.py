@@ -187,13 +187,15 @@ class _Step:
 
     def _emit(self, actions: Iterable[plan.Action]) -> None:
         optimizer, config, program = self._optimizer, self._config, self._program
+        order = program.attachment(QueueOrder)
         for action in actions:
             members = getattr(action, "members", ())
             grads, targets = [self._grads[place] for place in members], [self._targets[place] for place in members]
             match action:
                 case plan.Reduce(bucket):
                     label = targets[0].variable.name if bucket is None else f"bucket_{bucket}"
-                    self._replace(members, reduce_bucket(grads, targets, label, config, program, self._weight))
+                    with order.among_activations():
+                        self._replace(members, reduce_bucket(grads, targets, label, config, program, self._weight))
                     self._note_reduction(bucket, members)
                 case plan.HoldBack(bucket) if self._flight is not None:
                     self._flight.hold_back(bucket, self._latest)
@@ -210,7 +212,8 @@ class _Step:
                 case plan.Gather(bucket):
                     shards = [self._updated.get(place) for place in members]  # none of what is stepped in place
                     # What waits for the message waits for this: until then the old parameter's memory is in use, too.
-                    self._latest = publish(targets, shards, f"all_gather/bucket_{bucket}", config, program)
+                    with order.among_activations():
+                        self._latest = publish(targets, shards, f"all_gather/bucket_{bucket}", config, program)
                 case plan.Complete(bucket):
                     wholes, weights = owned_step.complete(grads, targets, bucket, program)
                     self._replace(members, wholes)
@@ -241,9 +244,8 @@ class _Step:
         self._program.attachment(ErrorFeedback).write([target.variable for target in self._targets])
 
     def _note_reduction(self, bucket: int | None, members: Sequence[int]) -> None:
-        known = self._program.attachment(KnownReductions)
         for place in members:
-            known.add(self._given[place], self._grads[place])
+            self._program.attachment(KnownReductions).add(self._given[place], self._grads[place])
         if self._flight is not None and bucket is not None:
             self._latest = self._grads[members[0]].op
             self._flight.note_emitted(self._program.attachment(Encoded).operations)
@@ -270,8 +272,7 @@ class _Step:
         ]
 
         def last() -> None:
-            sums = [grad + accumulator for grad, accumulator in zip(grads, accumulators, strict=True)]
-            self._grads = [total / self._plan.accumulation_steps for total in sums]
+            self._grads = [(grad + kept) / self._plan.accumulation_steps for grad, kept in zip(grads, accumulators, strict=True)]
             self._given = list(self._grads)
             self._update_parameters()
             for accumulator in optimizer._accumulated_gradients:

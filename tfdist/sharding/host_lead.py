@@ -64,7 +64,7 @@ def limit_lead(
     messages: Sequence[Sequence[tf.Tensor]],
     program: RankProgram,
     operations: Sequence[tf.Operation],
-    borders: Sequence[int] = (),
+    borders: Sequence[tf.Operation] = (),
     collectives_each: int = 1,
 ) -> None:
     """Holds the backward pass of gradients that leave in `messages`, in this order, back behind the GPU, as above.
@@ -73,7 +73,7 @@ def limit_lead(
 
     Args:
         operations: those of the graph, in the order in which they are queued.
-        borders: places in `operations` behind which nothing is queued before a collective of activations is over: there the
+        borders: those of `operations` behind which nothing is queued before a collective of activations is over: there the
             host waits already.
         collectives_each: how many collectives are to pass behind the products of a message, where they are on a chain; else
             behind those of the last one.
@@ -84,6 +84,7 @@ def limit_lead(
     if not all(tf.is_symbolic_tensor(gradient) and gradient.graph is program.graph for gradient in gradients):
         return
     numbers = {operation.name: number for number, operation in enumerate(operations)}
+    ended = [numbers[border.name] for border in borders]
     ends: list[int] = []  # per message, the number of the operation that makes the last gradient of it or of those before
     for message in messages:
         makers = [_made_by(gradient.op, numbers) for gradient in message]
@@ -94,7 +95,7 @@ def limit_lead(
         last = operations[end]
         if last.type in _CALLS:  # see the note on sums
             before |= tape.ancestors([last], [operation for operation in operations if operation not in before])
-        until = min([following, *(border for border in borders if border >= end)])
+        until = min([following, *(border for border in ended if border >= end)])
         held = [operation for operation in operations[end + 1 : until + 1] if operation in needed and operation not in before]
         is_apart = is_on_chain(program) or following == ends[-1]  # see the note on the last message
         for part in _in_parts(computing(held, gradients[0].device), collectives_each if is_apart else 1):

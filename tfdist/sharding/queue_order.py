@@ -10,6 +10,9 @@ it, and they hide the messages of other gradients in the same way.
 A device that begins a collective waits for all that is queued until then (`tfdist.sharding.host_lead`). So gradients of weights
 are queued when the device has computed what the collective sends, and so after it has begun.
 
+Between processes collectives stand on a chain. There those of activations stand aside (`collectives.side_chain`) until those of
+gradients have been emitted, and each of these gets its place in the same order: behind what it sends.
+
 Note: no circle. Of the operations between two such collectives those that the second needs come first, each after all that it
 needs itself; then the others. That is an order of all operations which no edge contradicts, and all that `host_lead`, the
 prefetching of parameters and the limit of full gradients add leads from what is earlier in it to what is later. Ranks that run a
@@ -18,11 +21,13 @@ collective together have traced the same operations, and so have the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import bisect
+import contextlib
+from collections.abc import Iterator, Sequence, Set
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import RankProgram, SideChain
 from tfdist.sharding import host_lead, tape
 from tfdist.sharding.recomputation import Recomputation
 
@@ -31,7 +36,9 @@ class QueueOrder:
     """That of one trace; what has a place in it keeps it. An attachment of the rank's program.
 
     Attributes:
-        borders: the places of the operations that end what lies between two collectives.
+        sends_activations_first: whether the order is another than that in which operations were made. On a chain not in a
+            pipeline, whose messages are in its order, too.
+        borders: the operations that end what lies between two collectives.
     """
 
     IS_OF_BRANCH = True
@@ -39,7 +46,27 @@ class QueueOrder:
     def __init__(self, program: RankProgram):
         self._program = program
         self._operations: list[tf.Operation] = []
-        self.borders: list[int] = []
+        self._side = program.attachment(SideChain)
+        is_aside = host_lead.is_on_chain(program) and program.mesh.pipeline_parallel_size == 1 and program.outer is None
+        self._is_aside = is_aside and program.mesh.tensor_parallel_size > 1
+        self.sends_activations_first = host_lead.begins_by_itself(program) or self._is_aside
+        self.borders: list[tf.Operation] = []
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose collectives, of activations in backward, stand aside where a chain would have them before all others."""
+        is_here = self._is_aside and tf.compat.v1.get_default_graph() is self._program.graph and not tape.in_vectorized_map()
+        return self._side.aside() if is_here else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def among_activations(self) -> Iterator[None]:
+        """A block whose collectives stand among those aside, where backward has computed what they need."""
+        if not self._is_aside or tf.compat.v1.get_default_graph() is not self._program.graph:
+            yield
+            return
+        before = tape.operations_so_far()
+        with self._side.block() as block:
+            yield
+        block.place = self._activations_before(tape.operations_since(before))
 
     def operations(self, gradients: Sequence[tf.Tensor]) -> list[tf.Operation]:
         """Returns all operations of the graph, in this order.
@@ -47,19 +74,18 @@ class QueueOrder:
         Args:
             gradients: those of weights; what only they need, of the operations made since the last call, is held back as above.
         """
-        begins_by_itself = host_lead.begins_by_itself(self._program)
-        if begins_by_itself:
+        if self.sends_activations_first:
             # Of what is computed again the order is a matter of edges alone.
             self._program.attachment(Recomputation).settle(gradients)
         made = self._program.graph.get_operations()[len(self._operations) :]
-        if begins_by_itself:
+        if self.sends_activations_first:
             needed = tape.ancestors(gradients, made, by_control=False)
             segment: list[tf.Operation] = []
             for operation in made:
                 segment.append(operation)
                 if operation in needed and tape.is_backward(operation) and operation.type.startswith("Collective"):
                     self._operations += self._begun_first(operation, segment, needed)
-                    self.borders.append(len(self._operations) - 1)
+                    self.borders.append(self._operations[-1])
                     segment = []
             made = segment
         self._operations += made
@@ -77,3 +103,13 @@ class QueueOrder:
         if sent:
             host_lead.run_when_done(held, sent, self._program, "activations")
         return [*(operation for operation in segment if operation in before), *others]
+
+    def _activations_before(self, made: Sequence[tf.Operation]) -> int:
+        """Returns how many of the collectives aside stand before what `made`, operations behind backward, are computed of."""
+        order = self.operations([])
+        places = {operation: place for place, operation in enumerate(order)}
+        sent = [places[operation] for operation in self._side.collectives()]
+        behind = {operation for operation in order[sent[-1] + 1 :] if not tape.is_backward(operation)} if sent else set()
+        found = tape.ancestors(made, list(behind))
+        sources = {source for operation in found for source in tape.inputs_of(operation)} - behind
+        return bisect.bisect(sent, max((places[source] for source in sources), default=-1))

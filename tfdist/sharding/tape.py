@@ -297,12 +297,12 @@ def ancestors(
     """
     allowed, found = set(among), set()
     waiting = [one if isinstance(one, tf.Operation) else one.op for one in of]
-    waiting = [before for op in waiting for before in (op, *_inputs(op))] if by_control and allowed else waiting
+    waiting = [before for op in waiting for before in (op, *inputs_of(op))] if by_control and allowed else waiting
     while waiting:
         operation = waiting.pop()
         if operation in allowed and operation not in found:
             found.add(operation)
-            waiting.extend(_inputs(operation) if by_control else [tensor.op for tensor in operation.inputs])
+            waiting.extend(inputs_of(operation) if by_control else [tensor.op for tensor in operation.inputs])
     return found
 
 
@@ -310,7 +310,7 @@ def run_all_after(operations: Sequence[tf.Operation], others: Sequence[tf.Operat
     """Makes those of `operations` that depend on none of them wait for `others`, and so all of them."""
     among = set(operations)
     for operation in operations if others else ():
-        if not among.intersection(_inputs(operation)):
+        if not among.intersection(inputs_of(operation)):
             operation._add_control_inputs(list(others))
 
 
@@ -375,5 +375,6 @@ def is_source(operation: tf.Operation) -> bool:
     return operation.type == "Const" or operation.type == "ReadVariableOp" and operation.get_attr("dtype").is_floating
 
 
-def _inputs(operation: tf.Operation) -> list[tf.Operation]:
+def inputs_of(operation: tf.Operation) -> list[tf.Operation]:
+    """Returns the operations that `operation` waits for, as far as edges say so."""
     return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]

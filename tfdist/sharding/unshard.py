@@ -53,6 +53,7 @@ class UnshardSchedule:
     def __init__(self, program: RankProgram):
         self._program = program
         self._recomputation: Recomputation = program.attachment(Recomputation)
+        self._order: QueueOrder = program.attachment(QueueOrder)
         self._units: list[Unit] = []
         self._live: list[Unit] = []
         self._pending: list[PendingGradient] = []
@@ -253,7 +254,7 @@ class UnshardSchedule:
 
     def _before_collective(self) -> None:
         """Emits what stands before a collective, but in a backward in which each begins when its input is there."""
-        if not (tape.in_backward() and host_lead.begins_by_itself(self._program)):
+        if not (tape.in_backward() and self._order.sends_activations_first):
             self.flush()
 
     def flush(self, gradients: Sequence[Any] = ()) -> None:
@@ -282,7 +283,7 @@ class UnshardSchedule:
         if not ready and not uses:
             return
         self._pending = [p for p in self._pending if p not in ready]
-        operations = self._program.attachment(QueueOrder).operations([pending.full for pending in ready])
+        operations = self._order.operations([pending.full for pending in ready])
         numbers = {op.name: number for number, op in enumerate(operations)}
         by_unit: dict[int, list[PendingGradient]] = {}
         for pending in ready:
@@ -302,9 +303,11 @@ class UnshardSchedule:
             for step in steps:
                 if isinstance(step.action, Regather):
                     gate = start if step.gate is None else [operations[number] for number in step.gate]
-                    self._regather(self._units[step.action.unit], uses[step.action.unit], gate)
+                    with self._order.among_activations():
+                        self._regather(self._units[step.action.unit], uses[step.action.unit], gate)
                 else:
-                    sent, encoded = self._reduce_scatter(by_unit[step.action.unit], previous)
+                    with self._order.among_activations():
+                        sent, encoded = self._reduce_scatter(by_unit[step.action.unit], previous)
                     flight.hold_back(flight.note_emitted(encoded), sent[-1].op)
                     previous = [] if has_own_turns else encoded or sent
 
@@ -315,8 +318,9 @@ class UnshardSchedule:
         fulls = [[pending.full for pending in message] for message in messages]
         flight = GradientsInFlight(fulls, numbers, self._program)
         if host_lead.is_on_chain(self._program):
-            operations = [one for one in self._program.attachment(QueueOrder).operations([]) if one not in self._regathering]
-            host_lead.limit_lead(fulls, self._program, operations, collectives_each=2)  # its reduction, and a gather
+            operations = [one for one in self._order.operations([]) if one not in self._regathering]
+            borders = [one for one in self._order.borders if one not in self._regathering]
+            host_lead.limit_lead(fulls, self._program, operations, borders, collectives_each=2)  # its reduction, and a gather
         for number, message in enumerate(messages):
             flight.compute_after(number, list(dict.fromkeys(one.operation for one in uses.get(message[0].unit.index, []))))
         return flight
