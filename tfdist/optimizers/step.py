@@ -187,14 +187,13 @@ class _Step:
 
     def _emit(self, actions: Iterable[plan.Action]) -> None:
         optimizer, config, program = self._optimizer, self._config, self._program
-        order = program.attachment(QueueOrder)
         for action in actions:
             members = getattr(action, "members", ())
             grads, targets = [self._grads[place] for place in members], [self._targets[place] for place in members]
             match action:
                 case plan.Reduce(bucket):
                     label = targets[0].variable.name if bucket is None else f"bucket_{bucket}"
-                    with order.among_activations():
+                    with program.attachment(QueueOrder).among_activations():
                         self._replace(members, reduce_bucket(grads, targets, label, config, program, self._weight))
                     self._note_reduction(bucket, members)
                 case plan.HoldBack(bucket) if self._flight is not None:
@@ -212,7 +211,7 @@ class _Step:
                 case plan.Gather(bucket):
                     shards = [self._updated.get(place) for place in members]  # none of what is stepped in place
                     # What waits for the message waits for this: until then the old parameter's memory is in use, too.
-                    with order.among_activations():
+                    with program.attachment(QueueOrder).among_activations():
                         self._latest = publish(targets, shards, f"all_gather/bucket_{bucket}", config, program)
                 case plan.Complete(bucket):
                     wholes, weights = owned_step.complete(grads, targets, bucket, program)
@@ -372,8 +371,7 @@ class _Step:
         whole = [[self._grads[place] for place in bucket if not gradients[place].is_reduced] for bucket in messages]
         if whole and all(whole) and self._config.mesh.data_parallel_size > 1:
             gathers = isinstance(self._config.placements.optimizer_state, Shard)  # a bucket's new parameters, behind a later one
-            order = self._program.attachment(QueueOrder)
-            operations = order.operations([gradient for bucket in whole for gradient in bucket])
+            operations = (order := self._program.attachment(QueueOrder)).operations([grad for bucket in whole for grad in bucket])
             limit_lead(whole, self._program, operations, order.borders, collectives_each=1 + gathers)
 
     def _gradients_in_flight(self, gradients: Sequence[plan.Gradient]) -> GradientsInFlight | None:

@@ -36,8 +36,8 @@ class QueueOrder:
     """That of one trace; what has a place in it keeps it. An attachment of the rank's program.
 
     Attributes:
-        sends_activations_first: whether the order is another than that in which operations were made. On a chain not in a
-            pipeline, whose messages are in its order, too.
+        sends_activations_first: whether the order is another than that in which operations were made. On a chain only
+            where no ranks of the axis "pipe" have messages in its order, too.
         borders: the operations that end what lies between two collectives.
     """
 
