@@ -48,6 +48,7 @@ from tfdist.planning import Candidate, DeviceMemory
 from tfdist.planning.estimates import Estimates
 from tfdist.planning.hardware import Hardware, from_file
 from tfdist.planning.memory import memory_of
+from tfdist.planning.rank_trace import spread
 from tfdist.planning.search import Estimated, ranked
 from tfdist.planning.sizes import bytes_of
 from tfdist.planning.step_time import StepTime
@@ -103,21 +104,6 @@ class Case:
     candidate: Candidate
 
 
-def spread(model: keras.Model, candidate: Candidate, blocks: str) -> keras.Model:
-    """Returns the model, divided as the candidate says and compiled, in the scope of its strategy."""
-    given = {"optimizer": "adam", "loss": model.loss}
-    if candidate.tensor > 1:
-        tfdist.parallelize(model, tfdist.suggest_plan(model, candidate.tensor), print_fn=None)
-    if candidate.pipeline > 1:
-        settings = {"num_microbatches": candidate.microbatches, "schedule": candidate.schedule}
-        settings |= {"stages_per_rank": candidate.stages_per_rank, "recompute": candidate.recompute}
-        model = tfdist.PipelineModel(model, **settings)
-        model.compile(**given)
-    elif candidate.recompute:
-        tfdist.recompute(model, blocks)
-    return model
-
-
 class Times(keras.callbacks.Callback):
     """The times between the ends of steps, of at least three, and of some until a second is over."""
 
@@ -136,6 +122,8 @@ class Trained:
             model = MODELS[case.model][0]()
             x, y = batch_of(model, case.batch_size)
             self.model = spread(model, case.candidate, blocks)
+            if self.model is not model:  # a pipeline's model is compiled itself
+                self.model.compile("adam", model.loss)
         self.data = tf.data.Dataset.from_tensors((x, y)).repeat()
         self.steps = 3
         self.fit(3)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.launch.arguments import positive_int
+from tfdist.launch.arguments import add_command, positive_int
 from tfdist.planning.builders import arguments_of, named_builder
 from tfdist.planning.data_sheets import DATA_SHEETS
 from tfdist.planning.decoder import decoder_builder
@@ -34,14 +34,8 @@ exit code: 0 when a plan fits, 1 when none does; 2 for wrong arguments."""
 
 def add_plan(commands: Any) -> None:
     """Adds the command to those of the program."""
-    parser = commands.add_parser(
-        "plan",
-        help="say whether a model fits, how fast a step is, and which plan is best",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    summary = "say whether a model fits, how fast a step is, and which plan is best"
+    parser = add_command(commands, "plan", _plan, help=summary, description=_DESCRIPTION, epilog=_EPILOG)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME", help='"package.module:build" or "package.Class": makes a built Keras model')
     model.add_argument("--config", metavar="NAME", help=f"a known decoder: {', '.join(KNOWN_MODELS)}")
@@ -80,7 +74,6 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--top", type=positive_int, default=5, metavar="N", help="how many plans to show (default: 5)")
     parser.add_argument("--png", type=pathlib.Path, metavar="FILE", help="draw their memory to this file; needs matplotlib")
     parser.add_argument("--json", metavar="FILE", help="write all plans as JSON; -: to the standard output, and no text")
-    parser.set_defaults(command=lambda args: _plan(parser, args))
 
 
 def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:

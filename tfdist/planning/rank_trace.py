@@ -87,7 +87,7 @@ def trace_rank(job: Job, candidate: Candidate, pipe: int = 0) -> RankTrace:
         except ValueError as error:
             raise BuildError(str(error)) from error
         with weightless(strategy):
-            model = _spread(model, candidate, job.traced.block_pattern or "")
+            model = spread(model, candidate, job.traced.block_pattern or "")
             _compile(model, job.optimizer, data[1])
             model._symbolic_build(data_batch=data)
             model.optimizer.build(model.trainable_variables)
@@ -112,7 +112,7 @@ def _data(traced: TracedModel, rows: int) -> tuple[Any, Any]:
     return tf.nest.map_structure(of_rows, given), tf.nest.map_structure(of_rows, trace.targets)
 
 
-def _spread(model: keras.Model, candidate: Candidate, blocks: str) -> keras.Model:
+def spread(model: keras.Model, candidate: Candidate, blocks: str) -> keras.Model:
     """Returns the model as the lines of `Candidate.python` make it."""
     if candidate.tensor > 1:
         parallelize(model, suggest_plan(model, candidate.tensor), print_fn=None)
