@@ -11,6 +11,7 @@ import tensorflow as tf
 from grids import exhaustive
 from keras import layers, ops
 
+import tfdist
 from tests.parity.comparison import state
 from tests.programs.comparing import assert_as_on_one_device, stages_in_turns
 from tests.programs.fitting import ROWS, adam, momentum
@@ -248,6 +249,34 @@ class Looped(layers.Layer):
 
 
 @pytest.mark.as_traced
+class Counting(layers.Layer):
+    """Adds up what it is given, over the rows, and passes it on."""
+
+    def build(self, shape):
+        self.total = self.add_weight(name="total", shape=(shape[-1],), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.total.assign_add(ops.sum(x, 0))
+        return x
+
+
+def counts_behind_parallel_layers(strategy):
+    """Of activations that tensor ranks have gathered and reduced: they have the same rows, data ranks others."""
+
+    def build():
+        parallel = tfdist.layers.ColumnParallelDense(6, activation="tanh"), tfdist.layers.RowParallelDense(4)
+        return keras.Sequential([keras.Input((5,)), parallel[0], Counting(), parallel[1], Counting(), layers.Dense(5)])
+
+    return fitted(strategy, build, sgd, "inputs")
+
+
+@pytest.mark.parametrize("zero_stage", [exhaustive(0), 3])
+def test_tensor_ranks_share_their_rows(zero_stage):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is assigned what a device has computed")
+        assert_as_on_one_device(counts_behind_parallel_layers, zero_stage, 4, tensor_parallel_size=2)
+
+
 def test_what_cannot_be_told_is_warned_of():
     with pytest.warns(UserWarning, match=r"(?s)looped/mean' is assigned .*`tfdist.collectives.all_gather\(x, uneven=True\)`"):
         assert_as_on_one_device(looped, 0)

@@ -24,6 +24,7 @@ from tfdist.collectives import group_ops
 from tfdist.collectives.instance_keys import power_of_two
 from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.program import RankProgram
+from tfdist.collectives.results import noted
 
 
 def all_reduce(program: RankProgram, x: tf.Tensor, mesh_axis: str, label: str, reduce_op: str = "sum") -> tf.Tensor:
@@ -33,7 +34,7 @@ def all_reduce(program: RankProgram, x: tf.Tensor, mesh_axis: str, label: str, r
         return x
     with tf.device(program.device):
         rows, restore = _as_rows(x)
-        return restore(group_ops.all_reduce(program, rows, ranks, reduce_op, label), x)
+        return noted(program, restore(group_ops.all_reduce(program, rows, ranks, reduce_op, label), x), ranks, like=x)
 
 
 def all_gather(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int, label: str) -> tf.Tensor:
@@ -44,7 +45,8 @@ def all_gather(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int, la
     with tf.device(program.device):
         rows, restore = _as_rows(x)
         gathered = tf.split(group_ops.all_gather(program, rows, ranks, label), len(ranks))
-        return tf.concat([restore(part, x) for part in gathered], axis)
+        whole = tf.concat([restore(part, x) for part in gathered], axis)
+        return noted(program, whole, ranks, like=x if axis % x.shape.rank else None)
 
 
 def reduce_scatter(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int, label: str) -> tf.Tensor:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
+from tfdist.collectives.results import noted
 
 _DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
@@ -43,7 +44,7 @@ def all_reduce(program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str,
     if is_trivial(x, ranks):
         return tf.identity(x)
     with tf.device(program.device):
-        return program.transport_of(ranks).all_reduce(program, x, ranks, reduce_op, label)
+        return noted(program, program.transport_of(ranks).all_reduce(program, x, ranks, reduce_op, label), ranks, like=x)
 
 
 def all_gather(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
@@ -51,7 +52,7 @@ def all_gather(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> 
     if is_trivial(x, ranks):
         return tf.concat([x] * len(ranks), 0)
     with tf.device(program.device):
-        return program.transport_of(ranks).all_gather(program, x, ranks, label)
+        return noted(program, program.transport_of(ranks).all_gather(program, x, ranks, label), ranks)
 
 
 def all_gather_parts(program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
@@ -59,7 +60,8 @@ def all_gather_parts(program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ra
     if is_trivial(tf.TensorSpec([sum(part.shape[0] for part in parts)]), ranks):
         return [all_gather(program, part, ranks, label) for part in parts]
     with tf.device(program.device):
-        return program.transport_of(ranks).all_gather_parts(program, parts, ranks, label)
+        gathered = program.transport_of(ranks).all_gather_parts(program, parts, ranks, label)
+    return [noted(program, one, ranks) for one in gathered]
 
 
 def all_to_all(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
@@ -103,4 +105,5 @@ def broadcast(
     if is_trivial(like, ranks):
         return tf.identity(x) if program.rank == source else tf.zeros(shape, x.dtype)
     with tf.device(program.device):
-        return program.transport_of(ranks).broadcast(program, x if program.rank == source else like, ranks, source, op, label)
+        given = x if program.rank == source else like
+        return noted(program, program.transport_of(ranks).broadcast(program, given, ranks, source, op, label), ranks)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce
+from tfdist.collectives.results import Results
 from tfdist.collectives.rows import can_be_gathered, gather_rows
 from tfdist.losses.row_means import RowMeans
 from tfdist.losses.trainer_step import TrainerStep
@@ -28,7 +29,6 @@ from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.row_kinds import RowKind, RowKinds, argument_kinds, reduced_axes
 
 _MOST_OPERATIONS = 100  # that are made again for one value: not a network
-_SAME_ON_ALL = ("CollectiveReduce", "CollectiveGather", "CollectiveBcast")
 _LABEL = "statistics/batch"
 
 
@@ -124,8 +124,11 @@ class BatchValues:
         if tensor.name in self._arguments:
             return self._arguments[tensor.name]
         is_same = self._program.attachment(RowMeans).is_taken_for_same(tensor)
-        if is_same or op.type in ("Placeholder", "ReadVariableOp") or op.type.startswith(_SAME_ON_ALL):
+        results = self._program.attachment(Results)
+        if is_same or op.type in ("Placeholder", "ReadVariableOp") or results.is_same(tensor):
             return RowKind.SAME
+        if (like := results.like(tensor)) is not None:
+            return self._kinds.kind(like)
         if self._program.attachment(TapeGradients).is_gradient(tensor):
             return RowKind.SAME
         if "Random" in op.type:

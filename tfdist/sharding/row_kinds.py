@@ -135,6 +135,11 @@ class RowKinds:
             if kinds != [_ROWS, _SAME] or axes is None:
                 return _OTHER
             return _ROWS if 0 not in axes else _SUM if op.type == "Sum" else _OTHER
+        if op.type in ("Split", "SplitV"):  # the axis is first, or last
+            axis, whole = (op.inputs[0], op.inputs[1]) if op.type == "Split" else (op.inputs[2], first)
+            place = tf.get_static_value(axis)
+            is_along_rows = place is None or whole.shape.rank is None or int(place) % whole.shape.rank == 0
+            return _OTHER if is_along_rows or kinds.count(_ROWS) != 1 else _ROWS
         if op.type in _BY_ROW:
             return _ROWS if (first.shape.rank or 0) >= 2 or op.type in ("InTopKV2",) else _OTHER
         if op.type in _SCATTERED_SUMS:
