@@ -138,6 +138,7 @@ def run(args: argparse.Namespace, mesh: Mesh, link: str, bucket_layers: int) -> 
         mesh.devices,
         bytes=1 << 30,
         product_us=product_us(args, link),
+        timeout_seconds=300,  # on a busy machine a process begins a step long after the others
         message_us_per_mib=round(mesh.products * microseconds_per_mib(args, link)),
     )
     bucket = bucket_layers * BYTES_PER_WEIGHT * args.width**2 // mesh.tensor
