@@ -72,7 +72,7 @@ SETTINGS = [
     exhaustive({"zero_stage": 1}),
     exhaustive({"zero_stage": 2}),
     exhaustive({"zero_stage": 1, "tensor_parallel_size": 2}),
-    {"zero_stage": 3, "pipeline_parallel_size": 2},
+    exhaustive({"zero_stage": 3, "pipeline_parallel_size": 2}),
     exhaustive({"zero_stage": 0, "pipeline_parallel_size": 2}),
 ]
 

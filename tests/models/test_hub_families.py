@@ -13,7 +13,6 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "exactness.md"
 # Those that every run of the suite trains; it recomputes in tests/programs/test_recomputation.py.
 DEFAULT = {
     ("GPT-2", "pipeline 2"),
-    ("BERT", "LoRA, tensor 2"),
 }
 # What does not work: the words of the error.
 REFUSED: dict[tuple[str, str], str] = {}

@@ -21,6 +21,7 @@ def check(null_gpus, monkeypatch, names, parts, workers=1):
     return ended
 
 
+@pytest.mark.exhaustive
 def test_ranks_on_parts_of_one_gpu(null_gpus, monkeypatch):
     ended = check(null_gpus, monkeypatch, ["mixed float16, stage 3"], 2)
     assert all(len(result["peaks"]) == 2 for result in ended.results[0].values())

@@ -101,6 +101,7 @@ def test_metrics_of_every_kind(zero_stage, devices, asks_batches):
     assert_same_tree(found, expected if asks_batches else {name: expected[name] for name in expected if name != "batches"})
 
 
+@pytest.mark.exhaustive
 def test_metrics_of_an_eager_step():
     """Also of single batches."""
     assert_same_tree(train(strategy_for(2, 3), run_eagerly=True), on_one_device())

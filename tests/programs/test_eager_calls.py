@@ -162,7 +162,7 @@ def episodes(strategy):
     return rewards
 
 
-PROGRAMS = [between_all_that_changes_weights, grouped_convolutions, *map(exhaustive, (samples_in_a_callback, episodes))]
+PROGRAMS = [between_all_that_changes_weights, *map(exhaustive, (grouped_convolutions, samples_in_a_callback, episodes))]
 
 
 @pytest.mark.as_traced

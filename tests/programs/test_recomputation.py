@@ -207,7 +207,7 @@ def test_as_on_one_device(program, zero_stage):
     assert_as_on_one_device(program, zero_stage, rtol=3e-5)
 
 
-@pytest.mark.parametrize(("zero_stage", "infers"), [(3, False), exhaustive(0, True), exhaustive(3, True)])
+@pytest.mark.parametrize(("zero_stage", "infers"), [exhaustive(3, False), exhaustive(0, True), exhaustive(3, True)])
 def test_what_is_drawn_is_drawn_once(zero_stage, infers):
     def drops(strategy, is_recomputed):
         with strategy.scope():

@@ -33,7 +33,7 @@ def adam():
 GRID = [
     exhaustive("branches", 2, 2, 2, "1f1b", 1, momentum, False, False),
     ("plain", 2, 2, 2, "1f1b", 1, momentum, False, False),
-    ("plain", 2, 2, 2, "1f1b", 1, adam, True, False),
+    exhaustive("plain", 2, 2, 2, "1f1b", 1, adam, True, False),
     exhaustive("masked", 2, 2, 2, "1f1b", 1, adam, True, False),
     exhaustive("tied", 2, 2, 2, "zero_bubble", 1, momentum, False, False),
     exhaustive("tied", 2, 2, 2, "1f1b", 1, adam, True, False),

@@ -94,7 +94,7 @@ def test_autoencoder(devices, zero_stage):
     assert_as_on_one_device(program, zero_stage, devices)
 
 
-@pytest.mark.parametrize("zero_stage", [exhaustive(0), 3])
+@pytest.mark.parametrize("zero_stage", [exhaustive(0), exhaustive(3)])
 def test_a_callback_that_stops_on_a_log(zero_stage):
     """At a threshold that 1/N of the loss would pass in the first epoch."""
 

@@ -48,6 +48,7 @@ print(json.dumps({name: [value.numpy().tolist() for value in values] for name, v
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(120)
 def test_twelve_ranks_in_a_fresh_process():
     """AllToAllV2 exchanges the blocks of 1 and 11 with each other, among 12 ranks of one process."""
