@@ -243,8 +243,9 @@ class _Step:
         self._program.attachment(ErrorFeedback).write([target.variable for target in self._targets])
 
     def _note_reduction(self, bucket: int | None, members: Sequence[int]) -> None:
+        known = self._program.attachment(KnownReductions)
         for place in members:
-            self._program.attachment(KnownReductions).add(self._given[place], self._grads[place])
+            known.add(self._given[place], self._grads[place])
         if self._flight is not None and bucket is not None:
             self._latest = self._grads[members[0]].op
             self._flight.note_emitted(self._program.attachment(Encoded).operations)
@@ -371,7 +372,8 @@ class _Step:
         whole = [[self._grads[place] for place in bucket if not gradients[place].is_reduced] for bucket in messages]
         if whole and all(whole) and self._config.mesh.data_parallel_size > 1:
             gathers = isinstance(self._config.placements.optimizer_state, Shard)  # a bucket's new parameters, behind a later one
-            operations = (order := self._program.attachment(QueueOrder)).operations([grad for bucket in whole for grad in bucket])
+            order = self._program.attachment(QueueOrder)
+            operations = order.operations([gradient for bucket in whole for gradient in bucket])
             limit_lead(whole, self._program, operations, order.borders, collectives_each=1 + gathers)
 
     def _gradients_in_flight(self, gradients: Sequence[plan.Gradient]) -> GradientsInFlight | None:
