@@ -21,6 +21,7 @@ from tfdist.planning.hardware import BUS_FACTORS, from_file
 def small(monkeypatch):
     for name, value in {"_WIDTHS": (96, 192), "_COPIED_BYTES": 2**21, "_UPDATED": 2**10}.items():
         monkeypatch.setattr(calibration, name, {"CPU": value})
+    monkeypatch.setattr(calibration, "_FUNCTION_ELEMENTS", {"CPU": 2**17})
     monkeypatch.setattr(timing, "_SECONDS", 1e-3)
     monkeypatch.setattr(timing, "_MEASURABLE_SECONDS", 1e-3)
     monkeypatch.setattr(calibration, "_SIZES", (2**10, 2**14))

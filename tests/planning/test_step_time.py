@@ -138,14 +138,18 @@ def test_devices_that_share_a_processor_do_not_wait():
     links = {"within": dict.fromkeys(BUS_FACTORS, Collective(0.0, math.inf))}
     time = seconds(Candidate(0, pipeline=4, schedule="1f1b", microbatches=8), step, links=links, sharing=4.0)
     assert time.bubble == 0 and time.together == pytest.approx(8 * 0.75)
-    # Messages take the processor, too, as far as nothing hides them; devices of their own send meanwhile.
-    slower = {"within": dict.fromkeys(BUS_FACTORS, Collective(0.01, math.inf))}
-    times = [
-        seconds(Candidate(0, pipeline=4, schedule="1f1b", microbatches=8), step, links=slower, overlap=2.0, sharing=sharing)
-        for sharing in (4.0, 1.02)
-    ]
-    assert times[0].together == pytest.approx(8 * 0.75 + 2 * 8 * 0.01)
-    assert times[1].together == pytest.approx((8 + 3) * 0.75, rel=0.05)
+    # What a message takes to start is time of the processor: overlap hides its bytes, and not that. Devices of their own send
+    # meanwhile.
+    for link, overlap, exposed in (
+        (Collective(0.01, math.inf), 1.0, 0.01),
+        (Collective(0.0, 1e8), 1.0, 0.0),
+        (Collective(0.0, 1e8), 2.0, 0.01),
+    ):
+        slower = {"within": dict.fromkeys(BUS_FACTORS, link)}
+        sends, plan = dataclasses.replace(step, border_bytes=1e6), Candidate(0, pipeline=4, schedule="1f1b", microbatches=8)
+        times = [seconds(plan, sends, links=slower, overlap=overlap, sharing=sharing) for sharing in (4.0, 1.02)]
+        assert times[0].together == pytest.approx(8 * 0.75 + 2 * 8 * exposed)
+        assert times[1].together == pytest.approx((8 + 3) * 0.75, rel=0.05)
 
 
 def test_recomputation_is_a_forward_more():

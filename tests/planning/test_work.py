@@ -48,6 +48,12 @@ def test_what_moves_bytes_takes_their_time_and_each_operation_at_least_something
     assert seconds.forward[2] == pytest.approx(8 * 33 + 33 * 65 + 8 * 65)  # reads x and the kernel, writes y
     slow = work.seconds(8, dataclasses.replace(moves, bytes_per_second=float("inf"), operation_seconds=3.0))
     assert slow.forward[1:3] == pytest.approx(3.0) and (slow.backward[1:] > 0).all()
+    # A processor that starts an operation does not compute another meanwhile, as a GPU does; the smallest are not handed on.
+    for name, rows, longer in (("a GPU", 1000, 0.0), ("a CPU", 1000, 5.0), ("a CPU", 8, 0.0)):
+        alone, with_it = (
+            work.seconds(rows, dataclasses.replace(moves, name=name, operation_seconds=one)).forward[2] for one in (0.0, 5.0)
+        )
+        assert with_it - alone == pytest.approx(longer)
 
 
 def test_functions_take_their_time():

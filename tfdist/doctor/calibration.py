@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist import collectives, errors
@@ -23,13 +24,18 @@ from tfdist.doctor.machine import DEVICES
 from tfdist.doctor.session import Session
 from tfdist.doctor.timing import least_seconds, seconds_of_one
 from tfdist.planning.hardware import Hardware, fitted
+from tfdist.planning.traced_model import trace
+from tfdist.planning.work import work_of
 
 # Widths of square matrices, by kind of device; the dtypes in which models compute.
 _WIDTHS = {"CPU": (128, 512, 1536), "GPU": (512, 2048, 8192)}
 _DTYPES = ("float32", "bfloat16", "float16")
 _SLOW_DTYPE_SECONDS = 0.5  # a dtype without kernels of its own is measured at the widths that take no longer
 _SIZES = (4 * 1024, 64 * 1024, MIB, 16 * MIB, 64 * MIB)
-_COPIED_BYTES = {"CPU": 16 * MIB, "GPU": 256 * MIB}
+_COPIED_BYTES = {"CPU": 64 * MIB, "GPU": 256 * MIB}  # of a tensor that no cache keeps
+_FUNCTION_ELEMENTS = {"CPU": 2**20, "GPU": 2**24}
+_TOKENS, _WIDTH = 64, 128  # of a block whose operations are counted and timed
+_EXAMPLES = (2, 4, 8)  # so many that the executor gives most operations to other threads, and few enough that it tells
 _STEPS = 40
 _UPDATED = {"CPU": 2**21, "GPU": 2**25}  # parameters
 _OVERLAP_BYTES = 16 * MIB
@@ -156,7 +162,7 @@ def _copy(session: Session) -> Finding:
 
 def _function(session: Session) -> Finding:
     """Of one tanh: what it takes longer than a product, which only moves its bytes, and they."""
-    elements = _COPIED_BYTES[_kind(session)] // 16
+    elements = _FUNCTION_ELEMENTS[_kind(session)]
 
     def things(is_function: bool) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         y = tf.fill([elements], _unknown())
@@ -168,14 +174,43 @@ def _function(session: Session) -> Finding:
 
 
 def _operation(session: Session) -> Finding:
-    """Of one that computes next to nothing, in a chain of them."""
+    """Of the operations of a Transformer's block, forward and backward: what they would take of no example, by those of a few.
 
-    def pairs() -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        y = tf.fill([16], _unknown())
-        return y, lambda x: tf.sin(x) * y  # the graph optimizer makes one operation of a chain of functions
+    A chain of small ones takes next to nothing, which one thread of TensorFlow's executor runs without handing on.
+    """
+    block = _block()
+    shapes = [weight.shape for weight in block.trainable_variables]
 
-    seconds = seconds_of_one(session.base, pairs, 1024) / 2
-    return Finding(f"{seconds * 1e6:,.1f} µs", {"seconds": seconds})
+    def one(weights: list[tf.Tensor], x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            loss = tf.reduce_mean(tf.square(block.stateless_call(weights, [], x)[0]))
+        ends = [tf.reshape(gradient, [-1])[0] for gradient in tape.gradient(loss, weights)]
+        return x + 1e-6 * tf.add_n(ends)  # the next pass needs all of this one, which TensorFlow would leave out
+
+    def passes(traced: Any, examples: int) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        weights = [tf.random.uniform(shape) for shape in shapes]
+        return tf.random.uniform([examples, _TOKENS, _WIDTH]), lambda x: traced(*weights, x)
+
+    seconds = []
+    for examples in _EXAMPLES:
+        given = [tf.TensorSpec(shape) for shape in shapes], tf.TensorSpec([examples, _TOKENS, _WIDTH])
+        traced = tf.function(one).get_concrete_function(*given)
+        seconds.append(seconds_of_one(session.base, functools.partial(passes, traced, examples), 8, in_a_trip=1))
+    _, of_none = np.polyfit(_EXAMPLES, seconds, 1, w=1 / np.array(seconds))
+    count = work_of(trace(_block).traces).large(_EXAMPLES[0]).sum()
+    each = max(float(of_none), 1e-9) / count
+    return Finding(f"{each * 1e6:,.1f} µs", {"seconds": each})
+
+
+def _block() -> keras.Model:
+    x = inputs = keras.Input((_TOKENS, _WIDTH))
+    normalized = keras.layers.LayerNormalization()(x)
+    x = keras.layers.Add()([x, keras.layers.MultiHeadAttention(2, _WIDTH // 2)(normalized, normalized)])
+    y = keras.layers.Dense(4 * _WIDTH, activation="gelu")(keras.layers.LayerNormalization()(x))
+    model = keras.Model(inputs, keras.layers.Add()([x, keras.layers.Dense(_WIDTH)(y)]))
+    model.compile("sgd", "mse")
+    return model
 
 
 def _step(session: Session) -> Finding:

@@ -20,7 +20,7 @@ _ROUNDS = 8
 _MEASURABLE_SECONDS = 0.1
 _MOST_THINGS = 2**17
 _MOST_GROWTH = 64
-# How many stand in a trip of a loop, whose own operations are few beside them.
+# How many operations stand in a trip of a loop, whose own are few beside them.
 _IN_A_TRIP = 64
 
 # Several things that are done one after another: called on each rank, returns what the first is given, and what does one, which
@@ -42,7 +42,7 @@ def least_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor]) -> float:
     return min(rounds(strategy, lambda: collectives.all_reduce(tf.reshape(on_rank(), [1]))[0]))
 
 
-def seconds_of_one(strategy: Any, things: Things, count: int = 1) -> float:
+def seconds_of_one(strategy: Any, things: Things, count: int = 1, in_a_trip: int = _IN_A_TRIP) -> float:
     """Returns the time of one of several things that every rank does one after another: of some and one more, less that of one.
 
     They are so many that their time is long beside what workers take to meet, which differs by milliseconds. They stand in a
@@ -52,41 +52,42 @@ def seconds_of_one(strategy: Any, things: Things, count: int = 1) -> float:
         strategy: whose ranks do it; all workers measure the same at once.
         things: what is done, and what it begins with.
         count: how many things are tried first.
+        in_a_trip: how many at most stand in a trip of the loop: one where a thing is many operations.
 
     Raises:
         RuntimeError: many thousands of them take no time.
     """
-    one = least_seconds(strategy, functools.partial(_done, things, 0))
+    one = least_seconds(strategy, functools.partial(_done, things, 0, 1))
     while True:
-        seconds = least_seconds(strategy, functools.partial(_done, things, count)) - one
+        seconds = least_seconds(strategy, functools.partial(_done, things, count, min(count, in_a_trip))) - one
         growth = min(math.ceil(1.5 * _MEASURABLE_SECONDS / max(seconds, 1e-9)), _MOST_GROWTH, _MOST_THINGS // count)
         growth = int(strategy.share("doctor: growth", str(growth if seconds < _MEASURABLE_SECONDS else 1)))
         if growth <= 1:
             break
-        count = _whole_trips(count * growth)
+        count = _whole_trips(count * growth, in_a_trip)
     if seconds <= 0:
         raise errors.runtime_error("What is to be measured takes no longer than what is around it.", count=count)
     return seconds / count
 
 
-def _whole_trips(count: int) -> int:
+def _whole_trips(count: int, in_a_trip: int) -> int:
     """Returns the least number from `count` on that is done in equal trips of a loop."""
-    trip = min(count, _IN_A_TRIP)
+    trip = min(count, in_a_trip)
     return math.ceil(count / trip) * trip
 
 
-def _done(things: Things, count: int) -> tf.Tensor:
+def _done(things: Things, count: int, in_a_trip: int) -> tf.Tensor:
     """Returns a number that depends on one thing, and on `count` more in a loop."""
     x, thing = things()
     x = thing(x)
 
     def trip(x: tf.Tensor) -> list[tf.Tensor]:
-        for _ in range(min(count, _IN_A_TRIP)):
+        for _ in range(in_a_trip):
             x = thing(x)
         return [x]
 
     if count:
-        (x,) = tf.while_loop(lambda _: True, trip, [x], maximum_iterations=math.ceil(count / _IN_A_TRIP))
+        (x,) = tf.while_loop(lambda _: True, trip, [x], maximum_iterations=math.ceil(count / in_a_trip))
     return tf.cast(tf.reshape(x, [-1])[0], tf.float32)
 
 

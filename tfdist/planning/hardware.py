@@ -3,7 +3,8 @@
     a product of two matrices     FLOPs / rate, which grows with the FLOPs of the product
     what only moves bytes         bytes read and written / `bytes_per_second`
     exp, tanh, random numbers     elements x `function_seconds`, where that is longer: a GPU hides them behind the bytes
-    an operation                  `operation_seconds` at least
+    an operation                  `operation_seconds`: on a GPU at least, which is given the next meanwhile; on a CPU besides,
+                                  where it is not so small that the executor runs it at once
     a collective of S bytes       alpha + S k / beta: k is the bus factor of nccl-tests for N ranks, 2 (N - 1)/N of an all-reduce
 
 Measured by `python -m tfdist calibrate`, or from data sheets, of which nothing is measured here.
@@ -59,7 +60,7 @@ class Hardware:
         name: what it is, in words.
         matmul: for each dtype points (FLOPs of one product, FLOP/s), in increasing order.
         bytes_per_second: read and written together, of operations that only move bytes.
-        operation_seconds: what the smallest operation takes.
+        operation_seconds: what an operation takes that computes nothing.
         links: for "within" a host and "between" hosts, each collective by its name; and for "staged", within a host beside a
             pipeline, those that are not as without one.
         function_seconds: of one element of exp, tanh, erf and their like.

@@ -1,6 +1,6 @@
 """How long a step takes: what one device computes, what it sends, and what of that is hidden behind the other.
 
-    forward and backward    sum over operations of max(FLOPs / rate, bytes / bandwidth, cost of an operation)
+    forward and backward    sum over operations of max(FLOPs / rate, bytes / bandwidth), and the cost of an operation (`hardware`)
     recomputation           once more what backward needs of forward
     stages 0, 1, 2          gradients travel while backward goes on: max(backward, messages) x overlap; then the update; stages 1
                             and 2 gather what was updated, stage 2 while backward goes on
@@ -136,17 +136,19 @@ def _pipelined(
     stage_forward, stage_backward = forward * step.stage_share, backward * step.stage_share
     between = links.tensor(step, 1) * step.stage_share  # what tensor ranks of a stage send each other
     busy = (stage_forward + stage_backward) * count * candidate.stages_per_rank
-    message = links.message(step.border_bytes)
+    start, message = links.message(0.0), links.message(step.border_bytes)
     alone = 1 / hardware.sharing
     sizes = candidate.schedule, candidate.pipeline, count, candidate.stages_per_rank
     durations = [max(seconds * alone + between / 2, 1e-12) for seconds in (stage_forward, stage_backward)]
     total = _simulated(*sizes, *durations, message)
     exposed = between * count * candidate.stages_per_rank
-    border = 2 * message * count * candidate.stages_per_rank
+    sent = 2 * count * candidate.stages_per_rank
+    border = message * sent
     if hardware.is_shared:
-        # All ranks together keep the processor as busy as they would each keep their own, with their messages as well.
-        shared = (forward + backward) * count / candidate.pipeline + exposed
-        total = max(total, shared + min(hardware.overlap - 1, 1.0) * border)
+        # All ranks together keep the processor as busy as they would each keep their own, with their messages as well: what a
+        # message takes to start is time of the processor, of which nothing is left behind which it could hide.
+        shared = (forward + backward) * count / candidate.pipeline + exposed + start * sent
+        total = max(total, shared + min(hardware.overlap - 1, 1.0) * (message - start) * sent)
     return min(busy, total), max(0.0, total - busy - exposed), border
 
 

@@ -72,22 +72,29 @@ class Work:
             divided: for each operation of the graph whether tensor ranks share its work; None: they share nothing.
             ranks: among how many.
         """
-        low, high = self.batch_sizes
-        part = (batch_size - low) / (high - low)
         share = 1.0 if divided is None else np.where(divided[self.places], 1 / ranks, 1.0)
         flops, moved, transposed, functions = (
-            np.maximum(one[0] + (one[1] - one[0]) * part, 0) * share
-            for one in (self.flops, self.moved, self.transposed, self.functions)
+            self._of(one, batch_size) * share for one in (self.flops, self.moved, self.transposed, self.functions)
         )
         seconds = np.maximum(moved / hardware.bytes_per_second, functions * hardware.function_seconds)
-        seconds = np.maximum(seconds, hardware.operation_seconds)
         for place in np.flatnonzero(self.is_product):
             dtype = str(self.dtypes[place])
             rate = hardware.flops_per_second(dtype if dtype in hardware.matmul else "float32", float(flops[place]))
             seconds[place] = max(seconds[place], flops[place] / rate) + transposed[place] / hardware.bytes_per_second
+        each = hardware.operation_seconds
+        seconds = np.maximum(seconds, each) if hardware.is_gpu else seconds + np.where(moved < operations.INLINE_BYTES, 0.0, each)
         count, traced = len(self.stands_for), np.array(self.stands_for)
         parts = (self.is_forward, ~self.is_forward, self.is_again)
         return Seconds(*(np.bincount(self.calls[chosen], seconds[chosen], count)[traced] for chosen in parts))
+
+    def large(self, batch_size: float) -> np.ndarray:
+        """Returns for each operation whether it moves so much that TensorFlow's executor gives it to other threads."""
+        return self._of(self.moved, batch_size) >= operations.INLINE_BYTES
+
+    def _of(self, figures: np.ndarray, batch_size: float) -> np.ndarray:
+        """Returns what `figures` are of so many examples: on the line through those of both traces."""
+        low, high = self.batch_sizes
+        return np.maximum(figures[0] + (figures[1] - figures[0]) * (batch_size - low) / (high - low), 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
