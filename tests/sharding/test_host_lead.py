@@ -174,6 +174,13 @@ def test_on_a_chain_gradients_stand_among_activations(as_between_processes, hold
     )
     held = [name for names, _, kind in holds if kind == "lead" for name in names]
     assert held and not any("unshard" in name or "Collective" in name for name in held)
+    # What reads activations is queued behind the collective that follows theirs: else this waited for it. The first of all waits
+    # for the sums of the loss.
+    readers = [names for names, after, kind in holds if kind == "lead" and any("Collective" in name for name in after)]
+    products = [names for names in readers if any("gradient_tape" in name and "MatMul" in name for name in names)]
+    assert len(products) >= strategy.mesh.world_size * (PAIRS - 1)
+    waiting = [after for _, after, kind in holds if kind == "activations"]
+    assert sum(any("Collective" in name for name in after) for after in waiting) == strategy.mesh.world_size
 
 
 @pytest.mark.exhaustive

@@ -74,7 +74,7 @@ def limit_lead(
     Args:
         operations: those of the graph, in the order in which they are queued.
         borders: those of `operations` behind which nothing is queued before a collective of activations is over: there the
-            host waits already.
+            host waits already. On a chain those collectives themselves.
         collectives_each: how many collectives are to pass behind the products of a message, where they are on a chain; else
             behind those of the last one.
     """
@@ -84,7 +84,7 @@ def limit_lead(
     if not all(tf.is_symbolic_tensor(gradient) and gradient.graph is program.graph for gradient in gradients):
         return
     numbers = {operation.name: number for number, operation in enumerate(operations)}
-    ended = [numbers[border.name] for border in borders]
+    ended = sorted(numbers[border.name] for border in borders)
     ends: list[int] = []  # per message, the number of the operation that makes the last gradient of it or of those before
     for message in messages:
         makers = [_made_by(gradient.op, numbers) for gradient in message]
@@ -98,9 +98,15 @@ def limit_lead(
         until = min([following, *(border for border in ended if border >= end)])
         held = [operation for operation in operations[end + 1 : until + 1] if operation in needed and operation not in before]
         is_apart = is_on_chain(program) or following == ends[-1]  # see the note on the last message
-        for part in _in_parts(computing(held, gradients[0].device), collectives_each if is_apart else 1):
-            run_when_done(part, [last], program, "lead")
-            last = part[-1]
+        held, after = computing(held, gradients[0].device), [last]
+        passed = [border for border in ended if border < end][-1:] if is_on_chain(program) else []
+        if passed and (needing := _needing(operations[passed[0]], operations[passed[0] + 1 : until + 1]).intersection(held)):
+            # At its end its successor on the chain is free, too, and would wait for these.
+            run_when_done([operation for operation in held if operation not in needing], after, program, "lead")
+            held, after = [operation for operation in held if operation in needing], [last, operations[passed[0]]]
+        for part in _in_parts(held, collectives_each if is_apart else 1):
+            run_when_done(part, after, program, "lead")
+            after = [part[-1]]
 
 
 def queue_in_turn(units: Sequence[tuple[tf.Operation, Sequence[tf.Operation]]], program: RankProgram) -> None:
@@ -127,14 +133,19 @@ def begin_backward(readers: Sequence[tf.Operation], start: tf.Operation, program
     """
     if not program.transport_of(program.group_ranks("data")).waits_for_queue:
         return
-    before = [start]
-    if is_on_chain(program):
-        numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
-        first = min(numbers[operation.name] for operation in readers)
-        on_chain = program.graph.capture(program.token()).consumers()
-        earlier = [operation for operation in on_chain if operation.outputs and numbers[operation.name] < first]
-        before += sorted(earlier, key=lambda operation: numbers[operation.name])[-1:]
+    before = [start, *last_on_chain(readers, program)]
     run_when_done(readers, before, program, "backward")
+
+
+def last_on_chain(before: Sequence[tf.Operation], program: RankProgram) -> list[tf.Operation]:
+    """Returns the last collective that was emitted on the chain before all of these operations; none where there is no chain."""
+    if not is_on_chain(program):
+        return []
+    numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
+    first = min(numbers[operation.name] for operation in before)
+    on_chain = program.graph.capture(program.token()).consumers()
+    earlier = [operation for operation in on_chain if operation.outputs and numbers[operation.name] < first]
+    return sorted(earlier, key=lambda operation: numbers[operation.name])[-1:]
 
 
 def after_activations(
@@ -182,6 +193,15 @@ def queue_apart(first: Sequence[tf.Operation], second: Sequence[tf.Operation], p
         last = max(first, key=lambda operation: numbers[operation.name])
         later = [operation for operation in second if numbers[operation.name] > numbers[last.name]]
         run_when_done(list(dict.fromkeys(later)), [last], program, "first gathers")
+
+
+def _needing(operation: tf.Operation, later: Sequence[tf.Operation]) -> set[tf.Operation]:
+    """Returns those of `later`, operations in an order that edges follow, that need `operation`."""
+    found = {operation}
+    for one in later:
+        if not found.isdisjoint(tape.inputs_of(one)):
+            found.add(one)
+    return found
 
 
 def _in_parts(operations: Sequence[tf.Operation], count: int) -> list[Sequence[tf.Operation]]:

@@ -38,7 +38,7 @@ class QueueOrder:
     Attributes:
         sends_activations_first: whether the order is another than that in which operations were made. On a chain only
             where no ranks of the axis "pipe" have messages in its order, too.
-        borders: the operations that end what lies between two collectives.
+        borders: the operations that end what lies between two collectives; on a chain these collectives themselves.
     """
 
     IS_OF_BRANCH = True
@@ -85,7 +85,7 @@ class QueueOrder:
                 segment.append(operation)
                 if operation in needed and tape.is_backward(operation) and operation.type.startswith("Collective"):
                     self._operations += self._begun_first(operation, segment, needed)
-                    self.borders.append(self._operations[-1])
+                    self.borders.append(operation if self._is_aside else self._operations[-1])
                     segment = []
             made = segment
         self._operations += made
@@ -101,7 +101,8 @@ class QueueOrder:
         sent = [tensor.op for tensor in collective.inputs if tensor.dtype != tf.resource and tensor.op in before]
         held = host_lead.computing([operation for operation in others if operation in needed], collective.device)
         if sent:
-            host_lead.run_when_done(held, sent, self._program, "activations")
+            sums_of_loss = [] if self.borders else host_lead.last_on_chain([collective], self._program)
+            host_lead.run_when_done(held, [*sent, *sums_of_loss], self._program, "activations")
         return [*(operation for operation in segment if operation in before), *others]
 
     def _activations_before(self, made: Sequence[tf.Operation]) -> int:
