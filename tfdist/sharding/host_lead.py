@@ -20,6 +20,9 @@ queued when that is over and the GPU has heard of it, which gives the gather's s
     gathers    0   | 1                  | 2                  | ...
     host queues      0, begins 1          1, begins 2
 
+So it is with activations of tensor-parallel layers (`tfdist.sharding.queue_order`): at the end of their collective both its
+successor, a reduction, and the products that read them are free, and the first must begin before the others are queued.
+
 The GPU waits for the host at the end of each part, so the parts should be few. Who begins first is a race, and one that is lost
 costs the time of a message: order and numbers do not depend on it.
 
