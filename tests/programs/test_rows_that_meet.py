@@ -163,7 +163,7 @@ def spectral():
     ("build", "loss", "is_told"),
     [
         (synchronized, "mse", False),
-        (plain, all_pairs, True),
+        exhaustive(plain, all_pairs, True),
         exhaustive(plain, next_row, True),
         exhaustive(plain, advantages, True),
         exhaustive(of(lambda x: x[::-1]), "mse", True),

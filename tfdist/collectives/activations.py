@@ -34,7 +34,8 @@ def all_reduce(program: RankProgram, x: tf.Tensor, mesh_axis: str, label: str, r
         return x
     with tf.device(program.device):
         rows, restore = _as_rows(x)
-        return noted(program, restore(group_ops.all_reduce(program, rows, ranks, reduce_op, label), x), ranks, like=x)
+        reduced = restore(group_ops.all_reduce(program, rows, ranks, reduce_op, label), x)
+        return noted(program, reduced, ranks, x, is_like=True)
 
 
 def all_gather(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int, label: str) -> tf.Tensor:
@@ -46,7 +47,7 @@ def all_gather(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int, la
         rows, restore = _as_rows(x)
         gathered = tf.split(group_ops.all_gather(program, rows, ranks, label), len(ranks))
         whole = tf.concat([restore(part, x) for part in gathered], axis)
-        return noted(program, whole, ranks, like=x if axis % x.shape.rank else None)
+        return noted(program, whole, ranks, x, is_like=axis % x.shape.rank != 0)
 
 
 def reduce_scatter(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int, label: str) -> tf.Tensor:
@@ -57,7 +58,8 @@ def reduce_scatter(program: RankProgram, x: tf.Tensor, mesh_axis: str, axis: int
     with tf.device(program.device):
         parts = split(x, len(ranks), axis)
         rows, restore = _as_rows(tf.stack(parts), outer=1)
-        return restore(group_ops.reduce_scatter(program, rows, ranks, label), parts[0])
+        scattered = restore(group_ops.reduce_scatter(program, rows, ranks, label), parts[0])
+        return noted(program, scattered, ranks, x, is_like=axis % x.shape.rank != 0, is_same=False)
 
 
 def split(x: tf.Tensor, parts: int, axis: int) -> list[tf.Tensor]:

@@ -44,7 +44,8 @@ def all_reduce(program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str,
     if is_trivial(x, ranks):
         return tf.identity(x)
     with tf.device(program.device):
-        return noted(program, program.transport_of(ranks).all_reduce(program, x, ranks, reduce_op, label), ranks, like=x)
+        reduced = program.transport_of(ranks).all_reduce(program, x, ranks, reduce_op, label)
+        return noted(program, reduced, ranks, x, is_like=True)
 
 
 def all_gather(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
@@ -52,7 +53,7 @@ def all_gather(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> 
     if is_trivial(x, ranks):
         return tf.concat([x] * len(ranks), 0)
     with tf.device(program.device):
-        return noted(program, program.transport_of(ranks).all_gather(program, x, ranks, label), ranks)
+        return noted(program, program.transport_of(ranks).all_gather(program, x, ranks, label), ranks, x)
 
 
 def all_gather_parts(program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
@@ -61,7 +62,7 @@ def all_gather_parts(program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ra
         return [all_gather(program, part, ranks, label) for part in parts]
     with tf.device(program.device):
         gathered = program.transport_of(ranks).all_gather_parts(program, parts, ranks, label)
-    return [noted(program, one, ranks) for one in gathered]
+    return [noted(program, one, ranks, part) for one, part in zip(gathered, parts, strict=True)]
 
 
 def all_to_all(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
@@ -69,7 +70,7 @@ def all_to_all(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> 
     if is_trivial(x, ranks):
         return tf.identity(x)
     with tf.device(program.device):
-        return program.transport_of(ranks).all_to_all(program, x, ranks, label)
+        return noted(program, program.transport_of(ranks).all_to_all(program, x, ranks, label), ranks, x, is_same=False)
 
 
 def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, *, dtype: tf.DType | None = None) -> tf.Tensor:
@@ -81,7 +82,8 @@ def reduce_scatter(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str,
     if is_trivial(x, ranks):
         return tf.cast(x[0], dtype)
     with tf.device(program.device):
-        return program.transport_of(ranks).reduce_scatter(program, x, ranks, label, dtype)
+        scattered = program.transport_of(ranks).reduce_scatter(program, x, ranks, label, dtype)
+        return noted(program, scattered, ranks, x, is_same=False)
 
 
 def reduce_scatter_parts(
@@ -91,7 +93,8 @@ def reduce_scatter_parts(
     if is_trivial(tf.TensorSpec([sum(part.shape[1] for part in parts)]), ranks):
         return [reduce_scatter(program, part, ranks, label, dtype=dtype) for part in parts]
     with tf.device(program.device):
-        return program.transport_of(ranks).reduce_scatter_parts(program, parts, ranks, label, dtype)
+        scattered = program.transport_of(ranks).reduce_scatter_parts(program, parts, ranks, label, dtype)
+    return [noted(program, one, ranks, part, is_same=False) for one, part in zip(scattered, parts, strict=True)]
 
 
 def broadcast(
@@ -106,4 +109,5 @@ def broadcast(
         return tf.identity(x) if program.rank == source else tf.zeros(shape, x.dtype)
     with tf.device(program.device):
         given = x if program.rank == source else like
-        return noted(program, program.transport_of(ranks).broadcast(program, given, ranks, source, op, label), ranks)
+        found = program.transport_of(ranks).broadcast(program, given, ranks, source, op, label)
+        return noted(program, found, ranks, x if tf.is_tensor(x) else None, is_like=True)

@@ -22,6 +22,7 @@ from tfdist.collectives.instance_keys import power_of_two
 from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
+from tfdist.collectives.results import noted
 from tfdist.collectives.where import current_program
 from tfdist.custom_gradients import with_adjoint
 
@@ -119,7 +120,7 @@ def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axi
         pieces = tf.ensure_shape(tf.reshape(upstream, [len(ranks), rows, *inner]), [len(ranks), None, *inner])
         return group_ops.reduce_scatter(program, pieces, ranks, f"{label}/gradient")
 
-    return tf.boolean_mask(with_adjoint(gather, gradient, padded), keep)
+    return noted(program, tf.boolean_mask(with_adjoint(gather, gradient, padded), keep), ranks, x)
 
 
 def reduce_scatter(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "reduce_scatter") -> tf.Tensor:

@@ -1,6 +1,16 @@
-"""What the collectives of a rank's trace have returned, by whichever transport: how it depends on what ranks have."""
+"""What the collectives of a rank's trace have returned, by whichever transport: how it depends on what ranks have.
+
+    gathered or reduced over the data ranks     the same on all: no rank's own rows
+    reduced over the tensor ranks               like what each of them gave, row by row: of the rank's own rows
+    the rest                                    computed of what the rank gave
+
+What carries a collective tells none of this: an operation of TensorFlow knows no mesh, and what a worker reads from memory that
+it shares has no input but a shape.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -16,26 +26,61 @@ class Results:
     def __init__(self, program: RankProgram):
         self._over_data = set(program.group_ranks("shard"))
         self._same: set[str] = set()
+        self._of_all: set[str] = set()
         self._like: dict[str, tf.Tensor] = {}
+        self._given: dict[str, tf.Tensor] = {}
 
-    def note(self, found: tf.Tensor, ranks: Ranks, like: tf.Tensor | None = None) -> None:
-        """Notes that all `ranks` get `found`, of which each row is of that row of `like` on each of them."""
-        if self._over_data <= set(ranks):
+    def note(self, found: tf.Tensor, ranks: Ranks, given: tf.Tensor | None, is_like: bool, is_same: bool) -> None:
+        is_of_all = self._over_data <= set(ranks)
+        if is_of_all:
+            self._of_all.add(found.name)
+        if is_of_all and is_same:
             self._same.add(found.name)
-        elif like is not None:
-            self._like[found.name] = like
+        if given is not None and tf.is_symbolic_tensor(given):
+            self._given[found.name] = given
+            if is_like and not is_of_all:
+                self._like[found.name] = given
 
     def is_same(self, tensor: tf.Tensor) -> bool:
         """Whether ranks with other rows have the same `tensor`."""
         return tensor.name in self._same
 
+    def is_of_all(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is what all data ranks have gathered, reduced or exchanged: of no rank's own rows."""
+        return tensor.name in self._of_all
+
     def like(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns what `tensor` was made of by ranks that have the same rows, row by row; None: it was not."""
         return self._like.get(tensor.name)
 
+    def inputs_of(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+        """Returns what the rank has computed `tensor` of: of a result, what it gave."""
+        if tensor.op.type == "IdentityN":  # the end of a custom gradient, such as a collective's
+            return [tensor.op.inputs[tensor.value_index]]
+        given = self._given.get(tensor.name)
+        return list(tensor.op.inputs) if given is None else [given]
 
-def noted(program: RankProgram, found: tf.Tensor, ranks: Ranks, like: tf.Tensor | None = None) -> tf.Tensor:
-    """Returns `found`, what a collective has returned to `ranks`; of a traced one that is noted."""
+    def own_inputs_of(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+        """Returns the same, and nothing of what `is_of_all`."""
+        return [] if self.is_of_all(tensor) else self.inputs_of(tensor)
+
+
+def noted(
+    program: RankProgram,
+    found: tf.Tensor,
+    ranks: Ranks,
+    given: tf.Tensor | None,
+    *,
+    is_like: bool = False,
+    is_same: bool = True,
+) -> tf.Tensor:
+    """Returns `found`, what a collective has returned to `ranks`; of a traced one that is noted.
+
+    Args:
+        given: what this rank gave; None: nothing.
+        is_like: whether each row of `found` is of that row of what each of `ranks` gave.
+        is_same: whether all of `ranks` get `found`.
+    """
     if tf.is_symbolic_tensor(found):
-        program.attachment(Results).note(found, ranks, like)
+        program.attachment(Results).note(found, ranks, given, is_like, is_same)
     return found

@@ -19,14 +19,14 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce
-from tfdist.collectives.results import Results
 from tfdist.collectives.rows import can_be_gathered, gather_rows
 from tfdist.losses.row_means import RowMeans
 from tfdist.losses.trainer_step import TrainerStep
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.sharding import gradient_graph, tape
 from tfdist.sharding.gradient_stubs import GradientStubs
-from tfdist.sharding.row_kinds import RowKind, RowKinds, argument_kinds, reduced_axes
+from tfdist.sharding.row_kinds import RowKind, RowKinds, argument_kinds, of_collective, reduced_axes
+from tfdist.sharding.static_numbers import value_of
 
 _MOST_OPERATIONS = 100  # that are made again for one value: not a network
 _LABEL = "statistics/batch"
@@ -115,20 +115,19 @@ class BatchValues:
         """Whether `op` divides a sum by the number of the rank's own rows, a constant where every batch has as many."""
         if op.type != "RealDiv" or self._static_rows is None:
             return False
-        value = tf.get_static_value(op.inputs[1])
+        value = value_of(op.inputs[1])
         is_count = value is not None and value.size == 1 and float(value) == self._static_rows
         return is_count and self._kinds.kind(op.inputs[0]) is RowKind.SUM
 
-    def _kind_of_source(self, tensor: tf.Tensor) -> RowKind | None:
+    def _kind_of_source(self, tensor: tf.Tensor) -> RowKind | tf.Tensor | None:
         op = tensor.op
         if tensor.name in self._arguments:
             return self._arguments[tensor.name]
         is_same = self._program.attachment(RowMeans).is_taken_for_same(tensor)
-        results = self._program.attachment(Results)
-        if is_same or op.type in ("Placeholder", "ReadVariableOp") or results.is_same(tensor):
+        if is_same or op.type in ("Placeholder", "ReadVariableOp"):
             return RowKind.SAME
-        if (like := results.like(tensor)) is not None:
-            return self._kinds.kind(like)
+        if (found := of_collective(tensor, self._program)) is not None:
+            return found
         if self._program.attachment(TapeGradients).is_gradient(tensor):
             return RowKind.SAME
         if "Random" in op.type:

@@ -22,7 +22,7 @@ from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.row_meetings import RowMeetings
 from tfdist.losses.static_rows import has_rows
 from tfdist.sharding import tape
-from tfdist.sharding.row_kinds import RowKind
+from tfdist.sharding.row_kinds import RowKind, of_collective
 
 
 class _Told:
@@ -69,11 +69,12 @@ def warned_of(program: RankProgram | None) -> Iterator[None]:
 def _rows_meet(made: list[tf.Operation], program: RankProgram) -> bool:
     names = {op.name for op in made}
 
-    def of_source(x: tf.Tensor) -> RowKind | None:
-        if x.op.name in names and not x.op.type.startswith("Collective"):
-            return None
+    def of_source(x: tf.Tensor) -> RowKind | tf.Tensor | None:
+        found = of_collective(x, program)
+        if found is RowKind.SAME or x.op.name in names:
+            return found
         is_of_rows = x.shape.rank is None or x.shape.rank > 0 and (x.shape[0] is None or has_rows(x, program))
-        return RowKind.ROWS if is_of_rows and not x.op.type.startswith("Collective") else RowKind.SAME
+        return RowKind.ROWS if is_of_rows else RowKind.SAME
 
     meetings = RowMeetings(of_source)
     return any(meetings.found_in(output) for op in made for output in op.outputs)

@@ -17,18 +17,21 @@ In an eager run there is no graph, and nothing is known.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.collectives.results import Results
 from tfdist.losses.row_meetings import RowMeetings
 from tfdist.losses.selected_rows import has_selected_rows
 from tfdist.losses.static_rows import has_rows
 from tfdist.sharding import tape
 from tfdist.sharding.gradient_graph import is_zero
 from tfdist.sharding.graph_walks import before, inputs_first
-from tfdist.sharding.row_kinds import RowKind, argument_kinds
+from tfdist.sharding.row_kinds import RowKind, argument_kinds, of_collective
+from tfdist.sharding.static_numbers import value_of
 
 SUM = "a sum over the rows of a batch"
 SUM_OVER_ROWS = "a Keras loss whose reduction is a sum, divided by the number of a device's rows"
@@ -56,6 +59,7 @@ class RowMeans:
 
     def __init__(self, program: RankProgram):
         self._program = program
+        self._results: Results = program.attachment(Results)
         self._means: set[str] = set()
         self._sums: set[str] = set()
         self._arguments: dict[str, RowKind] = {}
@@ -112,12 +116,12 @@ class RowMeans:
         return tensor.name in self._same
 
     def _meetings_of_rows(self) -> RowMeetings:
-        def of_source(tensor: tf.Tensor) -> RowKind | None:
+        def of_source(tensor: tf.Tensor) -> RowKind | tf.Tensor | None:
             if tensor.name in self._arguments:
                 return self._arguments[tensor.name]
             is_same = tensor.name in self._same or tensor.op.type in ("Placeholder", "ReadVariableOp")
             is_same = is_same or self._is_of_weights(tensor.op)
-            return RowKind.SAME if is_same or tensor.op.type.startswith("Collective") else None
+            return RowKind.SAME if is_same else of_collective(tensor, self._program)
 
         return RowMeetings(of_source)
 
@@ -126,11 +130,13 @@ class RowMeans:
         op, inputs = tensor.op, list(tensor.op.inputs)
         if tensor.shape.rank and self._is_over_rows(tensor):
             return []  # a value for each row, whose sum is differentiated
+        if (like := self._results.like(tensor)) is not None:
+            return [like]
         if op.type in _SUMMING:
             return SUM if self._is_over_rows(inputs[0]) else inputs[:1]
         if op.type == "Mean":
             if self._is_over_rows(inputs[0]):
-                return FUNCTION if has_selected_rows(inputs[0]) else []
+                return FUNCTION if has_selected_rows(inputs[0], self._results) else []
             return inputs[:1]
         if op.type == "IdentityN":  # the end of a custom gradient
             return [inputs[tensor.value_index]]
@@ -151,9 +157,9 @@ class RowMeans:
         """Whether `loss` is computed of a product of two matrices of the rank's own rows. Gathered rows are no rank's own."""
         is_own: dict[str, bool] = {}
 
-        def inputs_of(tensor: tf.Tensor) -> list[tf.Tensor]:
+        def inputs_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
             is_end = tensor.name in self._arguments or self._is_of_weights(tensor.op)
-            return [] if is_end else _computed_of(tensor)
+            return [] if is_end else self._computed_of(tensor)
 
         for tensor in inputs_first(loss, inputs_of, is_own):
             inputs = inputs_of(tensor)
@@ -171,7 +177,7 @@ class RowMeans:
             if summed is None:
                 return [numerator]
             return SUM_OVER_ROWS if summed.name in self._sums else []
-        value = tf.get_static_value(denominator)
+        value = value_of(denominator)
         if summed is not None and summed.name not in self._sums and value is not None and value.size == 1:
             shape = summed.op.inputs[0].shape
             if shape.is_fully_defined() and float(value) in (shape[0], shape.num_elements()):
@@ -205,15 +211,15 @@ class RowMeans:
 
     def _is_count(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` depends on the shapes of the batch alone."""
-        return not any(x.name in self._arguments for x, _ in before(tensor, lambda op: op.type in _COUNTING))
+        return not any(x.name in self._arguments for x, _ in self._before(tensor, lambda op: op.type in _COUNTING))
 
     def _counts_selected_rows(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor`, computed of the shapes of the batch, is computed of how many rows satisfy a condition."""
-        found = (x.op for x, _ in before(tensor, lambda op: op.type in _COUNTING) if x.op.type in _COUNTING)
-        return any(has_selected_rows(x) for op in found for x in op.inputs)
+        found = (x.op for x, _ in self._before(tensor, lambda op: op.type in _COUNTING) if x.op.type in _COUNTING)
+        return any(has_selected_rows(x, self._results) for op in found for x in op.inputs)
 
     def _is_same_on_all(self, op: tf.Operation) -> bool:
-        return op.name in self._same_on_all or op.type.startswith("Collective") or self._is_of_weights(op)
+        return op.name in self._same_on_all or self._is_of_weights(op)
 
     def _is_of_weights(self, op: tf.Operation) -> bool:
         """Whether `op` is of a gradient by weights, or by a number: not by rows."""
@@ -224,7 +230,7 @@ class RowMeans:
     def _varies(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` depends on the batch, and so may differ between ranks."""
         of: dict[str, str | None] = {}
-        for x, reader in before(tensor, self._is_same_on_all):
+        for x, reader in self._before(tensor, self._is_same_on_all):
             of[x.name] = reader
             if x.name in self._arguments or x.name in self._varying or x.name in self._means or x.name in self._sums:
                 name: str | None = x.name
@@ -235,19 +241,15 @@ class RowMeans:
         self._same_on_all.update(name.rpartition(":")[0] for name in of)
         return False
 
+    def _before(self, tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool]) -> Iterator[tuple[tf.Tensor, str | None]]:
+        return before(tensor, is_end, self._results.own_inputs_of)
 
-def _computed_of(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """Returns what the numbers of `tensor` are computed of; nothing where another rank may have sent them.
-
-    Of what a collective receives, and of what a worker reads from shared memory, whose reads wait for a size alone.
-    """
-    op = tensor.op
-    if op.type == "IdentityN":  # the end of a custom gradient
-        return [op.inputs[tensor.value_index]]
-    if op.type.endswith("CandidateSampler"):  # it draws classes at random, and is given those of the rows to count them
-        return []
-    looked_up = _looked_up_last(op)
-    return looked_up or ([] if op.type in _COUNTING or op.type.startswith("Collective") else list(op.inputs))
+    def _computed_of(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+        """Returns what the numbers of `tensor` are computed of; nothing where other data ranks have sent them."""
+        op = tensor.op
+        if op.type.endswith("CandidateSampler"):  # it draws classes at random, and is given those of the rows to count them
+            return []
+        return _looked_up_last(op) or ([] if op.type in _COUNTING else self._results.own_inputs_of(tensor))
 
 
 def _looked_up_last(op: tf.Operation) -> list[tf.Tensor]:

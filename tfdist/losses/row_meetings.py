@@ -20,10 +20,10 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdist.losses.row_parts import part_of_rows
-from tfdist.losses.static_numbers import value_of
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.graph_walks import inputs_first
 from tfdist.sharding.row_kinds import RowKind, RowKinds, reduced_axes
+from tfdist.sharding.static_numbers import value_of
 
 _MOVING = ("ExpandDims", "StridedSlice", "Transpose")
 _REDUCTIONS = ("Max", "Mean", "Min", "Prod", "Sum")
@@ -35,10 +35,10 @@ class RowMeetings:
     """What meets what in the graph of one rank.
 
     Args:
-        of_source: the kind of a tensor that is not looked behind (see `RowKinds`).
+        of_source: the kind of a tensor that is not looked behind, or another that it is like (see `RowKinds`).
     """
 
-    def __init__(self, of_source: Callable[[tf.Tensor], RowKind | None]):
+    def __init__(self, of_source: Callable[[tf.Tensor], RowKind | tf.Tensor | None]):
         self._of_source = of_source
         self._kinds = RowKinds(of_source)
         self._of_all: dict[str, bool] = {}  # by name: whether it is a number of the rank's rows together
@@ -49,7 +49,10 @@ class RowMeetings:
         """Whether rows meet in what `loss` is computed of."""
         for tensor in inputs_first(loss, self._inputs, self._of_all):
             inputs = self._inputs(tensor)
-            if inputs and tensor.op.type != "IdentityN" and self._meet(tensor.op):
+            if (source := self._passed_on(tensor)) is not None:
+                self._pass_on(source, tensor)
+                continue
+            if inputs and self._meet(tensor.op):
                 return True
             self._of_all[tensor.name] = bool(inputs) and self._is_of_all(tensor)
             if inputs and (part := self._part(tensor)):
@@ -57,10 +60,22 @@ class RowMeetings:
         return False
 
     def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        if self._of_source(tensor):
+        if isinstance(self._of_source(tensor), RowKind):
             return []
-        source = gradient_graph.passed_on(tensor)  # at the end of a custom gradient, such as a collective's
+        source = self._passed_on(tensor)
         return list(tensor.op.inputs) if source is None else [source]
+
+    def _passed_on(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """Returns what `tensor` is, at the end of a custom gradient, or is like, row by row, behind a collective; else None."""
+        source = self._of_source(tensor)
+        return gradient_graph.passed_on(tensor) if source is None else None if isinstance(source, RowKind) else source
+
+    def _pass_on(self, source: tf.Tensor, tensor: tf.Tensor) -> None:
+        self._of_all[tensor.name] = self._of_all[source.name]
+        if source.name in self._parts:
+            self._parts[tensor.name] = self._parts[source.name]
+        if source.name in self._moved:
+            self._moved[tensor.name] = self._moved[source.name]
 
     def _is_rows(self, x: tf.Tensor) -> bool:
         return self._kinds.kind(x) is RowKind.ROWS
@@ -78,7 +93,7 @@ class RowMeetings:
         """Returns of which part of the rank's rows `tensor` is, in words; None: of all, of none, or it is not known."""
         op = tensor.op
         found = part_of_rows(tensor) if op.inputs and self._is_rows(_sliced(op)) else None
-        if found or not (gradient_graph.is_elementwise(op) or op.type in ("BiasAdd", "IdentityN", "MatMul", *_REDUCTIONS)):
+        if found or not (gradient_graph.is_elementwise(op) or op.type in ("BiasAdd", "MatMul", *_REDUCTIONS)):
             return found
         if op.type in _REDUCTIONS:
             axes = reduced_axes(op.inputs[1], op.inputs[0].shape.rank)

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.collectives.results import Results
 from tfdist.losses.static_rows import has_rows
 from tfdist.losses.trainer_step import TrainerStep
 from tfdist.sharding.graph_walks import before
@@ -34,7 +35,8 @@ def is_of_weights(source: Any, program: RankProgram) -> bool:
     if not program.exists_here(source):
         return False
     arguments, reads_weights = argument_kinds(program), False
-    for x, _ in before(source, lambda op: op.type == "ReadVariableOp"):
+    inputs_of = program.attachment(Results).inputs_of
+    for x, _ in before(source, lambda op: op.type == "ReadVariableOp", inputs_of):
         if x.name in arguments or "Random" in x.op.type:
             return False
         reads_weights = reads_weights or x.op.type == "ReadVariableOp"

@@ -17,7 +17,8 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.sharding import tape
-from tfdist.sharding.row_kinds import RowKind, RowKinds, reduced_axes
+from tfdist.sharding.row_kinds import RowKind, RowKinds, of_collective, reduced_axes
+from tfdist.sharding.static_numbers import value_of
 
 _SUMMING = ("Einsum", "MatMul", "Sum", "UnsortedSegmentSum")
 _OF_WEIGHTS = ("Placeholder", "ReadVariableOp")
@@ -91,8 +92,8 @@ class SumsOfRows:
 
     def _is_number_of_rows(self, number: tf.Tensor) -> bool:
         """Whether `number` is the constant that the rank's number of rows is, where that is known when the step is traced."""
-        value = tf.get_static_value(number)
-        return value is not None and value > 1 and float(value) in self._sizes
+        value = value_of(number)
+        return value is not None and value.size == 1 and float(value) > 1 and float(value) in self._sizes
 
     def _walk(self, tensors: Iterable[tf.Tensor], is_found: Callable[[tf.Tensor], bool]) -> None:
         """Goes back from `tensors` along what is computed of gradients, as far as `is_found` is false."""
@@ -105,12 +106,11 @@ class SumsOfRows:
             seen.update(source.name for source in new)
             waiting.extend(new)
 
-    def _of_source(self, x: tf.Tensor) -> RowKind | None:
+    def _of_source(self, x: tf.Tensor) -> RowKind | tf.Tensor | None:
         if x.name in self._gradients:
             return RowKind.ROWS
-        is_same = x.op.type in _OF_WEIGHTS or x.op.type.startswith("Collective")
-        is_same = is_same or any(x is total for total in self._of_all.values())
-        return self._arguments.get(x.name, RowKind.SAME if is_same else None)
+        is_same = x.op.type in _OF_WEIGHTS or any(x is total for total in self._of_all.values())
+        return self._arguments.get(x.name, RowKind.SAME if is_same else of_collective(x, self._program))
 
     def _is_over_rows(self, x: tf.Tensor) -> bool:
         """Whether `x` is a reduction along the axis of rows, whose size is theirs, or known only when the step runs."""

@@ -38,7 +38,11 @@ def inputs_first(
             yield current
 
 
-def before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool]) -> Iterator[tuple[tf.Tensor, str | None]]:
+def before(
+    tensor: tf.Tensor,
+    is_end: Callable[[tf.Operation], bool] = lambda _: False,
+    inputs_of: Callable[[tf.Tensor], Sequence[tf.Tensor]] = lambda x: x.op.inputs,
+) -> Iterator[tuple[tf.Tensor, str | None]]:
     """Yields `tensor` and what it is computed of, the nearest first, but not beyond operations where `is_end`.
 
     With each comes the name of a tensor that is computed of it, None with `tensor` itself.
@@ -49,7 +53,7 @@ def before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool]) -> Iterato
         yield x, reader
         if is_end(x.op):
             continue
-        for source in x.op.inputs:
+        for source in inputs_of(x):
             if source.name not in seen:
                 seen.add(source.name)
                 waiting.append((source, x.name))

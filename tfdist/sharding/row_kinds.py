@@ -15,8 +15,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.collectives.results import Results
 from tfdist.sharding import tape
 from tfdist.sharding.graph_walks import inputs_first
+from tfdist.sharding.static_numbers import value_of
 
 
 class RowKind(enum.Enum):
@@ -56,20 +58,28 @@ class RowKinds:
     """The kinds of the tensors of one graph.
 
     Args:
-        of_source: returns the kind of a tensor of which more is known than its operation says; None: look at the operation.
+        of_source: returns the kind of a tensor of which more is known than its operation says, or another tensor, that it is
+            like, row by row; None: look at the operation.
         trusts_loops: whether what a loop or a function makes of rows, of a number that is not known before it runs, is taken for
             rows, as a recurrent layer's is; else it is anything else.
     """
 
-    def __init__(self, of_source: Callable[[tf.Tensor], RowKind | None], *, trusts_loops: bool = False):
+    def __init__(self, of_source: Callable[[tf.Tensor], RowKind | tf.Tensor | None], *, trusts_loops: bool = False):
         self._of_source = of_source
         self._trusts_loops = trusts_loops
         self._kinds: dict[str, RowKind] = {}
 
     def kind(self, tensor: tf.Tensor) -> RowKind:
-        for current in inputs_first(tensor, lambda x: () if self._of_source(x) else x.op.inputs, self._kinds):
-            self._kinds[current.name] = self._of_source(current) or self._found(current)
+        for current in inputs_first(tensor, self._inputs, self._kinds):
+            source = self._of_source(current)
+            if source is None:
+                source = self._found(current)
+            self._kinds[current.name] = source if isinstance(source, RowKind) else self._kinds[source.name]
         return self._kinds[tensor.name]
+
+    def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        source = self._of_source(tensor)
+        return list(tensor.op.inputs) if source is None else [] if isinstance(source, RowKind) else [source]
 
     def _found(self, tensor: tf.Tensor) -> RowKind:
         op, rank = tensor.op, tensor.shape.rank
@@ -162,7 +172,7 @@ class RowKinds:
         if op.type in ("MatMul", "BatchMatMulV2", "Einsum"):
             return self._of_products(op, kinds)
         if op.type == "Reshape":
-            return _ROWS if _keeps_rows(first.shape, tf.get_static_value(op.inputs[1])) else _OTHER
+            return _ROWS if _keeps_rows(first.shape, value_of(op.inputs[1])) else _OTHER
         if op.type == "Transpose":
             order = tf.get_static_value(op.inputs[1])
             return _ROWS if order is not None and len(order) and order[0] == 0 else _OTHER
@@ -198,6 +208,12 @@ class RowKinds:
         return all(
             shape.rank is not None and (shape.rank < rows_rank or (shape.rank == rows_rank and shape[0] == 1)) for shape in others
         )
+
+
+def of_collective(tensor: tf.Tensor, program: RankProgram) -> RowKind | tf.Tensor | None:
+    """Returns what an `of_source` of `RowKinds` does, of a `tensor` that a collective has returned; of others None."""
+    results = program.attachment(Results)
+    return RowKind.SAME if results.is_same(tensor) else results.like(tensor)
 
 
 def argument_kinds(program: RankProgram) -> dict[str, RowKind]:

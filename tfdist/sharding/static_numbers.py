@@ -1,6 +1,6 @@
 """Integers of a graph that are known when it is traced: the order of axes, say, that `tf.nn.softmax` over one axis computes.
 
-`tf.get_static_value` knows constants, and not what is computed of the number of axes.
+`tf.get_static_value` knows constants, and not what is computed of the number of axes, nor `tf.shape(x)[0]` where it is known.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
 
 
 def value_of(tensor: tf.Tensor) -> np.ndarray | None:
-    """Returns the value of `tensor`, of few integers; None: it is not known before the graph runs."""
+    """Returns the value of `tensor`, of few integers, or cast from these; None: it is not known before the graph runs."""
     known = tf.get_static_value(tensor)
-    if known is not None or not tensor.dtype.is_integer:
+    if known is not None or not (tensor.dtype.is_integer or tensor.op.type == "Cast"):
         return known
     if tensor.op.type == "Rank":
         rank = tensor.op.inputs[0].shape.rank
