@@ -203,6 +203,13 @@ def test_a_loop(name, zero_stage, devices):
 
 
 @pytest.mark.parametrize("zero_stage", [exhaustive(0), exhaustive(1), exhaustive(2), 3])
-@pytest.mark.parametrize("name", [name if name in ("stepped_in_a_function",) else exhaustive(name) for name in STEPS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("stepped_in_a_function",) else exhaustive(name)
+        for name in STEPS
+        if name != "of_one_of_three"  # AutoGraph does not look into a `train_step`: Keras calls it as it is
+    ],
+)
 def test_fit(name, zero_stage):
     assert_as_on_one_device(in_fit(name), zero_stage)

@@ -24,7 +24,7 @@ from tfdist.collectives import RankProgram
 from tfdist.sharding import keras_scope, tape
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
-from tfdist.sharding.shard_messages import gather_parameters, messages_of
+from tfdist.sharding.shard_messages import gather_parameters, messages_of, scope_name
 from tfdist.sharding.units import copy_of, readers_of, sources_of, travelling_dtype
 
 Key = tuple[int, tf.DType]  # the id of a variable, and the dtype in which it is gathered
@@ -101,9 +101,11 @@ class HeldParameters:
 
     def move_backward(self, wholes: Mapping[Key, tf.Tensor]) -> None:
         """Lets what the gradients' operations read of `wholes`, held earlier, be read from what is held now."""
+        if self._program.is_eager:
+            return
         keys = {before.name: key for key, before in wholes.items()}
         copies: dict[str, tf.Tensor] = {}
-        for key, before in () if self._program.is_eager else wholes.items():
+        for key, before in wholes.items():
             readers = [reader for reader in readers_of(before, key[0], keys) if tape.is_backward(reader.operation)]
             for reader in readers if self._wholes.get(key) is not before else ():
                 for name in {before.name, *(source.name for source in sources_of(reader.tensor, keys))} & keys.keys():
@@ -122,6 +124,7 @@ class HeldParameters:
             stack.enter_context(tf.control_dependencies(None))
             stack.enter_context(tf.control_dependencies(self._after))
             stack.enter_context(tf.device(program.device))
+            stack.enter_context(tf.name_scope(scope_name(label)))
             for message in messages_of(members, members, lambda v: travelling_dtype(v, compute_dtype)):
                 dtype = travelling_dtype(message[0], compute_dtype)
                 shards = [v.component(program.rank).value() for v in message]
