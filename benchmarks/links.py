@@ -55,6 +55,7 @@ COMPRESSORS = {
     "top_k_int4": ("int4", "int8"),
     "top_k_feedback": ("top_k_alone", "int8"),
     "top_k_0.3_feedback": ("top_k_0.3_alone", "int8"),
+    "top_k_0.1_feedback": ("top_k_0.1_alone", "int8"),
 }
 INTERRUPTED = 130  # exit code, as a shell has it
 # Of `wide` at stage 2, over uncompressed.

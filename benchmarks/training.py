@@ -26,6 +26,8 @@ _COMPRESSORS = {  # those that have no name in tfdist
     "top_k_feedback": TopK(rest=None, error_feedback=True),
     "top_k_0.3_alone": TopK(0.003, rest=None),
     "top_k_0.3_feedback": TopK(0.003, rest=None, error_feedback=True),
+    "top_k_0.1_alone": TopK(0.001, rest=None),
+    "top_k_0.1_feedback": TopK(0.001, rest=None, error_feedback=True),
 }
 
 

@@ -71,6 +71,18 @@ def test_values_and_bytes(compressor, expected, bytes_of, n):
     np.testing.assert_array_equal(through(compressor, x), np.stack([expected(row) for row in x]))
 
 
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("compressor", [Int8(), TopK(0.01, None), TopK(0.3, None), TopK()], ids=str)
+def test_sums_are_of_what_is_decoded_in_order(compressor, rows):
+    x = numbers(rows, 4099, seed=6)
+    x[:, 1] = 1e5  # in the same place of all
+    x[1, 7] = np.nan
+    words = compressor.encode(tf.constant(x))
+    expected = np.add.reduce(compressor.decode(words, 4099).numpy())
+    assert expected[1] == rows * F(1e5) or compressor == Int8()
+    np.testing.assert_array_equal(compressor.summed(words, 4099), expected)
+
+
 @pytest.mark.parametrize(
     ("compressor", "each"),
     [(BFloat16(), 2), (Int8(), 1.015625), (Int4(), 0.5625), (TopK(rest=None), 6 * 41 / 4096), (TopK(), 6 * 41 / 4096 + 1.015625)],

@@ -49,12 +49,11 @@ def reduce_scatter(
     received = group_ops.all_to_all(program, _wire(program, packed), ranks, label)
     sizes = [one.shape[1] for one in words]
     split = [received] if len(sizes) == 1 else tf.split(received, program.constant(sizes), program.constant(1), num=len(sizes))
-    decoded = [
-        compressor.decode(_words(one), part.shape[1]) for one, part, compressor in zip(split, parts, compressors, strict=True)
-    ]
     for part, one, compressor in zip(parts, words, compressors, strict=True):
         sent.losses.append(None if compressor.feedback is None else part - compressor.decode(one, part.shape[1]))
-    return [tf.reduce_sum(one, axis=0) for one in decoded]
+    return [
+        compressor.summed(_words(one), part.shape[1]) for one, part, compressor in zip(split, parts, compressors, strict=True)
+    ]
 
 
 def all_gather(

@@ -29,6 +29,10 @@ class Compressor(abc.ABC):
     def bytes_of(self, n: int) -> int:
         """Returns the bytes of a row of `n` numbers, a multiple of 4."""
 
+    def summed(self, words: tf.Tensor, n: int) -> tf.Tensor:
+        """Returns the sum (n,), in order, of the rows whose words are `words`."""
+        return tf.reduce_sum(self.decode(words, n), axis=0)
+
     @property
     def feedback(self) -> Compressor | None:
         """How a rank keeps what its messages of gradients lose, which it adds to the next ones; None: it is lost."""
