@@ -87,9 +87,11 @@ class TopK(Compressor):
         rows, (chunks, length, kept) = words.shape[0], self._sizes(n)
         if self._rest is not None or rows > 2:  # a GPU adds what has one place in any order, which of two does not matter
             return super().summed(words, n)
-        both = (tf.reshape(part, [rows, chunks, kept]) for part in self._largest_in(words, n))
-        both = (tf.reshape(tf.transpose(part, [1, 0, 2]), [chunks, rows * kept]) for part in both)
-        return tf.reshape(_spread(*both, length), [-1])[:n]
+        values, places = (
+            tf.reshape(tf.transpose(tf.reshape(part, [rows, chunks, kept]), [1, 0, 2]), [chunks, rows * kept])
+            for part in self._largest_in(words, n)
+        )
+        return tf.reshape(_spread(values, places, length), [-1])[:n]
 
     def _largest_in(self, words: tf.Tensor, n: int) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the largest of each chunk of all rows, and their places in it: (rows * chunks, kept)."""
