@@ -185,8 +185,10 @@ def test_an_export_in_a_step_is_refused():
 COPIES = ("clone", "weights", "file", "pickle", "deepcopy")
 
 
-@pytest.mark.parametrize(("zero_stage", "ways"), [(3, ("file",)), *(exhaustive(stage, COPIES) for stage in range(4))])
-def test_copies_are_the_model(zero_stage, ways, tmp_path):
+@pytest.mark.parametrize(
+    ("zero_stage", "ways", "is_everywhere"), [(3, ("file",), False), *(exhaustive(stage, COPIES, True) for stage in range(4))]
+)
+def test_copies_are_the_model(zero_stage, ways, is_everywhere, tmp_path):
     """In the scope and outside of it; of another stage; and they train on as one device does."""
     strategy, other = strategy_for(2, zero_stage), strategy_for(3, 3 - zero_stage)
     model = dense(strategy)
@@ -213,7 +215,9 @@ def test_copies_are_the_model(zero_stage, ways, tmp_path):
     }
     losses = {}
     for name in ways:
-        for place in (None, strategy, other)[: 2 if name == "deepcopy" else 3]:  # which reads, as in its own scope only
+        # A deep copy reads, as in its own scope only.
+        places = (None, strategy) if name == "deepcopy" else (None, strategy, other) if is_everywhere else (None, other)
+        for place in places:
             with (place or tf.distribute.get_strategy()).scope():
                 copied = copies[name]()
             np.testing.assert_allclose(copied.predict(X, verbose=0), outputs, rtol=1e-5, atol=1e-6, err_msg=name)

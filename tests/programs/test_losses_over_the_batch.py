@@ -167,9 +167,10 @@ def stepping(**settings):
 STEPPING = {"traced": stepping(), "eager": stepping(run_eagerly=True), "several": stepping(steps_per_execution=3)}
 
 
-@pytest.mark.parametrize("zero_stage", SHARDED)
-@pytest.mark.parametrize("devices", [2, exhaustive(3)])
-@pytest.mark.parametrize("name", ["traced", exhaustive("eager"), exhaustive("several")])
+@pytest.mark.exhaustive  # `test_over_workers` has one
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("name", STEPPING)
 def test_in_a_step_of_ones_own(name, devices, zero_stage):
     assert_as_on_one_device(STEPPING[name], zero_stage, devices)
 

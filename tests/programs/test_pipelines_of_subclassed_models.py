@@ -22,13 +22,14 @@ ROWS, BATCH, LENGTH, WIDTH, VOCABULARY = 24, 8, 5, 6, 11
 
 @keras.saving.register_keras_serializable("tests")
 class Block(layers.Layer):
-    def __init__(self, rate=0.0, **kwargs):
+    def __init__(self, rate=0.0, attends=True, **kwargs):
         super().__init__(**kwargs)
-        self.attention, self.norm = layers.MultiHeadAttention(2, 3), layers.LayerNormalization()
+        self.attention, self.norm = layers.MultiHeadAttention(2, 3) if attends else None, layers.LayerNormalization()
         self.dense, self.dropout = layers.Dense(WIDTH, "tanh", activity_regularizer="l2"), layers.Dropout(rate)
 
     def call(self, x, mask=None, training=None):
-        x = x + self.attention(x, x, attention_mask=mask)
+        if self.attention is not None:
+            x = x + self.attention(x, x, attention_mask=mask)
         return self.norm(x + self.dropout(self.dense(x), training=training))
 
 
@@ -36,10 +37,10 @@ class Block(layers.Layer):
 class GPT(keras.Model):
     """Positions that depend on no input, a mask for every block, TensorFlow's own operations, a head that is the embedding."""
 
-    def __init__(self, count=2, **kwargs):
+    def __init__(self, count=2, attends=True, **kwargs):
         super().__init__(**kwargs)
         self.tokens, self.positions = layers.Embedding(VOCABULARY, WIDTH), layers.Embedding(LENGTH, WIDTH)
-        self.blocks = [Block() for _ in range(count)]
+        self.blocks = [Block(attends=attends) for _ in range(count)]
         self.norm = layers.LayerNormalization()
         self.count = count
 
@@ -113,6 +114,7 @@ class CrossBlock(layers.Layer):
 
 MODELS = {
     "gpt": (GPT, "blocks"),
+    "gpt without attention": (functools.partial(GPT, attends=False), "blocks"),
     "longer gpt": (functools.partial(GPT, 3), "blocks"),
     "classifier": (Classifier, "encoder.stack"),
     "translator": (Translator, ["encoders", "decoders"]),
@@ -159,7 +161,7 @@ MICROBATCHED = program("classifier", num_microbatches=2)  # BatchNormalization s
 
 # (model, pipe size, data size, schedule, recompute, infers)
 GRID = [
-    ("gpt", 2, 1, "1f1b", False, False),
+    ("gpt without attention", 2, 1, "1f1b", False, False),
     exhaustive("gpt", 2, 1, "1f1b", False, True),
     exhaustive("classifier", 2, 1, "1f1b", False, True),
     exhaustive("translator", 2, 2, "1f1b", False, True),

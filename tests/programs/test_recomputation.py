@@ -26,10 +26,10 @@ Y = np.arange(ROWS) % CLASSES
 class Block(keras.layers.Layer):
     """A decoder's block. It does what a block may do: draws, masks, statistics, a loss of its own, two kinds of arguments."""
 
-    def __init__(self, dropout=0.0, statistics=False, **kwargs):
+    def __init__(self, dropout=0.0, statistics=False, attends=True, **kwargs):
         super().__init__(**kwargs)
         self.norm_1, self.norm_2 = keras.layers.LayerNormalization(), keras.layers.RMSNormalization()
-        self.attention = keras.layers.MultiHeadAttention(2, 3, dropout=dropout)
+        self.attention = keras.layers.MultiHeadAttention(2, 3, dropout=dropout) if attends else None
         self.mlp = keras.Sequential([keras.layers.Dense(11, activation="gelu"), keras.layers.Dense(WIDTH)])
         self.dropout = keras.layers.Dropout(dropout)
         self.statistics = keras.layers.BatchNormalization(synchronized=True) if statistics else None
@@ -37,7 +37,8 @@ class Block(keras.layers.Layer):
 
     def call(self, x, training=None, mask=None):
         normed = self.norm_1(x)
-        x = x + self.attention(normed, normed, use_causal_mask=True, training=training)
+        if self.attention is not None:
+            x = x + self.attention(normed, normed, use_causal_mask=True, training=training)
         x = x + self.dropout(self.mlp(self.norm_2(x)), training=training)
         self.add_loss(0.01 * keras.ops.mean(x**2))
         return x if self.statistics is None else self.statistics(x, training=training)
@@ -68,12 +69,18 @@ def trained(model, x=X, infers=True):
     return (*found, model.evaluate(x, Y, batch_size=8, verbose=0), model.predict(x, batch_size=8, verbose=0)) if infers else found
 
 
-def blocks_by_name(strategy, **settings):
+def blocks_by_name(strategy, attends=True, **settings):
     with strategy.scope():
-        model = stack(Block(statistics=True, name="block_0"), keras.layers.Dense(WIDTH, activation="gelu", name="block_1"))
+        model = stack(
+            Block(statistics=True, attends=attends, name="block_0"), keras.layers.Dense(WIDTH, activation="gelu", name="block_1")
+        )
         if recomputes(strategy):
             assert tfdist.recompute(model, "block") is model
         return trained(compiled(model, **settings))
+
+
+def without_attention(strategy):
+    return blocks_by_name(strategy, attends=False)
 
 
 def several_steps_at_once(strategy):
@@ -188,7 +195,8 @@ def a_loop_of_ones_own_with_a_penalty_on_gradients(strategy):
 @pytest.mark.parametrize(
     "program",
     [
-        blocks_by_name,
+        without_attention,
+        exhaustive(blocks_by_name),
         exhaustive(in_eager_steps),
         exhaustive(several_steps_at_once),
         exhaustive(accumulating),
@@ -207,6 +215,34 @@ def test_as_on_one_device(program, zero_stage):
     assert_as_on_one_device(program, zero_stage, rtol=3e-5)
 
 
+class Thinned(keras.layers.Layer):
+    """Dropout, times a weight: the weight's gradient tells what was drawn when it was computed."""
+
+    def build(self, shape):
+        self.scale, self.dropout = self.add_weight(shape=(), initializer="ones", name="scale"), keras.layers.Dropout(0.4)
+
+    def call(self, x, training=None):
+        return self.scale * self.dropout(x, training=training)
+
+
+@pytest.mark.as_traced
+@pytest.mark.parametrize("zero_stage", [exhaustive(0), 3])
+def test_what_is_drawn_again_is_what_was_drawn(zero_stage):
+    strategy = strategy_for(2, zero_stage)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((50,)), Thinned(name="block")])
+        tfdist.recompute(model, "block")
+
+    def on_rank():
+        with tf.GradientTape() as tape:
+            drawn = tf.reduce_sum(model(tf.random.stateless_uniform((4, 50), (1, 2)), training=True))
+        return drawn, tape.gradient(drawn, model.trainable_variables[0])
+
+    drawn, again = (strategy.experimental_local_results(x) for x in tf.function(lambda: strategy.run(on_rank))())
+    np.testing.assert_allclose(sum(map(float, again)), sum(map(float, drawn)), rtol=1e-5)
+    assert abs(float(drawn[0]) - float(drawn[1])) > 1e-3, "nothing was drawn"
+
+
 @pytest.mark.parametrize(("zero_stage", "infers"), [exhaustive(3, False), exhaustive(0, True), exhaustive(3, True)])
 def test_what_is_drawn_is_drawn_once(zero_stage, infers):
     def drops(strategy, is_recomputed):
@@ -220,7 +256,7 @@ def test_what_is_drawn_is_drawn_once(zero_stage, infers):
     assert_same_tree(again, kept)
 
 
-DEPTH = 3  # blocks
+DEPTH = 2  # blocks
 
 
 @functools.cache
@@ -275,7 +311,7 @@ def kept_within_blocks(graph):
 
 @pytest.mark.parametrize("zero_stage", [exhaustive(0), 3])
 def test_nothing_is_kept_that_lies_between(zero_stage):
-    assert len(kept_within_blocks(traced(zero_stage, is_recomputed=False)[0])) > 50
+    assert len(kept_within_blocks(traced(zero_stage, is_recomputed=False)[0])) > 30
     assert kept_within_blocks(traced(zero_stage, is_recomputed=True)[0]) == []
 
 

@@ -185,10 +185,10 @@ def test_half_precision(policy, zero_stage):
     assert_same_tree(again, kept, rtol=0)
 
 
-def pipeline(strategy, is_recomputed, dropout=0.0, statistics=False, **settings):
-    """A model of four blocks in a pipeline; without `settings` the plain one."""
+def pipeline(strategy, is_recomputed, dropout=0.0, statistics=False, depth=4, **settings):
+    """A model of `depth` blocks in a pipeline; without `settings` the plain one."""
     with strategy.scope():
-        blocks = [Small(dropout, statistics, name=f"block_{k}") for k in range(4)]
+        blocks = [Small(dropout, statistics, name=f"block_{k}") for k in range(depth)]
         model = keras.Sequential([keras.Input((WIDTH,)), *blocks, keras.layers.Dense(CLASSES)])
         if settings:
             model = tfdist.PipelineModel(model, num_microbatches=2, **settings)
@@ -214,7 +214,8 @@ def in_a_pipeline(strategy):
 
 # (schedule, stages per rank, statistics, ZeRO stage, settings)
 PIPELINES = [
-    ("zero_bubble", 1, True, 0, {}),
+    ("zero_bubble", 1, True, 0, {"depth": 2}),
+    exhaustive("zero_bubble", 1, True, 0, {}),
     exhaustive("zero_bubble", 1, False, 3, {}),
     exhaustive("1f1b", 1, False, 3, {"reshard_after_microbatch": True}),
     exhaustive("1f1b", 1, True, 3, {}),

@@ -266,12 +266,11 @@ def loop(strategy, model, on_rank, traced=tf.function):
     return found, model.get_weights()
 
 
-AS_TRACED = (clipped_gradients_of_examples, clipped_gradients_of_examples_in_fit, jacobians)
-
-
+@pytest.mark.as_traced
 @pytest.mark.parametrize("zero_stage", (exhaustive(0), exhaustive(1), exhaustive(2), 3))
 @pytest.mark.parametrize(
-    "program", [pytest.param(program, marks=pytest.mark.as_traced) for program in (*AS_TRACED, summed_by_hand)]
+    "program",
+    [exhaustive(clipped_gradients_of_examples), clipped_gradients_of_examples_in_fit, jacobians, summed_by_hand],
 )
 def test_gradients_of_a_rank_are_its_own(program, zero_stage):
     assert_as_on_one_device(program, zero_stage)

@@ -177,7 +177,8 @@ def eagerly(strategy):
     with strategy.scope():
         model = PythonNumbers()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=sgd(), loss=loss, metrics=["accuracy"], run_eagerly=True)
+        metrics = ["accuracy", keras.metrics.MeanIoU(4, sparse_y_pred=False, name="iou")]
+        model.compile(optimizer=sgd(), loss=loss, metrics=metrics, run_eagerly=True)
     history = model.fit(REAL, TARGET, epochs=2, validation_data=(REAL, TARGET), **UNEVEN).history
     predicted = model.predict(REAL, batch_size=8, verbose=0)
     return {"history": history, "predicted": predicted, **state(model)}
