@@ -34,7 +34,7 @@ def test_cases():
         ("1gbit", "ddp", None, None),
     ]
     assert found("--models wide --rates 1gbit --contenders zero2 --compressors int4 --parameters exact")[1][3] is None
-    assert len(found("")) == 2 * 2 * (4 * 8 + 1 + 4)
+    assert len(found("")) == 2 * 2 * (4 * 9 + 1 + 4)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,12 @@ OF_ROWS = {
     "root": (lambda y, p: tf.sqrt(squares(p)), FUNCTION),
     "product of means": (lambda y, p: squares(p) * squares(p - y), FUNCTION),
     "mean of some": (lambda y, p: squares(tf.boolean_mask(p, p[:, 0] > 0)), FUNCTION),
+    "first row": (lambda y, p: squares(p - y) + p[0, 0], FUNCTION),
+    "hardest row": (lambda y, p: (lambda far: tf.gather(far, tf.argmax(far)))(tf.norm(p - y, axis=-1)), FUNCTION),
+    "mean prediction": (
+        lambda y, p: tf.nn.softmax_cross_entropy_with_logits(tf.ones(4) / 4, tf.reduce_mean(p, 0)),
+        FUNCTION,
+    ),
     "pairs": (lambda y, p: paired(p, p), COMPARISON),
     "centred": (lambda y, p: squares((p - tf.reduce_mean(p, 0)) * p), MEETING),
     "reversed": (lambda y, p: squares(p - p[::-1]), MEETING),

@@ -8,6 +8,7 @@ From the loss back, through operations on numbers:
     a sum over rows, divided by a constant or by nothing      too small by the number of ranks
     sum / sum (a masked mean, Dice), sqrt(mean) (RMSE), ...   a function of the whole batch: no mean of the ranks' own
     a mean over those rows that satisfy a condition           the same
+    one of the rows (the first, the hardest)                  the same
     rows @ transposed rows, wherever the loss comes from      rows are compared with the rank's own alone
     rows - mean over rows, reordered rows, all pairs          rows meet the rank's own alone (see `row_meetings`)
     a gradient (a penalty, a Hessian's product)               not looked behind: what reads one reads that of the batch
@@ -48,9 +49,11 @@ _DIVIDING = frozenset("Div DivNoNan RealDiv Xdivy".split())
 _MULTIPLYING = frozenset("Mul MulNoNan".split())
 _SUMMING = frozenset("L2Loss Sum".split())
 _BENDING = frozenset(
-    "Abs Exp Expm1 Log Log1p Max Maximum Min Minimum Pow Prod Reciprocal Relu Rsqrt Sigmoid Softplus Sqrt Square "
-    "SquaredDifference Tanh".split()
+    "Abs ClipByValue Cos Elu Erf Exp Expm1 LeakyRelu Log Log1p LogSoftmax Max Maximum Min Minimum Pow Prod Reciprocal Relu Rsqrt "
+    "Selu Sigmoid Sin Softmax SoftmaxCrossEntropyWithLogits Softplus Softsign SparseSoftmaxCrossEntropyWithLogits Sqrt Square "
+    "SquaredDifference Tanh Xlogy".split()
 )
+_TAKING = ("GatherV2", "StridedSlice")
 _COUNTING = frozenset("Rank Shape ShapeN Size".split())  # of whose input the shape alone matters
 
 
@@ -138,6 +141,8 @@ class RowMeans:
             if self._is_over_rows(inputs[0]):
                 return FUNCTION if has_selected_rows(inputs[0], self._results) else []
             return inputs[:1]
+        if op.type in _TAKING and self._is_over_rows(inputs[0]):
+            return FUNCTION  # one of the rows, or some
         if op.type == "IdentityN":  # the end of a custom gradient
             return [inputs[tensor.value_index]]
         if op.type in _PASSING:
