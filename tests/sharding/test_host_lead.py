@@ -186,6 +186,38 @@ def test_on_a_chain_gradients_stand_among_activations(as_between_processes, hold
     assert sum(has_collective(after) for _, after, kind in holds if kind == "activations") == strategy.mesh.world_size
 
 
+@pytest.mark.parametrize("prefetch", [1, *(pytest.param(prefetch, marks=pytest.mark.exhaustive) for prefetch in (0, 2))])
+def test_on_a_chain_gathers_of_forward_stand_before_activations_that_they_need_not(as_between_processes, holds, prefetch):
+    """A group's gather begins when the products before last are done, and passes behind those of the last group, which read
+    activations. It stood behind these products' own, and nothing passed behind it."""
+    strategy = fit_and_compare(3, tensor_parallel_model, 4, tensor_parallel_size=2, prefetch=prefetch)
+    labels = [record.label for record in strategy.last_plan.records[0]]
+    forward = [label for label in labels[: labels.index("loss/divisor")] if label.endswith("/reduce_from") or "unshard/" in label]
+    gathers = [f"unshard/{name}" for name in ("stem", *(f"column_{place}" for place in range(PAIRS)), "head")]
+    activations = [f"row_{place}/reduce_from" for place in range(PAIRS)]
+    expected = gathers[: prefetch + 1]
+    for place, gather in enumerate(gathers[prefetch + 1 :]):  # of group `place + prefetch + 1`, behind the activations of `place`
+        expected += [*activations[place - 1 : place], gather] if place else [gather]
+    assert forward == [*expected, *activations[len(gathers) - prefetch - 2 :]]
+    readers = [after for _, after, kind in holds if kind == "forward" and has_collective(after)]
+    assert len(readers) >= (strategy.mesh.world_size * PAIRS if prefetch else 0)
+
+
+def test_on_a_chain_backward_may_begin_with_what_activations_need_not(as_between_processes):
+    """The penalty of what LoRA adds to is held back behind them, and reads parameters first. The step could not be traced."""
+
+    def model():
+        stem = keras.layers.Dense(9, "tanh")
+        head = tfdist.layers.ColumnParallelDense(training.CLASSES + 1, kernel_regularizer="l2")
+        made = keras.Sequential([keras.Input((training.FEATURES,)), stem, head])
+        for layer in made.layers:
+            layer.enable_lora(2)
+            layer.lora_kernel_b.assign(np.full(layer.lora_kernel_b.shape, 0.1))
+        return made
+
+    fit_and_compare(3, model, 4, tensor_parallel_size=2)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("zero_stage", "schedule"), [(0, "1f1b"), (1, "gpipe"), (2, "zero_bubble"), (2, "interleaved"), (3, "1f1b")]

@@ -69,7 +69,7 @@ class SideChain:
 
     def collectives(self) -> list[tf.Operation]:
         """Returns those that stand aside, in order."""
-        return self._on(LANE)
+        return self._on(LANE) if self._records else []
 
     @contextlib.contextmanager
     def block(self) -> Iterator[Block]:
@@ -87,7 +87,7 @@ class SideChain:
             return
         assert self._since is not None
         program = self._program
-        on_chain, aside = self._on(0), self._on(LANE)
+        on_chain, aside = self._on(0), self.collectives()
         numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
         before = [one for one in on_chain if numbers[one.name] < self._since.operations.start]
         by_number = {numbers[one.name]: one for one in (*before[-1:], *on_chain[len(before) :], *aside)}

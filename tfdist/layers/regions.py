@@ -178,7 +178,8 @@ def _region(x: tf.Tensor, forward: _Step, backward: _Step) -> tf.Tensor:
 
     @custom_gradient
     def border(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        y = forward(program, x)
+        with program.attachment(QueueOrder).aside():
+            y = forward(program, x)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             # Shapes are forgotten on the way back, and a collective wants to know what is static.

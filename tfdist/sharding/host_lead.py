@@ -44,7 +44,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import RankProgram, SideChain
 from tfdist.sharding import tape
 
 _ADDING = ("AddV2", "AddN", "EnsureShape", "Identity")
@@ -115,15 +115,20 @@ def limit_lead(
 def queue_in_turn(units: Sequence[tuple[tf.Operation, Sequence[tf.Operation]]], program: RankProgram) -> None:
     """Has what reads a unit's parameters queued when their gather is over and the GPU has done what reads the unit before.
 
+    And when the last activations are there that stand aside and were emitted before: at their end a gather is free to begin.
+
     Args:
         units: of each the operation that yields what was gathered, and those that read it, in the order of the gathers.
     """
     numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
+    aside = program.attachment(SideChain).collectives()
     last: list[tf.Operation] = []
     for gathered, readers in units:
         latest = max(numbers[operation.name] for operation in [gathered, *last])
         later = [operation for operation in dict.fromkeys(readers) if numbers[operation.name] > latest]
-        run_when_done(later, [gathered, *last], program, "forward")
+        first = min((numbers[operation.name] for operation in later), default=0)
+        activations = [operation for operation in aside if numbers[operation.name] < first][-1:]
+        run_when_done(later, [gathered, *last, *activations], program, "forward")
         if later:
             last = [max(later, key=lambda operation: numbers[operation.name])]
 
@@ -146,7 +151,7 @@ def last_on_chain(before: Sequence[tf.Operation], program: RankProgram) -> list[
         return []
     numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
     first = min(numbers[operation.name] for operation in before)
-    on_chain = program.graph.capture(program.token()).consumers()
+    on_chain = [*program.graph.capture(program.token()).consumers(), *program.attachment(SideChain).collectives()]
     earlier = [operation for operation in on_chain if operation.outputs and numbers[operation.name] < first]
     return sorted(earlier, key=lambda operation: numbers[operation.name])[-1:]
 
@@ -161,14 +166,19 @@ def after_activations(
     Args:
         following: operations that read the parameters gathered next; that collective stands before them.
     """
-    if not begins_by_itself(program) or tape.in_vectorized_map():
+    if not following or not begins_by_itself(program) or tape.in_vectorized_map():
         return []
+    sent = [tensor.op for one in activations_of(readers, following) for tensor in one.inputs if tensor.dtype != tf.resource]
+    return [program.communicator.mark_on_host(program.rank, sent, "behind activations")] if sent else []
+
+
+def activations_of(readers: Sequence[tf.Operation], following: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Returns the collective that `readers` end in before there is one of `following`; none where there is no such."""
     seen, waiting = set(following), list(readers)
     while waiting:
         operation = waiting.pop()
         if operation.type.startswith("Collective"):
-            sent = [tensor.op for tensor in operation.inputs if tensor.dtype != tf.resource]
-            return [program.communicator.mark_on_host(program.rank, sent, "behind activations")]
+            return [operation]
         if operation not in seen:
             seen.add(operation)
             waiting += [consumer for tensor in operation.outputs for consumer in tensor.consumers()]

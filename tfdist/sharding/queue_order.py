@@ -11,7 +11,11 @@ A device that begins a collective waits for all that is queued until then (`tfdi
 are queued when the device has computed what the collective sends, and so after it has begun.
 
 Between processes collectives stand on a chain. There those of activations stand aside (`collectives.side_chain`) until those of
-gradients have been emitted, and each of these gets its place in the same order: behind what it sends.
+gradients have been emitted, and each of these gets its place in the same order: behind what it sends. So it is in forward with
+gathers of parameters (stage 3), which are emitted behind the activations that their own layers read:
+
+    emitted    gather 0   activations 0   gather 1   activations 1   gather 2   activations 2   gather 3
+    chain      gather 0   gather 1   activations 0   gather 2   activations 1   gather 3   activations 2
 
 Note: no circle. Of the operations between two such collectives those that the second needs come first, each after all that it
 needs itself; then the others. That is an order of all operations which no edge contradicts, and all that `host_lead`, the
@@ -51,16 +55,43 @@ class QueueOrder:
         self._is_aside = is_aside and program.mesh.tensor_parallel_size > 1
         self.sends_activations_first = host_lead.begins_by_itself(program) or self._is_aside
         self.borders: list[tf.Operation] = []
+        self._has_gathers = False
+        self._has_written = False
+
+    def note_write(self) -> None:
+        """Notes that parameters are written: what those that are gathered from now on are computed of nobody knows here."""
+        self._has_written = True
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
-        """A block whose collectives, of activations in backward, stand aside where a chain would have them before all others."""
-        is_here = self._is_aside and tf.compat.v1.get_default_graph() is self._program.graph and not tape.in_vectorized_map()
-        return self._side.aside() if is_here else contextlib.nullcontext()
+        """A block whose collectives, of activations, stand aside where a chain would have them before all others.
+
+        In backward, and in forward where parameters are gathered.
+        """
+        is_here = self._is_aside and (self._has_gathers or tape.in_backward()) and self._is_in_graph()
+        return self._side.aside() if is_here and not tape.in_vectorized_map() else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def ahead(self, gate: Sequence[tf.Operation], following: Sequence[tf.Operation]) -> Iterator[None]:
+        """A block whose collectives gather parameters in forward: they stand where the operations `gate` are over.
+
+        Behind the activations that these end in, for which what comes next waits: `following` reads the parameters after those
+        that `gate` reads.
+        """
+        if not self._is_aside or not self._is_in_graph() or self._has_written:
+            yield
+            return
+        self._has_gathers = True
+        with self._side.block() as block:
+            yield
+        numbers = {operation.name: number for number, operation in enumerate(self._program.graph.get_operations())}
+        aside = [numbers[operation.name] for operation in self._side.collectives()]
+        needed = [numbers[operation.name] for operation in (*gate, *host_lead.activations_of(gate, following))]
+        block.place = bisect.bisect(aside, max(needed, default=-1))
 
     @contextlib.contextmanager
     def among_activations(self) -> Iterator[None]:
         """A block whose collectives stand among those aside, where backward has computed what they need."""
-        if not self._is_aside or tf.compat.v1.get_default_graph() is not self._program.graph:
+        if not self._is_aside or not self._is_in_graph():
             yield
             return
         before = tape.operations_so_far()
@@ -104,6 +135,9 @@ class QueueOrder:
             sums_of_loss = [] if self.borders else host_lead.last_on_chain([collective], self._program)
             host_lead.run_when_done(held, [*sent, *sums_of_loss], self._program, "activations")
         return [*(operation for operation in segment if operation in before), *others]
+
+    def _is_in_graph(self) -> bool:
+        return tf.compat.v1.get_default_graph() is self._program.graph
 
     def _activations_before(self, made: Sequence[tf.Operation]) -> int:
         """Returns how many of the collectives aside stand before what `made`, operations behind backward, are computed of."""

@@ -106,9 +106,13 @@ class Unit:
         gathered = {full.name for full in self.outputs.values()}
         return [reader for variable, full in self.outputs.items() for reader in readers_of(full, variable, gathered)]
 
+    def operations(self) -> list[tf.Operation]:
+        """Returns the operations that read them."""
+        return [reader.operation for reader in self.readers()]
+
     def forward_operations(self) -> list[tf.Operation]:
         """Returns who reads them in forward."""
-        return [reader.operation for reader in self.readers() if not tape.is_backward(reader.operation)]
+        return [operation for operation in self.operations() if not tape.is_backward(operation)]
 
     def backward_readers(self, idle: Set[str] = frozenset()) -> list[Reader]:
         """Returns who reads them in backward, but for operations of the names `idle`, which do not run."""

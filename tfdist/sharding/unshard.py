@@ -117,6 +117,7 @@ class UnshardSchedule:
     def invalidate(self) -> None:
         """Forgets what is gathered, because parameters are about to change: the next read gathers again."""
         self._live.clear()
+        self._order.note_write()
         if self._program.outer is not None:
             self._program.outer.attachment(UnshardSchedule).invalidate()
         kept_weights_of(tf.distribute.get_strategy()).drop_at_write()
@@ -142,28 +143,27 @@ class UnshardSchedule:
         if self._pending or any(unit.backward_readers() for unit in window):
             self.flush()  # a read within backward (recomputation)
         shards = {id(v): v.component(self._program.rank).value() for v in variables}
-        is_training = tape.tapes_watching(list(shards.values())) > 0
+        readers = [one.operations() for one in window] if len(window) > config.prefetch else []
+        before, following = (*readers, [], [])[:2]
         gate: list[tf.Operation] = []
-        if len(window) > config.prefetch and (config.reshard_after_forward or not is_training):
-            gate, *later = ([reader.operation for reader in one.readers()] for one in window)
-            gate += host_lead.after_activations(gate, later[0], self._program) if later else []
+        if config.reshard_after_forward or not tape.tapes_watching(list(shards.values())):
+            gate = [*before, *host_lead.after_activations(before, following, self._program)]
         if len(self._units) == 2 and config.prefetch:  # both gathered at once, and in any order: see `queue_apart`
-            first, second = ([reader.operation for reader in made.readers()] for made in self._units)
+            first, second = (made.operations() for made in self._units)
             host_lead.queue_apart(first, second, self._program)
         unit = Unit(len(self._units), group, compute_dtype, shards)
-        before = tape.operations_so_far()
-        with self._own_emission(), tape.stop_recording():
+        made_before = tape.operations_so_far()
+        with self._order.ahead(before, following), self._own_emission(), tape.stop_recording():
             unit.outputs = self._all_gather(unit, variables, gate, f"unshard/{group.name}")
-        self._recomputation.leave_alone(made := tape.operations_since(before))
+        self._recomputation.leave_alone(made := tape.operations_since(made_before))
         tape.same_for_all_rows(made)
         for variable in variables:
             gradient = functools.partial(self._on_gradient, unit, variable)
             tape.record_gradient("Unshard", [unit.outputs[id(variable)]], [shards[id(variable)]], gradient)
         self._units.append(unit)
-        self._live = [*self._live, unit]
+        self._live.append(unit)
         if config.reshard_after_forward:
-            window = self._units[-config.prefetch - 1 :]
-            self._live = [live for live in self._live if live in window]
+            self._live = self._live[-config.prefetch - 1 :]
         return unit
 
     def _all_gather(self, unit: Unit, variables: Sequence[Any], gate: Sequence[tf.Operation], label: str) -> dict[int, tf.Tensor]:
@@ -352,8 +352,8 @@ class UnshardSchedule:
             return []
         first = min(readers, key=lambda reader: numbers[reader.operation.name])
         others = [tensor.op for tensor in first.operation.inputs if not tape.same(tensor, first.tensor)]
-        others += first.operation.control_inputs  # of one that is made again
-        return [op for op in others if numbers[op.name] < numbers[first.operation.name]]
+        others += first.operation.control_inputs  # of one that is made again, not what has just held it back on the host
+        return [op for op in others if op.name in numbers and numbers[op.name] < numbers[first.operation.name]]
 
     def _regather(self, unit: Unit, readers: Sequence[Reader], gate: Sequence[tf.Operation]) -> None:
         read = {reader.variable for reader in readers}
