@@ -262,9 +262,10 @@ class PipelineModel(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        loss, gradients = self.compute_gradients(x, y, sample_weight)
-        self._track(loss, x)
-        self.optimizer.apply_gradients(gradients)
+        step = Step(self, (x, y, sample_weight), training=True, has_loss=True)
+        step.run()
+        self.optimizer.apply_gradients(step.gradients())  # first: else their sums would stand behind those of the loss
+        self._track(step.loss(), x)
         return self.get_metrics_result()
 
     def test_step(self, data: Any) -> Any:

@@ -48,7 +48,7 @@ from tfdist.collectives import RankProgram, SideChain
 from tfdist.sharding import tape
 
 _ADDING = ("AddV2", "AddN", "EnsureShape", "Identity")
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def is_on_chain(program: RankProgram) -> bool:
@@ -61,6 +61,11 @@ def begins_by_itself(program: RankProgram) -> bool:
     """Whether collectives of the data axis begin as said, each when its input is there."""
     ranks = program.group_ranks("data")
     return program.transport_of(ranks).waits_for_queue and program.has_own_turns(ranks)
+
+
+def is_limited(program: RankProgram) -> bool:
+    """Whether collectives of the data axis begin in one of both ways."""
+    return is_on_chain(program) or begins_by_itself(program)
 
 
 def limit_lead(
@@ -96,12 +101,14 @@ def limit_lead(
     before: set[tf.Operation] = set()
     for end, following in zip(ends, ends[1:], strict=False):
         last = operations[end]
-        if last.type in _CALLS:  # see the note on sums
+        if last.type in CALLS:  # see the note on sums
             before |= tape.ancestors([last], [operation for operation in operations if operation not in before])
         until = min([following, *(border for border in ended if border >= end)])
         held = [operation for operation in operations[end + 1 : until + 1] if operation in needed and operation not in before]
         is_apart = is_on_chain(program) or following == ends[-1]  # see the note on the last message
         held, after = computing(held, gradients[0].device), [last]
+        if held and end == ends[0] and last.type not in CALLS:
+            after += last_on_chain(held, program)  # sums of a loss, behind which the first message stands
         passed = [border for border in ended if border < end][-1:] if is_on_chain(program) else []
         if passed and (needing := _needing(operations[passed[0]], operations[passed[0] + 1 : until + 1]).intersection(held)):
             # At its end its successor on the chain is free, too, and would wait for these.
@@ -228,7 +235,7 @@ def _made_by(operation: tf.Operation, numbers: Mapping[str, int]) -> tf.Operatio
     maker = operation
     while maker.type in _ADDING:  # what is added last is no sum itself
         maker = max((tensor.op for tensor in maker.inputs), key=lambda one: (one.type not in _ADDING, numbers[one.name]))
-    return maker if maker.type in _CALLS else operation
+    return maker if maker.type in CALLS else operation
 
 
 def computing(operations: Sequence[tf.Operation], device: str) -> list[tf.Operation]:
@@ -239,7 +246,7 @@ def computing(operations: Sequence[tf.Operation], device: str) -> list[tf.Operat
     return [
         operation
         for operation in operations
-        if (tape.is_backward(operation) or operation.type in _CALLS)
+        if (tape.is_backward(operation) or operation.type in CALLS)
         and not operation.type.startswith("Collective")
         and operation.device == device
         and any(tensor.dtype.is_floating for tensor in operation.inputs)

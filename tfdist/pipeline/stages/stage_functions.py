@@ -84,10 +84,13 @@ class StageFunctions:
         if functions is None:
             return None
         held = None if self._program is None else self._held()
-        waits_for_gathers = functions.weights and host_lead.begins_by_itself(self._program) and stage.index not in self._called
+        waits_for_gathers = functions.weights and host_lead.is_limited(self._program) and stage.index not in self._called
         self._called.add(stage.index)
         forward = functions.forward_in_runs(has_backward) if waits_for_gathers else [functions.forward[has_backward]]
-        return StageCall(functions, [x for x in given if x is not None], forward, held)
+        call = StageCall(functions, [x for x in given if x is not None], forward, held)
+        if waits_for_gathers and host_lead.is_on_chain(self._program):
+            host_lead.queue_in_turn(call.runs, self._program)
+        return call
 
     def _functions_of(
         self, stage: StageLayer, stage_inputs: Sequence[Any], model_inputs: Sequence[Any], masks: Sequence[Any]
@@ -139,7 +142,10 @@ class StageFunctions:
 
 
 class StageCall:
-    """A stage computed for one microbatch by the stage's functions; its `outputs` bear their Keras masks and logits."""
+    """A stage computed for one microbatch by the stage's functions; its `outputs` bear their Keras masks and logits.
+
+    `runs` has, of each function of forward that is given weights, the last gather of these, and the call.
+    """
 
     def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], forward: Sequence[_Part], held: HeldParameters | None):
         self._functions = functions
@@ -147,8 +153,12 @@ class StageCall:
         self._trace = trace = functions.trace
         # The microbatch's tensors by the names of those that stand for them in the trace.
         self._known = {x.name: value for x, value in zip(trace.given, given, strict=True)}
+        self.runs: list[tuple[tf.Operation, list[tf.Operation]]] = []
         for part in forward:
-            self._call(part)
+            before = tape.operations_so_far()
+            wholes = self._call(part)
+            if wholes:
+                self.runs.append((wholes[-1].op, [one for one in tape.operations_since(before) if one.type in host_lead.CALLS]))
         self.outputs = [self._known[x.name] for x in trace.outputs]
         for x, mask in zip(self.outputs, trace.masks, strict=True):
             if mask is not None:
@@ -159,11 +169,13 @@ class StageCall:
                 x._keras_logits = self._known[logits.name]
                 self.ends.append(x._keras_logits)
 
-    def _call(self, part: _Part) -> None:
-        """Calls one of the functions, with what is known and, of gathered parameters, what is held now."""
+    def _call(self, part: _Part) -> list[tf.Tensor]:
+        """Calls one of the functions, with what is known and, of gathered parameters, what is held now; returns these."""
         weights = self._functions.weights
-        self._known.update((x.name, self._held.whole(weights[x.name])) for x in part.needs if x.name in weights)
+        wholes = {x.name: self._held.whole(weights[x.name]) for x in part.needs if x.name in weights}
+        self._known.update(wholes)
         part.call(self._known)
+        return list(wholes.values())
 
     def gradients_of_inputs(self, upstream: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
         """Returns the gradients of the stage's floating inputs, from those of its `ends`."""
