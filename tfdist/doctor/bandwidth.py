@@ -34,7 +34,6 @@ _QUICK_SIZES = (64 * 1024, MIB)
 # So many bytes are moved by several calls in a row that are timed at once, by two at least: workers begin milliseconds apart.
 _AT_ONCE_BYTES = 16 * MIB
 _MOST_CALLS = 64
-# A size is left out when a single call would take longer.
 _LIMIT_SECONDS = 4.0
 
 
@@ -96,7 +95,9 @@ def _measure(name: str, session: Session) -> Finding:
     return Finding(f"up to {best:.3g} GB/s{left}", {"sizes": rows})
 
 
-def measured_rows(name: str, strategy: Any, sizes: Sequence[int], axis: str = "data") -> tuple[list[dict[str, Any]], list[int]]:
+def measured_rows(
+    name: str, strategy: Any, sizes: Sequence[int], axis: str = "data", limit_seconds: float = _LIMIT_SECONDS
+) -> tuple[list[dict[str, Any]], list[int]]:
     """Returns the time and bandwidth of a collective for each size, and the sizes that would have taken too long.
 
     Args:
@@ -104,6 +105,7 @@ def measured_rows(name: str, strategy: Any, sizes: Sequence[int], axis: str = "d
         strategy: over the ranks; all workers measure the same at once.
         sizes: S in bytes, about: the number of ranks divides what is measured.
         axis: of the mesh, in whose groups it is called.
+        limit_seconds: a size is left out when a single call would take longer.
 
     Raises:
         RuntimeError: what arrives is wrong.
@@ -116,7 +118,7 @@ def measured_rows(name: str, strategy: Any, sizes: Sequence[int], axis: str = "d
         elements = max(1, size // 4 // n) * n  # of S; N divides it
         repeats = max(2, min(_MOST_CALLS, _AT_ONCE_BYTES // size))
         expected = rows[-1]["seconds"] * 4 * elements / rows[-1]["bytes"] if rows else 0.0
-        if strategy.share(f"doctor: the time of {name}", repr(expected > _LIMIT_SECONDS)) == "True":
+        if strategy.share(f"doctor: the time of {name}", repr(expected > limit_seconds)) == "True":
             skipped.append(4 * elements)
             continue
         seconds = _seconds(strategy, collective, round(elements * collective.input_part(n)), repeats, n, axis)

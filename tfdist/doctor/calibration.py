@@ -31,11 +31,12 @@ from tfdist.planning.work import work_of
 _WIDTHS = {"CPU": (128, 512, 1536), "GPU": (512, 2048, 8192)}
 _DTYPES = ("float32", "bfloat16", "float16")
 _SLOW_DTYPE_SECONDS = 0.5  # a dtype without kernels of its own is measured at the widths that take no longer
-_SIZES = (4 * 1024, 64 * 1024, MIB, 16 * MIB, 64 * MIB)
+_SIZES = (4 * 1024, 256 * 1024, 16 * MIB, 64 * MIB)
+_LONG_SECONDS = 0.2  # more of a size tells no more of a link
 _COPIED_BYTES = {"CPU": 64 * MIB, "GPU": 256 * MIB}  # of a tensor that no cache keeps
 _FUNCTION_ELEMENTS = {"CPU": 2**20, "GPU": 2**24}
 _TOKENS, _WIDTH = 64, 128  # of a block whose operations are counted and timed
-_EXAMPLES = (2, 4, 8)  # so many that the executor gives most operations to other threads, and few enough that it tells
+_EXAMPLES = (1, 2, 8)  # so few that what operations take besides tells, and one that says what an example takes
 _STEPS = 40
 _UPDATED = {"CPU": 2**21, "GPU": 2**25}  # parameters
 _OVERLAP_BYTES = 16 * MIB
@@ -174,7 +175,9 @@ def _function(session: Session) -> Finding:
 
 
 def _operation(session: Session) -> Finding:
-    """Of the operations of a Transformer's block, forward and backward: what they would take of no example, by those of a few.
+    """Of the operations of a Transformer's block, forward and backward: what they take beside what is computed.
+
+        seconds of n examples = n b + c k_n        k_n operations that are not small; b and c by least squares of relative errors
 
     A chain of small ones takes next to nothing, which one thread of TensorFlow's executor runs without handing on.
     """
@@ -195,15 +198,18 @@ def _operation(session: Session) -> Finding:
     given = [tf.TensorSpec(shape) for shape in shapes]
     traced = [tf.function(one).get_concrete_function(given, tf.TensorSpec([n, _TOKENS, _WIDTH])) for n in _EXAMPLES]
 
-    def seconds_of_none() -> float:
-        pairs = zip(traced, _EXAMPLES, strict=True)
-        seconds = [seconds_of_one(session.base, functools.partial(passes, *pair), 8, in_a_trip=1) for pair in pairs]
-        return float(np.polyfit(_EXAMPLES, seconds, 1, w=1 / np.array(seconds))[1])
+    work = work_of(trace(_block).traces)
+    numbers = np.array([(examples, work.large(examples).sum()) for examples in _EXAMPLES])
 
-    of_none = seconds_of_none()
-    if float(session.base.share("calibrate: an operation", repr(of_none))) <= 0:  # lost in what else the machine did
-        of_none = seconds_of_none()
-    each = max(of_none, 0.0) / work_of(trace(_block).traces).large(_EXAMPLES[0]).sum()
+    def seconds_of_an_operation() -> float:
+        pairs = zip(traced, _EXAMPLES, strict=True)
+        seconds = np.array([seconds_of_one(session.base, functools.partial(passes, *pair), 8, in_a_trip=1) for pair in pairs])
+        return float(np.linalg.lstsq(numbers / seconds[:, None], np.ones(len(seconds)))[0][1])
+
+    each = seconds_of_an_operation()
+    if float(session.base.share("calibrate: an operation", repr(each))) <= 0:  # lost in what else the machine did
+        each = seconds_of_an_operation()
+    each = max(each, 0.0)
     told = f"{each * 1e6:,.1f} µs" if each else "too little to be told from what else the machine does: counted as nothing"
     return Finding(told, {"seconds": each})
 
@@ -298,7 +304,7 @@ def _staged(name: str, session: Session) -> Finding:
 
 def _link(name: str, strategy: Any, axis: str) -> Finding:
     ranks = strategy.mesh.size(axis)
-    rows, _ = measured_rows(name, strategy, _SIZES, axis)
+    rows, _ = measured_rows(name, strategy, _SIZES, axis, _LONG_SECONDS)
     if len(rows) < 2:
         raise errors.runtime_error(f"{name} of {_SIZES[1]:,} bytes takes too long to be measured.")
     link = fitted(rows, name, ranks)

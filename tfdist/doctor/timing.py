@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import collectives, errors
@@ -34,19 +35,15 @@ def median_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor], check: Calla
 
 
 def least_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor]) -> float:
-    """Returns the least time of what every rank computes, until the last rank is through: without what else the machine may do.
-
-    Workers that share a processor have what they share then: one that is through first was alone for a while, or had more of it.
-    What the ranks take to meet is in the time, and not in the difference of two.
-    """
-    return min(rounds(strategy, lambda: collectives.all_reduce(tf.reshape(on_rank(), [1]))[0]))
+    """Returns the least time of what every rank computes: without what else the machine may do."""
+    return min(rounds(strategy, on_rank))
 
 
 def seconds_of_one(strategy: Any, things: Things, count: int = 1, in_a_trip: int = _IN_A_TRIP) -> float:
     """Returns the time of one of several things that every rank does one after another: of some and one more, less that of one.
 
-    They are so many that their time is long beside what workers take to meet, which differs by milliseconds. They stand in a
-    loop, several in a trip: a GPU does tens of thousands in that time, which would take minutes to trace.
+    They are so many that their time is long beside what workers take to meet. They stand in a loop, several in a trip: a GPU does
+    tens of thousands in that time, which would take minutes to trace.
 
     Args:
         strategy: whose ranks do it; all workers measure the same at once.
@@ -98,29 +95,41 @@ def rounds(
 ) -> list[float]:
     """Returns the times of several rounds in which every rank computes something, on this worker.
 
+    From when all ranks have met until the last is through, by a clock that is read within the step: workers leave a barrier
+    milliseconds apart, and who begins last would have the least time. Workers that share a processor have what they share then.
+    What ranks take to meet at the end is in the time, and not in the difference of two.
+
     Args:
         strategy: whose `run` calls it; all workers measure the same at once.
         on_rank: returns one number, which depends on all that is to be measured.
         check: is given each local rank and its number, once, before anything is measured.
     """
-    move = tf.function(lambda: strategy.experimental_local_results(strategy.run(on_rank)))
-    for rank, number in zip(strategy.extended.communicator.local_ranks, move(), strict=True):
+
+    def timed() -> tf.Tensor:
+        start = _when_all_have(strategy, tf.zeros([]))
+        with tf.control_dependencies([start]):
+            number = on_rank()
+        return tf.stack([tf.cast(number, tf.float64), _when_all_have(strategy, number) - start])
+
+    move = tf.function(lambda: strategy.experimental_local_results(strategy.run(timed)))
+    for rank, (number, _) in zip(strategy.extended.communicator.local_ranks, _values(move()), strict=True):
         if check is not None:
-            check(rank, float(number))
-        float(number)
-    start = time.perf_counter()
-    _wait_for(move())
-    once = time.perf_counter() - start
-    count = int(strategy.share("doctor: rounds", str(max(1, min(_ROUNDS, int(_SECONDS / once))))))
-    found = []
-    for _ in range(count):
-        strategy.barrier("doctor: a round")
-        start = time.perf_counter()
-        _wait_for(move())
-        found.append(time.perf_counter() - start)
-    return found
+            check(rank, number)
+    once = max(seconds for _, seconds in _values(move()))
+    count = int(strategy.share("doctor: rounds", str(max(1, min(_ROUNDS, int(_SECONDS / max(once, 1e-9)))))))
+    return [max(seconds for _, seconds in _values(move())) for _ in range(count)]
 
 
-def _wait_for(numbers: Any) -> None:
-    for number in numbers:
-        float(number)
+def _when_all_have(strategy: Any, number: tf.Tensor) -> tf.Tensor:
+    """Returns the seconds of the clock when every rank has its `number`."""
+    with tf.control_dependencies([number]):
+        met = tf.zeros([1])
+    for axis in ("data", "tensor", "pipe"):
+        if strategy.mesh.size(axis) > 1:
+            met = collectives.all_reduce(met, axis)
+    # What has a state is done in the order of the ranks: one's end before another's start.
+    return tf.numpy_function(lambda _: np.float64(time.perf_counter()), [met], tf.float64, stateful=False)
+
+
+def _values(numbers: Any) -> list[list[float]]:
+    return [number.numpy().tolist() for number in numbers]
