@@ -107,8 +107,6 @@ def limit_lead(
         held = [operation for operation in operations[end + 1 : until + 1] if operation in needed and operation not in before]
         is_apart = is_on_chain(program) or following == ends[-1]  # see the note on the last message
         held, after = computing(held, gradients[0].device), [last]
-        if held and end == ends[0] and last.type not in CALLS:
-            after += last_on_chain(held, program)  # sums of a loss, behind which the first message stands
         passed = [border for border in ended if border < end][-1:] if is_on_chain(program) else []
         if passed and (needing := _needing(operations[passed[0]], operations[passed[0] + 1 : until + 1]).intersection(held)):
             # At its end its successor on the chain is free, too, and would wait for these.
