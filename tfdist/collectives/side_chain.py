@@ -1,7 +1,8 @@
 """Collectives that are emitted before those that are to come before them.
 
 A rank's collectives form one chain, in the order in which they are emitted. Backward emits those of activations when it is
-traced; the reductions of its gradients follow when all of it has been traced, though most could begin long before. So the first
+traced; the reductions of its gradients follow when all of it has been traced, though most could begin long before. In forward
+parameters are gathered when a layer reads them, behind activations that it reads, too, and the gather does not. So activations
 stand on a chain of their own, aside, and what may stand among them says where. When the rank's function has returned, edges
 between both chains make them one, and the plan gets its order:
 

@@ -19,7 +19,9 @@ gathers of parameters (stage 3), which are emitted behind the activations that t
 
 Note: no circle. Of the operations between two such collectives those that the second needs come first, each after all that it
 needs itself; then the others. That is an order of all operations which no edge contradicts, and all that `host_lead`, the
-prefetching of parameters and the limit of full gradients add leads from what is earlier in it to what is later. Ranks that run a
+prefetching of parameters and the limit of full gradients add leads from what is earlier in it to what is later. A gather of
+forward is earlier than where it was made, but behind all that it waits for; of parameters that a step has written it is not known
+what they wait for, and they are gathered where they are read. Ranks that run a
 collective together have traced the same operations, and so have the same order.
 """
 
