@@ -197,7 +197,6 @@ def _operation(session: Session) -> Finding:
 
     given = [tf.TensorSpec(shape) for shape in shapes]
     traced = [tf.function(one).get_concrete_function(given, tf.TensorSpec([n, _TOKENS, _WIDTH])) for n in _EXAMPLES]
-
     work = work_of(trace(_block).traces)
     numbers = np.array([(examples, work.large(examples).sum()) for examples in _EXAMPLES])
 

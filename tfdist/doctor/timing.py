@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import collectives, errors
+from tfdist.mesh import MESH_AXES
 
 # Something is measured for about so long, in at most so many rounds.
 _SECONDS = 0.3
@@ -124,7 +125,7 @@ def _when_all_have(strategy: Any, number: tf.Tensor) -> tf.Tensor:
     """Returns the seconds of the clock when every rank has its `number`."""
     with tf.control_dependencies([number]):
         met = tf.zeros([1])
-    for axis in ("data", "tensor", "pipe"):
+    for axis in MESH_AXES:
         if strategy.mesh.size(axis) > 1:
             met = collectives.all_reduce(met, axis)
     # What has a state is done in the order of the ranks: one's end before another's start.
