@@ -5,7 +5,8 @@
 
 Every case runs in a process for each of its devices. Each process trains some steps of `fit`, on examples of its own, and the
 peak of each step is that of the bytes of tensors as TensorFlow's profiler notes them, with the state and the batch. It
-notes tensors of at least 256 kB if TF_ENABLE_ONEDNN_OPTS=1, which is set here. What the allocator gave for them
+notes tensors of at least 256 kB if TF_ENABLE_ONEDNN_OPTS=1, which is set here: take so many `--examples` that what a microbatch
+keeps is larger. What the allocator gave for them
 (`tf.config.experimental.get_memory_info("CPU:0")`) stands in the last column: pieces that were free may be larger than what
 is put into them. Not planned: the process itself, its graphs, the scratch of kernels, pieces that are too large.
 """
@@ -256,13 +257,13 @@ def tensor_peaks(events: Sequence[tuple[int, str, dict[str, object]]], held: int
     return [held + peak - least for peak in peaks]
 
 
-def trained(name: str, candidate: Candidate, folder: str) -> dict[str, list[int]]:
-    """Returns the peaks of a model's steps, trained as `candidate` says in this process and others.
+def trained(name: str, candidate: Candidate, examples: int, folder: str) -> dict[str, list[int]]:
+    """Returns the peaks of a model's steps, trained as `candidate` says in this process and others with so many examples each.
 
     "tensors": of the bytes of tensors, the state that `memory_report` finds and the batch among them. "allocator": of what the
     allocator gave for them, over what was there before.
     """
-    build, examples = MODELS[name]
+    build = MODELS[name][0]
     settings = {
         "zero_stage": candidate.zero_stage,
         "tensor_parallel_size": candidate.tensor,
@@ -292,47 +293,46 @@ def trained(name: str, candidate: Candidate, folder: str) -> dict[str, list[int]
     return {"tensors": tensor_peaks(events_of(folder), bytes_held), "allocator": [most - before for most in profile.most]}
 
 
-def train_and_tell(name: str, way: str) -> None:
+def train_and_tell(name: str, way: str, examples: int) -> None:
     """Prints what `trained` returns: in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        print("RESULT", json.dumps(trained(name, Candidate(**WAYS[way]), folder)), flush=True)
+        print("RESULT", json.dumps(trained(name, Candidate(**WAYS[way]), examples, folder)), flush=True)
 
 
-def planned(name: str, candidate: Candidate) -> DeviceMemory:
-    build, examples = MODELS[name]
-    return memory_of(traced(build, sequence_length=SEQUENCE_LENGTH), candidate, examples * candidate.data)
+def planned(name: str, candidate: Candidate, examples: int) -> DeviceMemory:
+    return memory_of(traced(MODELS[name][0], sequence_length=SEQUENCE_LENGTH), candidate, examples * candidate.data)
 
 
 traced = functools.cache(trace)
 
 
-def measured(name: str, way: str) -> dict[str, list[int]]:
+def measured(name: str, way: str, examples: int) -> dict[str, list[int]]:
     """Returns the peaks of the fullest process."""
     workers = Candidate(**WAYS[way]).devices
     launch = [] if workers == 1 else ["-m", "tfdist", "run", "--workers", str(workers), "--cpu"]
     environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).resolve().parent.parent)}
-    command = [sys.executable, *launch, __file__, name, "--child", way]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
+    command = [sys.executable, *launch, __file__, name, "--child", way, "--examples", str(examples)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800, check=False)
     found = [json.loads(line.partition("RESULT ")[2]) for line in done.stdout.splitlines() if "RESULT " in line]
     if len(found) != workers:
         raise RuntimeError(f"{name}, {way}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
     return max(found, key=lambda peaks: statistics.median(peaks["tensors"]))
 
 
-def row(name: str, way: str, plan: DeviceMemory, peaks: dict[str, list[int]]) -> str:
+def row(name: str, way: str, examples: int, plan: DeviceMemory, peaks: dict[str, list[int]]) -> str:
     """Returns a row of the table."""
     tensors, given = (sorted(size / 1e6 for size in peaks[kind]) for kind in ("tensors", "allocator"))
     middle = statistics.median(tensors)
     spread = f"{middle:.1f} ({tensors[0]:.1f} to {tensors[-1]:.1f})"
     numbers = f"{plan.together / 1e6:.1f} | {spread} | {plan.together / 1e6 / middle - 1:+.1%} | {statistics.median(given):.1f}"
-    return f"| {name} | {MODELS[name][1]} | {way} | {numbers} |"
+    return f"| {name} | {examples} | {way} | {numbers} |"
 
 
 def can_be_trained(name: str, way: str) -> bool:
     """Whether a model can be trained so: whether it has blocks to recompute, stages, and layers to shard."""
     candidate = Candidate(**WAYS[way])
     try:
-        planned(name, candidate)
+        planned(name, candidate, MODELS[name][1])
     except ValueError:
         return False
     return not candidate.recompute or traced(MODELS[name][0], sequence_length=SEQUENCE_LENGTH).block_pattern is not None
@@ -342,17 +342,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--ways", nargs="*", default=list(WAYS), help=", ".join(WAYS))
+    parser.add_argument("--examples", type=int, help="of a device's batch; otherwise each model's own number")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        train_and_tell(options.models[0], options.child)
+        train_and_tell(options.models[0], options.child, options.examples)
         return
     print("| model | examples | way | planned MB | measured MB, median (least to most) | error | allocator MB |")
     print("|---|---|---|---|---|---|---|")
     for name in options.models:
         for way in options.ways:
+            examples = options.examples or MODELS[name][1]
             if can_be_trained(name, way):
-                print(row(name, way, planned(name, Candidate(**WAYS[way])), measured(name, way)), flush=True)
+                plan = planned(name, Candidate(**WAYS[way]), examples)
+                print(row(name, way, examples, plan, measured(name, way, examples)), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ def measured(tmp_path_factory):
     @functools.cache
     def peak(name, way):
         if way != "one":
-            return statistics.median(planning_memory.measured(name, way)["tensors"])
+            return statistics.median(planning_memory.measured(name, way, planning_memory.MODELS[name][1])["tensors"])
         folder = tmp_path_factory.mktemp(name)
         settings = {"environment": dict(os.environ), "folder": folder, "output": folder / "output.txt"}
-        fork = forks.start(planning_memory.train_and_tell, name, way, **settings)
+        fork = forks.start(planning_memory.train_and_tell, name, way, planning_memory.MODELS[name][1], **settings)
         assert fork.wait(200) == 0, settings["output"].read_text()
         told = settings["output"].read_text().partition("RESULT ")[2]
         return statistics.median(json.loads(told.splitlines()[0])["tensors"])
@@ -48,7 +48,7 @@ def measured(tmp_path_factory):
 
 @pytest.mark.parametrize("name, way", CASES)
 def test_planned_peak_is_that_of_a_step(name, way, measured):
-    planned = planning_memory.planned(name, Candidate(**planning_memory.WAYS[way])).together
+    planned = planning_memory.planned(name, Candidate(**planning_memory.WAYS[way]), planning_memory.MODELS[name][1]).together
     assert 0.9 <= planned / measured(name, way) <= 1.1
 
 

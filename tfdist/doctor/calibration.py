@@ -33,7 +33,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _SLOW_DTYPE_SECONDS = 0.5  # a dtype without kernels of its own is measured at the widths that take no longer
 _SIZES = (4 * 1024, 256 * 1024, 16 * MIB, 64 * MIB)
 _LONG_SECONDS = 0.2  # more of a size tells no more of a link
-_COPIED_BYTES = {"CPU": 64 * MIB, "GPU": 256 * MIB}  # of a tensor that no cache keeps
+_COPIED_BYTES = {"CPU": MIB, "GPU": 256 * MIB}  # of each tensor
+_COPIES = {"CPU": 64, "GPU": 1}  # of several tensors, which together no cache keeps
 _FUNCTION_ELEMENTS = {"CPU": 2**20, "GPU": 2**24}
 _TOKENS, _WIDTH = 64, 128  # of a block whose operations are counted and timed
 _EXAMPLES = (1, 2, 8)  # so few that what operations take besides tells, and one that says what an example takes
@@ -150,14 +151,23 @@ def _matmul(dtype: str, session: Session) -> Finding:
 
 
 def _copy(session: Session) -> Finding:
-    size = _COPIED_BYTES[_kind(session)]
+    """Of tensors as large as a step's: what is read has left the caches since, as what forward keeps for backward has.
+
+    Of one tensor over and over a CPU's caches would tell, five times as fast, or the pages that the system gives for one of 64 MiB.
+    """
+    size, count = _COPIED_BYTES[_kind(session)], _COPIES[_kind(session)]
 
     def copies() -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        x = tf.fill([size // 4], _unknown())
-        return _unknown(), lambda last: (x * last)[-1]  # one after the other, or all copies would be there at once
+        tensors = [tf.fill([size // 4], _unknown()) for _ in range(count)]
 
-    seconds = seconds_of_one(session.base, copies, 8)
-    speed = 2 * size / seconds
+        def once(last: tf.Tensor) -> tf.Tensor:
+            for x in tensors:
+                last = (x * last)[-1]  # one after the other, or all copies would be there at once
+            return last
+
+        return _unknown(), once
+
+    speed = 2 * size * count / seconds_of_one(session.base, copies, in_a_trip=1)
     return Finding(f"{speed / 1e9:,.1f} GB/s read and written", {"bytes_per_second": speed})
 
 

@@ -1,7 +1,7 @@
 """What devices and links can do, in the terms in which the time of a step is estimated.
 
-    a product of two matrices     FLOPs / rate, which grows with the FLOPs of the product
-    what only moves bytes         bytes read and written / `bytes_per_second`
+    a product of two matrices     FLOPs / rate, which grows with the FLOPs of the product; on a CPU its bytes come on top
+    what only moves bytes         bytes read and written / `bytes_per_second`, of tensors that no cache has kept
     exp, tanh, random numbers     elements x `function_seconds`, where that is longer: a GPU hides them behind the bytes
     an operation                  `operation_seconds`: on a GPU at least, which is given the next meanwhile; on a CPU besides,
                                   where it is not so small that the executor runs it at once

@@ -28,6 +28,7 @@ class Buffers:
         births: the step in which it is made.
         deaths: the last step in which it is there; the number of steps for what the graph returns.
         makers: the number, among all operations of the graph, of the one that makes it.
+        readers: the numbers of those that read it.
         steps: the numbers of operations in the order in which they run.
         holding: for tensors that were asked for, by name, the buffer that holds them.
     """
@@ -36,6 +37,7 @@ class Buffers:
     births: np.ndarray
     deaths: np.ndarray
     makers: np.ndarray
+    readers: list[list[int]]
     steps: list[int]
     holding: dict[str, int]
 
@@ -148,23 +150,25 @@ class Sweep:
 
     def _run(self, sizes: np.ndarray, scratch: np.ndarray, flops: np.ndarray, chance: float) -> Buffers:
         steps, ends = self._order(sizes, flops, chance)
-        readers = np.zeros(len(self.tensors), np.int64)
+        reads = np.zeros(len(self.tensors), np.int64)
         for place in steps:
             for tensor in self.inputs[place]:
-                readers[tensor] += 1
+                reads[tensor] += 1
         kept = {self.tensors[name] for name in self.results}
         for tensor in kept:
-            readers[tensor] += 1
+            reads[tensor] += 1
         held = np.full(len(self.tensors), -1, np.int64)  # the buffer that holds a tensor
         waiting: list[int] = []  # by buffer, how often it will be read
         found: list[int] = []  # by buffer, its bytes
         births: list[int] = []
         deaths: list[int] = []
         makers: list[int] = []
+        readers: list[list[int]] = []
 
         def made(size: int, step: int, place: int) -> int:
             for values, value in ((found, size), (births, step), (deaths, ends[step]), (makers, place), (waiting, 0)):
                 values.append(value)
+            readers.append([])
             return len(found) - 1
 
         for step, place in enumerate(steps):
@@ -179,20 +183,21 @@ class Sweep:
                     buffer = made(int(sizes[tensor]), step, place)
                 held[tensor] = buffer
                 if buffer >= 0:
-                    waiting[buffer] += int(readers[tensor])
+                    waiting[buffer] += int(reads[tensor])
             if scratch[place]:
                 made(int(scratch[place]), step, place)
             for tensor in own:
                 buffer = int(held[tensor])
                 if buffer >= 0:
                     waiting[buffer] -= 1
+                    readers[buffer].append(place)
                     deaths[buffer] = max(deaths[buffer], ends[step])
         for tensor in kept:
             if held[tensor] >= 0:
                 deaths[int(held[tensor])] = len(steps)
         holding = {name: int(held[self.tensors[name]]) for name in self.results}
         sized, born, died, by = (np.array(values, np.int64) for values in (found, births, deaths, makers))
-        return Buffers(sized, born, died, by, steps, holding)
+        return Buffers(sized, born, died, by, readers, steps, holding)
 
     def _taken_over(
         self, place: int, number: int, sizes: np.ndarray, held: np.ndarray, waiting: list[int], found: list[int]

@@ -179,8 +179,8 @@ def _groups(traced: TracedModel, rank: RankParts) -> list[_Group]:
 
 
 def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, pipe: int) -> StepMemory:
-    """Returns what a rank of a pipeline holds: what its stages keep of each microbatch that is under way, the gradients of one,
-    and their sums, which are whole until the last microbatch is through."""
+    """Returns what a rank of a pipeline holds: what its stages keep of each microbatch that is under way, the gradients of one that
+    are not added up yet, and their sums, which are whole until the last microbatch is through."""
     calls = traced.calls_of_stages(candidate.stages)
     rank = parts_at(traced, candidate, pipe)
     gradients = sum(rank.gradient_sizes)
@@ -207,12 +207,22 @@ def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, 
 
 @functools.lru_cache(maxsize=4096)
 def _of_calls(traced: TracedModel, profile: StepProfile, tensor: int, calls: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the most bytes that calls hold together during a step, their gradients among them, and what they keep for
-    backward."""
+    """Returns the most bytes that calls hold together during a step, and what they keep for backward.
+
+    Among the first are gradients, until they have been added to the sums: when those of the layer before are made.
+    """
     if not calls:
         return 0, 0
-    layers = [traced.calls[place].layer for place in calls]
-    paths = {variable.path for layer in layers if layer is not None for variable in layer.trainable_variables}
     trained = parts_at(traced, Candidate(tensor=tensor), 0).trained
-    own = _made(profile, {place: part.bytes for place, part in trained.items() if part.weight.path in paths})
-    return int((profile.of_calls[list(calls)].sum(axis=0) + own).max()), int(profile.kept[list(calls)].sum())
+    by_path = {part.weight.path: place for place, part in trained.items() if profile.gradients[place] >= 0}
+    made: list[tuple[int, dict[int, int]]] = []  # of each layer, when the last of its gradients is made, and their bytes
+    for layer in (traced.calls[place].layer for place in calls):
+        paths = [variable.path for variable in layer.trainable_variables] if layer is not None else []
+        sizes = {place: trained[place].bytes for path in paths if (place := by_path.pop(path, None)) is not None}
+        made += [(int(profile.gradients[list(sizes)].max()), sizes)] if sizes else []
+    gradients = np.zeros(len(profile.activations), np.int64)
+    made.sort(key=lambda one: one[0])
+    for (_, sizes), (end, _) in zip(made, made[1:] + made[-1:], strict=True):
+        gradients[: end + 1] += _made(profile, sizes)[: end + 1]
+    kept = int(profile.kept[list(calls)].sum()) - int(profile.kept_for_later[calls[-1]])  # which the next stage keeps
+    return int((profile.of_calls[list(calls)].sum(axis=0) + gradients).max()), kept

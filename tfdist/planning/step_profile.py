@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class StepProfile:
         of_calls: the part of each call of a layer in `activations`, (calls, operations).
         windows: for each call, the first and last operation of its forward, and of its backward.
         kept: bytes that each call keeps for backward.
+        kept_for_later: those among them that only backward of later calls reads: another stage's, if the call is the last of one.
     """
 
     batch_size: int
@@ -33,6 +34,7 @@ class StepProfile:
     of_calls: np.ndarray
     windows: np.ndarray
     kept: np.ndarray
+    kept_for_later: np.ndarray
 
 
 def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence[str], batch_size: int) -> StepProfile:
@@ -59,8 +61,10 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
     owner = owners[buffers.makers]
     # What gradients need of forward's tensors alone is computed in forward, too.
     is_kept = ~is_backward[buffers.makers] & ~is_gradient & (buffers.deaths >= backward)
-    kept = np.zeros(len(calls), np.int64)
-    np.add.at(kept, owner[is_kept], buffers.sizes[is_kept])
+    is_for_later = is_kept & ~_is_read_by_own(sweep, buffers, owners, is_backward)
+    kept, for_later = np.zeros(len(calls), np.int64), np.zeros(len(calls), np.int64)
+    for one, chosen in ((kept, is_kept), (for_later, is_for_later)):
+        np.add.at(one, owner[chosen], buffers.sizes[chosen])
     of_calls = np.stack([buffers.live((owner == place) & ~is_gradient) for place in range(len(calls))])
     windows = _windows(trace, buffers, owners, is_backward)
     born = np.full(len(paths), -1, np.int64)
@@ -72,14 +76,14 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
         if call.stands_for is None or call.layer is None:
             continue
         source = next(number for number, other in enumerate(calls) if other is call.stands_for)
-        kept[place] = kept[source]
+        kept[place], for_later[place] = kept[source], for_later[source]
         first = step_of.get(number_of[call.passed], 0)
         last = step_of.get(number_of[call.backward], steps - 1) if call.backward else first
         windows[place] = (first, first, last, last)
         of_calls[place, first : last + 1] += of_calls[source, first : last + 1]
         for variable in call.layer.trainable_variables:
             born[place_of[variable.path]] = last
-    return StepProfile(batch_size, of_calls.sum(axis=0), born, backward, of_calls, windows, kept)
+    return StepProfile(batch_size, of_calls.sum(axis=0), born, backward, of_calls, windows, kept, for_later)
 
 
 def end_of(calls: Sequence[LayerCall], place: int, forward: int) -> int:
@@ -90,18 +94,27 @@ def end_of(calls: Sequence[LayerCall], place: int, forward: int) -> int:
 def owners_of(trace: StepTrace) -> np.ndarray:
     """Returns for each operation of the graph the place of the call that it belongs to.
 
-    The tape names the operations of a gradient after the operation of forward that it is of.
+    The tape names the operations of a gradient after the operation of forward that it is of, or puts them in its scope.
     """
     ops = trace.graph.get_operations()
     owners = np.zeros(len(ops), np.int64)
     for place, call in enumerate(trace.calls):
         owners[call.start : end_of(trace.calls, place, trace.forward)] = place
-    scopes = {one.name: int(owners[number]) for number, one in enumerate(ops[: trace.forward])}
+    scopes = _owners_of_scopes({one.name: int(owners[number]) for number, one in enumerate(ops[: trace.forward])})
     current = len(trace.calls) - 1
     for number in range(trace.forward, len(ops)):
         current = _owner_by_name(ops[number].name, scopes, current)
         owners[number] = current
     return owners
+
+
+def _owners_of_scopes(owners: Mapping[str, int]) -> dict[str, int]:
+    """Returns the owners of operations by their names, and of scopes all of whose operations are of one call."""
+    of_scopes: dict[str, set[int]] = {}
+    for name, owner in owners.items():
+        while name := name.rpartition("/")[0]:
+            of_scopes.setdefault(name, set()).add(owner)
+    return {name: next(iter(found)) for name, found in of_scopes.items() if len(found) == 1} | dict(owners)
 
 
 def _owner_by_name(name: str, scopes: dict[str, int], otherwise: int) -> int:
@@ -111,17 +124,31 @@ def _owner_by_name(name: str, scopes: dict[str, int], otherwise: int) -> int:
 
 
 def _is_backward(trace: StepTrace, sweep: Sweep, owners: np.ndarray) -> np.ndarray:
-    """Returns which operations depend on the last call: shapes, constants and weights of examples are there before."""
-    latest = np.zeros(len(owners), np.int64)
+    """Returns which operations depend on a call that no other call reads: on the model's last ones. Shapes, constants and weights of
+    examples are there before."""
     within = np.zeros(len(owners), bool)  # not of the loss: it computes with targets alone, too
     for call in trace.calls:
         within[call.start : call.stop] = True
+    is_read = np.zeros(len(trace.calls), bool)
+    for place in np.flatnonzero(within).tolist():
+        is_read[[owners[other] for other in sweep.before[place] if owners[other] != owners[place]]] = True
+    depends = np.zeros(len(owners), bool)
     for place, before in enumerate(sweep.before):
-        own = owners[place] if within[place] and before else 0
-        latest[place] = max([own, *(latest[other] for other in before if other < place)])
-    ends = latest == latest[: trace.forward].max(initial=0)
-    ends[: trace.forward] = False
-    return ends
+        ends = within[place] and len(before) > 0 and not is_read[owners[place]]
+        depends[place] = ends or any(depends[other] for other in before if other < place)
+    depends[: trace.forward] = False
+    return depends
+
+
+def _is_read_by_own(sweep: Sweep, buffers: Buffers, owners: np.ndarray, is_backward: np.ndarray) -> np.ndarray:
+    """Returns for each buffer whether backward of the call that made it reads it, or of an earlier one."""
+    return np.array(
+        [
+            any(is_backward[reader] and owners[reader] <= owners[maker] for reader in readers)
+            for maker, readers in zip(buffers.makers, buffers.readers, strict=True)
+        ],
+        bool,
+    )
 
 
 def _windows(trace: StepTrace, buffers: Buffers, owners: np.ndarray, is_backward: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """How long a step takes: what one device computes, what it sends, and what of that is hidden behind the other.
 
-    forward and backward    sum over operations of max(FLOPs / rate, bytes / bandwidth), and the cost of an operation (`hardware`)
+    forward and backward    sum over operations of what their FLOPs, functions and bytes take, and what each costs (`hardware`)
     recomputation           once more what backward needs of forward
     stages 0, 1, 2          gradients travel while backward goes on: max(backward, messages) x overlap; then the update; stages 1
                             and 2 gather what was updated, stage 2 while backward goes on

@@ -25,7 +25,8 @@ _WHOLE, _LOCAL, _COLUMN, _ROW, _HEADS = range(5)
 def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding], tensor: int) -> Buffers:
     """Returns the buffers of one of `tensor` ranks: parts of what is divided, and what arrives where an output is gathered.
 
-    The gathered parts lie one behind the other, and are put together in a second buffer.
+    The gathered parts lie one behind the other, and are put together in a second buffer. What a row layer is given whole it splits,
+    and keeps its part.
     """
     divided = divided_operations(trace, sweep, shardings)
     sizes = np.where(divided[buffers.makers], -(-buffers.sizes // tensor), buffers.sizes)
@@ -35,14 +36,41 @@ def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: 
     for start, stop in ranges:
         own = np.flatnonzero((buffers.makers >= start) & (buffers.makers < stop))
         arriving += [own[np.argmax(sizes[own])]] if len(own) else []
+    deaths, splits = buffers.deaths.copy(), _splits(buffers, trace, sweep, shardings)
+    for buffer, (split, _) in splits.items():
+        deaths[buffer] = split
+    split, parts = list(splits), -(-sizes[list(splits)] // tensor)
     births, makers = buffers.births[arriving], buffers.makers[arriving]
     return dataclasses.replace(
         buffers,
-        sizes=np.append(sizes, sizes[arriving]),
-        births=np.append(buffers.births, births),
-        deaths=np.append(buffers.deaths, births),
-        makers=np.append(buffers.makers, makers),
+        sizes=np.concatenate([sizes, sizes[arriving], parts]),
+        births=np.concatenate([buffers.births, births, [at for at, _ in splits.values()]]).astype(np.int64),
+        deaths=np.concatenate([deaths, births, buffers.deaths[split]]),
+        makers=np.concatenate([buffers.makers, makers, [by for _, by in splits.values()]]).astype(np.int64),
+        readers=buffers.readers + [[]] * len(arriving) + [buffers.readers[one] for one in split],
     )
+
+
+def _splits(
+    buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]
+) -> dict[int, tuple[int, int]]:
+    """Returns, of each buffer that a row layer splits and nobody reads later, the step and the number of the layer's product."""
+    splitting = {id(one.layer) for one in shardings if one.role == ROW and not one.input_is_parallel}
+    ranges = [(start, stop) for call in trace.calls for layer, start, stop in call.within if id(layer) in splitting]
+    names = {one.name: place for place, one in enumerate(sweep.ops[: trace.forward])} if ranges else {}
+    step_of = {place: step for step, place in enumerate(buffers.steps)}
+    found = {}
+    for start, stop in ranges:
+        read = [one for one, readers in enumerate(buffers.readers) if any(start <= place < stop for place in readers)]
+        given = max(read, key=lambda one: buffers.sizes[one] * (buffers.makers[one] < start), default=None)
+        if given is None or not 0 <= buffers.makers[given] < start:
+            continue
+        sources = {place: _forward_of(sweep.ops[place].name, names) for place in buffers.readers[given]}
+        product = max(place for place in sources if start <= place < stop)
+        others = [place for place, source in sources.items() if source is None or not start <= source < stop]
+        if all(step_of[place] <= step_of[product] for place in others):
+            found[given] = (step_of[product], product)
+    return found
 
 
 def divided_work(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> np.ndarray:

@@ -76,11 +76,15 @@ class Work:
         flops, moved, transposed, functions = (
             self._of(one, batch_size) * share for one in (self.flops, self.moved, self.transposed, self.functions)
         )
-        seconds = np.maximum(moved / hardware.bytes_per_second, functions * hardware.function_seconds)
+        moving, computing = moved / hardware.bytes_per_second, functions * hardware.function_seconds
         for place in np.flatnonzero(self.is_product):
             dtype = str(self.dtypes[place])
             rate = hardware.flops_per_second(dtype if dtype in hardware.matmul else "float32", float(flops[place]))
-            seconds[place] = max(seconds[place], flops[place] / rate) + transposed[place] / hardware.bytes_per_second
+            computing[place] = flops[place] / rate
+        # A GPU multiplies while it moves; a core first brings the operands together, of which rates in its caches say nothing.
+        is_after = self.is_product & (not hardware.is_gpu)
+        seconds = np.where(is_after, moving + computing, np.maximum(moving, computing))
+        seconds += transposed / hardware.bytes_per_second
         each = hardware.operation_seconds
         seconds = np.maximum(seconds, each) if hardware.is_gpu else seconds + np.where(moved < operations.INLINE_BYTES, 0.0, each)
         count, traced = len(self.stands_for), np.array(self.stands_for)
