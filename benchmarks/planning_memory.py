@@ -280,7 +280,7 @@ def trained(name: str, candidate: Candidate, examples: int, folder: str) -> dict
         if candidate.tensor > 1:
             tfdist.parallelize(model, tfdist.suggest_plan(model, candidate.tensor), print_fn=None)
         if candidate.recompute and candidate.pipeline == 1:
-            tfdist.recompute(model, "block")
+            tfdist.recompute(model, traced(build, sequence_length=SEQUENCE_LENGTH).block_pattern)
         if candidate.pipeline > 1:
             schedule = {"num_microbatches": candidate.microbatches, "schedule": candidate.schedule}
             model = compiled(tfdist.PipelineModel(model, recompute=candidate.recompute, **schedule), loss)
