@@ -55,7 +55,7 @@ from tfdist.planning.step_time import StepTime
 from tfdist.planning.traced_model import TracedModel, trace
 
 RANKS = 4
-ROUNDS, SECONDS = 2, 1.0  # how often each case is timed, and for how long, of three steps at least
+ROUNDS, SECONDS = 4, 1.0  # how often each case is timed, and for how long, of three steps at least
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 

@@ -33,7 +33,7 @@ _SIZES = (64 * 1024, MIB, 16 * MIB, 64 * MIB)
 _QUICK_SIZES = (64 * 1024, MIB)
 # So many bytes are moved by several calls in a row that are timed at once, by two at least: the ranks take a while to meet.
 _AT_ONCE_BYTES = 16 * MIB
-_MOST_CALLS = 64
+_MOST_CALLS = 16
 _LIMIT_SECONDS = 4.0
 
 

@@ -167,7 +167,7 @@ def _copy(session: Session) -> Finding:
 
         return _unknown(), once
 
-    speed = 2 * size * count / seconds_of_one(session.base, copies, in_a_trip=1)
+    speed = 2 * size * count / seconds_of_one(session.base, copies)
     return Finding(f"{speed / 1e9:,.1f} GB/s read and written", {"bytes_per_second": speed})
 
 
@@ -179,7 +179,7 @@ def _function(session: Session) -> Finding:
         y = tf.fill([elements], _unknown())
         return y, lambda x: (tf.tanh(x) if is_function else x) * y
 
-    both, product = (seconds_of_one(session.base, functools.partial(things, is_function), 32) for is_function in (True, False))
+    both, product = (seconds_of_one(session.base, functools.partial(things, is_function)) for is_function in (True, False))
     seconds = max((both - product) / elements, 1e-15)
     return Finding(f"{seconds * 1e9:,.2f} ns an element", {"seconds": seconds})
 
@@ -212,7 +212,7 @@ def _operation(session: Session) -> Finding:
 
     def seconds_of_an_operation() -> float:
         pairs = zip(traced, _EXAMPLES, strict=True)
-        seconds = np.array([seconds_of_one(session.base, functools.partial(passes, *pair), 8, in_a_trip=1) for pair in pairs])
+        seconds = np.array([seconds_of_one(session.base, functools.partial(passes, *pair)) for pair in pairs])
         return float(np.linalg.lstsq(numbers / seconds[:, None], np.ones(len(seconds)))[0][1])
 
     each = seconds_of_an_operation()
@@ -253,7 +253,7 @@ def _sharing(session: Session) -> Finding:
     def alone() -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         return products() if collectives.current_program("calibrate").rank == 0 else (tf.zeros([]), lambda x: x)
 
-    together, single = (seconds_of_one(session.base, one, 16) for one in (products, alone))
+    together, single = (seconds_of_one(session.base, one) for one in (products, alone))
     sharing = min(float(session.world_size), max(1.0, together / single))
     return Finding(f"one device alone computes {sharing:.2f} times as fast as among all", {"sharing": sharing})
 
