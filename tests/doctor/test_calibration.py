@@ -1,5 +1,6 @@
 """`python -m tfdist calibrate`: what it measures on logical CPUs, and what it refuses."""
 
+import functools
 import itertools
 import os
 import types
@@ -73,10 +74,16 @@ def test_a_round_ends_when_all_workers_are_through(cpus):
     assert [[one.op for one in records] for records in strategy.last_plan.records] == [["all_reduce"] * 2] * 2
 
 
-def timed(seconds_each, noise):
-    """Returns what takes the place of `least_seconds`: of a number of things, with milliseconds on top that come and go."""
-    around = itertools.cycle((0.01, 0.01 + noise))
-    return lambda _, on_rank: next(around) + seconds_each * float(on_rank())
+class Timed:
+    """What takes the place of `timing.Timed`: counts things, each of so many seconds, with milliseconds on top that come and go."""
+
+    def __init__(self, seconds_each, noise):
+        self.seconds_each, self.around, self.traces = seconds_each, itertools.cycle((0.01, 0.01 + noise)), 0
+
+    def __call__(self, strategy, on_rank):
+        self.traces += 1
+        things = functools.cache(lambda trips: float(on_rank(tf.constant(trips))))
+        return types.SimpleNamespace(rounds=lambda trips: [next(self.around) + self.seconds_each * things(trips)])
 
 
 def test_as_many_things_are_timed_at_once_as_take_long_beside_what_is_around_them(monkeypatch):
@@ -85,11 +92,13 @@ def test_as_many_things_are_timed_at_once_as_take_long_beside_what_is_around_the
     def counting():
         return tf.zeros([]), lambda x: x + 1
 
-    for noise in (0.003, -0.003):
-        monkeypatch.setattr(timing, "least_seconds", timed(100e-6, noise))
-        assert timing.seconds_of_one(told, counting) == pytest.approx(100e-6, rel=0.03)
+    for seconds, traces in ((100e-6, 2), (5e-3, 1)):  # short ones once more, with several in a trip
+        for noise in (0.003, -0.003):
+            monkeypatch.setattr(timing, "Timed", fake := Timed(seconds, noise))
+            assert timing.seconds_of_one(told, counting) == pytest.approx(seconds, rel=0.03)
+            assert fake.traces == traces
     monkeypatch.setattr(timing, "_MOST_THINGS", 2**10)
-    monkeypatch.setattr(timing, "least_seconds", timed(0.0, -0.003))
+    monkeypatch.setattr(timing, "Timed", Timed(0.0, -0.003))
     with pytest.raises(RuntimeError, match="no longer than what is around it"):
         timing.seconds_of_one(told, counting)
 

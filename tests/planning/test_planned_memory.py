@@ -12,7 +12,10 @@ from tests.devices import names
 from tests.planning.spreading import spread
 from tfdist.planning import Candidate
 from tfdist.planning.memory import memory_of, state_of
+from tfdist.planning.tensor_regions import on_tensor_rank
 from tfdist.planning.traced_model import trace
+from tfdist.tensor_plans.layer_kinds import ROW
+from tfdist.tensor_plans.layer_shardings import LayerSharding
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -73,6 +76,7 @@ def planned(build, candidate, pipe=0, optimizer=None):
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
+PIPELINE = {"zero_stage": 0, "pipeline": 2, "microbatches": 4}
 
 
 @pytest.mark.parametrize("data", [2, pytest.param(4, marks=EXHAUSTIVE)])
@@ -146,6 +150,66 @@ def test_a_pipeline_holds_more_microbatches_with_gpipe():
     sizes = {"data": 1, "pipeline": 2, "microbatches": 8, "zero_stage": 0}
     gpipe, one_forward_one_backward = (memory_of(model, Candidate(schedule=name, **sizes), 2048) for name in ("gpipe", "1f1b"))
     assert gpipe.activations > 2 * one_forward_one_backward.activations
+
+
+def chain(width, layers, activation):
+    """Dense layers of one width."""
+    hidden = [keras.layers.Dense(width, activation, name=f"hidden_{place}") for place in range(layers)]
+    model = keras.Sequential([keras.Input((width,)), *hidden])
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_what_only_the_next_stage_reads_in_backward_a_stage_does_not_keep():
+    """The gradient of a relu reads what it has returned, that of a bias nothing: its layer's output is the next one's input."""
+    rows, width = 1024, 64
+    output = 4 * rows * width
+    for activation, of_last in (("relu", output), (None, 0)):
+        profile = traced(functools.partial(chain, width, 4, activation)).profile(rows, runs="apart")
+        assert list(profile.kept[1:4]) == pytest.approx([output] * 3, rel=0.01)
+        assert list(profile.kept[1:4] - profile.kept_for_later[1:4]) == pytest.approx([of_last] * 3, rel=0.01, abs=64)
+
+
+def test_an_output_that_no_layer_reads_begins_backward():
+    """Of two outputs, each one's loss. The gradient of the first is not kept: it does not need the second."""
+    inputs = keras.Input((32,))
+    x = keras.layers.Dense(512, "relu", name="hidden")(inputs)
+    model = keras.Model(inputs, [keras.layers.Dense(1, name="first")(x), keras.layers.Dense(1, name="second")(x)])
+    model.compile("sgd", ["mse", "mse"])
+    found = trace(lambda: model)
+    profile = found.profile(1024, runs="apart")
+    kept = {call.layer.name: kept for call, kept in zip(found.calls, profile.kept, strict=True) if call.layer is not None}
+    assert kept["hidden"] == pytest.approx(4 * 1024 * 512, rel=0.01) and kept["first"] < 4 * 1024 * 512 / 16
+
+
+def test_a_stage_adds_up_gradients_as_they_are_made():
+    """Of many layers, on top of the sums and of what is kept: the gradients of two, not of all."""
+    width, layers = 256, 16
+    weights, output = 4 * (width * width + width), 4 * 8 * width
+    memory = memory_of(traced(functools.partial(chain, width, layers, "relu")), Candidate(**PIPELINE, schedule="gpipe"), 32)
+    kept = 4 * (layers // 2 + 1) * output
+    assert memory.gradients == layers // 2 * weights
+    assert memory.activations + memory.buffers == pytest.approx(kept + 2 * weights, abs=12 * output)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_row_layer_that_is_given_its_input_whole_keeps_its_part(activation):
+    """Unless another layer's backward reads it whole: the gradient of a relu does."""
+
+    def build():
+        hidden = keras.layers.Dense(1024, activation, name="hidden")
+        model = keras.Sequential([keras.Input((16,)), hidden, keras.layers.Dense(8, name="row")])
+        model.compile("sgd", "mse")
+        return model
+
+    found, rows, tensor = trace(build), 256, 4
+    sharding = LayerSharding(found.model.layers[1], "row", ROW, gather_output=False, input_is_parallel=False)
+    whole = found._buffers(rows)
+    of_rank = on_tensor_rank(whole, found.first_trace, found._sweep, [sharding], tensor)
+    begin = found.profile(rows).forward
+    alive = [one.sizes[(one.births < begin) & (one.deaths >= begin)].max() for one in (whole, of_rank)]
+    size = 4 * rows * 1024
+    assert alive == [size, size // tensor if activation is None else size]
 
 
 def test_tensor_ranks_divide_what_is_between_their_layers():

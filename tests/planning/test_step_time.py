@@ -38,6 +38,13 @@ def test_messages_of_the_stages():
     assert times[3].hidden == pytest.approx(3 * half)
 
 
+def test_a_pipeline_gathers_once_at_stage_3():
+    """Its weights stay until the last microbatch is through: as many bytes as at stage 2."""
+    pipeline = {"data": 2, "pipeline": 2, "schedule": "gpipe", "microbatches": 4}
+    two, three = (seconds(Candidate(stage, **pipeline), bytes_per_second=1e11) for stage in (2, 3))
+    assert three.communication == pytest.approx(two.communication) and three.compute == pytest.approx(two.compute)
+
+
 def test_messages_are_packed_and_unpacked():
     """Gradients are packed, and sums or updated parameters unpacked; stage 3 unpacks its parameters once more."""
     candidates = [Candidate(stage, data=4) for stage in range(4)]

@@ -46,6 +46,10 @@ def test_what_moves_bytes_takes_their_time_and_each_operation_at_least_something
     work = work_of(trace(mlp).traces)
     seconds = work.seconds(8, moves)
     assert seconds.forward[2] == pytest.approx(8 * 33 + 33 * 65 + 8 * 65)  # reads x and the kernel, writes y
+    counted = dataclasses.replace(moves, matmul={"float32": [(1.0, 1.0)]}, name="a CPU")
+    flops = work.seconds(8, COUNTS).forward[2]
+    assert work.seconds(8, counted).forward[2] == pytest.approx(seconds.forward[2] + flops)  # a GPU multiplies meanwhile
+    assert work.seconds(8, dataclasses.replace(counted, name="a GPU")).forward[2] == pytest.approx(flops)
     slow = work.seconds(8, dataclasses.replace(moves, bytes_per_second=float("inf"), operation_seconds=3.0))
     assert slow.forward[1:3] == pytest.approx(3.0) and (slow.backward[1:] > 0).all()
     # A processor that starts an operation does not compute another meanwhile, as a GPU does; the smallest are not handed on.

@@ -4,7 +4,7 @@
     recomputation           once more what backward needs of forward
     stages 0, 1, 2          gradients travel while backward goes on: max(backward, messages) x overlap; then the update; stages 1
                             and 2 gather what was updated, stage 2 while backward goes on
-    stage 3                 layers are gathered beside forward and again beside backward, with the gradients
+    stage 3                 layers are gathered beside forward and again beside backward, with the gradients; in a pipeline once
     tensor ranks            each message stands between two layers: nothing hides it; those of forward are sent again with what is
                             recomputed
     pipeline                the schedule simulated, with the slowest stage's times and the messages of a border; and the gradients
@@ -30,8 +30,8 @@ from tfdist.planning.layouts import schedule_of
 COMPRESSED = {None: 1.0, "bfloat16": 0.5, "int8": 0.25 + 1 / 256, "int4": 0.125 + 1 / 256, "top_k": 0.29}
 # How often compressing and adding up goes over the numbers, read and written: encode, decode and sum, encode, decode.
 _COMPRESSION_PASSES = 6
-# How often all parameters or gradients are packed or unpacked in a step of each stage.
-_PACKED = (2, 2, 2, 3)
+# How often all parameters or gradients are packed or unpacked in a step, and once more where stage 3 gathers again.
+_PACKED = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,9 @@ def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_
     # The gradients of each microbatch but the first are added to the sum: both are read, and it is written.
     computed += 3 * step.parameter_bytes * (candidate.microbatches - 1) / hardware.bytes_per_second
     # Messages are packed, and what arrives is unpacked: each is read and written.
-    packing = _PACKED[candidate.zero_stage] * 2 * step.parameter_bytes / hardware.bytes_per_second if candidate.data > 1 else 0.0
+    gathers_again = candidate.zero_stage == 3 and candidate.pipeline == 1
+    packed = _PACKED + gathers_again if candidate.data > 1 else 0
+    packing = packed * 2 * step.parameter_bytes / hardware.bytes_per_second
     part = backward / (forward + backward) if forward + backward else 0.0
     compressing = (
         _COMPRESSION_PASSES * step.parameter_bytes / hardware.bytes_per_second if candidate.gradient_compression else 0.0
@@ -108,7 +110,7 @@ def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_
         0: (0.0, links.all_reduce(step), 0.0),
         1: (0.0, reduce, gather),
         2: (0.0, reduce + gather, 0.0),
-        3: (gather, gather + reduce, 0.0),
+        3: (gather, gather * gathers_again + reduce, 0.0),
     }[candidate.zero_stage]
     parts = ((computed * (1 - part), beside_forward), (computed * part + compressing + packing, beside_backward))
     passed = sum(_beside(compute, messages, hardware.overlap) for compute, messages in parts)
