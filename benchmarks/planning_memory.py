@@ -272,6 +272,7 @@ def trained(name: str, candidate: Candidate, examples: int, folder: str) -> dict
     }
     is_alone = candidate.devices == 1
     strategy = tfdist.ShardedStrategy(["CPU:0"], **settings) if is_alone else tfdist.MultiWorkerShardedStrategy(**settings)
+    blocks = traced(build, sequence_length=SEQUENCE_LENGTH).block_pattern if candidate.recompute else None
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]
     with strategy.scope():
         model = build()
@@ -280,7 +281,7 @@ def trained(name: str, candidate: Candidate, examples: int, folder: str) -> dict
         if candidate.tensor > 1:
             tfdist.parallelize(model, tfdist.suggest_plan(model, candidate.tensor), print_fn=None)
         if candidate.recompute and candidate.pipeline == 1:
-            tfdist.recompute(model, traced(build, sequence_length=SEQUENCE_LENGTH).block_pattern)
+            tfdist.recompute(model, blocks)
         if candidate.pipeline > 1:
             schedule = {"num_microbatches": candidate.microbatches, "schedule": candidate.schedule}
             model = compiled(tfdist.PipelineModel(model, recompute=candidate.recompute, **schedule), loss)

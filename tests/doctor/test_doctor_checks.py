@@ -86,5 +86,5 @@ def test_a_collective_that_brings_something_else_is_an_error(session, monkeypatc
     monkeypatch.setitem(bandwidth.COLLECTIVES, "broadcast", bandwidth.Collective(
         lambda x, *_: x, wrong.input_part, wrong.first))  # fmt: skip
     check = next(check for check in bandwidth.bandwidth_checks() if check.name == "bandwidth/broadcast")
-    with pytest.raises(RuntimeError, match="rank 1 got 128 in the place of 64"):
+    with pytest.raises(RuntimeError, match="rank 1 got 32 in the place of 16"):
         check.run(session)

@@ -12,7 +12,7 @@ from tfdist.doctor.session_arguments import add_arguments, cluster_of, examine
 from tfdist.launch.arguments import add_command
 
 _DESCRIPTION = """\
-Measures the devices of this machine, or of all workers of a TF_CONFIG job, in a minute or two: products of matrices at three
+Measures the devices of this machine, or of all workers of a TF_CONFIG job, in about a minute: products of matrices at three
 sizes and in each dtype, copies, the cost of an operation, each collective, a message beside a computation, an optimizer update.
 `python -m tfdist plan --calibration FILE` and `tfdist.plan(..., hardware=FILE)` estimate times with what it writes."""
 

@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist import collectives, errors
 from tfdist.doctor.bandwidth import COLLECTIVES, MIB, measured_rows
+from tfdist.doctor.block import block_seconds, with_operations
 from tfdist.doctor.check import Check, Finding, LeftOutError, Outcome, Status
 from tfdist.doctor.machine import DEVICES
 from tfdist.doctor.session import Session
 from tfdist.doctor.timing import least_seconds, seconds_of_one
 from tfdist.planning.hardware import Hardware, fitted
-from tfdist.planning.traced_model import trace
-from tfdist.planning.work import work_of
 
 # Widths of square matrices, by kind of device; the dtypes in which models compute.
 _WIDTHS = {"CPU": (128, 512, 1536), "GPU": (512, 2048, 8192)}
@@ -36,8 +34,6 @@ _LONG_SECONDS = 0.2  # more of a size tells no more of a link
 _COPIED_BYTES = {"CPU": MIB, "GPU": 256 * MIB}  # of each tensor
 _COPIES = {"CPU": 64, "GPU": 1}  # of several tensors, which together no cache keeps
 _FUNCTION_ELEMENTS = {"CPU": 2**20, "GPU": 2**24}
-_TOKENS, _WIDTH = 64, 128  # of a block whose operations are counted and timed
-_EXAMPLES = (1, 2, 8)  # so few that what operations take besides tells, and one that says what an example takes
 _STEPS = 40
 _UPDATED = {"CPU": 2**21, "GPU": 2**25}  # parameters
 _OVERLAP_BYTES = 16 * MIB
@@ -50,7 +46,7 @@ def calibration_checks() -> list[Check]:
     checks += [
         Check("copy", _copy),
         Check("function", _function),
-        Check("operation", _operation),
+        Check("block", block_seconds),
         Check("step", _step),
         Check("sharing", _sharing),
         Check("update", _update),
@@ -92,12 +88,12 @@ def hardware_of(outcomes: Sequence[Outcome]) -> Hardware:
     cards = sorted({device["card"] or "CPU" for data in found["devices"] for device in data["devices"]})
     memory = [device["memory_bytes"] for data in found["devices"] for device in data["devices"] if device["memory_bytes"]]
     hosts = len({data["host"] for data in found["devices"]})
-    return Hardware(
+    hardware = Hardware(
         name=f"{n} x {', '.join(cards)}" + (f" on {hosts} hosts" if hosts > 1 else ""),
         matmul=matmul,
         bytes_per_second=min(data["bytes_per_second"] for data in found["copy"]),
         function_seconds=max(data["seconds"] for data in found["function"]),
-        operation_seconds=max(data["seconds"] for data in found["operation"]),
+        operation_seconds=0.0,
         step_seconds=max(data["seconds"] for data in found["step"]),
         links=links,
         overlap=max((data["slowdown"] for data in found["overlap"] if data), default=1.0),
@@ -107,6 +103,8 @@ def hardware_of(outcomes: Sequence[Outcome]) -> Hardware:
         source=f"python -m tfdist calibrate, {time.strftime('%Y-%m-%d')}, {devices['transport']}",
         memory_bytes=min(memory, default=None),
     )
+    of_block = [max(times) for times in zip(*(data["seconds"] for data in found["block"]), strict=True)]
+    return with_operations(hardware, of_block, found["block"][0]["work"])
 
 
 def _slowest(workers: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -182,55 +180,6 @@ def _function(session: Session) -> Finding:
     both, product = (seconds_of_one(session.base, functools.partial(things, is_function)) for is_function in (True, False))
     seconds = max((both - product) / elements, 1e-15)
     return Finding(f"{seconds * 1e9:,.2f} ns an element", {"seconds": seconds})
-
-
-def _operation(session: Session) -> Finding:
-    """Of the operations of a Transformer's block, forward and backward: what they take beside what is computed.
-
-        seconds of n examples = n b + c k_n        k_n operations that are not small; b and c by least squares of relative errors
-
-    A chain of small ones takes next to nothing, which one thread of TensorFlow's executor runs without handing on.
-    """
-    block = _block()
-    shapes = [weight.shape for weight in block.trainable_variables]
-
-    def one(weights: list[tf.Tensor], x: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            tape.watch(weights)
-            loss = tf.reduce_mean(tf.square(block.stateless_call(weights, [], x)[0]))
-        ends = [tf.reshape(gradient, [-1])[0] for gradient in tape.gradient(loss, weights)]
-        return x + 1e-6 * tf.add_n(ends)  # the next pass needs all of this one, which TensorFlow would leave out
-
-    def passes(traced: Any, examples: int) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        weights = [tf.random.uniform(shape) for shape in shapes]
-        return tf.random.uniform([examples, _TOKENS, _WIDTH]), lambda x: traced(*weights, x)
-
-    given = [tf.TensorSpec(shape) for shape in shapes]
-    traced = [tf.function(one).get_concrete_function(given, tf.TensorSpec([n, _TOKENS, _WIDTH])) for n in _EXAMPLES]
-    work = work_of(trace(_block).traces)
-    numbers = np.array([(examples, work.large(examples).sum()) for examples in _EXAMPLES])
-
-    def seconds_of_an_operation() -> float:
-        pairs = zip(traced, _EXAMPLES, strict=True)
-        seconds = np.array([seconds_of_one(session.base, functools.partial(passes, *pair)) for pair in pairs])
-        return float(np.linalg.lstsq(numbers / seconds[:, None], np.ones(len(seconds)))[0][1])
-
-    each = seconds_of_an_operation()
-    if float(session.base.share("calibrate: an operation", repr(each))) <= 0:  # lost in what else the machine did
-        each = seconds_of_an_operation()
-    each = max(each, 0.0)
-    told = f"{each * 1e6:,.1f} µs" if each else "too little to be told from what else the machine does: counted as nothing"
-    return Finding(told, {"seconds": each})
-
-
-def _block() -> keras.Model:
-    x = inputs = keras.Input((_TOKENS, _WIDTH))
-    normalized = keras.layers.LayerNormalization()(x)
-    x = keras.layers.Add()([x, keras.layers.MultiHeadAttention(2, _WIDTH // 2)(normalized, normalized)])
-    y = keras.layers.Dense(4 * _WIDTH, activation="gelu")(keras.layers.LayerNormalization()(x))
-    model = keras.Model(inputs, keras.layers.Add()([x, keras.layers.Dense(_WIDTH)(y)]))
-    model.compile("sgd", "mse")
-    return model
 
 
 def _step(session: Session) -> Finding:

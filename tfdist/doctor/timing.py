@@ -56,8 +56,7 @@ def seconds_of_one(strategy: Any, things: Things) -> float:
     Raises:
         RuntimeError: many thousands of them take no time.
     """
-    seconds, trips = _seconds_of_loops(strategy, things, 1, 1)
-    count = trips
+    seconds, count = _seconds_of_loops(strategy, things, 1, 1)
     if strategy.share("doctor: is short", repr(seconds / count < _SHORT_SECONDS)) == "True":
         seconds, trips = _seconds_of_loops(strategy, things, math.ceil(count / _IN_A_TRIP), _IN_A_TRIP)
         count = trips * _IN_A_TRIP
@@ -104,7 +103,7 @@ class Timed:
     Args:
         strategy: whose `run` calls it; all workers measure the same at once.
         on_rank: what is computed.
-        check: is given each local rank and its number, once, before anything is measured.
+        check: is given each local rank and its number, before anything is measured.
     """
 
     def __init__(self, strategy: Any, on_rank: OnRank, check: Callable[[int, float], None] | None = None):
@@ -112,21 +111,19 @@ class Timed:
         self._check = check
 
         def timed(trips: tf.Tensor) -> tf.Tensor:
-            start = _when_all_have(strategy, tf.zeros([]))
+            start = _when_all_have(strategy, tf.cast(trips, tf.float32), trips)
             with tf.control_dependencies([start]):
                 number = on_rank(trips)
-            return tf.stack([tf.cast(number, tf.float64), _when_all_have(strategy, number) - start])
+            return tf.stack([tf.cast(number, tf.float64), _when_all_have(strategy, number, trips) - start])
 
         move = tf.function(lambda trips: strategy.experimental_local_results(strategy.run(timed, (trips,))))
         self._move = move.get_concrete_function(tf.TensorSpec([], tf.int32))
 
     def rounds(self, trips: int = 0) -> list[float]:
         """Returns the times of several rounds, with so many trips of the loop."""
-        if self._check is not None:
-            for rank, (number, _) in zip(self._strategy.extended.communicator.local_ranks, self._values(trips), strict=True):
+        for rank, (number, _) in zip(self._strategy.extended.communicator.local_ranks, self._values(trips), strict=True):
+            if self._check is not None:
                 self._check(rank, number)
-            self._check = None
-        self._seconds(trips)  # the first is not like the others
         once = self._seconds(trips)
         count = int(self._strategy.share("doctor: rounds", str(max(1, min(_ROUNDS, int(_SECONDS / max(once, 1e-9)))))))
         return [self._seconds(trips) for _ in range(count)]
@@ -138,13 +135,12 @@ class Timed:
         return [number.numpy().tolist() for number in self._move(tf.constant(trips))]
 
 
-def _when_all_have(strategy: Any, number: tf.Tensor) -> tf.Tensor:
+def _when_all_have(strategy: Any, number: tf.Tensor, trips: tf.Tensor) -> tf.Tensor:
     """Returns the seconds of the clock when every rank has its `number`."""
-    with tf.control_dependencies([number]):
-        met = tf.zeros([1])
+    met = tf.reshape(number, [1])
     for axis in MESH_AXES:
         if strategy.mesh.size(axis) > 1:
             met = collectives.all_reduce(met, axis)
-    # What has a state is done in the order of the ranks: one's end before another's start.
-    return tf.numpy_function(lambda _: np.float64(time.perf_counter()), [met], tf.float64, stateful=False)
-
+    # What has a state is done in the order of the ranks: one's end before another's start. What has none, and rests on constants, the
+    # graph optimizer computes once: the number of trips is none.
+    return tf.numpy_function(lambda *_: np.float64(time.perf_counter()), [met, trips], tf.float64, stateful=False)

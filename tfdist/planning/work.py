@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,8 +27,11 @@ _FUNCTIONS = frozenset(
     ).split()
 )
 # Cross-entropy of logits is five expressions after another, which read them five times and write twice; two of them are functions
-# (TensorFlow's `xent_op.h`).
+# (TensorFlow's `xent_op.h`), and that of the gradient a processor computes one element at a time, not eight or sixteen at once.
 _CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+_CROSSENTROPY_PASSES, _CROSSENTROPY_FUNCTIONS = 7.0, 9.0
+# How many times as long as a copy TensorFlow takes on a CPU to transpose: 2 by one process alone, 4 beside three others (AVX-512).
+_TRANSPOSING = 3.0
 _COMPUTED = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -81,19 +85,27 @@ class Work:
             dtype = str(self.dtypes[place])
             rate = hardware.flops_per_second(dtype if dtype in hardware.matmul else "float32", float(flops[place]))
             computing[place] = flops[place] / rate
-        # A GPU multiplies while it moves; a core first brings the operands together, of which rates in its caches say nothing.
-        is_after = self.is_product & (not hardware.is_gpu)
-        seconds = np.where(is_after, moving + computing, np.maximum(moving, computing))
-        seconds += transposed / hardware.bytes_per_second
+        # A GPU computes while it moves. A core brings bytes to it first, of which rates and functions in its caches say nothing.
+        seconds = np.maximum(moving, computing) if hardware.is_gpu else moving + computing
+        seconds += (1.0 if hardware.is_gpu else _TRANSPOSING) * transposed / hardware.bytes_per_second
         each = hardware.operation_seconds
         seconds = np.maximum(seconds, each) if hardware.is_gpu else seconds + np.where(moved < operations.INLINE_BYTES, 0.0, each)
         count, traced = len(self.stands_for), np.array(self.stands_for)
         parts = (self.is_forward, ~self.is_forward, self.is_again)
         return Seconds(*(np.bincount(self.calls[chosen], seconds[chosen], count)[traced] for chosen in parts))
 
-    def large(self, batch_size: float) -> np.ndarray:
-        """Returns for each operation whether it moves so much that TensorFlow's executor gives it to other threads."""
-        return self._of(self.moved, batch_size) >= operations.INLINE_BYTES
+    def totals(self, batch_size: float) -> dict[str, Any]:
+        """Returns what a CPU computes, of all operations together: "functions", "moved" bytes, those that are transposed as often as
+        that takes longer, how many operations are "large"; and of each of the "products" its FLOPs."""
+        flops, moved, transposed, functions = (
+            self._of(one, batch_size) for one in (self.flops, self.moved, self.transposed, self.functions)
+        )
+        return {
+            "products": flops[self.is_product].tolist(),
+            "functions": float(functions.sum()),
+            "moved": float((moved + _TRANSPOSING * transposed).sum()),
+            "large": int((moved >= operations.INLINE_BYTES).sum()),
+        }
 
     def _of(self, figures: np.ndarray, batch_size: float) -> np.ndarray:
         """Returns what `figures` are of so many examples: on the line through those of both traces."""
@@ -164,14 +176,14 @@ def _dtype(operation: tf.Operation) -> str:
 
 def _functions(operation: tf.Operation) -> float:
     computed = elements(operation.outputs[-1].shape) if operation.type in _FUNCTIONS else 0
-    return float(2 * computed if operation.type in _CROSSENTROPIES else computed)
+    return _CROSSENTROPY_FUNCTIONS * computed if operation.type in _CROSSENTROPIES else float(computed)
 
 
 def _moved(operation: tf.Operation) -> float:
     """Returns the bytes of what the operation reads and writes; of a lookup those of what it writes, twice."""
     written = sum(operations.tensor_bytes(x) or 0 for x in operation.outputs)
     if operation.type in _CROSSENTROPIES:
-        return 7.0 * (operations.tensor_bytes(operation.outputs[-1]) or 0)
+        return _CROSSENTROPY_PASSES * (operations.tensor_bytes(operation.outputs[-1]) or 0)
     if operation.type in ("GatherV2", "ResourceGather", "Gather"):
         return 2.0 * written
     return float(written + sum(operations.tensor_bytes(x) or 0 for x in operation.inputs))
