@@ -136,7 +136,8 @@ def keras_hub_gpt2() -> keras.Model:
 
     sizes = {"vocabulary_size": 2048, "num_layers": 3, "num_heads": 4, "hidden_dim": 128, "intermediate_dim": 512}
     backbone = keras_hub.models.GPT2Backbone(max_sequence_length=128, dropout=0.0, **sizes)
-    return compiled(keras.Model(backbone.inputs, layers.Dense(2048)(backbone.output)))
+    inputs = {name: keras.Input((SEQUENCE_LENGTH,), dtype="int32", name=name) for name in ("token_ids", "padding_mask")}
+    return compiled(keras.Model(inputs, layers.Dense(2048)(backbone(inputs))))
 
 
 def application(name: str) -> Callable[[], keras.Model]:
