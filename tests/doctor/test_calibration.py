@@ -69,7 +69,7 @@ def test_more_work_takes_longer(cpus):
 
 
 def test_the_clock_is_read_in_each_round_of_one_device(cpus):
-    """Whose ranks do not meet: TensorFlow's graph optimizer would compute a clock that rests on constants once, for all rounds."""
+    """Whose ranks do not meet: TensorFlow's graph optimizer computes a clock that rests on constants once, for all rounds."""
     strategy = Session(1, is_quick=False, timeout_seconds=60.0).base
     timed = timing.Timed(strategy, functools.partial(timing._done, functools.partial(calibration._products, 96, "float32"), 1))
     few, many = timed.rounds(10), timed.rounds(10_000)
@@ -84,7 +84,7 @@ def test_a_round_ends_when_all_workers_are_through(cpus):
 
 
 class Timed:
-    """What takes the place of `timing.Timed`: counts things, each of so many seconds, with milliseconds on top that come and go."""
+    """In the place of `timing.Timed`: counts things, each of so many seconds, with milliseconds on top that come and go."""
 
     def __init__(self, seconds_each, noise):
         self.seconds_each, self.around, self.traces = seconds_each, itertools.cycle((0.01, 0.01 + noise)), 0
@@ -118,8 +118,9 @@ def test_operations_and_bytes_of_a_block(name, each):
     """Times made of known rates give these rates back: on a GPU the cost of an operation, and copies keep their own."""
     hardware = Hardware(name, {"float32": [(1.0, 5e9)]}, 3e9, 0.0, {}, function_seconds=1e-9)
     rate = 8e9
-    work = [{"products": [2e6 * n, 3e6 * n], "functions": 1e5 * n, "moved": 4e6 * n, "large": 50 + n // 4} for n in block.EXAMPLES]
-    seconds = [5e6 * n / 5e9 + 1e-4 * n + 4e6 * n / rate + each * one["large"] for n, one in zip(block.EXAMPLES, work, strict=True)]
+    numbers = block.EXAMPLES
+    work = [{"products": [2e6 * n, 3e6 * n], "functions": 1e5 * n, "moved": 4e6 * n, "large": 50 + n // 4} for n in numbers]
+    seconds = [5e6 * n / 5e9 + 1e-4 * n + 4e6 * n / rate + each * one["large"] for n, one in zip(numbers, work, strict=True)]
     found = block.with_operations(hardware, seconds, work)
     assert found.operation_seconds == pytest.approx(each, abs=1e-9)
     assert found.bytes_per_second == pytest.approx(3e9 if hardware.is_gpu else rate)

@@ -59,9 +59,9 @@ def with_operations(hardware: Hardware, seconds: Sequence[float], work: Sequence
         seconds of n examples = n b + c k                                           of the small numbers of examples
         seconds of n examples = products and functions + bytes / rate + c k         of the largest, on CPUs
 
-    with k operations that are not small; b and c by least squares of relative errors, c at least 0. A chain of small operations takes
-    next to nothing, which one thread of TensorFlow's executor runs without handing on. The rate at which a CPU copies stays if the
-    products and functions alone take longer.
+    with k operations that are not small; b and c by least squares of relative errors, c at least 0. A chain of small operations
+    takes next to nothing, which one thread of TensorFlow's executor runs without handing on. The rate at which a CPU copies stays
+    if the products and functions alone take longer.
 
     Args:
         hardware: what else is known of it; on CPUs its rate is that of copies.

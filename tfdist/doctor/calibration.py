@@ -151,7 +151,7 @@ def _matmul(dtype: str, session: Session) -> Finding:
 def _copy(session: Session) -> Finding:
     """Of tensors as large as a step's: what is read has left the caches since, as what forward keeps for backward has.
 
-    Of one tensor over and over a CPU's caches would tell, five times as fast, or the pages that the system gives for one of 64 MiB.
+    Of one tensor over and over a CPU's caches would tell, thrice as fast, or the pages that the system gives for one of 64 MiB.
     """
     size, count = _COPIED_BYTES[_kind(session)], _COPIES[_kind(session)]
 

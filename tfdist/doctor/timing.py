@@ -29,7 +29,7 @@ _SHORT_SECONDS = 0.5e-3
 # Several things that are done one after another: called on each rank, returns what the first is given, and what does one, which
 # returns what the next is given.
 Things = Callable[[], tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]]
-# Called on each rank with the number of trips of its loop, if it has one; returns one number, which depends on all that is measured.
+# Called on each rank with the number of trips of its loop, if it has one; returns a number that depends on all that is measured.
 OnRank = Callable[[tf.Tensor], tf.Tensor]
 
 
@@ -66,7 +66,7 @@ def seconds_of_one(strategy: Any, things: Things) -> float:
 
 
 def _seconds_of_loops(strategy: Any, things: Things, trips: int, in_a_trip: int) -> tuple[float, int]:
-    """Returns the time of a loop that is long enough, and its trips, which are the same on all workers: `trips` are tried first."""
+    """Returns the time of a loop that is long enough, and its trips, the same on all workers: `trips` are tried first."""
     timed = Timed(strategy, functools.partial(_done, things, in_a_trip))
     alone = min(timed.rounds(0))
     while True:
@@ -141,6 +141,6 @@ def _when_all_have(strategy: Any, number: tf.Tensor, trips: tf.Tensor) -> tf.Ten
     for axis in MESH_AXES:
         if strategy.mesh.size(axis) > 1:
             met = collectives.all_reduce(met, axis)
-    # What has a state is done in the order of the ranks: one's end before another's start. What has none, and rests on constants, the
-    # graph optimizer computes once: the number of trips is none.
+    # What has a state is done in the order of the ranks: one's end before another's start. What has none, and rests on constants,
+    # the graph optimizer computes once: the number of trips is none.
     return tf.numpy_function(lambda *_: np.float64(time.perf_counter()), [met, trips], tf.float64, stateful=False)

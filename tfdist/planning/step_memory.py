@@ -179,8 +179,8 @@ def _groups(traced: TracedModel, rank: RankParts) -> list[_Group]:
 
 
 def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, pipe: int) -> StepMemory:
-    """Returns what a rank of a pipeline holds: what its stages keep of each microbatch that is under way, the gradients of one that
-    are not added up yet, and their sums, which are whole until the last microbatch is through."""
+    """Returns what a rank of a pipeline holds: what its stages keep of each microbatch that is under way, the gradients of one
+    that are not added up yet, and their sums, which are whole until the last microbatch is through."""
     calls = traced.calls_of_stages(candidate.stages)
     rank = parts_at(traced, candidate, pipe)
     gradients = sum(rank.gradient_sizes)

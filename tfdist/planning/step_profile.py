@@ -124,8 +124,8 @@ def _owner_by_name(name: str, scopes: dict[str, int], otherwise: int) -> int:
 
 
 def _is_backward(trace: StepTrace, sweep: Sweep, owners: np.ndarray) -> np.ndarray:
-    """Returns which operations depend on a call that no other call reads: on the model's last ones. Shapes, constants and weights of
-    examples are there before."""
+    """Returns which operations depend on a call that no other call reads: on the model's last ones. Shapes, constants and weights
+    of examples are there before."""
     within = np.zeros(len(owners), bool)  # not of the loss: it computes with targets alone, too
     for call in trace.calls:
         within[call.start : call.stop] = True

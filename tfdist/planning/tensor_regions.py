@@ -25,8 +25,8 @@ _WHOLE, _LOCAL, _COLUMN, _ROW, _HEADS = range(5)
 def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding], tensor: int) -> Buffers:
     """Returns the buffers of one of `tensor` ranks: parts of what is divided, and what arrives where an output is gathered.
 
-    The gathered parts lie one behind the other, and are put together in a second buffer. What a row layer is given whole it splits,
-    and keeps its part.
+    The gathered parts lie one behind the other, and are put together in a second buffer. What a row layer is given whole it
+    splits, and keeps its part.
     """
     divided = divided_operations(trace, sweep, shardings)
     sizes = np.where(divided[buffers.makers], -(-buffers.sizes // tensor), buffers.sizes)
@@ -36,24 +36,22 @@ def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: 
     for start, stop in ranges:
         own = np.flatnonzero((buffers.makers >= start) & (buffers.makers < stop))
         arriving += [own[np.argmax(sizes[own])]] if len(own) else []
-    deaths, splits = buffers.deaths.copy(), _splits(buffers, trace, sweep, shardings)
-    for buffer, (split, _) in splits.items():
-        deaths[buffer] = split
-    split, parts = list(splits), -(-sizes[list(splits)] // tensor)
+    splits = _splits(buffers, trace, sweep, shardings)
+    whole, deaths = list(splits), buffers.deaths.copy()
+    deaths[whole] = [at for at, _ in splits.values()]
+    parts = -(-sizes[whole] // tensor)
     births, makers = buffers.births[arriving], buffers.makers[arriving]
     return dataclasses.replace(
         buffers,
         sizes=np.concatenate([sizes, sizes[arriving], parts]),
         births=np.concatenate([buffers.births, births, [at for at, _ in splits.values()]]).astype(np.int64),
-        deaths=np.concatenate([deaths, births, buffers.deaths[split]]),
+        deaths=np.concatenate([deaths, births, buffers.deaths[whole]]),
         makers=np.concatenate([buffers.makers, makers, [by for _, by in splits.values()]]).astype(np.int64),
-        readers=buffers.readers + [[]] * len(arriving) + [buffers.readers[one] for one in split],
+        readers=buffers.readers + [[]] * len(arriving) + [buffers.readers[one] for one in whole],
     )
 
 
-def _splits(
-    buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]
-) -> dict[int, tuple[int, int]]:
+def _splits(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> dict[int, tuple[int, int]]:
     """Returns, of each buffer that a row layer splits and nobody reads later, the step and the number of the layer's product."""
     splitting = {id(one.layer) for one in shardings if one.role == ROW and not one.input_is_parallel}
     ranges = [(start, stop) for call in trace.calls for layer, start, stop in call.within if id(layer) in splitting]

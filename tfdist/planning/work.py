@@ -26,11 +26,11 @@ _FUNCTIONS = frozenset(
         "StatelessTruncatedNormalV2 Tan Tanh"
     ).split()
 )
-# Cross-entropy of logits is five expressions after another, which read them five times and write twice; two of them are functions
-# (TensorFlow's `xent_op.h`), and that of the gradient a processor computes one element at a time, not eight or sixteen at once.
+# Cross-entropy of logits is five expressions after another, which read them five times and write twice; two of them are
+# functions (TensorFlow's `xent_op.h`). That of the gradient CPUs compute one element at a time, not eight or sixteen at once.
 _CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 _CROSSENTROPY_PASSES, _CROSSENTROPY_FUNCTIONS = 7.0, 9.0
-# How many times as long as a copy TensorFlow takes on a CPU to transpose: 2 by one process alone, 4 beside three others (AVX-512).
+# How many times as long as a copy TensorFlow takes on a CPU to transpose: 2 in a process alone, 4 beside three others (AVX-512).
 _TRANSPOSING = 3.0
 _COMPUTED = ("float16", "bfloat16", "float32", "float64")
 
@@ -95,8 +95,8 @@ class Work:
         return Seconds(*(np.bincount(self.calls[chosen], seconds[chosen], count)[traced] for chosen in parts))
 
     def totals(self, batch_size: float) -> dict[str, Any]:
-        """Returns what a CPU computes, of all operations together: "functions", "moved" bytes, those that are transposed as often as
-        that takes longer, how many operations are "large"; and of each of the "products" its FLOPs."""
+        """Returns what a CPU computes, of all operations together: "functions", "moved" bytes, those that are transposed as often
+        as that takes longer, how many operations are "large"; and of each of the "products" its FLOPs."""
         flops, moved, transposed, functions = (
             self._of(one, batch_size) for one in (self.flops, self.moved, self.transposed, self.functions)
         )
