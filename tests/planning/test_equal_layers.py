@@ -29,8 +29,7 @@ def planned():
     sent = [sent_of(traced, one, 256) for one in (*WHOLE, *STAGED)]
     times = [estimates.time(one) for one in (*WHOLE, *STAGED)]
     states = [state_of(traced, one, pipe) for one in STAGED for pipe in range(one.pipeline)]
-    exact = {"flops": estimates.flops_per_example, "sent": sent, "times": times, "states": states}
-    return traced, {**exact, "memory": [memory_of(traced, one, 256) for one in WHOLE]}
+    return traced, {"flops": estimates.flops_per_example, "sent": sent, "times": times, "states": states}
 
 
 @pytest.mark.exhaustive
@@ -41,5 +40,8 @@ def test_the_figures_are_those_of_all_blocks(monkeypatch):
     every, theirs = planned()
     assert not any(call.stands_for for call in every.calls)
     assert ours == theirs
-    for one in STAGED:  # which block of a stage still holds what when backward begins depends on the executor's order
-        assert memory_of(few, one, 256).together == pytest.approx(memory_of(every, one, 256).together, rel=0.04)
+    # Which of two operations that begin together comes first, and which block of a stage still holds what when backward begins,
+    # depends on what the executor's threads have done before.
+    for one in (*WHOLE, *STAGED):
+        within = 0.04 if one.pipeline > 1 else 0.005
+        assert memory_of(few, one, 256).together == pytest.approx(memory_of(every, one, 256).together, rel=within)

@@ -37,7 +37,7 @@ def named_alike(records):
         pytest.param(text, Candidate(zero_stage=3, data=4), marks=EXHAUSTIVE),
         pytest.param(text, Candidate(zero_stage=2, data=2, gradient_compression="int8"), marks=EXHAUSTIVE),
         pytest.param(text, Candidate(zero_stage=0, tensor=2), marks=EXHAUSTIVE),
-        pytest.param(text, Candidate(zero_stage=3, data=2, tensor=2), marks=EXHAUSTIVE),
+        (text, Candidate(zero_stage=3, data=2, tensor=2)),
         pytest.param(BLOCKS, Candidate(zero_stage=0, **PIPELINE), marks=EXHAUSTIVE),
         pytest.param(BLOCKS, Candidate(zero_stage=2, data=2, **PIPELINE), marks=EXHAUSTIVE),
         pytest.param(BLOCKS, Candidate(zero_stage=3, data=2, **PIPELINE), marks=EXHAUSTIVE),

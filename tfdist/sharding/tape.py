@@ -24,6 +24,7 @@ from tfdist.custom_gradients import as_read
 LOOPS = ("While", "StatelessWhile")
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
+_WITHOUT_VALUE = "_tfdist_is_without_value"  # of variables that hold none
 _CALLS_FUNCTIONS: dict[str, bool] = {}  # types of operations, as they are met: whether they call functions
 
 stop_recording = record.stop_recording
@@ -49,13 +50,13 @@ def variable_without_value(
     with tf.init_scope(), tf.device(device):
         made: tf.Variable = resource_variable_ops.UninitializedVariable(trainable=trainable, shape=shape, dtype=dtype, name=name)
     made.__class__ = resource_variable_ops.ResourceVariable  # on whose handle TensorFlow notes what container it is in
+    setattr(made, _WITHOUT_VALUE, True)
     return made
 
 
 def is_without_value(variable: tf.Variable) -> bool:
     """Whether `variable`, or what it is on each device, was made by `variable_without_value`: no device is asked."""
-    kind = resource_variable_ops.UninitializedVariable
-    return all(isinstance(one, kind) for one in getattr(variable, "values", (variable,)))
+    return all(getattr(one, _WITHOUT_VALUE, False) for one in getattr(variable, "values", (variable,)))
 
 
 def read_of(variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:
