@@ -72,7 +72,10 @@ def reused(log: Log) -> int:
 
 def most_gathered(log: Log, device: int) -> int:
     """Returns how many gathered tensors a device holds at the most, from when the host asks for one until it has queued its last
-    reader, after which TensorFlow's allocator may give the memory to another."""
+    reader, after which TensorFlow's allocator may give the memory to another, or a part of it to what a product computes.
+
+    Each is one layer's weights: products read them whole.
+    """
     gathers = [call for call in log.calls() if call.op == "AllGather" and call.bytes > 1024 and call.record.device == device]
     gathers.sort(key=lambda call: call.record.queued)
     spans = []
@@ -83,7 +86,7 @@ def most_gathered(log: Log, device: int) -> int:
             for product in products(log)
             if product.record.device == device
             and call.record.queued < product.record.queued < min(again, default=math.inf)
-            and any(_meet(one, output_of(call)) for one in product.read)
+            and output_of(call) in product.read
         ]
         spans.append((call.record.queued, max(readers)))
     return max(sum(begin <= at <= end for begin, end in spans) for at, _ in spans)
