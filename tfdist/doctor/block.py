@@ -28,7 +28,7 @@ EXAMPLES = (1, 2, 8, 32)
 
 
 def block_seconds(session: Session) -> Finding:
-    """Returns how long forward and backward of the block take with each number of `EXAMPLES`."""
+    """Returns what an operation of the block costs, forward and backward, and how long its largest number of `EXAMPLES` takes."""
     block = _block()
     shapes = [weight.shape for weight in block.trainable_variables]
 
@@ -45,37 +45,57 @@ def block_seconds(session: Session) -> Finding:
 
     given = [tf.TensorSpec(shape) for shape in shapes]
     traced = [tf.function(one).get_concrete_function(given, tf.TensorSpec([n, _TOKENS, _WIDTH])) for n in EXAMPLES]
-    pairs = zip(traced, EXAMPLES, strict=True)
-    seconds = [seconds_of_one(session.base, functools.partial(passes, *pair)) for pair in pairs]
-    told = ", ".join(f"{1e3 * one:,.2f}" for one in seconds)
     work = work_of(trace(_block).traces)
-    data = {"seconds": seconds, "work": [work.totals(n) for n in EXAMPLES]}
-    return Finding(f"{', '.join(map(str, EXAMPLES))} examples take {told} ms", data)
+    totals = [work.totals(n) for n in EXAMPLES]
+
+    def seconds_of(places: Sequence[int]) -> list[float]:
+        return [seconds_of_one(session.base, functools.partial(passes, traced[place], EXAMPLES[place])) for place in places]
+
+    few, most = range(len(EXAMPLES) - 1), len(EXAMPLES) - 1
+    large = [totals[place]["large"] for place in few]
+    each = _of_an_operation(seconds_of(few), large)
+    if float(session.base.share("calibrate: an operation", repr(each))) <= 0:  # lost in what else the machine did
+        each = _of_an_operation(seconds_of(few), large)
+    each = max(each, 0.0)
+    (seconds,) = seconds_of([most])
+    cost = f"{each * 1e6:,.1f} µs" if each else "too little to be told from what else the machine does, counted as nothing"
+    told = f"an operation: {cost}; {EXAMPLES[most]} examples: {1e3 * seconds:,.1f} ms"
+    return Finding(told, {"operation": each, "seconds": seconds, "work": totals[most]})
 
 
-def with_operations(hardware: Hardware, seconds: Sequence[float], work: Sequence[dict[str, Any]]) -> Hardware:
+def _of_an_operation(seconds: Sequence[float], large: Sequence[int]) -> float:
+    """Returns c of n b + c k = seconds, by least squares of relative errors: of all but the last number of `EXAMPLES`.
+
+    k operations are not small: a chain of small ones takes next to nothing, which one thread of TensorFlow's executor runs
+    without handing on.
+    """
+    columns = np.array(list(zip(EXAMPLES, large, strict=False))) / np.array(seconds)[:, None]
+    return float(np.linalg.lstsq(columns, np.ones(len(seconds)))[0][1])
+
+
+def with_operations(hardware: Hardware, each: float, seconds: float, work: dict[str, Any]) -> Hardware:
     """Returns the hardware with what an operation of a step takes, and on CPUs at which rate it moves bytes.
 
-        seconds of n examples = n b + c k                                           of the small numbers of examples
-        seconds of n examples = products and functions + bytes / rate + c k         of the largest, on CPUs
+        seconds = products and functions + bytes / rate + c k
 
-    with k operations that are not small; b and c by least squares of relative errors, c at least 0. A chain of small operations
-    takes next to nothing, which one thread of TensorFlow's executor runs without handing on. The rate at which a CPU copies stays
-    if the products and functions alone take longer.
+    If the products and functions alone take longer, the rate is that of copies, and the hardware's source says so.
 
     Args:
-        hardware: what else is known of it; on CPUs its rate is that of copies.
-        seconds: of the block, with each number of `EXAMPLES`.
+        hardware: what else is known of it; its rate is that of copies.
+        each: seconds of an operation, c.
+        seconds: of the block with the largest number of examples.
         work: what is computed then (`Work.totals`).
     """
-    numbers = np.array([(n, one["large"]) for n, one in zip(EXAMPLES, work, strict=True)])[:-1]
-    each = max(float(np.linalg.lstsq(numbers / np.array(seconds[:-1])[:, None], np.ones(len(numbers)))[0][1]), 0.0)
-    most, rate = work[-1], hardware.bytes_per_second
-    if not hardware.is_gpu:
-        computing = sum(flops / hardware.flops_per_second("float32", flops) for flops in most["products"])
-        left = seconds[-1] - computing - most["functions"] * hardware.function_seconds - most["large"] * each
-        rate = most["moved"] / left if left > 0 else rate
-    return dataclasses.replace(hardware, operation_seconds=each, bytes_per_second=rate)
+    found = dataclasses.replace(hardware, operation_seconds=each)
+    if hardware.is_gpu:
+        return found
+    computing = sum(flops / hardware.flops_per_second("float32", flops) for flops in work["products"])
+    left = seconds - computing - work["functions"] * hardware.function_seconds - work["large"] * each
+    if left <= 0:
+        return dataclasses.replace(
+            found, source=f"{hardware.source}; bytes as of copies: a block took no longer than its products"
+        )
+    return dataclasses.replace(found, bytes_per_second=work["moved"] / left)
 
 
 def _block() -> keras.Model:

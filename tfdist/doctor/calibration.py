@@ -103,8 +103,8 @@ def hardware_of(outcomes: Sequence[Outcome]) -> Hardware:
         source=f"python -m tfdist calibrate, {time.strftime('%Y-%m-%d')}, {devices['transport']}",
         memory_bytes=min(memory, default=None),
     )
-    of_block = [max(times) for times in zip(*(data["seconds"] for data in found["block"]), strict=True)]
-    return with_operations(hardware, of_block, found["block"][0]["work"])
+    each, seconds = (max(data[name] for data in found["block"]) for name in ("operation", "seconds"))
+    return with_operations(hardware, each, seconds, found["block"][0]["work"])
 
 
 def _slowest(workers: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
