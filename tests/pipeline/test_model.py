@@ -103,6 +103,12 @@ def test_messages():
         assert len(over_data) == 1 and set(over_data[0].ranks) == {rank, (rank + 2) % 4}
         over_pipe = [record for record in plan.records[rank] if record.label.startswith("pipe")]
         assert [(record.shape, len(record.ranks)) for record in over_pipe] == [((), 2)]
+    # Metrics are updated with every microbatch, by the last stage, and read once a step, by all.
+    batch = strategy.experimental_distribute_values_from_function(lambda _: tf.nest.map_structure(lambda a: a[:8], (x, y)))
+    tf.function(lambda batch: strategy.run(model.train_step, (batch,)), autograph=False)(batch)
+    plan = strategy.last_plan
+    read = [sum(record.label == "metrics" for record in records) for records in plan.records]
+    assert len(set(read)) == 1 and read[0] > 0
 
 
 # Saving

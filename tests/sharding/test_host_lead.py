@@ -248,6 +248,44 @@ def test_in_a_pipeline_on_a_chain_calls_wait_too(as_between_processes, holds, ze
         assert reduced and max(reduced) < labels.index("pipe/loss") < labels.index("loss/value")
 
 
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("gpipe", "zero_bubble"))]
+)
+def test_in_a_pipeline_actions_are_queued_one_by_one(as_over_nccl, monkeypatch, schedule):
+    """A message waits for what both GPUs have queued. So an action waits for the one before it, by way of the host, and gradients
+    of weights for those of inputs."""
+    marks, on_device = [], host_lead.on_device
+
+    def note(program, operations, kind):
+        marks.append((on_device(program, operations, kind), list(operations), kind))
+        return marks[-1][0]
+
+    monkeypatch.setattr(host_lead, "on_device", note)
+    fit_and_compare(
+        0, lambda: tfdist.PipelineModel(dense_model(), num_microbatches=4, schedule=schedule), 4, pipeline_parallel_size=2
+    )
+    graph = marks[-1][0].graph
+    of_actions = {mark for mark, _, kind in marks if kind == "actions" and mark.graph is graph}
+    calls = collections.defaultdict(list)  # by rank and action
+    for operation in graph.get_operations():
+        if operation.type in host_lead.CALLS and "PP/" in operation.name:
+            action = operation.name.partition("PP/")[2].partition("/")[0]
+            calls[operation.device, action].append(operation)
+    assert len(calls) == 2 * 2 * 4 * 2
+    not_held = [
+        action
+        for (_, action), ones in calls.items()
+        if not of_actions.intersection(one for call in ones for one in call.control_inputs)
+    ]
+    assert sorted(not_held) == ["0F0", "0F0", "1F0", "1F0"]
+    if schedule != "zero_bubble":  # whose actions these are
+        of_inputs, *of_weights = calls[next(key for key in calls if key[1] == "1B0")]
+        assert of_weights
+        for call in of_weights:
+            ended = {one for mark in of_actions.intersection(call.control_inputs) for one in mark.control_inputs}
+            assert any(of_inputs in (one, *one.control_inputs) for one in ended)
+
+
 @pytest.mark.parametrize("zero_stage", [2, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 3))])
 def test_numbers_are_those_of_one_device(as_over_nccl, holds, zero_stage):
     strategy = fit_and_compare(zero_stage)

@@ -16,6 +16,7 @@ from tfdist.checkpoint import tfdist_strategy
 from tfdist.data import FitData, Tape, first_batch, is_generator, steps, steps_of
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.layers import layer_strategy, sharded_tensors
+from tfdist.metrics import updates
 from tfdist.metrics.adoption import adopt
 from tfdist.optimizers.late_scope import move_optimizer
 from tfdist.optimizers.support import check_variables, describe
@@ -230,4 +231,8 @@ def _compute_metrics(original: Callable[..., Any], self: Any, x: Any, y: Any, y_
     """Metrics must see whole predictions, also of a layer that leaves its output sharded over the tensor axis."""
     # Without metrics nothing is gathered: a compiled model has its own mean of the loss, which sees no predictions.
     whole = sharded_tensors.all_whole(y_pred) if self._compile_metrics is not None else y_pred
-    return original(self, x, y, whole, sample_weight)
+    if not updates.has_one_slice():
+        return original(self, x, y, whole, sample_weight)
+    if self._compile_metrics is not None:
+        self._compile_metrics.update_state(y, whole, sample_weight=sample_weight)
+    return {}

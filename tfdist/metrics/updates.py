@@ -118,6 +118,19 @@ def of_all_slices() -> contextlib.AbstractContextManager[None]:
     return temporary.attributes(_local, has_all_slices=True)
 
 
+def of_one_slice() -> contextlib.AbstractContextManager[None]:
+    """A block in which Keras's `compute_metrics` updates metrics with a slice of the rows, and returns no results.
+
+    To read a result is a message of all ranks, and nobody asks what it is after a slice.
+    """
+    return temporary.attributes(_local, has_one_slice=True)
+
+
+def has_one_slice() -> bool:
+    """Whether this is in a block of `of_one_slice`."""
+    return getattr(_local, "has_one_slice", False)
+
+
 def add_up_over_slices(metrics: Sequence[keras.metrics.Metric], predictions: Sequence[tf.Tensor]) -> bool:
     """Whether `metrics`, of a model's `predictions`, may be updated with slices of the rows: all of them are sums over rows."""
     return all(

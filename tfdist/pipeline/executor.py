@@ -24,6 +24,7 @@ from tfdist.losses.own_rows import with_own_rows
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.gradients import GradientSum, added
 from tfdist.pipeline.microbatches import Microbatches
+from tfdist.pipeline.pace import Pace
 from tfdist.pipeline.schedules.actions import Action, Phase
 from tfdist.pipeline.schedules.dataflow import inputs_of
 from tfdist.pipeline.schedules.messages import Message, events
@@ -121,6 +122,7 @@ class Executor:
         self._end_of_one_before: Sequence[tf.Operation] = []
         self._held = None if program is None else program.attachment(HeldParameters)
         self._recomputation = None if program is None else program.attachment(Recomputation)
+        self._pace = Pace(program)
 
     def run(self) -> None:
         """Computes the rank's actions in the schedule's order."""
@@ -142,6 +144,7 @@ class Executor:
                         continue
                     if self._held is not None and self.gathers_anew:
                         self._held.renew(self.end)
+                    self.end = self._pace.behind(self.end, is_sent=True)
                     run_phase[action.phase](action)
                     self._read_clock(action)
             except Exception as error:
@@ -179,24 +182,31 @@ class Executor:
     def _backward(self, action: Action) -> None:
         self._compute_again(action)
         gradients = self._take_gradients(action)
-        tape.run_all_after(gradients.made, self.end)
-        with tf.control_dependencies(self.end):
-            sums = self.gradients.add(self.weights[action.stage_index], gradients.of_weights)
-        self._end_after([*gradients.of_inputs, *sums])
+        if self._pace.is_limited and action.stage_index > 0:
+            self._run_of_inputs(gradients)
+            self.end = self._pace.behind(self.end, is_sent=False)
+        self._run_of_weights(action, gradients)
 
     def _backward_input(self, action: Action) -> None:
         self._compute_again(action)
         gradients = self._take_gradients(action)
+        self._run_of_inputs(gradients)
+        self._held_back[action.stage_index, action.microbatch] = gradients
+
+    def _backward_weight(self, action: Action) -> None:
+        self._read_clock(action)
+        self._run_of_weights(action, self._held_back.pop((action.stage_index, action.microbatch)))
+
+    def _run_of_inputs(self, gradients: _Gradients) -> None:
+        """Has what the gradients of the stage's inputs need run now, and leaves what only those of its weights need."""
         # Operations that TensorFlow orders run now: it has put those of later actions of this rank behind them.
         needed = tape.ancestors([*gradients.of_inputs, *gradients.in_turn], gradients.made)
         tape.run_all_after([operation for operation in gradients.made if operation in needed], self.end)
         gradients.made = [operation for operation in gradients.made if operation not in needed]
-        self._held_back[action.stage_index, action.microbatch] = gradients
         self._end_after(gradients.of_inputs)
 
-    def _backward_weight(self, action: Action) -> None:
-        gradients = self._held_back.pop((action.stage_index, action.microbatch))
-        self._read_clock(action)
+    def _run_of_weights(self, action: Action, gradients: _Gradients) -> None:
+        """Has what is left of a backward run now."""
         tape.run_all_after(gradients.made, self.end)
         with tf.control_dependencies(self.end):
             self._end_after(self.gradients.add(self.weights[action.stage_index], gradients.of_weights))

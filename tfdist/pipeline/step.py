@@ -198,9 +198,9 @@ class Step:
             self._outputs.append([gathered(self._program, x) for x in stage_outputs])
             return
         x, y, sample_weight = self._data[microbatch]
-        self._model.compute_metrics(
-            self._staged.inputs_like_model(x), y, self._staged.outputs_like_model(stage_outputs), sample_weight=sample_weight
-        )
+        inputs, predictions = self._staged.inputs_like_model(x), self._staged.outputs_like_model(stage_outputs)
+        with updates.of_one_slice():
+            self._model.compute_metrics(inputs, y, predictions, sample_weight=sample_weight)
 
     def scale(self, loss: tf.Tensor) -> tf.Tensor:
         optimizer = self._model.optimizer

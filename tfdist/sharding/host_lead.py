@@ -117,23 +117,50 @@ def limit_lead(
             after = [part[-1]]
 
 
-def queue_in_turn(units: Sequence[tuple[tf.Operation, Sequence[tf.Operation]]], program: RankProgram) -> None:
+def gather_in_turn(units: Sequence[Sequence[tf.Operation]], program: RankProgram) -> None:
+    """Has the gathers of a unit begin when those of the unit before are over, where all would begin at once, in any order.
+
+    Args:
+        units: of each the operations that yield what was gathered, in the order in which they are read.
+    """
+    if not begins_by_itself(program):
+        return
+    before: set[tf.Operation] = set()
+    for gathered in units:
+        gathers = _collectives_of(gathered)
+        tape.run_all_after(list(gathers - before), list(before))
+        before = gathers - before or before
+
+
+def _collectives_of(operations: Sequence[tf.Operation]) -> set[tf.Operation]:
+    """Returns the collectives whose results `operations` make something of."""
+    found, waiting = set(), list(operations)
+    while waiting:
+        operation = waiting.pop()
+        if operation.type.startswith("Collective"):
+            found.add(operation)
+        else:
+            waiting += tape.inputs_of(operation)
+    return found
+
+
+def queue_in_turn(units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Operation]]], program: RankProgram) -> None:
     """Has what reads a unit's parameters queued when their gather is over and the GPU has done what reads the unit before.
 
     And when the last activations are there that stand aside and were emitted before: at their end a gather is free to begin.
 
     Args:
-        units: of each the operation that yields what was gathered, and those that read it, in the order of the gathers.
+        units: of each the operations that yield what was gathered, and those that read it, in the order of the gathers.
     """
     numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
     aside = program.attachment(SideChain).collectives()
     last: list[tf.Operation] = []
     for gathered, readers in units:
-        latest = max(numbers[operation.name] for operation in [gathered, *last])
+        latest = max(numbers[operation.name] for operation in [*gathered, *last])
         later = [operation for operation in dict.fromkeys(readers) if numbers[operation.name] > latest]
         first = min((numbers[operation.name] for operation in later), default=0)
         activations = [operation for operation in aside if numbers[operation.name] < first][-1:]
-        run_when_done(later, [gathered, *last, *activations], program, "forward")
+        run_when_done(later, [*gathered, *last, *activations], program, "forward")
         if later:
             last = [max(later, key=lambda operation: numbers[operation.name])]
 
@@ -156,9 +183,14 @@ def last_on_chain(before: Sequence[tf.Operation], program: RankProgram) -> list[
         return []
     numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
     first = min(numbers[operation.name] for operation in before)
-    on_chain = [*program.graph.capture(program.token()).consumers(), *program.attachment(SideChain).collectives()]
-    earlier = [operation for operation in on_chain if operation.outputs and numbers[operation.name] < first]
-    return sorted(earlier, key=lambda operation: numbers[operation.name])[-1:]
+    return [operation for operation in on_chain(program) if numbers[operation.name] < first][-1:]
+
+
+def on_chain(program: RankProgram) -> list[tf.Operation]:
+    """Returns the collectives that have been emitted on the rank's chain, or aside, in order."""
+    emitted = [*program.graph.capture(program.token()).consumers(), *program.attachment(SideChain).collectives()]
+    names = {operation.name for operation in emitted if operation.outputs}
+    return [operation for operation in program.graph.get_operations() if operation.name in names]
 
 
 def after_activations(
@@ -197,8 +229,16 @@ def run_when_done(held: Sequence[tf.Operation], operations: Sequence[tf.Operatio
     all rows what is done on the host, nothing is held.
     """
     if held and not tape.in_vectorized_map():
-        with program.outermost(), tf.control_dependencies(None):
-            tape.run_all_after(held, [program.communicator.mark_on_host(program.rank, operations, kind)])
+        tape.run_all_after(held, [on_device(program, operations, kind)])
+
+
+def on_device(program: RankProgram, operations: Sequence[tf.Operation], kind: str) -> tf.Operation:
+    """Returns an operation that runs when the GPU has done `operations`, and all that it had queued till then.
+
+    Those of one `kind` run in the order of the calls.
+    """
+    with program.outermost(), tf.control_dependencies(None):
+        return program.communicator.mark_on_host(program.rank, operations, kind)
 
 
 def queue_apart(first: Sequence[tf.Operation], second: Sequence[tf.Operation], program: RankProgram) -> None:

@@ -217,7 +217,7 @@ class UnshardSchedule:
             self._stubs.return_summands(returned)
             self._stubs.let_go(returned)
         if self._units and self._config.prefetch and host_lead.is_on_chain(self._program):
-            host_lead.queue_in_turn([(unit.gathered, unit.forward_operations()) for unit in self._units], self._program)
+            host_lead.queue_in_turn([([unit.gathered], unit.forward_operations()) for unit in self._units], self._program)
 
     # Backward
 

@@ -65,6 +65,7 @@ class StageFunctions:
         self._bucket_bytes = bucket_bytes
         self._traced: dict[Any, _Functions | None] = {}
         self._called: set[int] = set()  # stages, for the first microbatch
+        self._gathered: list[list[tf.Operation]] = []  # by the last run of the stage called last for the first time
 
     def call(
         self, stage: StageLayer, stage_inputs: Sequence[tf.Tensor], model_inputs: Sequence[Any], *, has_backward: bool
@@ -88,8 +89,10 @@ class StageFunctions:
         self._called.add(stage.index)
         forward = functions.forward_in_runs(has_backward) if waits_for_gathers else [functions.forward[has_backward]]
         call = StageCall(functions, [x for x in given if x is not None], forward, held)
-        if waits_for_gathers and host_lead.is_on_chain(self._program):
+        if waits_for_gathers:
+            host_lead.gather_in_turn([*self._gathered, *(gathered for gathered, _ in call.runs)], self._program)
             host_lead.queue_in_turn(call.runs, self._program)
+            self._gathered = [gathered for gathered, _ in call.runs[-1:]]
         return call
 
     def _functions_of(
@@ -144,7 +147,7 @@ class StageFunctions:
 class StageCall:
     """A stage computed for one microbatch by the stage's functions; its `outputs` bear their Keras masks and logits.
 
-    `runs` has, of each function of forward that is given weights, the last gather of these, and the call.
+    `runs` has, of each function of forward that is given weights, what these are made of, gathered, and the call.
     """
 
     def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], forward: Sequence[_Part], held: HeldParameters | None):
@@ -153,12 +156,13 @@ class StageCall:
         self._trace = trace = functions.trace
         # The microbatch's tensors by the names of those that stand for them in the trace.
         self._known = {x.name: value for x, value in zip(trace.given, given, strict=True)}
-        self.runs: list[tuple[tf.Operation, list[tf.Operation]]] = []
+        self.runs: list[tuple[list[tf.Operation], list[tf.Operation]]] = []
         for part in forward:
             before = tape.operations_so_far()
             wholes = self._call(part)
             if wholes:
-                self.runs.append((wholes[-1].op, [one for one in tape.operations_since(before) if one.type in host_lead.CALLS]))
+                calls = [one for one in tape.operations_since(before) if one.type in host_lead.CALLS]
+                self.runs.append(([whole.op for whole in wholes], calls))
         self.outputs = [self._known[x.name] for x in trace.outputs]
         for x, mask in zip(self.outputs, trace.masks, strict=True):
             if mask is not None:
