@@ -118,18 +118,25 @@ def limit_lead(
 
 
 def gather_in_turn(units: Sequence[Sequence[tf.Operation]], program: RankProgram) -> None:
-    """Has the gathers of a unit begin when those of the unit before are over, where all would begin at once, in any order.
+    """Has the gathers of a unit begin behind those of the unit before, where all would begin at once, in any order.
+
+    What a unit sends is queued when the GPU has what that before sends, and the host has heard of it: that one has begun by then.
+    And all have begun before the first is over and what reads it is queued.
 
     Args:
         units: of each the operations that yield what was gathered, in the order in which they are read.
     """
     if not begins_by_itself(program):
         return
-    before: set[tf.Operation] = set()
+    done: set[tf.Operation] = set()
+    before: list[tf.Operation] = []  # the operation that says so
     for gathered in units:
-        gathers = _collectives_of(gathered)
-        tape.run_all_after(list(gathers - before), list(before))
-        before = gathers - before or before
+        gathers = sorted(_collectives_of(gathered) - done, key=lambda operation: operation.name)
+        if gathers:
+            sent = [gather.inputs[0].op for gather in gathers]
+            tape.run_all_after(sent, before)
+            before = [on_device(program, [*sent, *before], "gathers of forward")]
+            done.update(gathers)
 
 
 def _collectives_of(operations: Sequence[tf.Operation]) -> set[tf.Operation]:

@@ -47,7 +47,8 @@ from tfdist.sharding.units import is_view
 
 # How many functions compute the gradients of a stage's weights. With 1 the first rank's peak of memory under 1F1B is 10 % higher.
 _FUNCTIONS_FOR_WEIGHTS = 4
-_FUNCTIONS_BEHIND_GATHERS = 4
+# How many forward is at the most where gathers pass behind products: on a chain one gather does behind each.
+_FUNCTIONS_BEHIND_GATHERS = 12
 
 
 class StageFunctions:
@@ -91,7 +92,8 @@ class StageFunctions:
         call = StageCall(functions, [x for x in given if x is not None], forward, held)
         if waits_for_gathers:
             host_lead.gather_in_turn([*self._gathered, *(gathered for gathered, _ in call.runs)], self._program)
-            host_lead.queue_in_turn(call.runs, self._program)
+            if host_lead.is_on_chain(self._program):
+                host_lead.queue_in_turn(call.runs, self._program)
             self._gathered = [gathered for gathered, _ in call.runs[-1:]]
         return call
 
