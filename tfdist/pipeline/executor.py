@@ -209,7 +209,8 @@ class Executor:
         """Has what is left of a backward run now."""
         tape.run_all_after(gradients.made, self.end)
         with tf.control_dependencies(self.end):
-            self._end_after(self.gradients.add(self.weights[action.stage_index], gradients.of_weights))
+            sums = self.gradients.add(self.weights[action.stage_index], gradients.of_weights)
+        self._end_after([*gradients.of_inputs, *sums])
 
     # Computing
 

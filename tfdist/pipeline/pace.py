@@ -40,7 +40,7 @@ class Pace:
     def __init__(self, program: RankProgram | None):
         ranks = () if program is None or program.is_eager else program.group_ranks("pipe")
         self._program = program
-        self.is_limited = bool(ranks) and program.transport_of(ranks).waits_for_queue
+        self.is_limited = len(ranks) > 1 and program.transport_of(ranks).waits_for_queue
         self._is_chain = self.is_limited and any(
             point_to_point.messages_are_in_order(program, other) for other in ranks if other != program.rank
         )

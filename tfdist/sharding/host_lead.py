@@ -141,14 +141,13 @@ def gather_in_turn(units: Sequence[Sequence[tf.Operation]], program: RankProgram
 
 def _collectives_of(operations: Sequence[tf.Operation]) -> set[tf.Operation]:
     """Returns the collectives whose results `operations` make something of."""
-    found, waiting = set(), list(operations)
+    seen, waiting = set(), list(operations)
     while waiting:
         operation = waiting.pop()
-        if operation.type.startswith("Collective"):
-            found.add(operation)
-        else:
-            waiting += tape.inputs_of(operation)
-    return found
+        if operation not in seen and not operation.type.startswith("Collective"):
+            waiting += [tensor.op for tensor in operation.inputs]
+        seen.add(operation)
+    return {operation for operation in seen if operation.type.startswith("Collective")}
 
 
 def queue_in_turn(units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Operation]]], program: RankProgram) -> None:
