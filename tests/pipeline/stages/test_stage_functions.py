@@ -1,7 +1,5 @@
 """One set of functions per stage: how many operations a step has, that numbers stay, and which stages have none."""
 
-import types
-
 import keras
 import numpy as np
 import pytest
@@ -159,7 +157,7 @@ def test_functions_change_no_number(name, pipe, settings, monkeypatch):
     ranks, runs = (2 * pipe, []) if zero_stage else (pipe, None)
     if zero_stage:
         in_runs = stage_functions._Functions.forward_in_runs
-        monkeypatch.setattr(stage_functions, "host_lead", types.SimpleNamespace(begins_by_itself=lambda _: True))
+        monkeypatch.setattr(stage_functions.host_lead, "is_limited", lambda _: True)
         monkeypatch.setattr(
             stage_functions._Functions, "forward_in_runs", lambda *given: runs.append(in_runs(*given)) or runs[-1]
         )
