@@ -72,6 +72,11 @@ class SideChain:
         """Returns those that stand aside, in order."""
         return self._on(LANE) if self._records else []
 
+    def emitted(self) -> list[tf.Operation]:
+        """Returns all collectives that the rank has emitted so far, on the chain and aside, in that order."""
+        names = {operation.name for operation in (*self._on(0), *self.collectives()) if operation.outputs}
+        return [operation for operation in self._program.graph.get_operations() if operation.name in names]
+
     @contextlib.contextmanager
     def block(self) -> Iterator[Block]:
         """A block whose collectives get a place among those that stand aside; the caller gives it one when it is over."""

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, point_to_point
+from tfdist.collectives import RankProgram, SideChain, point_to_point
 from tfdist.sharding import host_lead
 
 
@@ -49,5 +49,6 @@ class Pace:
         """Returns what operations wait for that come behind `source`, whose message `is_sent` already, or will be next."""
         if not (self.is_limited and source):
             return source
-        over = host_lead.on_chain(self._program) if self._is_chain else []
-        return [host_lead.on_device(self._program, [*source, *over[: -1 if is_sent else None][-1:]], "actions")]
+        emitted = self._program.attachment(SideChain).emitted() if self._is_chain else []
+        before = emitted[:-1] if is_sent else emitted
+        return [host_lead.on_device(self._program, [*source, *before[-1:]], "actions")]

@@ -189,14 +189,8 @@ def last_on_chain(before: Sequence[tf.Operation], program: RankProgram) -> list[
         return []
     numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
     first = min(numbers[operation.name] for operation in before)
-    return [operation for operation in on_chain(program) if numbers[operation.name] < first][-1:]
-
-
-def on_chain(program: RankProgram) -> list[tf.Operation]:
-    """Returns the collectives that have been emitted on the rank's chain, or aside, in order."""
-    emitted = [*program.graph.capture(program.token()).consumers(), *program.attachment(SideChain).collectives()]
-    names = {operation.name for operation in emitted if operation.outputs}
-    return [operation for operation in program.graph.get_operations() if operation.name in names]
+    emitted = program.attachment(SideChain).emitted()
+    return [operation for operation in emitted if numbers[operation.name] < first][-1:]
 
 
 def after_activations(
