@@ -40,12 +40,14 @@ TREES = Trees()
 LEVELS = {
     "errors": 0,
     "custom_gradients": 0,
+    "graphs": 1,
     "temporary": 0,
     "compression": 1,
     "kernels": 1,  # optional: see OPTIONAL
     "runtime": 1,
     "mesh": 2,
     "collectives": 3,
+    "placements": 3.5,
     "sharding": 4,
     "optimizers": 5,
     "losses": 5,
@@ -74,7 +76,7 @@ PRIVATE = {
     "collectives/automatic_order.py",
     "collectives/nested_functions.py",
     "collectives/where.py",
-    "sharding/tape.py",
+    "graphs/tape.py",
     "sharding/keras_scope.py",
     "sharding/replicated_variables.py",
     "sharding/variable.py",

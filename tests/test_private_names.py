@@ -46,7 +46,8 @@ from tensorflow.python.training.saving import saveable_object
 
 from tfdist import custom_gradients
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
-from tfdist.sharding import keras_scope, tape
+from tfdist.graphs import tape
+from tfdist.sharding import keras_scope
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -178,7 +179,7 @@ def test_loops_have_graphs_of_their_own():
     assert all(seen[place].outer_graph is seen["outer"] for place in ("condition", "body", "branch", "map"))
 
 
-# tfdist/sharding/tape.py
+# tfdist/graphs/tape.py
 
 
 def test_how_many_tapes_watch():
@@ -313,7 +314,7 @@ def test_the_body_of_a_while_operation():
     assert float(in_graph(step, tf.TensorSpec([]), tf.TensorSpec([]))(tf.constant(1.0), tf.constant(5.0))) == 5.0
 
 
-# tfdist/sharding/tape.py
+# tfdist/graphs/tape.py
 
 
 def test_a_vectorized_map_asks_operations_how_they_are_converted():
@@ -864,7 +865,7 @@ def test_a_function_asks_for_values_when_it_is_called():
 
 
 def test_a_variable_without_a_value_stands_for_another(cpus):
-    """sharding/tape.py: tapes know it by its handle, which has a shape."""
+    """graphs/tape.py: tapes know it by its handle, which has a shape."""
     stands = resource_variable_ops.UninitializedVariable(trainable=True, shape=(2, 3), dtype=tf.float32, name="whole")
     assert default_gradient.supports_default_grad(stands.handle)
     shape, dtype = default_gradient.shape_and_dtype(stands.handle)

@@ -13,10 +13,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
+from tfdist.graphs import tape
 from tfdist.keras_hooks.table import BACKEND_NN, BACKEND_NUMPY, replaces
 from tfdist.kernels import crossentropy, feature_norms, matrix_products
 from tfdist.kernels.gelu import gelu
-from tfdist.sharding import config_of, tape
+from tfdist.sharding import config_of
 
 
 def _program() -> RankProgram | None:

@@ -10,10 +10,11 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import config
 
 from tfdist.collectives import Where, nested_functions, rank_program, trace_branches, where
+from tfdist.graphs import tape
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
 from tfdist.runtime import coordination, out_of_memory
-from tfdist.sharding import ShardedVariable, tape
+from tfdist.sharding import ShardedVariable
 from tfdist.sharding.eager_sums import EagerSums
 
 

@@ -20,13 +20,14 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce
 from tfdist.collectives.rows import can_be_gathered, gather_rows
+from tfdist.graphs import tape
+from tfdist.graphs.constants import value_of
 from tfdist.losses.row_means import RowMeans
 from tfdist.losses.trainer_step import TrainerStep
 from tfdist.optimizers.tape_gradients import TapeGradients
-from tfdist.sharding import gradient_graph, tape
+from tfdist.sharding import gradient_graph
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.row_kinds import RowKind, RowKinds, argument_kinds, of_collective, reduced_axes
-from tfdist.sharding.static_numbers import value_of
 
 _MOST_OPERATIONS = 100  # that are made again for one value: not a network
 _LABEL = "statistics/batch"

@@ -32,8 +32,8 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, activations, rank_program
 from tfdist.custom_gradients import custom_gradient
+from tfdist.graphs import tape
 from tfdist.mesh import current_mesh
-from tfdist.sharding import tape
 from tfdist.sharding.queue_order import QueueOrder
 
 

@@ -18,10 +18,10 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram
+from tfdist.graphs import tape
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.row_meetings import RowMeetings
 from tfdist.losses.static_rows import has_rows
-from tfdist.sharding import tape
 from tfdist.sharding.row_kinds import RowKind, of_collective
 
 

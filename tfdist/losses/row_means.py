@@ -25,14 +25,14 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
+from tfdist.graphs import tape
+from tfdist.graphs.constants import value_of
+from tfdist.graphs.walks import before, inputs_first
 from tfdist.losses.row_meetings import RowMeetings
 from tfdist.losses.selected_rows import has_selected_rows
 from tfdist.losses.static_rows import has_rows
-from tfdist.sharding import tape
 from tfdist.sharding.gradient_graph import is_zero
-from tfdist.sharding.graph_walks import before, inputs_first
 from tfdist.sharding.row_kinds import RowKind, argument_kinds, of_collective
-from tfdist.sharding.static_numbers import value_of
 
 SUM = "a sum over the rows of a batch"
 SUM_OVER_ROWS = "a Keras loss whose reduction is a sum, divided by the number of a device's rows"

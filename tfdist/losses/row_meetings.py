@@ -19,11 +19,11 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfdist.graphs.constants import value_of
+from tfdist.graphs.walks import inputs_first
 from tfdist.losses.row_parts import part_of_rows
 from tfdist.sharding import gradient_graph
-from tfdist.sharding.graph_walks import inputs_first
 from tfdist.sharding.row_kinds import RowKind, RowKinds, reduced_axes
-from tfdist.sharding.static_numbers import value_of
 
 _MOVING = ("ExpandDims", "StridedSlice", "Transpose")
 _REDUCTIONS = ("Max", "Mean", "Min", "Prod", "Sum")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.sharding.static_numbers import value_of
+from tfdist.graphs.constants import value_of
 
 
 def part_of_rows(tensor: tf.Tensor) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.sharding.graph_walks import before
+from tfdist.graphs.walks import before
 
 
 class Shares:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
-from tfdist.sharding.graph_walks import before
+from tfdist.graphs.walks import before
 
 
 def has_rows(x: tf.Tensor, program: RankProgram) -> bool:

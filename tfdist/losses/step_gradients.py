@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
+from tfdist.graphs import tape
 from tfdist.losses.custom_meetings import has_custom_gradients
 from tfdist.losses.row_means import RowMeans
 from tfdist.losses.static_rows import has_rows
 from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.losses.warning import warn_of_step
-from tfdist.sharding import tape
 from tfdist.sharding.gradient_weight import GradientWeight
 
 

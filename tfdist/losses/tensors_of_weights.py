@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
+from tfdist.graphs.walks import before
 from tfdist.losses.static_rows import has_rows
 from tfdist.losses.trainer_step import TrainerStep
-from tfdist.sharding.graph_walks import before
 from tfdist.sharding.row_kinds import argument_kinds
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
+from tfdist.graphs import tape
 from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients, whole_sums
@@ -17,7 +18,7 @@ from tfdist.optimizers.support import is_elementwise, is_wrapper
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import local_part, variable_of
 from tfdist.optimizers.update import decays
-from tfdist.sharding import MeshConfig, Shard, config_of, placement, tape
+from tfdist.sharding import MeshConfig, Shard, config_of, placement
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.held_parameters import HeldParameters
 

@@ -24,8 +24,9 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram
+from tfdist.graphs import tape
 from tfdist.optimizers.eager_rows import EagerRows
-from tfdist.sharding import gradient_graph, tape
+from tfdist.sharding import gradient_graph
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 _OF_THE_SHAPE = frozenset("CheckNumerics OnesLike Rank Shape ShapeN Size ZerosLike".split())

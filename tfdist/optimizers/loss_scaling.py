@@ -14,13 +14,14 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops, rank_program
+from tfdist.graphs import tape
 from tfdist.mesh import MESH_AXES
 from tfdist.optimizers.reduction import KnownReductions
 from tfdist.optimizers.residuals import refuse_two_sums
 from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients, stepping_program, wholes_of
 from tfdist.optimizers.support import changes_gradients
 from tfdist.optimizers.tape_gradients import TapeGradients
-from tfdist.sharding import MeshConfig, Shard, tape
+from tfdist.sharding import MeshConfig, Shard
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 
 

@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram
+from tfdist.graphs import tape
 from tfdist.optimizers.slots import broadcast_together, slots_of
 from tfdist.optimizers.target import Target, local_part
 from tfdist.optimizers.update import stand_in_of, update
-from tfdist.sharding import tape
 from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
 
 

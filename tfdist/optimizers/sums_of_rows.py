@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops
-from tfdist.sharding import tape
+from tfdist.graphs import tape
+from tfdist.graphs.constants import value_of
 from tfdist.sharding.row_kinds import RowKind, RowKinds, of_collective, reduced_axes
-from tfdist.sharding.static_numbers import value_of
 
 _SUMMING = ("Einsum", "MatMul", "Sum", "UnsortedSegmentSum")
 _OF_WEIGHTS = ("Placeholder", "ReadVariableOp")

@@ -25,10 +25,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops
+from tfdist.graphs import tape
 from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.sums_of_rows import SumsOfRows
 from tfdist.optimizers.target import local_part
-from tfdist.sharding import gradient_graph, tape
+from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight, weighted

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, point_to_point
+from tfdist.graphs import tape
 from tfdist.losses.own_rows import with_own_rows
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.gradients import GradientSum, added
@@ -31,7 +32,6 @@ from tfdist.pipeline.schedules.messages import Message, events
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, floats
-from tfdist.sharding import tape
 from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.variable import NotHereError

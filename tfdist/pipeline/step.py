@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce, point_to_point
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
+from tfdist.graphs import tape
 from tfdist.losses.global_losses import scale_loss
 from tfdist.losses.sliced_batch import SlicedBatch
 from tfdist.metrics import updates
@@ -23,7 +24,7 @@ from tfdist.pipeline.microbatches import Microbatches
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageFunctions
 from tfdist.pipeline.stages.staged_model import StagedModel
-from tfdist.sharding import config_of, tape
+from tfdist.sharding import config_of
 from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.sharded_activations import gathered, held_spec, mark_as_held, may_hold_parts
 

@@ -17,8 +17,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.graphs import tape
 from tfdist.planning.operations import tensor_bytes
-from tfdist.sharding import layers_within, tape
+from tfdist.sharding import layers_within
 
 FEWEST_ALIKE = 4
 

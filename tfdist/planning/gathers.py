@@ -16,9 +16,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.graphs import tape
 from tfdist.planning.equal_layers import LayerCall
 from tfdist.planning.step_trace import StepTrace
-from tfdist.sharding import keras_scope, layers_within, tape
+from tfdist.sharding import keras_scope, layers_within
 from tfdist.sharding.units import readers_of
 
 

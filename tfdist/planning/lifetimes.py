@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import tensorflow as tf
 
+from tfdist.graphs import tape
 from tfdist.pipeline.stages.flops import flops_of_operation
 from tfdist.planning import operations
 from tfdist.planning.execution_order import CHANCE, THREADS, execution_order
 from tfdist.planning.graph_optimizer import pushed_down, unchanged
-from tfdist.sharding import tape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

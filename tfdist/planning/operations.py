@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from tfdist.sharding import tape
+from tfdist.graphs import tape
 
 # The output is the first input's buffer.
 _ALIASES = frozenset(

@@ -13,7 +13,8 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.sharding import keras_scope, tape
+from tfdist.graphs import tape
+from tfdist.sharding import keras_scope
 
 _MOST_ELEMENTS = 2**16
 _FIX = "It must return a Keras model that is built: functional, or with `model.build(input_shape)` called in it."

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.graphs import tape
 from tfdist.pipeline.stages.flops import elements, flops_of_operation
 from tfdist.planning import operations
 from tfdist.planning.einsums import transposed_bytes
 from tfdist.planning.hardware import Hardware
 from tfdist.planning.step_profile import owners_of
 from tfdist.planning.step_trace import StepTrace
-from tfdist.sharding import tape
 
 _PRODUCT = ("MatMul", "Einsum", "Conv", "CudnnRNN")
 # What a processor computes by a series, or by several rounds: element by element more than it takes to move it.

@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, Where, cross_replica_of, group_ops, where
+from tfdist.graphs import tape
 from tfdist.mesh import Coordinate
-from tfdist.sharding import packing, tape
+from tfdist.sharding import packing
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.sharding import gradient_graph, tape
+from tfdist.graphs import tape
+from tfdist.sharding import gradient_graph
 
 _BRANCHING = ("Case", "If", "StatelessCase", "StatelessIf")
 _PASSING = ("BroadcastTo", "Cast", "Identity", "Reshape")

@@ -25,7 +25,8 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, compressed
 from tfdist.compression import EXACT
-from tfdist.sharding import packing, tape
+from tfdist.graphs import tape
+from tfdist.sharding import packing
 from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.assembly import assemble
 from tfdist.sharding.config import MeshConfig

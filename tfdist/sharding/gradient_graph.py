@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.sharding import tape
-from tfdist.sharding.graph_walks import inputs_first
+from tfdist.graphs import tape
+from tfdist.graphs.walks import inputs_first
 
 # One element of the result depends on the same element of each input, or on a scalar.
 _ELEMENTWISE = frozenset(

@@ -23,7 +23,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.sharding import gradient_graph, tape
+from tfdist.graphs import tape
+from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_weight import GradientWeight

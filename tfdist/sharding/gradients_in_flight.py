@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.sharding import tape
+from tfdist.graphs import tape
 
 # Of a message. Waiting seems to cost 1 to 2 % of a step, which smaller gradients are not worth.
 _LARGE_BYTES = 8 * 2**20

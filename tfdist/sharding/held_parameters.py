@@ -21,7 +21,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.sharding import keras_scope, tape
+from tfdist.graphs import tape
+from tfdist.sharding import keras_scope
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.shard_messages import gather_parameters, messages_of, scope_name

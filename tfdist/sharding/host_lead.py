@@ -45,7 +45,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, SideChain
-from tfdist.sharding import tape
+from tfdist.graphs import tape
 
 _ADDING = ("AddV2", "AddN", "EnsureShape", "Identity")
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")

@@ -26,7 +26,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.sharding import tape
+from tfdist.graphs import tape
 from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.layout import Layout

@@ -34,7 +34,8 @@ from collections.abc import Iterator, Sequence, Set
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, SideChain
-from tfdist.sharding import host_lead, tape
+from tfdist.graphs import tape
+from tfdist.sharding import host_lead
 from tfdist.sharding.recomputation import Recomputation
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.sharding import tape
+from tfdist.graphs import tape
 from tfdist.sharding.sharded_activations import copy_mask, mark_shard, shard_of
 
 

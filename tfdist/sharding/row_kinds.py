@@ -16,9 +16,9 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
-from tfdist.sharding import tape
-from tfdist.sharding.graph_walks import inputs_first
-from tfdist.sharding.static_numbers import value_of
+from tfdist.graphs import tape
+from tfdist.graphs.constants import value_of
+from tfdist.graphs.walks import inputs_first
 
 
 class RowKind(enum.Enum):

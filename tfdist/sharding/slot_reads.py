@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, group_ops
-from tfdist.sharding import tape
+from tfdist.graphs import tape
 from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.shard_messages import gather_shards
 

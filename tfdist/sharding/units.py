@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.sharding import tape
+from tfdist.graphs import tape
 from tfdist.sharding.parameter_group import ParameterGroup
 
 # Operations whose first input is only moved or cast, of `Split` the second.

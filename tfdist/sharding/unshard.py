@@ -22,7 +22,8 @@ import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
-from tfdist.sharding import host_lead, keras_scope, tape
+from tfdist.graphs import tape
+from tfdist.sharding import host_lead, keras_scope
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.eager_sums import EagerSums
@@ -57,8 +58,7 @@ class UnshardSchedule:
         self._units: list[Unit] = []
         self._live: list[Unit] = []
         self._pending: list[PendingGradient] = []
-        self._emitting = False
-        self._takes_own = False
+        self._emitting = self._takes_own = False
         self._config: MeshConfig | None = None
         self._has_regathered = False
         self._regathering: set[tf.Operation] = set()  # operations of gathers of backward, which their gates alone hold back

@@ -15,7 +15,8 @@ from tensorflow.python.training.saving import saveable_object
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, Where, current_program, nested_functions, rank_program, where
-from tfdist.sharding import keras_scope, packing, tape
+from tfdist.graphs import tape
+from tfdist.sharding import keras_scope, packing
 from tfdist.sharding.as_number import AsNumber
 from tfdist.sharding.assembly import assemble, is_elsewhere
 from tfdist.sharding.config import config_of

@@ -11,8 +11,8 @@ import tfdist
 from tests.parity.comparison import assert_same_tree
 from tests.pipeline import pipeline_models
 from tfdist.collectives import point_to_point
+from tfdist.graphs import tape
 from tfdist.pipeline.stages import masks, stage_functions
-from tfdist.sharding import tape
 
 layers = keras.layers
 

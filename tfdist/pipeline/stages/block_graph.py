@@ -29,8 +29,9 @@ import tensorflow as tf
 from keras import tree
 
 from tfdist import errors
+from tfdist.graphs import tape
 from tfdist.pipeline.stages.block_calls import Reached, blocks_of, blocks_replaced
-from tfdist.sharding import keras_scope, tape
+from tfdist.sharding import keras_scope
 
 
 @dataclasses.dataclass(eq=False)

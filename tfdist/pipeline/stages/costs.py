@@ -11,10 +11,11 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.graphs import tape
 from tfdist.pipeline.stages.flops import UNKNOWN_SIZE, elements, flops_of
 from tfdist.pipeline.stages.measured_cost import measured_seconds
 from tfdist.pipeline.stages.stage import nodes_in_order, run_node
-from tfdist.sharding import keras_scope, tape
+from tfdist.sharding import keras_scope
 
 _MEASURED_EXAMPLES = 8
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
-from tfdist.sharding import tape
+from tfdist.graphs import tape
 
 UNKNOWN_SIZE = 128
 

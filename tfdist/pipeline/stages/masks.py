@@ -18,8 +18,8 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.symbolic_scope import SymbolicScope
 
 from tfdist import errors
+from tfdist.graphs import tape
 from tfdist.pipeline.stages.stage import StageLayer
-from tfdist.sharding import tape
 
 
 class Masks:

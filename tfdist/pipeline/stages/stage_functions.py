@@ -38,9 +38,10 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets
 from tfdist.collectives.program import NotOnTrialError
+from tfdist.graphs import tape
 from tfdist.pipeline.stages.masks import get_keras_mask, set_keras_mask
 from tfdist.pipeline.stages.stage import StageLayer
-from tfdist.sharding import host_lead, tape
+from tfdist.sharding import host_lead
 from tfdist.sharding.held_parameters import HeldParameters, Key
 from tfdist.sharding.parameter_group import ParameterGroup
 from tfdist.sharding.units import is_view

@@ -1,0 +1,133 @@
+"""How the ranks' values of a tensor together are the value that one device would have, over the data ranks of one step.
+
+    Replicate()             t_r = t                  weights, constants, what collectives over the data ranks have returned
+    Shard(axis)             concat_r t_r = t         rows of the batch, and along which axis they lie
+    Partial(How.SUM)        sum_r t_r = t            a sum over rows
+    Partial(How.MEAN)       sum_r w_r t_r = t        a mean over rows; w_r is the rank's rows over those of all ranks
+    Partial(How.MAX)        max_r t_r = t            a maximum over rows; How.MIN: a minimum
+    Lengths(axis)           the shape of a tensor whose rows lie along `axis`, a vector of integers
+    Places()                numbers of rows among the rank's own, in increasing order
+    Unknown(why)            none of these, or not known
+
+With one data rank every tensor is `Replicate`. A rank without rows has a weight of 0, and what it has for a mean of none is NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TypeAlias
+
+
+class How(enum.Enum):
+    """How the values of the ranks, each of its own rows, make up that of all rows. The first three are sums."""
+
+    SUM = "a sum over rows"
+    COUNT = "the number of the rank's rows, times a constant that is the same on all ranks"
+    SHARE = "the rank's weight times a value that is the same on all ranks"
+    MEAN = "a mean over rows"
+    MAX = "a maximum over rows"
+    MIN = "a minimum over rows"
+
+
+class Why(enum.Enum):
+    """Why the placement of a tensor is not known; in words that a warning puts behind "contains"."""
+
+    NO_RULE = "the result of an operation that tfdist does not know"
+    FUNCTION = "a function of the whole batch that is no mean over its rows"
+    MIXED = "a sum over rows that something else is added to"
+    GOES_BACK = "a number of all rows that goes back to each"
+    SOME_ROWS = "a mean over some of the rows"
+    MEET = "rows that meet other rows of the batch (another order, a part, all pairs, a number of each)"
+    SIZE = "a size that depends on all rows"
+    GIVEN = "what the step is given beside rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicate:
+    """The same on all ranks.
+
+    Attributes:
+        is_drawn: it is of random numbers that each rank has drawn for itself: not the same numbers, but of no row of the batch.
+    """
+
+    is_drawn: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Rows: the ranks' values, one behind the other along `axis`, are that of one device.
+
+    Attributes:
+        axis: along which the rows lie, 0 or more. Of a list of tensors (a `TensorList`): of each of its elements.
+        rows: the names of the tensors of the batch whose rows these are, one for one; () where it is not known which, or where
+            each row has become several. Several names: parts that stand one behind the other on every rank, so that the order of
+            rows is not that of one device, but their set is.
+        is_even: whether each row of the batch has as many here as every other, so that a rank's part of them is its weight.
+    """
+
+    axis: int = 0
+    rows: tuple[str, ...] = ()
+    is_even: bool = True
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the order of rows is not that of one device."""
+        return len(self.rows) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """A number, or a tensor of numbers, of all rows, of which each rank has that of its own.
+
+    Attributes:
+        how: how the ranks' values make up the whole.
+        rows: of a COUNT that is exactly the number of rows of one tensor of the batch: the name of that, as in `Shard`.
+    """
+
+    how: How
+    rows: tuple[str, ...] = ()
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the ranks' values add up to the whole."""
+        return self.how in (How.SUM, How.COUNT, How.SHARE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """The shape of a tensor of rows: element `axis` is a COUNT of `rows`, the others are the same on all ranks."""
+
+    axis: int = 0
+    rows: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Numbers of rows among the rank's own (`tf.range(tf.shape(x)[0])`, `tf.where(mask)`), of rank 1, or in a column.
+
+    What is looked up by them among the rank's rows are rows.
+
+    Attributes:
+        are_all: whether every row is there, once; else some are, as many as the numbers say.
+        rows: as in `Shard`, of all.
+    """
+
+    are_all: bool = True
+    rows: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """Not known, or none of the others.
+
+    Attributes:
+        why: the kind of reason.
+        what: the operation that is the reason, its type and its name.
+    """
+
+    why: Why
+    what: str = ""
+
+
+Placement: TypeAlias = Replicate | Shard | Partial | Lengths | Places | Unknown
