@@ -50,6 +50,7 @@ class RankProgram:
         is_on_cpu: whether its device is one.
         is_eager: whether it runs outside any `tf.function` (see `EagerProgram`): collectives then run when they are called.
         arguments: what the rank's function is called with, any structure.
+        dealt: the ids of those arguments of which each rank has its own; None: all.
     """
 
     is_eager = False
@@ -73,6 +74,7 @@ class RankProgram:
         self.plan = plan
         self.arguments = arguments
         self.outer: RankProgram | None = None
+        self.dealt: set[int] | None = None
         self.selections: dict[tf.Graph, Selection] = {}
         self.before_collective: list[Callable[[], None]] = []
         self.before_branch: list[Callable[[list[tf.Tensor]], object]] = []
@@ -96,6 +98,10 @@ class RankProgram:
         if kind not in self._attachments:
             self._attachments[kind] = kind(self)
         return self._attachments[kind]
+
+    def is_dealt(self, argument: Any) -> bool:
+        """Whether `argument`, one of `arguments`, is this rank's own, and not what all ranks are called with."""
+        return self.dealt is None or id(argument) in self.dealt
 
     def share(self, one: Any) -> None:
         """Makes `one` what `shared(type(one))` returns, for an object that is made before the ranks."""

@@ -10,8 +10,6 @@ it shares has no input but a shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
 from tfdist.collectives.plan import Ranks
@@ -28,7 +26,6 @@ class Results:
         self._same: set[str] = set()
         self._of_all: set[str] = set()
         self._like: dict[str, tf.Tensor] = {}
-        self._given: dict[str, tf.Tensor] = {}
 
     def note(self, found: tf.Tensor, ranks: Ranks, given: tf.Tensor | None, is_like: bool, is_same: bool) -> None:
         is_of_all = self._over_data <= set(ranks)
@@ -36,10 +33,8 @@ class Results:
             self._of_all.add(found.name)
         if is_of_all and is_same:
             self._same.add(found.name)
-        if given is not None and tf.is_symbolic_tensor(given):
-            self._given[found.name] = given
-            if is_like and not is_of_all:
-                self._like[found.name] = given
+        if is_like and not is_of_all and given is not None and tf.is_symbolic_tensor(given):
+            self._like[found.name] = given
 
     def is_same(self, tensor: tf.Tensor) -> bool:
         """Whether ranks with other rows have the same `tensor`."""
@@ -52,17 +47,6 @@ class Results:
     def like(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns what `tensor` was made of by ranks that have the same rows, row by row; None: it was not."""
         return self._like.get(tensor.name)
-
-    def inputs_of(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-        """Returns what the rank has computed `tensor` of: of a result, what it gave."""
-        if tensor.op.type == "IdentityN":  # the end of a custom gradient, such as a collective's
-            return [tensor.op.inputs[tensor.value_index]]
-        given = self._given.get(tensor.name)
-        return list(tensor.op.inputs) if given is None else [given]
-
-    def own_inputs_of(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-        """Returns the same, and nothing of what `is_of_all`."""
-        return [] if self.is_of_all(tensor) else self.inputs_of(tensor)
 
 
 def noted(

@@ -25,6 +25,7 @@ LOOPS = ("While", "StatelessWhile")
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 _WITHOUT_VALUE = "_tfdist_is_without_value"  # of variables that hold none
+_RECONNECTED = "_tfdist_reconnected"  # of graphs
 _CALLS_FUNCTIONS: dict[str, bool] = {}  # types of operations, as they are met: whether they call functions
 
 stop_recording = record.stop_recording
@@ -165,6 +166,11 @@ def body(operation: tf.Operation) -> tf.Graph:
     return while_v2._get_graph(operation, "body", "_body_graph")  # noqa: SLF001
 
 
+def condition(operation: tf.Operation) -> tf.Graph:
+    """Returns the graph of the condition of a traced loop, to be looked at; its inputs are those of the loop, in order."""
+    return while_v2._get_graph(operation, "cond", "_cond_graph")  # noqa: SLF001
+
+
 def made_for_loops(operations: Sequence[tf.Operation], since: int) -> set[tf.Operation]:
     """Returns those from number `since` on of a graph's `operations` that loops of forward need: the gradient of a loop lets it
     keep what it computes, and makes operations for that."""
@@ -258,6 +264,15 @@ def reconnect(operation: tf.Operation, old: tf.Tensor, new: tf.Tensor) -> None:
     for index, tensor in enumerate(operation.inputs):
         if same(tensor, old):
             operation._update_input(index, new)
+    reconnected(operation.graph).append(operation)
+
+
+def reconnected(graph: tf.Graph) -> list[tf.Operation]:
+    """Returns the operations of `graph` that were made to read something else, in that order."""
+    if not hasattr(graph, _RECONNECTED):
+        setattr(graph, _RECONNECTED, [])
+    found: list[tf.Operation] = getattr(graph, _RECONNECTED)
+    return found
 
 
 @contextlib.contextmanager

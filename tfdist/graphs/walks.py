@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+_LIBRARIES = ("/tensorflow/", "/keras/", "/tfdist/", "<frozen", "<string>")
+
 
 def _name(tensor: tf.Tensor) -> Any:
     return tensor.name
@@ -57,3 +59,14 @@ def before(
             if source.name not in seen:
                 seen.add(source.name)
                 waiting.append((source, x.name))
+
+
+def line_of_user(graph: tf.Graph, what: str) -> str:
+    """Returns " (file, line)" of the code that made the operation whose quoted name ends `what`; "" where that is not known."""
+    parts = what.split("'")
+    try:
+        operation = graph.get_operation_by_name(parts[1])
+    except (IndexError, KeyError, ValueError):
+        return ""
+    frames = [frame for frame in operation.traceback or () if not any(one in frame.filename for one in _LIBRARIES)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

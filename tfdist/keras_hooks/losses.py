@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
-from tfdist.losses.custom_meetings import warned_of
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import (
     MEANS,
@@ -24,7 +23,7 @@ from tfdist.losses.global_losses import (
     unscale_loss,
 )
 from tfdist.losses.layer_losses import eager_losses
-from tfdist.losses.step_gradients import gradient_of_means, weighted_in_gradient
+from tfdist.losses.step_gradients import gradient_of_targets, weighted_in_gradient
 from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
 from tfdist.optimizers.application import noted
@@ -176,9 +175,11 @@ def _gradient(
     if program is None:
         return gradient(output_gradients)
     reads = program.attachment(EagerReads).own_use() if program.is_eager else contextlib.nullcontext()
-    with warned_of(program), reads, program.attachment(NestedTapes).going_back() as is_nested:
-        found = gradient(output_gradients) if is_nested else gradient_of_means(gradient, target, sources, output_gradients)
-    return found if is_nested else noted(found, sources, is_of_weights)
+    with reads, program.attachment(NestedTapes).going_back() as is_nested:
+        if is_nested:
+            return gradient(output_gradients)
+        found = gradient_of_targets(self, gradient, target, sources, output_gradients)
+    return noted(found, sources, is_of_weights)
 
 
 @replaces("tensorflow.GradientTape", "jacobian")

@@ -17,9 +17,9 @@ from tfdist.keras_hooks.losses import steps_of
 from tfdist.keras_hooks.table import ORIGINAL, TENSORFLOW_TRAINER, replaces
 from tfdist.losses.given_batch import GivenBatch, of_given_batches
 from tfdist.losses.global_losses import whole_batch
-from tfdist.losses.rank_batch import RankBatch
 from tfdist.losses.trainer_step import weight_of_logs
 from tfdist.metrics import global_results, updates
+from tfdist.placements.rank_rows import RankRows
 from tfdist.sharding import config_of, placement, request_placement
 
 
@@ -89,9 +89,9 @@ def _update_state(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
 
 def _part_of_rows(program: RankProgram) -> tf.Tensor:
     """Returns the rank's part of the rows; in a branch, before they were counted, that of equal parts."""
-    batch, given = program.attachment(RankBatch), program.attachment(GivenBatch)
-    is_known = batch.is_counted or program.may_emit_here()
-    part = batch.fraction() if is_known else tf.constant(1 / program.mesh.size("data"), tf.float64)
+    rows, given = program.attachment(RankRows), program.attachment(GivenBatch)
+    is_known = rows.is_counted or program.may_emit_here()
+    part = rows.weight() if is_known else tf.constant(1 / program.mesh.size("data"), tf.float64)
     return given.once(part * tf.cast(given.copies, part.dtype)) if given.is_everywhere else part
 
 

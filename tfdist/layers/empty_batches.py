@@ -20,13 +20,21 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives import rank_program
+from tfdist.placements.repair import meant_of_own_rows
+
 
 def fed_with_rows(operation: Callable[..., tf.Tensor], inputs: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
     """Returns `operation(inputs, ...)`, computed from a row of zeros where `inputs` has none."""
     inputs = tf.convert_to_tensor(inputs)
     rows = tf.shape(inputs)[0]
     inner = tf.shape(inputs)[1:]
-    some = tf.cond(rows > 0, lambda: inputs, lambda: tf.zeros(tf.concat([[1], inner], 0), inputs.dtype))
-    some = tf.ensure_shape(some, [None, *inputs.shape[1:]])
+    program = rank_program()
+    with meant_of_own_rows(program, like=inputs) as found:
+        some = tf.cond(rows > 0, lambda: inputs, lambda: tf.zeros(tf.concat([[1], inner], 0), inputs.dtype))
+        found.append(some := tf.ensure_shape(some, [None, *inputs.shape[1:]]))
     outputs = operation(some, *args, **kwargs)
-    return tf.ensure_shape(tf.cond(rows > 0, lambda: outputs, lambda: outputs[:0]), [None, *outputs.shape[1:]])
+    with meant_of_own_rows(program, like=outputs) as found:
+        some = tf.cond(rows > 0, lambda: outputs, lambda: outputs[:0])
+        found.append(some := tf.ensure_shape(some, [None, *outputs.shape[1:]]))
+    return some

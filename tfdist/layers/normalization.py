@@ -30,7 +30,7 @@ import tensorflow as tf
 from tfdist.collectives import all_gather, rank_program
 from tfdist.layers.statistics import Statistics
 from tfdist.losses.own_rows import own_rows
-from tfdist.losses.row_means import RowMeans
+from tfdist.placements.repair import meant_of_own_rows
 
 
 def moments(
@@ -57,13 +57,12 @@ def moments(
     if program is not None:
         program.attachment(Statistics).weigh(layer._non_trainable_variables, counted)
     moving = (layer.moving_mean, layer.moving_variance)
-    found = tuple(
-        tf.where(elements > 0, moment, tf.cast(kept, moment.dtype))
-        for moment, kept in zip(local_moments(inputs, mask), moving, strict=True)
-    )
-    if program is not None:
-        program.attachment(RowMeans).take_for_same(*found)
-    return found
+    with meant_of_own_rows(program) as found:
+        found += [
+            tf.where(elements > 0, moment, tf.cast(kept, moment.dtype))
+            for moment, kept in zip(local_moments(inputs, mask), moving, strict=True)
+        ]
+    return tuple(found)
 
 
 def moments_over_ranks(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -82,15 +81,14 @@ def moments_over_ranks(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor |
         count = tf.fill(tf.shape(total), tf.cast(_elements(inputs, axes), inputs.dtype))
     else:
         count = tf.math.count_nonzero(valid, axes, keepdims=True, dtype=inputs.dtype)
-    mean = tf.math.divide_no_nan(total, count)
-    if (program := rank_program()) is not None:
-        program.attachment(RowMeans).take_for_same(mean)  # what the others need besides is sent
-    # The distances from the mean have no gradient through the mean: they sum to zero.
-    distances = tf.math.squared_difference(inputs, tf.stop_gradient(mean))
-    if mask is not None:
-        distances = tf.where(valid, distances, tf.zeros_like(distances))
-    distances = tf.reduce_sum(distances, axes, keepdims=True)
-    flat = [tf.reshape(x, [-1]) for x in (count, mean, distances)]
+    with meant_of_own_rows(rank_program()) as found:  # what the others need is sent
+        mean = tf.math.divide_no_nan(total, count)
+        # The distances from the mean have no gradient through the mean: they sum to zero.
+        distances = tf.math.squared_difference(inputs, tf.stop_gradient(mean))
+        if mask is not None:
+            distances = tf.where(valid, distances, tf.zeros_like(distances))
+        found += [tf.reshape(x, [-1]) for x in (count, mean, tf.reduce_sum(distances, axes, keepdims=True))]
+    flat = found
     gathered = all_gather(tf.stack(flat)[tf.newaxis], "data", label="batch_normalization")  # (ranks, 3, channels)
     counts, means, distances = tf.unstack(gathered, axis=1)
     counts = tf.stop_gradient(counts)

@@ -1,6 +1,6 @@
 """Variables that a step assigns, each rank from its own examples: they stay equal on all ranks, and are those of one device.
 
-In a traced step what is assigned is computed of the global batch (see `batch_values`): sums, means, maxima, queues of rows. Where
+In a traced step what is assigned is computed of the global batch (see `placements.repair`): sums, means, maxima, queues of rows. Where
 that cannot be told, in branches, eager steps, and of `BatchNormalization`, whose moving statistics nobody reads in the step, a
 floating variable that is not trainable is replaced on all ranks, at the end of the step, by the ranks' mean, weighted by how much
 each rank has seen:
@@ -28,10 +28,13 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops, rank_program
-from tfdist.layers.batch_values import BatchValues, NotKnownError
 from tfdist.losses.given_batch import is_given_everywhere
-from tfdist.losses.rank_batch import RankBatch
-from tfdist.sharding import keras_scope
+from tfdist.optimizers.tape_gradients import TapeGradients
+from tfdist.placements.kinds import Placement, Replicate, Unknown
+from tfdist.placements.rank_rows import RankRows
+from tfdist.placements.repair import Repair
+from tfdist.sharding import gradient_graph, keras_scope
+from tfdist.sharding.gradient_stubs import GradientStubs
 
 _told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: variables compare by value
 
@@ -66,16 +69,17 @@ class Statistics:
             return value
         if program.graph is not tf.compat.v1.get_default_graph() or is_given_everywhere():
             return value
-        values = program.attachment(BatchValues)
-        if not values.depends_on_rows(value):
-            if values.is_of_gradients(value):  # the sum of the ranks', or this rank's part of it
-                self._agreed.add(key)
+        if _is_of_gradients(value, program):  # the sum of the ranks', or this rank's part of it
+            self._agreed.add(key)
             return value
-        try:
-            whole = values.of(value)
-        except NotKnownError as error:
+        repair, label = program.attachment(Repair), f"statistic/{variable.path}"
+        placement = repair.known(value, label)
+        if placement == Replicate(is_drawn=True):
+            return value
+        whole = repair.whole(value, label)
+        if whole is None:
             self._agreed.discard(key)
-            _warn(variable, error)
+            _warn(variable, placement)
             return value
         self._agreed.add(key)
         whole.set_shape(value.shape)
@@ -88,7 +92,7 @@ class Statistics:
         program = self._program
         wide = tf.float64 if any(variable.dtype == tf.float64 for variable in variables) else tf.float32
         with tf.device(program.device):
-            rows = program.attachment(RankBatch).rows
+            rows = program.attachment(RankRows).rows
             weights = [tf.cast(self._weight(variable, rows), wide) for variable in variables]
             values = [tf.cast(variable.read_value(), wide) for variable in variables]
             # Not a product alone: the statistics of no rows are NaN.
@@ -148,16 +152,24 @@ def _is_statistic(variable: tf.Variable) -> bool:
     )
 
 
-def _warn(variable: keras.Variable, error: NotKnownError) -> None:
+def _is_of_gradients(value: tf.Tensor, program: RankProgram) -> bool:
+    """Whether `value` is computed of gradients of parameters."""
+    gradients = program.attachment(TapeGradients)
+    of_wholes = gradient_graph.Sources(lambda x: x.graph is program.graph and gradients.is_gradient(x)).of(value)
+    return bool(of_wholes or program.attachment(GradientStubs).below(value))
+
+
+def _warn(variable: keras.Variable, placement: Placement) -> None:
     """Warns, once for `variable`, that what is assigned to it is no value of the global batch."""
     if id(variable) in _told:
         return
     _told[id(variable)] = variable
+    why = placement.what if isinstance(placement, Unknown) else type(placement).__name__
     what = "the mean over the devices" if _is_statistic(variable._value) else "its own value on each device"
     warnings.warn(
         errors.message(
             f"Variable {variable.path!r} is assigned what a device has computed of its own rows, and what that is of the global "
-            f"batch cannot be told ({error}). It becomes {what}.",
+            f"batch cannot be told ({why}). It becomes {what}.",
             fix="Reduce what depends on rows (`tfdist.collectives.all_reduce`), or gather the rows "
             "(`tfdist.collectives.all_gather(x, uneven=True)`), before it is assigned.",
         ),

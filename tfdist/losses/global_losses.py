@@ -54,11 +54,12 @@ from tfdist.collectives import rank_program
 from tfdist.losses.batch_part import BatchPart, widened
 from tfdist.losses.given_batch import GivenBatch
 from tfdist.losses.rank_batch import RankBatch
-from tfdist.losses.row_means import RowMeans
 from tfdist.losses.shares import Shares
 from tfdist.losses.sliced_batch import current_sliced_batch
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
-from tfdist.losses.warning import warn_of_one_number
+from tfdist.losses.warning import is_sum, known_of_loss
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import How, Partial
 
 _local = threading.local()
 
@@ -109,23 +110,22 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         values *= weights
     if values.shape.rank == 0:  # see the note: losses that are one number
         program = rank_program(peers_on="data")
-        if program is not None:
-            warn_of_one_number(program, values)
+        is_share = program is not None and not program.is_eager and is_sum(known_of_loss(program, values))
         if step is not None:
-            return _row_means().add_mean(values)
+            return _noted(part.mean_of_share(values) if is_share else values, How.MEAN)
         if current_sliced_batch() is not None:
             return values
-        share = part.weigh(values)
+        share = values if is_share else part.weigh(values)
     else:
         is_weighted = reduction == "mean_with_sample_weight" and weights is not None
         divisor = part.divisor(values, widened(weights) if is_weighted else None, mask)
         share = tf.cast(tf.math.divide_no_nan(tf.reduce_sum(widened(values)), divisor), values.dtype)
     if step is not None:
-        return _row_means().add_mean(part.mean_of_share(share))
+        return _noted(part.mean_of_share(share), How.MEAN)
     if current_sliced_batch() is not None:
         return part.mean_of_share(share)
     program = rank_program(peers_on="data")
-    return share if program is None else program.attachment(Shares).add(share)
+    return share if program is None else program.attachment(Shares).add(_noted(share, How.SUM))
 
 
 def reduce_sum(values: Any) -> Any:
@@ -135,15 +135,15 @@ def reduce_sum(values: Any) -> Any:
         return _mean_of_sum(total)
     if _trainer_step() is None or values.shape.rank == 0:
         return total
-    return _row_means().add_sum(_mean_of_sum(total))
+    return _noted(_mean_of_sum(total), How.MEAN)
 
 
 def of_all_rows(loss: Any) -> Any:
     """Returns what a rank's loss is, where `loss`, one number, was computed of the rows of all ranks, and is the same on all."""
     if _trainer_step() is not None:
-        return _row_means().add_mean(loss)
+        return _noted(loss, How.MEAN)
     program = rank_program(peers_on="data")
-    return program.attachment(Shares).add(_part().weigh(loss))
+    return program.attachment(Shares).add(_noted(_part().weigh(loss), How.SUM))
 
 
 def average_loss(average: Callable[[Any], Any], per_example_loss: Any, global_batch_size: Any) -> Any:
@@ -152,8 +152,8 @@ def average_loss(average: Callable[[Any], Any], per_example_loss: Any, global_ba
     `average` is given that size. Without a `global_batch_size` it is the number of the batch's rows.
     """
     if global_batch_size is None:
-        return _row_means().add_mean(average(tf.shape(per_example_loss)[0]))
-    return _row_means().add_mean(_mean_of_sum(average(global_batch_size)))
+        return _noted(average(tf.shape(per_example_loss)[0]), How.MEAN)
+    return _noted(_mean_of_sum(average(global_batch_size)), How.MEAN)
 
 
 def _mean_of_sum(total: Any) -> Any:
@@ -163,8 +163,12 @@ def _mean_of_sum(total: Any) -> Any:
     return _part().mean_of_share(total) / tf.cast(copies, total.dtype)
 
 
-def _row_means() -> RowMeans:
-    return rank_program().attachment(RowMeans)
+def _noted(loss: Any, how: How) -> Any:
+    """Notes how the ranks' `loss`, which counts what it should, makes up that of the batch, and returns it."""
+    program = rank_program()
+    if program is not None and tf.is_symbolic_tensor(loss) and (here := program.that_made(loss)) is not None:
+        here.attachment(Facts).declare(loss, Partial(how))
+    return loss
 
 
 def is_own_mean() -> bool:

@@ -1,21 +1,25 @@
-"""Gradients of a rank's own means, in a step of Keras's trainer: see `trainer_step`."""
+"""Gradients of a rank's own means, in a step of Keras's trainer (see `trainer_step`), and of its shares, in a loop of one's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import tape
-from tfdist.losses.custom_meetings import has_custom_gradients
-from tfdist.losses.row_means import RowMeans
-from tfdist.losses.static_rows import has_rows
 from tfdist.losses.tensors_of_weights import is_of_weights
-from tfdist.losses.trainer_step import trainer_step
-from tfdist.losses.warning import warn_of_step
+from tfdist.losses.trainer_step import TrainerStep, trainer_step
+from tfdist.losses.warning import is_sum, known
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
+from tfdist.placements.rank_rows import RankRows
+from tfdist.placements.redistribute import Redistribution
+from tfdist.placements.repair import Repair
 from tfdist.sharding.gradient_weight import GradientWeight
 
 
@@ -25,96 +29,138 @@ def weighted_in_gradient(loss: Any) -> Any:
     if step is None or loss is None:
         return loss
     loss = tf.convert_to_tensor(loss)
-    warn_of_step(step.model, rank_program(), loss)
-    if _is_over_rows(loss):
+    placement = _placement(step, rank_program(), loss)
+    if isinstance(placement, Shard):
         return loss
+    weight = step.weight()  # not within the gradient function, where ranks would send it at another time
+    if is_sum(placement):
+        loss = tf.math.divide_no_nan(loss, tf.cast(weight, loss.dtype))
+    return with_adjoint(tf.identity, lambda upstream: upstream * tf.cast(weight, upstream.dtype), loss)
 
-    step.weight()  # not within the gradient function, where ranks would send it at another time
-    return with_adjoint(tf.identity, lambda upstream: upstream * tf.cast(step.weight(), upstream.dtype), loss)
 
-
-def gradient_of_means(gradient: Callable[[Any], Any], target: Any, sources: Any, output_gradients: Any) -> Any:
+def gradient_of_targets(
+    gradient_tape: tf.GradientTape, gradient: Callable[[Any], Any], target: Any, sources: Any, output_gradients: Any
+) -> Any:
     """Returns the gradient of `target` by `sources`, as `tf.GradientTape.gradient` does.
 
-    `gradient` calls it, with what it is given as `output_gradients`. The gradients of variables of the strategy, and of tensors
-    that are computed of weights alone, are such that reductions, which multiply whole ones by the rank's weight, make of them the
-    gradient that one device has. Those of inputs, and of what is computed of rows, are one device's as they are: they count the
-    weight already.
+    `gradient` calls it, with what it is given as `output_gradients`. In a step of Keras's trainer the gradients of variables of the
+    strategy, and of tensors that are computed of weights alone, are such that reductions, which multiply whole ones by the rank's
+    weight, make of them the gradient that one device has. Those of inputs, and of what is computed of rows, are one device's as
+    they are: they count the weight already. In a loop of one's own all are a rank's summands.
     """
     step, program = trainer_step(), rank_program()
-    if step is None or program is None:
-        return gradient(output_gradients)
-    variables = [_strategys_variable(source) for source in tf.nest.flatten(sources)]
     targets = tf.nest.flatten(target)
-    if program.here() is None or not all(map(tf.is_tensor, targets)):
+    if program is None or program.here() is None or not all(map(tf.is_tensor, targets)):
         return gradient(output_gradients)
     weights = program.attachment(GradientWeight)
-    of_rows = [v is None and not is_of_weights(x, program) for v, x in zip(variables, tf.nest.flatten(sources), strict=True)]
-    if all(of_rows):
-        found = gradient(_of_rows(targets, step.weight(), program) if output_gradients is None else output_gradients)
-        weights.note_of_rows(tf.nest.flatten(found))
+    if step is None:
+        seeds = _seeds_of_shares(program, targets, output_gradients)
+        with _going_back(program, gradient_tape, lambda: None):
+            found = gradient(seeds)
+        flat = tf.nest.flatten(found)
+        _declare(program, flat, tf.nest.flatten(sources), [How.SUM] * len(flat))
         return found
-    if weights.of_wholes() is None:
-        return gradient(output_gradients)
+    placements = [_placement(step, program, x) for x in targets]
+    variables = [_strategys_variable(source) for source in tf.nest.flatten(sources)]
+    of_rows = [v is None and not is_of_weights(x, program) for v, x in zip(variables, tf.nest.flatten(sources), strict=True)]
     is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken behind it
     is_sharded = [v is not None and v.layout.is_data_sharded and not is_of_examples for v in variables]
-    begins_with_weight = any(is_sharded) or _sends_gradients(program) or _is_not_linear(program)
-    weight = step.weight()
-    for loss in () if is_of_examples else targets:
-        warn_of_step(step.model, program, loss)
-    seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
-    with weights.beginning_with(weight if begins_with_weight else None):
-        found = gradient([_seed(x, seed, weight, begins_with_weight) for x, seed in zip(targets, seeds, strict=True)])
-    if not begins_with_weight and not any(of_rows):
+    is_in_loss = weights.of_wholes() is None
+    if is_in_loss and not all(of_rows):
+        with _going_back(program, gradient_tape, lambda: None):
+            found = gradient(output_gradients)
+        flat = tf.nest.flatten(found)
+        _declare(program, flat, tf.nest.flatten(sources), [How.SUM] * len(flat))
         return found
-    are_sums = any(_is_sum(x, program) for x in targets)
+    begins_with_weight = all(of_rows) or any(is_sharded) or _sends_gradients(program) or _is_not_linear(program)
+    weight = step.weight()
+    seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
+    if not (all(of_rows) and output_gradients is not None):
+        seeds = [_seed(*given, weight, begins_with_weight) for given in zip(targets, placements, seeds, strict=True)]
+    seeds = None if all(x is None for x in seeds) else [tf.ones_like(x) if s is None else s for x, s in zip(targets, seeds)]
+    began_with = weight if begins_with_weight and not all(of_rows) else None
+    with weights.beginning_with(began_with), _going_back(program, gradient_tape, lambda: None if begins_with_weight else weight):
+        found = gradient(seeds)
     flat = []
     for grad, is_of_rows, is_reduced in zip(tf.nest.flatten(found), of_rows, is_sharded, strict=True):
-        if begins_with_weight and (are_sums if is_of_rows else not is_reduced):
-            grad = _changed(grad, lambda x: tf.math.divide_no_nan(x, tf.cast(weight, x.dtype)))
-        elif is_of_rows and not (begins_with_weight or are_sums):
+        if is_of_rows and not begins_with_weight:
             grad = _changed(grad, lambda x: x * tf.cast(weight, x.dtype))
+        elif begins_with_weight and not is_of_rows and not is_reduced:
+            grad = _changed(grad, lambda x: tf.math.divide_no_nan(x, tf.cast(weight, x.dtype)))
         flat.append(grad)
     weights.note_of_rows([grad for grad, is_of_rows in zip(flat, of_rows, strict=True) if is_of_rows])
+    is_sum = [is_one and begins_with_weight for is_one in is_sharded]
+    _declare(program, flat, tf.nest.flatten(sources), [How.SUM if one else How.MEAN for one in is_sum])
     return tf.nest.pack_sequence_as(found, flat)
 
 
-def _of_rows(targets: Sequence[tf.Tensor], weight: tf.Tensor, program: RankProgram) -> list[tf.Tensor]:
-    """Returns what a tape is to begin with at `targets` where gradients of rows are wanted: of a mean, what the rank counts."""
-    whole = tf.ones_like(weight)
-    begin = [whole if _is_over_rows(x) or _is_sum(x, program) else weight for x in targets]
-    return [tf.cast(one, x.dtype) * tf.ones_like(x) for one, x in zip(begin, targets, strict=True)]
+def _declare(program: RankProgram, grads: list[Any], sources: list[Any], hows: list[How]) -> None:
+    """Notes what the `grads` that a tape has returned for `sources` are: of rows, one device's; else a rank's part."""
+    if program.is_eager or program.here() is None:
+        return
+    facts = program.here().attachment(Facts)
+    for grad, source, how in zip(grads, sources, hows, strict=True):
+        if not (tf.is_symbolic_tensor(grad) and program.exists_here(grad)):
+            continue
+        is_own = tf.is_symbolic_tensor(source) and program.exists_here(source)
+        placement = facts.of(source) if is_own else Replicate()
+        if isinstance(placement, Shard):
+            facts.declare(grad, placement)
+        elif isinstance(placement, Replicate):
+            facts.declare(grad, Partial(how))
 
 
-def _is_sum(x: tf.Tensor, program: RankProgram) -> bool:
-    """Whether `x` is known to be a sum over rows, divided by a constant or not."""
-    return tf.is_symbolic_tensor(x) and x.shape.rank == 0 and program.attachment(RowMeans).is_sum(x)
+def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any) -> Any:
+    """Returns what a tape in a loop of one's own is to begin with: at what ranks have agreed on, with the rank's weight."""
+    if program.is_eager or program.mesh.size("data") == 1 or not all(map(program.exists_here, targets)):
+        return given
+    repair, owner = program.attachment(Repair), tf.distribute.get_strategy()
+    for target in targets:
+        known(program, target, "loss", owner, "A loss in the function given to `strategy.run`")
+    is_agreed = [isinstance(repair.as_share(x, "loss"), Replicate) and repair.is_agreed(x) for x in targets]
+    if not any(is_agreed):
+        return given
+    weight = program.attachment(RankRows).weight()
+    seeds = [None] * len(targets) if given is None else tf.nest.flatten(given)
+    ones = [tf.ones_like(x) if seed is None else seed for x, seed in zip(targets, seeds, strict=True)]
+    return [one * tf.cast(weight, one.dtype) if agreed else one for one, agreed in zip(ones, is_agreed, strict=True)]
 
 
-def _seed(target: tf.Tensor, given: Any, weight: tf.Tensor, begins_with_weight: bool) -> Any:
+@contextlib.contextmanager
+def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Callable[[], tf.Tensor | None]) -> Iterator[None]:
+    """A block in which a tape is asked for gradients that will be multiplied by `factor()` where they are reduced."""
+    if program.is_eager:
+        yield
+        return
+    redistribution = program.here().attachment(Redistribution)
+    redistribution.tell(gradient_tape)
+    with temporary.attributes(redistribution, factor=factor):
+        yield
+
+
+def _placement(step: TrainerStep, program: RankProgram, target: tf.Tensor) -> Placement:
+    """Returns the placement of what is differentiated; of one that is not known that of a mean, or of rows, as it looks."""
+    if not program.is_eager and tf.is_symbolic_tensor(target):
+        return known(program, target, "loss", step.model, f"The loss of {type(step.model).__name__}")
+    return Shard() if program.attachment(RankRows).looks_like_rows(target) else Partial(How.MEAN)
+
+
+def _seed(target: tf.Tensor, placement: Placement, given: Any, weight: tf.Tensor, begins_with_weight: bool) -> Any:
     """Returns what the tape is to begin with at `target`, where the user has `given` something, or None for 1."""
     weight = tf.cast(weight, target.dtype)
-    given = tf.ones_like(target) if given is None else tf.cast(given, target.dtype)
-    if _is_over_rows(target):  # TensorFlow differentiates the sum of its elements, which no rank's weight makes smaller
-        factor = tf.ones_like(weight) if begins_with_weight else tf.math.divide_no_nan(tf.ones_like(weight), weight)
-    elif begins_with_weight:
-        factor = weight
-    else:
+    # TensorFlow differentiates the sum of the elements of a tensor of rows, which no rank's weight makes smaller.
+    adds_up = isinstance(placement, Shard) or is_sum(placement)
+    if not adds_up and not begins_with_weight:
         return given
-    return factor * given
-
-
-def _is_over_rows(x: tf.Tensor) -> bool:
-    """Whether `x` has a value for each of the rank's rows, and so is no mean over them."""
-    if x.shape.rank is None or x.shape.rank == 0:
-        return False
-    program = rank_program()
-    return x.shape[0] is None or program is not None and has_rows(x, program)
+    given = tf.ones_like(target) if given is None else tf.cast(given, target.dtype)
+    if adds_up:
+        return given if begins_with_weight else given * tf.math.divide_no_nan(tf.ones_like(weight), weight)
+    return given * weight
 
 
 def _sends_gradients(program: RankProgram) -> bool:
     """Whether something in this trace may send gradients to other data ranks: it has sent them what is no count of the losses."""
-    ranks, counts = program.group_ranks("data"), ("loss/", "metrics")
+    ranks, counts = program.group_ranks("data"), ("loss/", "metrics", "agree/", "gather/")
     records = program.plan.records[program.rank]
     return any(record.ranks == ranks and not record.label.startswith(counts) for record in records)
 
@@ -124,9 +170,12 @@ def _is_not_linear(program: RankProgram) -> bool:
 
     It may not be through a `tf.custom_gradient`, nor in float16, whose numbers overflow. In an eager run nobody knows.
     """
-    if program.is_eager or has_custom_gradients(program):
+    if program.is_eager:
         return True
-    return any(output.dtype == tf.float16 for op in program.graph.get_operations() for output in op.outputs)
+    operations = program.graph.get_operations()
+    marks = (op.node_def.attr["_gradient_op_type"].s for op in operations if op.type == "IdentityN")
+    has_custom_gradients = any(mark.startswith(b"CustomGradient-") for mark in marks)
+    return has_custom_gradients or any(output.dtype == tf.float16 for op in operations for output in op.outputs)
 
 
 def _strategys_variable(source: Any) -> Any:

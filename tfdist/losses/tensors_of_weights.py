@@ -14,11 +14,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.collectives.results import Results
 from tfdist.graphs.walks import before
-from tfdist.losses.static_rows import has_rows
 from tfdist.losses.trainer_step import TrainerStep
-from tfdist.sharding.row_kinds import argument_kinds
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import Replicate
+from tfdist.placements.rank_rows import RankRows
 
 
 def is_of_weights(source: Any, program: RankProgram) -> bool:
@@ -31,13 +31,7 @@ def is_of_weights(source: Any, program: RankProgram) -> bool:
     if not tf.is_symbolic_tensor(source):
         model = program.attachment(TrainerStep).model
         shapes = [] if model is None else [tuple(variable.shape) for variable in model.trainable_variables]
-        return program.is_eager and tuple(source.shape) in shapes and not has_rows(source, program)
-    if not program.exists_here(source):
+        return program.is_eager and tuple(source.shape) in shapes and not program.attachment(RankRows).looks_like_rows(source)
+    if not program.exists_here(source) or program.attachment(Facts).of(source) != Replicate():
         return False
-    arguments, reads_weights = argument_kinds(program), False
-    inputs_of = program.attachment(Results).inputs_of
-    for x, _ in before(source, lambda op: op.type == "ReadVariableOp", inputs_of):
-        if x.name in arguments or "Random" in x.op.type:
-            return False
-        reads_weights = reads_weights or x.op.type == "ReadVariableOp"
-    return reads_weights
+    return any(x.op.type == "ReadVariableOp" for x, _ in before(source))

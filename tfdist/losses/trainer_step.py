@@ -28,7 +28,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
-from tfdist.losses.rank_batch import RankBatch
+from tfdist.losses.warning import known
+from tfdist.placements.rank_rows import RankRows
+from tfdist.placements.repair import Repair
 from tfdist.sharding.gradient_weight import GradientWeight
 
 
@@ -45,7 +47,7 @@ class TrainerStep:
 
     def weight(self) -> tf.Tensor:
         """Returns the rank's fraction of the batch's rows, a float64 scalar."""
-        return self._program.attachment(RankBatch).fraction()
+        return self._program.attachment(RankRows).weight()
 
 
 def trainer_step() -> TrainerStep | None:
@@ -68,13 +70,37 @@ def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Call
         here = program.attachment(TrainerStep)
         here.model = model
         program.attachment(GradientWeight).use(here.weight)
+        program.attachment(RankRows).are_means = True
         if is_keras_own:
-            program.attachment(RankBatch).send_rows_along()
+            program.attachment(RankRows).send_rows_along()
         else:
             here.weight()  # before any branch or loop in which no message could be sent
-        return step(data)
+        logs = step(data)
+        return logs if is_keras_own or program.is_eager else _of_means(logs, model, program)
 
     return marked
+
+
+def _of_means(logs: Any, model: Any, program: RankProgram) -> Any:
+    """Returns `logs`, what a step has returned, with numbers of which the ranks' own, by their weights, make up one device's."""
+
+    def mean(path: tuple[Any, ...], x: Any) -> Any:
+        if not (tf.is_symbolic_tensor(x) and x.dtype.is_floating and x.shape.rank == 0 and program.exists_here(x)):
+            return x
+        name = "/".join(map(str, path))
+        known(program, x, f"log/{name}", model, f"What a step of {type(model).__name__} returns as {name!r}")
+        return program.attachment(Repair).as_mean(x, f"log/{name}")
+
+    return tf.nest.pack_sequence_as(logs, [mean(path, x) for path, x in _with_paths(logs)])
+
+
+def _with_paths(logs: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns the leaves of `logs` in the order of `tf.nest.flatten`, with the keys that lead to each."""
+    if isinstance(logs, dict):
+        return [((key, *path), x) for key in sorted(logs) for path, x in _with_paths(logs[key])]
+    if isinstance(logs, list | tuple):
+        return [((place, *path), x) for place, one in enumerate(logs) for path, x in _with_paths(one)]
+    return [((), logs)]
 
 
 def weight_of_logs() -> tf.Tensor | None:

@@ -1,4 +1,4 @@
-"""What is told once of losses that a rank cannot compute of its part of a batch."""
+"""What is told, once, of numbers that a rank cannot compute of its part of a batch, and that could not be mended."""
 
 from __future__ import annotations
 
@@ -12,50 +12,47 @@ import tensorflow as tf
 
 from tfdist import errors, temporary
 from tfdist.collectives import RankProgram
+from tfdist.graphs.walks import line_of_user
 from tfdist.losses.given_batch import is_given_everywhere
-from tfdist.losses.row_means import COMPARISON, FUNCTION, MEETING, SUM, SUM_OVER_ROWS, RowMeans
+from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown, Why
+from tfdist.placements.repair import Repair
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 _local = threading.local()
 
-_FIXES = {
-    SUM: (
-        "Each device has a part of the rows, and its loss counts as the mean over them: divided by a constant, such as the "
-        "batch size, or by nothing, the sum is too small by the number of devices.",
-        "Take the mean: `tf.reduce_mean`, a Keras loss or `tf.nn.compute_average_loss`. Or, if all losses of the model are such "
-        'sums, divided by the global batch size as in a loop around `strategy.run`: make the strategy with `step_losses="sum"`.',
-    ),
-    SUM_OVER_ROWS: (
-        "That loss counts as the sum over the rows of all devices: divided by the rows of one it is too large by their number.",
-        'Let Keras divide: `reduction="sum_over_batch_size"`.',
-    ),
-    FUNCTION: (
-        "Each device computes it of its own rows, and the mean over the devices is not what one device computes of all.",
-        "Return one value per row and take their mean (a masked mean is a Keras loss with a mask, or with "
-        '`reduction="mean_with_sample_weight"` and `sample_weight`); or let every device compute it of all rows: '
-        "`tfdist.losses.OverGlobalBatch(loss)`.",
-    ),
-    COMPARISON: (
-        "Each device has a part of the rows, and compares them with its own alone, where one device compares all.",
-        "Let the loss have all rows: `tfdist.losses.OverGlobalBatch(loss)`, called with what is compared.",
-    ),
-    MEETING: (
+_OWN = "Each device computes it of its own rows, and what it is of all rows cannot be told."
+_REDUCE = (
+    "Reduce or gather over the devices what is to be of all rows, before it: `tfdist.collectives.all_reduce(x, "
+    '"data")`, `tfdist.collectives.all_gather(x, uneven=True)`. Of a loss: `tfdist.losses.OverGlobalBatch(loss)`, called with '
+    "what it is computed of."
+)
+_TOLD = {
+    Why.MEET: (
         "Each device has a part of the rows, and lets them meet its own alone, where on one device all meet.",
-        "In a loss, let it have all rows: `tfdist.losses.OverGlobalBatch(loss)`. In a layer or a step, reduce or gather over the "
-        'devices: `tfdist.collectives.all_reduce(x, "data")`, `tfdist.collectives.all_gather(x, uneven=True)`.',
+        "If they are few, let them be gathered: make the strategy with a larger `gather_rows_bytes`, and batches without "
+        "`drop_remainder=True`. Else " + _REDUCE[0].lower() + _REDUCE[1:],
     ),
 }
 
 
-def warn_of_step(model: Any, program: RankProgram, loss: tf.Tensor) -> None:
-    """Warns, once for `model`, if the `loss` that a step of it differentiates is no mean over rows."""
-    if model in _told or is_given_everywhere():
-        return
-    fault = program.attachment(RowMeans).fault_of(loss)
-    if fault is not None:
-        _told.add(model)
-        why, fix = _FIXES[fault]
-        warnings.warn(errors.message(f"The loss of {type(model).__name__} contains {fault}. {why}", fix=fix), stacklevel=2)
+def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name: str) -> Placement:
+    """Returns the placement of `tensor`, mended where that can be, and warns, once for `owner`, if it is not known.
+
+    Args:
+        label: what asks, for the plan.
+        owner: whose `tensor` is, a model or a function.
+        name: what `tensor` is called in the warning.
+    """
+    here = program.here()
+    if here is None or not tf.is_symbolic_tensor(tensor) or is_given_everywhere() or program.mesh.size("data") == 1:
+        return Replicate()
+    placement = here.attachment(Repair).known(tensor, label)
+    if isinstance(placement, Unknown) and owner not in _told and not program.local_index:
+        _told.add(owner)
+        why, fix = _TOLD.get(placement.why, (_OWN, _REDUCE))
+        where = line_of_user(here.graph, placement.what)
+        warnings.warn(errors.message(f"{name} contains {placement.why.value}: {placement.what}{where}. {why}", fix=fix), stacklevel=2)
+    return placement
 
 
 def calling(loss: Any) -> contextlib.AbstractContextManager[None]:
@@ -63,18 +60,14 @@ def calling(loss: Any) -> contextlib.AbstractContextManager[None]:
     return temporary.attributes(_local, loss=loss)
 
 
-def warn_of_one_number(program: RankProgram, value: tf.Tensor) -> None:
-    """Warns, once for the Keras loss that is called, if the one number that it makes of a batch, `value`, is no mean of rows."""
+def known_of_loss(program: RankProgram, value: tf.Tensor) -> Placement:
+    """Returns the placement of `value`, the one number that the Keras loss which is called makes of a batch."""
     loss = getattr(_local, "loss", None)
-    if loss is None or is_given_everywhere():
-        return
-    function = getattr(loss, "fn", None) or loss
-    if function in _told or program.attachment(RowMeans).fault_of(value) is None:
-        return
-    _told.add(function)
+    function = getattr(loss, "fn", None) or loss or known_of_loss
     name = getattr(function, "__name__", None) or type(function).__name__
-    why, fix = _FIXES[FUNCTION]
-    warnings.warn(
-        errors.message(f"The loss `{name}` returns one number for a batch, which is no mean over its rows. {why}", fix=fix),
-        stacklevel=2,
-    )
+    return known(program, value, f"loss/{name}", function, f"The loss `{name}`, one number for a batch,")
+
+
+def is_sum(placement: Placement) -> bool:
+    """Whether what a rank has adds up over the ranks."""
+    return isinstance(placement, Partial) and placement.is_sum

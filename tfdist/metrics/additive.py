@@ -19,10 +19,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.metrics.arguments import Arguments
-from tfdist.sharding.row_kinds import RowKind, RowKinds
+from tfdist.placements.facts import GraphFacts
+from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 
 _FUNCTIONS = frozenset("Case If PartitionedCall StatefulPartitionedCall StatelessCase StatelessIf StatelessWhile While".split())
-_ASSIGNMENTS = {"AssignVariableOp": False, "AssignAddVariableOp": True, "AssignSubVariableOp": True}  # whether of a summand
+_ASSIGNMENTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 
 
 def adds_up(update: Callable[..., Any], arguments: Arguments) -> bool:
@@ -45,45 +46,31 @@ def _without_rows(tensor: tf.Tensor) -> tf.TensorSpec:
     return tf.TensorSpec(shape if not shape.rank else [None, *shape[1:]], tensor.dtype)
 
 
-class _Update:
-    """The graph of one update."""
+class _Update(GraphFacts):
+    """The graph of one update, in which a state of the metric is a rank's summand."""
 
     def __init__(self, graph: Any):
+        super().__init__()
         self._operations = graph.get_operations()
-        self._captured = {id(inner): outer for outer, inner in graph.captures}
-        self._states = {id(op.inputs[0]) for op in self._operations if op.type in _ASSIGNMENTS}
-        self._kinds = RowKinds(self._of_source)
+        self._captured = {inner.name: outer for outer, inner in graph.captures}
+        self._states = {op.inputs[0].name for op in self._operations if op.type in _ASSIGNMENTS}
 
     def adds_up(self) -> bool:
         for op in self._operations:
             if op.type in _ASSIGNMENTS:
-                handle, value = op.inputs
-                is_summand = _ASSIGNMENTS[op.type]
-                if not (self._kinds.kind(value) is RowKind.SUM if is_summand else self._is_grown(value, handle)):
+                value = self.of(op.inputs[1])
+                if not (isinstance(value, Partial) and value.is_sum):
                     return False
             elif op.type in _FUNCTIONS or (op.type != "ReadVariableOp" and any(x.dtype == tf.resource for x in op.inputs)):
                 return False  # what is assigned in a branch, a loop or a nested function is not seen
         return True
 
-    def _is_grown(self, value: tf.Tensor, handle: tf.Tensor) -> bool:
-        """Whether `value` is the state of `handle` plus a sum over rows."""
-        op = value.op
+    def _leaf(self, tensor: tf.Tensor) -> Placement | None:
+        op = tensor.op
         if op.type == "ReadVariableOp":
-            return op.inputs[0] is handle
-        if op.type in ("Identity", "Cast"):
-            return self._is_grown(op.inputs[0], handle)
-        if op.type == "Sub":
-            return self._is_grown(op.inputs[0], handle) and self._kinds.kind(op.inputs[1]) is RowKind.SUM
-        if op.type in ("Add", "AddV2", "AddN"):
-            others = [x for x in op.inputs if self._kinds.kind(x) is not RowKind.SUM]
-            return len(others) == 1 and self._is_grown(others[0], handle)
-        return False
-
-    def _of_source(self, tensor: tf.Tensor) -> RowKind | None:
-        if tensor.op.type == "Placeholder":
-            if id(tensor) in self._captured:
-                return RowKind.OTHER if tf.is_symbolic_tensor(self._captured[id(tensor)]) else RowKind.SAME
-            return RowKind.OTHER if tensor.shape.rank == 0 else RowKind.ROWS
-        if tensor.op.type == "ReadVariableOp":
-            return RowKind.OTHER if id(tensor.op.inputs[0]) in self._states else RowKind.SAME
-        return None
+            return Partial(How.SUM) if op.inputs[0].name in self._states else Replicate()
+        if op.type != "Placeholder":
+            return None
+        if tensor.name in self._captured:
+            return Unknown(Why.GIVEN, op.name) if tf.is_symbolic_tensor(self._captured[tensor.name]) else Replicate()
+        return Shard(0, (tensor.name,)) if tensor.shape.rank else Unknown(Why.GIVEN, op.name)

@@ -28,6 +28,7 @@ from tfdist.metrics.additive import adds_up
 from tfdist.metrics.adoption import adopt
 from tfdist.metrics.arguments import Arguments
 from tfdist.metrics.gathered import GatheredBatch, why_not
+from tfdist.placements.repair import Repair
 from tfdist.sharding import PartialSyncOnReadVariable, keras_scope
 
 Update = Callable[..., Any]
@@ -208,6 +209,15 @@ def _way(
     return _Way.OWN_ROWS
 
 
+def _as_mean(value: tf.Tensor, metric: keras.metrics.Metric, part: Callable[[], tf.Tensor]) -> tf.Tensor:
+    """Returns `value`, a number, such that the ranks' own, by their weights, are that of the whole batch."""
+    program = rank_program()
+    here = None if program is None or program.is_eager else program.here()
+    if here is None or not tf.is_symbolic_tensor(value):
+        return value
+    return here.attachment(Repair).as_mean(value, f"metric/{metric.name}")
+
+
 def _is_known_to_add_up(metric: keras.metrics.Metric, own: Update, args: Any = (), kwargs: Any = None) -> bool:
     """Whether the metric is one of Keras's, all of which add up but for what a function makes of a whole batch."""
     if not _is_keras(own) or not isinstance(metric, keras.metrics.MeanMetricWrapper):
@@ -250,7 +260,7 @@ def _weighted(
         if weight.shape.rank != 0:
             return args, kwargs
         weight = tf.cast(weight, metric.dtype)
-    value = tf.cast(value, metric.dtype)
+    value = tf.cast(_as_mean(value, metric, part), metric.dtype)
     value = tf.where(weight > 0, value, tf.zeros_like(value))  # of no rows it may be no number
     if given_weight is None and not _is_keras(own, "Mean.update_state"):
         return (value * weight,), {}

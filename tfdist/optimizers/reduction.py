@@ -24,6 +24,7 @@ from tfdist.collectives.where import is_visible
 from tfdist.optimizers.row_gradients import of_own_mean
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target
+from tfdist.placements.kinds import Replicate
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
 from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_weight import weighted
@@ -80,8 +81,10 @@ def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
         whole = grad if is_sum else None
     elif grad.shape == target.state_layout.component_shape != target.layout.local_shape:
         return grad, True  # of a slot, in which the program has kept sums
-    kept = program.attachment(EagerSums if program.is_eager else TapeGradients)
-    whole = grad if whole is None and kept.is_of_variables(grad) else whole
+    if program.is_eager:
+        whole = grad if whole is None and program.attachment(EagerSums).is_of_variables(grad) else whole
+    elif whole is None and program.attachment(TapeGradients).placement_of(grad) == Replicate():
+        whole = grad
     if whole is None:
         return of_own_mean(grad, given, program), False
     if target.state_layout.is_data_sharded:

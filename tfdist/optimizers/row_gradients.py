@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram
 from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.tape_gradients import TapeGradients
+from tfdist.placements.kinds import Partial
 from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_weight import GradientWeight
 
@@ -37,5 +38,5 @@ def of_own_mean(grad: tf.Tensor, given: Any, program: RankProgram) -> tf.Tensor:
 def _is_of_rows(grad: tf.Tensor, given: Any, program: RankProgram) -> bool:
     if program.is_eager:
         return not program.attachment(EagerReads).knows(given) and program.attachment(EagerSums).is_of_rows(grad)
-    made_by = program.that_made(grad)
-    return made_by is not None and made_by.attachment(TapeGradients).is_of_rows(grad)
+    placement = program.attachment(TapeGradients).placement_of(grad)
+    return isinstance(placement, Partial) and placement.is_sum

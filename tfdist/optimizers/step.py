@@ -45,7 +45,7 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
     _sum_outside_branches(optimizer, grads, variables, config, program)
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
     gradients, slots = program.attachment(TapeGradients), program.attachment(SlotReads)
-    gradients.note_sums_of_rows(grads)
+    gradients.know_made_by_hand(grads)
     with tf.device(program.device), gradients.own_use(), slots.stepping():
         _Step(grads, variables, config, program, optimizer).apply()
 

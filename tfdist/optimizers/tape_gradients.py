@@ -27,13 +27,15 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.graphs import tape
 from tfdist.optimizers.eager_reads import EagerReads
-from tfdist.optimizers.sums_of_rows import SumsOfRows
 from tfdist.optimizers.target import local_part
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import Placement
+from tfdist.placements.repair import Repair
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
+from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
-from tfdist.sharding.row_kinds import argument_kinds
 from tfdist.sharding.slot_reads import SlotReads
 
 
@@ -56,7 +58,6 @@ class TapeGradients:
         self._linear: dict[str, set[_Summand] | None] = {}  # what `_linear_in` has found, by name
         self._images: dict[str, tf.Tensor] = {}  # by the name of what is linear in summands: the same of the sums
         self._wholes: set[str] = set()
-        self._of_rows: set[str] = set()  # summands that are sums over rows of gradients of rows
         self._parameters: set[str] = set()  # the names of their handles
         self._own: set[str] = set()  # operations that are not the user's, by name
         self._is_own = False
@@ -64,6 +65,7 @@ class TapeGradients:
         self._is_asked = False
         self._num_searched = 0  # operations of the graph that were looked at for gradients that come out of them
         self._slots = program.attachment(SlotReads)
+        self._numbers: GradientNumbers = program.attachment(GradientNumbers)
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and self._is_whole(x))
 
     def note(self, grads: Sequence[tf.Tensor], variables: Sequence[Any], whole_sums: Callable[..., Sequence[tf.Tensor]]) -> None:
@@ -72,6 +74,7 @@ class TapeGradients:
         self._whole_sums = whole_sums
         is_weighted = self._program.attachment(GradientWeight).is_in_loss
         for grad, variable in zip(grads, variables, strict=True):
+            self._numbers.note(grad)
             self._summands[grad.name] = _Summand(grad, variable, is_weighted)
             self._parameters.add(self._program.graph.capture(local_part(variable, self._program).handle).name)
             self._own.update(operation.name for operation in grad.consumers())  # the backward pass itself goes on from it
@@ -82,33 +85,18 @@ class TapeGradients:
         """Notes what a tape has returned for tensors that are computed of weights alone."""
         self.be_asked()
         for grad in grads:
+            self._numbers.note(grad)
             self._summands.setdefault(grad.name, _Summand(grad, None, is_weighted=False))
             self._own.update(operation.name for operation in grad.consumers())
 
-    def note_sums_of_rows(self, grads: Sequence[Any]) -> None:
-        """Notes the sums and means over rows, of gradients of rows, that `grads`, for an optimizer, are computed of.
-
-        They are a rank's summands, and own means.
-
-        A sum of these and of a tape's gradients, which count the rank's weight and do not, is summed here.
-        """
-        rows = self._program.attachment(GradientWeight).of_rows
-        given = [x for grad in grads for x in tf.nest.flatten(grad, expand_composites=True) if tf.is_symbolic_tensor(x)]
-        if not rows or self._program.is_eager:
+    def know_made_by_hand(self, grads: Sequence[Any]) -> None:
+        """Lets what `grads`, for an optimizer, are made of by hand be of the whole batch: of gradients of rows, in a step of
+        Keras's trainer, by the chain rule."""
+        if self._program.is_eager or not self._program.attachment(GradientWeight).of_rows:
             return
-        with self._program.outermost(), tape.stop_recording():
-            over = SumsOfRows(rows.values(), self._program, lambda x: x.name in self._summands or x.name in self._wholes)
-            over.count_all_ranks(given)
-        sums, means = over.found_in(given)
-        if not sums and not means:
-            return
-        self.be_asked()
-        self._linear.clear()
-        self._summands.update((total.name, _Summand(total, None, is_weighted=True)) for total in sums)
-        self._summands.update((mean.name, _Summand(mean, None, is_weighted=False)) for mean in means)
-        self._of_rows.update(total.name for total in sums)
-        below = [(x, self._linear_in(x) or set()) for x in given if x.graph is self._program.graph]
-        self.sum_now([x for x, parts in below if len({part.tensor.name in self._of_rows for part in parts}) > 1])
+        for x in tf.nest.flatten(list(grads), expand_composites=True):
+            if tf.is_symbolic_tensor(x) and x.dtype.is_floating and self._program.exists_here(x):
+                self._program.attachment(Repair).known(x, "gradient")
 
     def note_in_loop(self, grad: tf.Tensor) -> None:
         """Notes what a tape has returned in a loop, where nothing can be summed: a rank's summand, of what may come out."""
@@ -154,20 +142,11 @@ class TapeGradients:
         of_wholes = bool(self._wholes) and self._linear_in(tensor) is None and bool(self._sources.of(tensor))
         return below or of_wholes
 
-    def is_of_variables(self, grad: tf.Tensor) -> bool:
-        """Whether `grad`, in a step of Keras's trainer, is computed of variables alone, which are the same on all ranks there."""
-        if not self._program.attachment(GradientWeight).is_of_trainer or not tf.is_symbolic_tensor(grad):
-            return False
-        root = self._program.root
-        names = {*argument_kinds(root), *root.attachment(TapeGradients)._summands}
-        return not gradient_graph.Sources(lambda x: x.graph is root.graph and x.name in names).of(grad)
-
-    def is_of_rows(self, grad: tf.Tensor) -> bool:
-        """Whether `grad`, in a step of Keras's trainer, is computed of gradients of rows; behind those of weights is no look."""
-        rows = {part.name for part in self._program.attachment(GradientWeight).of_rows.values()}
-        ends = rows | self._summands.keys() | self._wholes
-        found = gradient_graph.Sources(lambda x: x.graph is self._program.graph and x.name in ends).of(grad)
-        return any(x.name in rows or x.name in self._of_rows for x in found)
+    def placement_of(self, grad: tf.Tensor) -> Placement | None:
+        """Returns the placement of `grad`, in a step of Keras's trainer; None: it is not looked for."""
+        is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
+        made_by = self._program.that_made(grad) if is_of_trainer and tf.is_symbolic_tensor(grad) else None
+        return None if made_by is None else made_by.attachment(Facts).of(grad)
 
     def whole_of(self, grad: tf.Tensor) -> tf.Tensor | None:
         """Returns the sum, whole, where `grad` is computed from sums, or linear in gradients with known sums; else None."""
@@ -218,8 +197,12 @@ class TapeGradients:
     def own_use(self) -> Iterator[None]:
         """A block that reads gradients as summands, whatever it does with them: an optimizer's."""
         self.settle()
-        with self._program.attachment(EagerReads).own_use() if self._program.is_eager else self._marked():
-            yield
+        if self._program.is_eager:
+            with self._program.attachment(EagerReads).own_use():
+                yield
+        else:
+            with self._numbers.own_use(), self._marked():
+                yield
 
     @contextlib.contextmanager
     def _marked(self) -> Iterator[None]:
@@ -235,6 +218,8 @@ class TapeGradients:
 
     def settle(self) -> None:
         """Sums the gradients that the user's code has read so far by something that is not linear, and lets it read the sums."""
+        if not self._is_own:
+            self._numbers.settle()
         self._find_carried()
         reads = [] if self._is_own else self._reads()
         if not reads:

@@ -9,7 +9,8 @@
     Places()                numbers of rows among the rank's own, in increasing order
     Unknown(why)            none of these, or not known
 
-With one data rank every tensor is `Replicate`. A rank without rows has a weight of 0, and what it has for a mean of none is NaN.
+With one data rank every tensor is `Replicate`. A rank without rows has a weight of 0, what it has for a mean of none is NaN, and
+for a sum over none 0, or NaN where that was computed of a mean: it adds nothing to any whole.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class How(enum.Enum):
     MEAN = "a mean over rows"
     MAX = "a maximum over rows"
     MIN = "a minimum over rows"
+    REPLICAS = "the number of replicas, which is 1 on one device"
 
 
 class Why(enum.Enum):
@@ -60,15 +62,16 @@ class Shard:
 
     Attributes:
         axis: along which the rows lie, 0 or more. Of a list of tensors (a `TensorList`): of each of its elements.
-        rows: the names of the tensors of the batch whose rows these are, one for one; () where it is not known which, or where
-            each row has become several. Several names: parts that stand one behind the other on every rank, so that the order of
-            rows is not that of one device, but their set is.
+        rows: the names of the tensors of the batch whose rows these are; () where it is not known which. Several names: parts
+            that stand one behind the other on every rank, so that the order of rows is not that of one device, but their set is.
         is_even: whether each row of the batch has as many here as every other, so that a rank's part of them is its weight.
+        pieces: how many here each row of `rows` has become, one behind the other; None: it is not known, or differs.
     """
 
     axis: int = 0
     rows: tuple[str, ...] = ()
     is_even: bool = True
+    pieces: int | None = 1
 
     @property
     def is_joined(self) -> bool:
@@ -82,7 +85,8 @@ class Partial:
 
     Attributes:
         how: how the ranks' values make up the whole.
-        rows: of a COUNT that is exactly the number of rows of one tensor of the batch: the name of that, as in `Shard`.
+        rows: of a COUNT that is exactly the number of rows of a tensor: the names of these, as in `Shard`. Of a vector of several
+            such numbers: the name of each.
     """
 
     how: How
@@ -96,25 +100,34 @@ class Partial:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """The shape of a tensor of rows: element `axis` is a COUNT of `rows`, the others are the same on all ranks."""
+    """The shape of a tensor of rows, or a vector like it: element `axis` is the number of rows, the others the same on all ranks.
+
+    Attributes:
+        axis: the place of the number of rows.
+        rows, is_even, pieces: as in `Shard`. If even, the number is a COUNT, else a SUM.
+    """
 
     axis: int = 0
     rows: tuple[str, ...] = ()
+    is_even: bool = True
+    pieces: int | None = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Numbers of rows among the rank's own (`tf.range(tf.shape(x)[0])`, `tf.where(mask)`), of rank 1, or in a column.
+    """Numbers of rows among the rank's own (`tf.range(tf.shape(x)[0])`, `tf.where(mask)`), of rank 1, or in the first column.
 
-    What is looked up by them among the rank's rows are rows.
+    What is looked up by them among the rank's rows are rows. What stands in other columns, and is looked up within the row that
+    the first one names, is of the rows.
 
     Attributes:
         are_all: whether every row is there, once; else some are, as many as the numbers say.
-        rows: as in `Shard`, of all.
+        rows, pieces: as in `Shard`, of all those that are numbered.
     """
 
     are_all: bool = True
     rows: tuple[str, ...] = ()
+    pieces: int | None = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,21 +18,7 @@ import tensorflow as tf
 
 from tfdist.graphs import tape
 from tfdist.graphs.walks import inputs_first
-
-# One element of the result depends on the same element of each input, or on a scalar.
-_ELEMENTWISE = frozenset(
-    "Abs Add AddN AddV2 Cast CheckNumerics ClipByValue Div DivNoNan Equal Exp Greater GreaterEqual Identity IsFinite IsInf IsNan "
-    "Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mul MulNoNan Neg NotEqual OnesLike Pow RealDiv "
-    "Reciprocal Rsqrt Select SelectV2 Sign Sqrt Square SquaredDifference StopGradient Sub Tanh ZerosLike".split()
-)
-
-# Linear in all inputs together, in one of two, or in the first.
-_SUMS = frozenset("Add AddN AddV2 Pack Sub".split())
-_PRODUCTS = frozenset("BatchMatMulV2 Einsum MatMul Mul".split())
-_LINEAR_IN_FIRST = frozenset(
-    "BroadcastTo Cast Div DivNoNan ExpandDims Gather GatherV2 Identity Mean MulNoNan Neg Pad RealDiv Reshape Reverse ReverseV2 "
-    "Slice SplitV Squeeze StopGradient StridedSlice Sum Tile Transpose Unpack UnsortedSegmentSum".split()
-)
+from tfdist.placements import table
 
 _UNCHANGED = ("Cast", "Identity")
 _WRITES = frozenset("AssignAddVariableOp AssignSubVariableOp AssignVariableOp".split())
@@ -45,28 +31,18 @@ def passed_on(tensor: tf.Tensor) -> tf.Tensor | None:
 
 def is_elementwise(operation: tf.Operation) -> bool:
     """Whether each element of what `operation` returns depends on the same element of its inputs, and on scalars."""
-    return operation.type in _ELEMENTWISE
+    return table.is_elementwise(operation.type)
 
 
 def may_be_linear(operation: tf.Operation) -> bool:
     """Whether `operation` is of a kind that may be linear in gradients."""
-    return operation.type in _SUMS | _PRODUCTS | _LINEAR_IN_FIRST | {"ConcatV2", "Split"}
+    return table.linear_inputs(operation.type) is not None
 
 
 def is_linear(operation: tf.Operation, is_gradient: Callable[[tf.Tensor], bool]) -> bool:
     """Whether what `operation` returns is a linear function of the gradients among its inputs, with nothing added."""
-    if not may_be_linear(operation):
-        return False
-    found = [is_gradient(tensor) for tensor in operation.inputs]
-    if operation.type in _SUMS:
-        return all(found)
-    if operation.type in _PRODUCTS:
-        return sum(found) == 1
-    if operation.type == "ConcatV2":  # the axis is last
-        return all(found[:-1]) and not found[-1]
-    if operation.type == "Split":  # the axis is first
-        return found[1] and not found[0]
-    return found[0] and not any(found[1:])
+    linear = table.linear_inputs(operation.type)
+    return linear is not None and linear.holds([is_gradient(tensor) for tensor in operation.inputs])
 
 
 def written(operation: tf.Operation, gradient: tf.Tensor) -> list[tf.Tensor] | None:

@@ -23,10 +23,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
+from tfdist.collectives.padding import with_zeros
 from tfdist.graphs import tape
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import Replicate
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.eager_sums import EagerSums
+from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
@@ -67,6 +71,7 @@ class GradientStubs:
         """Returns a stub for the gradient of `variable`, of which `full` is this rank's summand."""
         layout = variable.layout
         tensor = tape.stand_in(variable.dtype, layout.local_shape)
+        self._program.attachment(GradientNumbers).note(tensor)
         self._stubs[tensor.name] = _Stub(tensor, layout, full, self._program.attachment(GradientWeight).began_with)
         return tensor
 
@@ -206,9 +211,15 @@ class GradientStubs:
                     for source in tensor.op.inputs
                 ]
                 made = tape.with_inputs(tensor.op, inputs)
-            for output, image in zip(tensor.op.outputs, made.outputs, strict=True):
-                self._images[output.name] = image
+                for output, image in zip(tensor.op.outputs, made.outputs, strict=True):
+                    self._images[output.name] = self._without_padding(image, self._layout_of(tensor))
         return self._images[tensor.name]
+
+    def _without_padding(self, image: tf.Tensor, layout: Layout) -> tf.Tensor:
+        """Returns a shard with zeros behind it, where an elementwise function has made something else of those."""
+        start, stop = layout.flat_range(self._program.mesh.coordinate(self._program.rank))
+        missing = layout.shard_elements - (stop - start)
+        return with_zeros(image[: stop - start], missing) if missing else image
 
     def _is_read_whole(self, tensor: tf.Tensor) -> bool:
         return any(
@@ -274,6 +285,7 @@ class GradientStubs:
             for place, whole in gather_shards_in_buckets(self._program, shards, layouts, 8 * 2**20, "all_gather/gradient"):
                 self._connect(stubs[place], whole)
                 stubs[place].is_whole = True
+                self._program.attachment(Facts).declare(stubs[place].tensor, Replicate())
 
     def _connect(self, stub: _Stub, value: tf.Tensor) -> None:
         stub.is_connected = True

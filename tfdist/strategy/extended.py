@@ -36,6 +36,8 @@ from tfdist.collectives import (
 )
 from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, Ends, parts, split_batches
 from tfdist.layers import randomness, sharded_tensors
+from tfdist.placements import repair
+from tfdist.placements.replicas import ReplicaCount
 from tfdist.runtime import give_back_free_memory, out_of_memory
 from tfdist.sharding import KeptWeights, MeshConfig
 from tfdist.sharding.eager_sums import EagerSums
@@ -103,18 +105,22 @@ class ShardedExtendedMixin(VariableCreation):
     ) -> Any:
         """Traces `fn` for each local rank, or runs it, with the program that `program_of` makes of the rank and its arguments."""
         seeds = randomness.RankSeeds()
+        given = tf.nest.flatten((args, kwargs)) if len(self.communicator.local_ranks) > 1 else None
+        dealt = given and {id(y) for x in given if isinstance(x, values.DistributedValues) for y in x.values}
 
         @tf.autograph.experimental.do_not_convert
         def run_rank(*args: Any, **kwargs: Any) -> Any:
             rank = self.communicator.local_ranks[values_util.get_current_replica_id_as_int()]
             program = program_of(rank, arguments=(args, kwargs))
             program.share(seeds)
+            program.dealt = dealt
+            repair.begin(program)
             program.install(tf.distribute.get_replica_context())
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
             # (the count needs no data) would from then on scale their updates differently.
             inputs = [leaf for leaf in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_symbolic_tensor(leaf)]
             with tf.control_dependencies(inputs), seeds.lent():
-                outputs = sharded_tensors.all_whole(fn(*args, **kwargs))
+                outputs = sums_again.agreed(sharded_tensors.all_whole(fn(*args, **kwargs)), program)
                 if program.is_eager:  # which knows less at its end
                     sums_again.mark(outputs, program)
                 program.close(outputs)
@@ -149,7 +155,7 @@ class ShardedExtendedMixin(VariableCreation):
     @property
     def _num_replicas_in_sync(self) -> int:
         # A replica is a copy of the model: the batch is split over the data axis only.
-        return self._sharding.mesh.data_parallel_size
+        return ReplicaCount(self._sharding.mesh.data_parallel_size)
 
     # Reductions
 
@@ -171,7 +177,9 @@ class ShardedExtendedMixin(VariableCreation):
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         if not isinstance(value, values.Mirrored):
             value = tf.nest.map_structure(self.one_per_replica, value)
-            if reduce_op == tf.distribute.ReduceOp.SUM:
+            if reduce_op == tf.distribute.ReduceOp.SUM and sums_again.counts_once(value):
+                reduce_op = tf.distribute.ReduceOp.MEAN
+            elif reduce_op == tf.distribute.ReduceOp.SUM:
                 sums_again.warn(self._container_strategy(), value)
         return super()._reduce_to(reduce_op, value, destinations, options)
 

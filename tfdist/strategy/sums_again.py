@@ -5,6 +5,7 @@ strategy.reduce("SUM", grads[0], axis=None)     the sum
 strategy.reduce("SUM", norm, axis=None)         the norm, as many times as there are replicas: told
 strategy.reduce("MEAN", norm, axis=None)        the norm
 strategy.reduce("SUM", norm * is_first, ...)    the norm, where replicas but the first return zeros
+strategy.reduce("SUM", rmse, axis=None)         once: the replicas have agreed on the mean that it is computed of
 """
 
 from __future__ import annotations
@@ -18,11 +19,42 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram
 from tfdist.optimizers.tape_gradients import TapeGradients
+from tfdist.placements.kinds import How, Partial
+from tfdist.placements.rank_rows import RankRows
+from tfdist.placements.repair import Repair
 from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_graph import is_zero
 
 _MARK = "_tfdist_is_of_sums"
+_AGREED = "_tfdist_is_agreed"
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def agreed(outputs: Any, program: RankProgram) -> Any:
+    """Returns the `outputs` of the function of a loop of one's own, with numbers of the whole batch marked as such: what needs
+    the rows of all ranks, and the greatest and smallest of these."""
+    if program.is_eager or program.mesh.size("data") == 1 or program.attachment(RankRows).are_means:
+        return outputs
+    repair = program.attachment(Repair)
+
+    def found(x: Any) -> Any:
+        if not (tf.is_symbolic_tensor(x) and x.dtype.is_floating and x.shape.rank == 0 and program.exists_here(x)):
+            return x
+        placement = repair.known(x, "returned")
+        if isinstance(placement, Partial) and placement.how in (How.MAX, How.MIN):
+            x = repair.whole(x, "returned")
+        if repair.is_agreed(x):
+            x = tf.identity(x)
+            setattr(x, _AGREED, True)
+        return x
+
+    return tf.nest.map_structure(found, outputs)
+
+
+def counts_once(value: Any) -> bool:
+    """Whether `value`, of several replicas, is a number of the whole batch on each of them."""
+    parts = value.values if isinstance(value, tf.distribute.DistributedValues) else ()
+    return bool(parts) and all(getattr(part, _AGREED, False) for part in parts)
 
 
 def mark(outputs: Any, program: RankProgram) -> None:

@@ -1,0 +1,137 @@
+"""Functions of the batch in every place and way of training, beside one device: see `functions_of_the_batch`.
+
+Several functions of one way run in one trace, each with a layer of its own; a failure names those that are wrong. By default
+every second loss, and all else, runs once: ways, forms of batches and stages take turns.
+"""
+
+import itertools
+
+import pytest
+from grids import exhaustive
+
+from tests.programs import ways_of_functions
+from tests.programs.functions_of_the_batch import FUNCTIONS
+from tests.programs.ways_of_functions import FORMS, PIPELINES, WAYS, Case, applies, assert_same, moved, under
+
+pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300), pytest.mark.usefixtures("float64")]
+
+TOGETHER = 12  # functions in one trace
+ALONE = ("nine_hundred_terms", "nine_hundred_terms_of_a_root")
+
+# Ways that the default cases take in turns: a loss is the place where most depends on a function.
+TURNS = {
+    "loss": (
+        "step", "fit", "returned", "compute_loss", "metric", "add_loss", "assigned", "tracker", "statistic", "evaluate",
+    ),
+    "gradient": ("gradient", "loop"),
+    "clipped gradient": ("gradient",),
+    "layer": ("layer",),
+    "statistic": ("assigned", "statistic"),
+}  # fmt: skip
+DEFAULT_FORMS = ("uneven", "coincide", "empty", "static", "coincide_dynamic", "uneven", "coincide_batch", "even")
+DEFAULT_STAGES = (3, 0, 3, 0, 3, 1, 0, 3, 2)
+SUMS = ("loop", "loop_divided")  # where a plain mean is not a share, as docs/training.md says
+
+
+def members(kind, way, form):
+    """The functions that a step must be right about, in that way."""
+    return [
+        f.name
+        for f in FUNCTIONS.values()
+        if f.kind == kind
+        and f.exact
+        and f.name not in ALONE
+        and applies(f, way, form)
+        and not (way in SUMS and f.group == "means")
+    ]
+
+
+def parts(names, size=TOGETHER):
+    count = -(-len(names) // size)
+    return [tuple(names[place::count]) for place in range(count)]
+
+
+def default_cases():
+    """Every second loss and all else once, in parts that go through all kinds of functions."""
+    forms, stages = itertools.cycle(DEFAULT_FORMS), itertools.cycle(DEFAULT_STAGES)
+    for kind, ways in TURNS.items():
+        left = [f.name for f in FUNCTIONS.values() if f.kind == kind and f.exact and f.name not in ALONE]
+        left = left[:: 2 if kind == "loss" else 1]
+        for way in itertools.cycle(ways):
+            form, stage = next(forms), next(stages)
+            fitting = [name for name in left if name in members(kind, way, form)]
+            if fitting:
+                taken = parts(fitting)[0]
+                left = [name for name in left if name not in taken]
+                yield Case(taken, way, form), stage, 4 if (form, stage) == ("empty", 3) else 2
+            if not left:
+                break
+    yield Case(ALONE, "step", "uneven"), 0, 2
+    yield Case(("roots_of_stacked_tasks", "mean_of_stacked_tasks", "largest_task", "covariance"), "step", "seven"), 3, 2
+    yield Case(("rmse", "dice", "centred_rows", "in_batch_negatives"), "step", "uneven", "adam"), 2, 4
+    yield Case(("masked_mean", "flooding", "softmax_weights"), "accumulated", "uneven"), 3, 2
+    yield Case(("rmse", "where_of_the_mean", "centred_rows"), "scaled", "uneven"), 0, 2
+    yield Case(("log_of_the_mean", "dice", "standardised_rows"), "recomputed", "uneven"), 3, 2
+    yield (
+        Case(("rmse", "dice", "covariance", "max_of_the_rows", "hinge_at_the_mean", "two_views"), "loop_divided", "uneven"),
+        3,
+        2,
+    )
+    yield Case(("rmse", "tversky", "cond_of_the_mean", "weighted_by_exponentials"), "eager", "coincide"), 0, 2
+
+
+def exhaustive_cases():
+    """All functions in each way at each stage, forms in turns; in steps, and as changes of gradients and in layers, all forms."""
+    forms = itertools.cycle(FORMS)
+    for way, (_, kinds) in WAYS.items():
+        if way in PIPELINES:
+            continue
+        for stage, kind in itertools.product(range(4), kinds):
+            every = way in ("step", "gradient", "layer") and stage in (0, 3)
+            for form in FORMS if every else (next(forms),):
+                for taken in parts(members(kind, way, form)):
+                    yield Case(taken, way, form), stage, 4 if form == "empty" and stage % 2 else 2
+
+
+def named(case):
+    return str(case) if not isinstance(case, Case) else f"{case.way}-{case.form}-{case.functions[0]}-{len(case.functions)}"
+
+
+@pytest.mark.parametrize(
+    ("case", "zero_stage", "devices"), [*default_cases(), *itertools.starmap(exhaustive, exhaustive_cases())], ids=named
+)
+def test_it_is_one_device(case, zero_stage, devices):
+    assert_same(case, zero_stage, devices)
+
+
+@pytest.mark.parametrize(
+    ("case", "zero_stage"),
+    [
+        (Case(("rmse", "dice", "covariance"), "step", "uneven"), 3),
+        exhaustive(Case(("gated_by_means", "minus_the_mean"), "layer", "uneven"), 0),
+    ],
+    ids=named,
+)
+def test_tensor_ranks(case, zero_stage):
+    assert_same(case, zero_stage, 4, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "python_function_of_rows" else exhaustive(name) for name in FUNCTIONS if FUNCTIONS[name].group == "told"],
+)
+def test_what_no_graph_tells(name):
+    """Is right or says so."""
+    case = Case((name,), "step", "uneven")
+    if not under(case, 0)[1]:
+        assert_same(case, 0)
+
+
+@pytest.mark.parametrize("form", [exhaustive(form) for form in FORMS])
+def test_functions_train(form):
+    """On one device each function moves its weights, or there would be nothing to compare."""
+    for kind in ("loss", "gradient", "clipped gradient", "layer"):
+        way = next(way for way, (_, kinds) in WAYS.items() if kind in kinds and way != "loop")
+        for taken in parts(members(kind, way, form)):
+            still = {name: by for name, by in moved(Case(taken, way, form)).items() if not by > 1e-3}
+            assert not still, ways_of_functions.FORMS[form]

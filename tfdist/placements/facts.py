@@ -1,0 +1,270 @@
+"""The placements of the tensors of one rank's step, found in its graph from what the rank is given on.
+
+What they begin with is known by identity: the arguments of the rank's function, handles of variables, what collectives have
+returned, and what somebody has `declared` (a Keras loss, a tape's gradient, a number that ranks have agreed on). From there the
+rule of each operation is followed, through branches, loops and functions too, each operation once.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+from tfdist.collectives.results import Results
+from tfdist.graphs import tape
+from tfdist.graphs.constants import value_of
+from tfdist.graphs.walks import inputs_first
+from tfdist.placements.call import call_of
+from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
+from tfdist.placements.rank_rows import RankRows
+from tfdist.placements.table import placements_of
+
+_BRANCHING = ("Case", "If", "StatelessCase", "StatelessIf")
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_READS = ("ReadVariableOp", "VarHandleOp")
+
+
+class GraphFacts(abc.ABC):
+    """The placements of the tensors of one graph."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Placement] = {}
+        self._inner: dict[tuple[int, tuple[Placement, ...]], list[Placement]] = {}
+        self._graphs: list[tf.Graph] = []  # kept, so that their ids stay their own
+
+    def of(self, tensor: tf.Tensor) -> Placement:
+        """Returns the placement of `tensor`, of this graph."""
+        for current in inputs_first(tensor, self._inputs, self._known):
+            source = self._source(current)
+            if isinstance(source, tf.Tensor):
+                self._known[current.name] = self._known[source.name]
+            elif source is not None:
+                self._known[current.name] = source
+            else:
+                for output, placement in zip(current.op.outputs, self._look(current.op), strict=True):
+                    self._known.setdefault(output.name, placement)
+        return self._known[tensor.name]
+
+    def inputs_of(self, op: tf.Operation) -> tuple[Placement, ...]:
+        """Returns the placements of the inputs of `op`, of this graph."""
+        return tuple(self.of(x) for x in op.inputs)
+
+    @abc.abstractmethod
+    def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
+        """Returns the placement of a tensor of which more is known than its operation says, or another one that it is like."""
+
+    def _source(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
+        if tensor.op.type == "IdentityN" and (found := self._leaf(tensor)) is None:  # the end of a custom gradient
+            return tensor.op.inputs[tensor.value_index]
+        elif tensor.op.type == "IdentityN":
+            return found
+        return self._leaf(tensor)
+
+    def _inputs(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+        source = self._source(tensor)
+        return list(tensor.op.inputs) if source is None else [source] if isinstance(source, tf.Tensor) else []
+
+    def _look(self, op: tf.Operation) -> list[Placement]:
+        inputs = tuple(self._known[x.name] for x in op.inputs)
+        count = len(op.outputs)
+        if op.type in _READS or (not op.inputs and op.type == "Placeholder"):
+            return [Replicate()] * count
+        if op.type in _BRANCHING:
+            return _joined_branches(self, op, inputs)
+        if op.type in tape.LOOPS:
+            return self._out_of_loop(op, inputs)
+        if op.type in _CALLS:
+            graph = tape.called(op)
+            return [Unknown(Why.NO_RULE, _named(op))] * count if graph is None else self.out_of(graph, inputs)
+        return placements_of(call_of(op, inputs))
+
+    def out_of(self, graph: tf.Graph, given: Sequence[Placement]) -> list[Placement]:
+        """Returns the placements of what a function, traced as `graph`, returns for inputs with the placements `given`."""
+        key = id(graph), (*given, len(graph.outputs))
+        if key not in self._inner:
+            self._graphs.append(graph)
+            inside = _FunctionFacts(graph, given)
+            self._inner[key] = [inside.of(x) for x in graph.outputs]
+        return self._inner[key]
+
+    def _out_of_loop(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> list[Placement]:
+        """What goes round is what it was and what the body makes of that, until neither changes."""
+        body, carried = tape.body(op), list(inputs)
+        for _ in range(len(carried) + 2):
+            found = self.out_of(body, carried)
+            joined = [
+                _joined(one, other, op, is_zero=_is_zero(x)) for x, one, other in zip(op.inputs, carried, found, strict=False)
+            ]
+            if joined == carried[: len(joined)]:
+                break
+            carried = [*joined, *carried[len(joined) :]]
+        condition = self.out_of(tape.condition(op), carried)[0]
+        if not isinstance(condition, Replicate):
+            why = condition if isinstance(condition, Unknown) else Unknown(Why.FUNCTION, _named(op))
+            return [why] * len(op.outputs)
+        return carried[: len(op.outputs)]
+
+
+class _FunctionFacts(GraphFacts):
+    """Those of the graph of a branch, the body of a loop or a function, from the placements of its inputs."""
+
+    def __init__(self, graph: tf.Graph, given: Sequence[Placement]):
+        super().__init__()
+        self._given = {x.name: placement for x, placement in zip(graph.inputs, given, strict=False)}
+
+    def _leaf(self, tensor: tf.Tensor) -> Placement | None:
+        return self._given.get(tensor.name)
+
+
+class Facts(GraphFacts):
+    """Those of the graph in which a rank's function is traced; an attachment of its program, and of a branch's."""
+
+    IS_OF_BRANCH = True
+
+    def __init__(self, program: RankProgram):
+        super().__init__()
+        self._program = program
+        self._results: Results = program.attachment(Results)
+        self._rows: RankRows = program.attachment(RankRows)
+        self._declared: dict[str, Placement] = {} if program.outer is not None else argument_placements(program)
+        self._captured: dict[str, tf.Tensor] = {}
+        self._num_reconnected = 0
+        self._agreed: dict[str, bool] = {}
+
+    def of(self, tensor: tf.Tensor) -> Placement:
+        reconnected = tape.reconnected(self._program.graph)
+        if len(reconnected) > self._num_reconnected:
+            new = reconnected[self._num_reconnected :]
+            self._num_reconnected = len(reconnected)
+            self.forget([x for op in new for x in op.outputs])
+        return super().of(tensor)
+
+    def declare(self, tensor: tf.Tensor, placement: Placement) -> None:
+        """Says what the placement of `tensor` is, whatever it is computed of."""
+        if tf.is_symbolic_tensor(tensor):
+            self._declared[tensor.name] = placement
+            self.forget([tensor])
+
+    def declare_agreed(self, tensor: tf.Tensor) -> None:
+        """Says that `tensor` is what ranks have agreed on."""
+        self.declare(tensor, Replicate())
+        self._agreed[tensor.name] = True
+
+    def is_agreed(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is the same on all ranks since they have agreed on what it is computed of."""
+        if not self._agreed or not isinstance(self.of(tensor), Replicate):
+            return False
+        for current in inputs_first(tensor, self._agreed_inputs, self._agreed):
+            self._agreed[current.name] = any(self._agreed[x.name] for x in self._agreed_inputs(current))
+        return self._agreed[tensor.name]
+
+    def _agreed_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        return [x for x in self._inputs(tensor) if x.dtype != tf.resource and isinstance(self.of(x), Replicate)]
+
+    def forget(self, tensors: Iterable[tf.Tensor]) -> None:
+        """Forgets the placements of `tensors` and of what is computed of them: something in front of them has changed."""
+        waiting = [x for x in tensors if x.name in self._known]
+        for x in waiting:
+            if not self._agreed.get(x.name):
+                self._agreed.pop(x.name, None)
+            if self._known.pop(x.name, None) is not None:
+                waiting.extend(output for op in x.consumers() for output in op.outputs if output.name in self._known)
+
+    def reasons_of(self, tensor: tf.Tensor) -> list[tf.Operation]:
+        """Returns the operations that make `tensor` unknown: of inputs that are known they make what is not."""
+        found: dict[str, tf.Operation] = {}
+        waiting, seen = [tensor], {tensor.name}
+        for x in waiting:
+            source = self._source(x)
+            before = [source] if isinstance(source, tf.Tensor) else [] if source is not None else list(x.op.inputs)
+            unknown = [y for y in before if isinstance(self.of(y), Unknown)]
+            if not unknown and source is None:
+                found[x.op.name] = x.op
+            waiting.extend(y for y in unknown if y.name not in seen)
+            seen.update(y.name for y in unknown)
+        return list(found.values())
+
+    def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
+        if tensor.name in self._declared:
+            return self._declared[tensor.name]
+        if self._rows.is_weight(tensor):
+            return Partial(How.SHARE)
+        if self._results.is_same(tensor):
+            return Replicate()
+        if (like := self._results.like(tensor)) is not None:
+            return like
+        if self._results.is_of_all(tensor):
+            return Unknown(Why.NO_RULE, _named(tensor.op))
+        if tensor.op.type == "Placeholder" and self._program.outer is not None:
+            outer = self._outer_of(tensor)
+            return None if outer is None else self._program.outer.attachment(Facts).of(outer)
+        return None
+
+    def _outer_of(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        if tensor.name not in self._captured:
+            self._captured = {inner.name: outer for outer, inner in self._program.graph.captures}
+        outer = self._captured.get(tensor.name)
+        return outer if outer is not None and tf.is_symbolic_tensor(outer) and outer.dtype != tf.resource else None
+
+
+def argument_placements(program: RankProgram) -> dict[str, Placement]:
+    """Returns the placements of the tensors that the function of a rank is given, by name: what is dealt to ranks has rows."""
+    found: dict[str, Placement] = {}
+    for leaf in tf.nest.flatten(program.arguments):
+        parts = tf.nest.flatten(leaf, expand_composites=True) if leaf is not None else []
+        for x in parts:
+            if tf.is_symbolic_tensor(x):
+                is_dense = isinstance(leaf, tf.Tensor)
+                found[x.name] = _given(x, is_dense) if program.is_dealt(leaf) else Replicate()
+    return found
+
+
+def _given(x: tf.Tensor, is_dense: bool) -> Placement:
+    if x.dtype in (tf.resource, tf.variant) or x.shape.rank == 0:
+        return Unknown(Why.GIVEN, _named(x.op))
+    return Shard(0, (x.name,)) if is_dense else Shard(0, is_even=False)
+
+
+def _joined_branches(facts: GraphFacts, op: tf.Operation, inputs: tuple[Placement, ...]) -> list[Placement]:
+    if isinstance(inputs[0], Unknown):
+        return [inputs[0]] * len(op.outputs)
+    if not isinstance(inputs[0], Replicate):
+        return [Unknown(Why.FUNCTION, _named(op))] * len(op.outputs)
+    branches = [facts.out_of(graph, inputs[1:]) for graph in tape.traced_branches(op) or tape.branches(op)]
+    joined = list(branches[0][: len(op.outputs)])
+    for other in branches[1:]:
+        joined = [_joined(one, two, op) for one, two in zip(joined, other, strict=False)]
+    return joined if len(joined) == len(op.outputs) else [Unknown(Why.NO_RULE, _named(op))] * len(op.outputs)
+
+
+def _joined(one: Placement, other: Placement, op: tf.Operation, *, is_zero: bool = False) -> Placement:
+    """Returns the placement of what is `one` or `other`, the same on all ranks."""
+    if one == other or is_zero and isinstance(one, Replicate) and isinstance(other, Shard | Partial):
+        return other
+    if isinstance(one, Unknown) or isinstance(other, Unknown):
+        return one if isinstance(one, Unknown) else other
+    kinds = {one, other}
+    if kinds <= {Replicate(), Replicate(is_drawn=True)}:
+        return Replicate(is_drawn=True)
+    if kinds <= {Replicate(), Partial(How.MEAN)}:
+        return Partial(How.MEAN)
+    if isinstance(one, Shard) and isinstance(other, Shard) and one.axis == other.axis and not (one.is_joined or other.is_joined):
+        return Shard(one.axis, one.rows if one.rows == other.rows else (), one.is_even and other.is_even)
+    return Unknown(Why.FUNCTION, _named(op))
+
+
+def _is_zero(tensor: tf.Tensor) -> bool:
+    """Whether `tensor` is nothing yet: zeros, or an empty list."""
+    if tensor.dtype == tf.variant:
+        return tensor.op.type in ("TensorListReserve", "EmptyTensorList")
+    if tensor.op.type == "ZerosLike":
+        return True
+    value = value_of(tensor.op.inputs[1] if tensor.op.type == "Fill" else tensor)
+    return value is not None and value.size > 0 and not value.any()
+
+
+def _named(op: tf.Operation) -> str:
+    return f"{op.type} {op.name!r}"

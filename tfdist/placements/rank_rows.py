@@ -1,0 +1,80 @@
+"""The rows of the global batch that one rank has, and its weight in means over all rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, all_reduce
+
+
+class RankRows:
+    """The part of the global batch that one rank has in one trace; an attachment of the rank's program.
+
+    The batch is the first tensor that has rows among the arguments of the function given to `strategy.run`: `x` in `fit`. If the
+    function has no such argument, every rank counts as one row.
+
+    Attributes:
+        rows: how many rows the rank has, an int64 scalar.
+        are_means: whether the losses of this trace are the ranks' own means, as in a step of Keras's trainer; else their shares.
+    """
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        with program.outermost():
+            self.rows = _rows(program.arguments)
+        self.are_means = False
+        self._weight: tf.Tensor | None = None
+        self._sends_rows_along = False
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether `weight` sends nothing any more."""
+        return self._weight is not None
+
+    def weight(self) -> tf.Tensor:
+        """Returns the rank's rows over those of all data ranks, a float64 scalar; one message of 1 number, once a trace."""
+        if self._weight is not None:
+            return self._weight
+        return self._weight_of(all_reduce(tf.cast(self.rows, tf.float64), "data", label="loss/rows"))
+
+    def is_weight(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is what `weight` returns."""
+        return tensor is self._weight
+
+    def looks_like_rows(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` has as many rows as a tensor of the batch: all that is known of one in an eager run."""
+        leaves = [x for x in tf.nest.flatten(self._program.arguments) if tf.is_tensor(x) and x.shape.rank]
+        return bool(tensor.shape.rank) and tensor.shape[0] in {x.shape[0] for x in leaves}
+
+    def send_rows_along(self) -> None:
+        """Lets the first message of sums count all ranks' rows, too, so that `weight` needs none of its own."""
+        self._sends_rows_along = True
+
+    def sums_over_ranks(self, scalars: list[tf.Tensor], label: str) -> list[tf.Tensor]:
+        """Sums each of `scalars`, of one dtype, over the ranks, all in one message."""
+        dtype = scalars[0].dtype
+        if self._weight is not None or not self._sends_rows_along:
+            return tf.unstack(all_reduce(tf.stack(scalars), "data", label=label))
+        numbers = [tf.cast(scalar, tf.float64) for scalar in (*scalars, self.rows)]
+        *sums, all_rows = tf.unstack(all_reduce(tf.stack(numbers), "data", label=label))
+        self._weight_of(tf.stop_gradient(all_rows))
+        return [tf.cast(total, dtype) for total in sums]
+
+    def _weight_of(self, all_rows: tf.Tensor) -> tf.Tensor:
+        weight = tf.math.divide_no_nan(tf.cast(self.rows, tf.float64), all_rows)
+        if self._program.exists_here(weight):
+            self._weight = weight
+        return weight
+
+
+def _rows(arguments: Any) -> tf.Tensor:
+    for leaf in tf.nest.flatten(arguments):
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf.nrows(out_type=tf.int64)
+        if isinstance(leaf, tf.SparseTensor):
+            return leaf.dense_shape[0]
+        if tf.is_tensor(leaf) and leaf.shape.rank != 0:
+            return tf.shape(leaf, out_type=tf.int64)[0]
+    return tf.constant(1, tf.int64)

@@ -1,0 +1,247 @@
+"""Placements changed: what ranks have of a tensor becomes that of one device, the same on all.
+
+    a number of all rows    the ranks agree on it: one all-reduce of all numbers that are asked for together
+    rows                    gathered, in the order of one device
+
+Why gradients are right. The reductions of the step multiply a rank's gradients by a factor f_r (its weight, or 1 where that has
+entered before) and add them up. A derivative v_r that comes back to an agreed value is of the readers of this rank alone; that of
+one device is V = sum_r f_r v_r, and nothing needs to be sent for it where v_r is known to be the same on all ranks. Then
+
+    M = sum_r w_r m_r    passes on  w_r V / f_r      a mean, with the rank's weight w_r
+    S = sum_r s_r        passes on  V / f_r
+    X = concat_r x_r     passes on  V[its rows] / f_r
+    T = max_r t_r        passes on  V / f_r where t_r = T, divided among all that are equal to it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, all_gather, all_reduce, gather_rows
+from tfdist.graphs import records, tape
+from tfdist.graphs.constants import value_of
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import How, Partial, Replicate
+from tfdist.placements.rank_rows import RankRows
+
+_WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32}
+_FEW = 64  # numbers that are sent as float64, whatever they are, to be in one message
+
+Tensors: TypeAlias = Sequence[tf.Tensor]
+
+
+@dataclasses.dataclass(eq=False)
+class _Agreement:
+    given: Tensors
+    found: Tensors
+    back: Callable[[Tensors, Tensors, Tensors], Tensors]  # of given, found and upstream: what comes back to given
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Made:
+    op: tf.Operation
+
+
+class Redistribution:
+    """What has been redistributed in the graph of one rank's program; an attachment of the program, and of a branch's.
+
+    Attributes:
+        factor: returns by what the gradient that is being taken will be multiplied where it is reduced; None: by 1.
+    """
+
+    IS_OF_BRANCH = True
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._facts: Facts = program.attachment(Facts)
+        self._rows: RankRows = program.attachment(RankRows)
+        self._found: dict[str, tf.Tensor] = {}
+        self._changes: list[_Agreement | _Made | tf.Operation] = []  # of which tapes must be told
+        self._told: dict[int, tuple[tf.GradientTape, int]] = {}  # how many, by the id of a tape, which stays its own
+        self.factor: Callable[[], tf.Tensor | None] = lambda: None
+
+    def found(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """Returns what `agree` or `gather` has made of `tensor`."""
+        return self._found.get(tensor.name)
+
+    def agree(self, tensors: Tensors, label: str) -> None:
+        """Lets the ranks agree on `tensors`, each `Partial`, of static shapes: one message, one more for maxima and minima."""
+        missing = list({x.name: x for x in tensors if x.name not in self._found}.values())
+        hows = {x.name: self._facts.of(x).how for x in missing}
+        sums = [x for x in missing if hows[x.name] not in (How.MAX, How.MIN, How.REPLICAS)]
+        with self._program.outermost(), tape.stop_recording():
+            if sums:
+                shares = [self._weighed(x) if hows[x.name] is How.MEAN else x for x in sums]
+                totals = self._reduced(shares, "sum", label)
+                self._note(sums, [tf.cast(y, x.dtype) for x, y in zip(sums, totals, strict=True)], self._back_to_sums)
+            replicas = [x for x in missing if hows[x.name] is How.REPLICAS]
+            count = len(self._program.group_ranks("data"))
+            self._note(replicas, [tf.cast(x / count, x.dtype) for x in replicas], self._back_to_sums)
+            for how, sign in ((How.MAX, 1), (How.MIN, -1)):
+                extremes = [x for x in missing if hows[x.name] is how]
+                if extremes:
+                    totals = self._reduced([sign * _wide(x) for x in extremes], "max", label)
+                    totals = [tf.cast(sign * y, x.dtype) for x, y in zip(extremes, totals, strict=True)]
+                    self._note(extremes, totals, self._back_to_extremes)
+
+    def make(self, build: Callable[..., tf.Tensor], *tensors: tf.Tensor) -> tf.Tensor:
+        """Returns `build(*tensors)`, of operations that tapes go back through."""
+        with self._program.outermost(), tape.stop_recording():
+            start = tape.operations_so_far()
+            made = build(*tensors)
+            self._changes.extend(_Made(op) for op in tape.operations_since(start) if op.inputs)
+        return made
+
+    def gather(self, tensor: tf.Tensor, label: str) -> None:
+        """Gathers the rows of `tensor`, a `Shard`, from all data ranks."""
+        if tensor.name in self._found:
+            return
+        axis = self._facts.of(tensor).axis
+        with self._program.outermost(), tape.stop_recording():
+            found = tf.identity(_swapped(gather_rows(_swapped(tensor, axis), label), axis))
+            found.set_shape([None if place == axis else size for place, size in enumerate(tensor.shape)])
+            rows = tf.shape(tensor)[axis]
+            start = self._rows_before(rows, label)
+
+            def back(given: Tensors, found: Tensors, upstream: Tensors) -> Tensors:
+                (whole,) = self._of_one_device(*upstream)
+                return [self._without_factor(_swapped(_swapped(whole, axis)[start : start + rows], axis))]
+
+            self._note([tensor], [found], back)
+
+    def reads(self, op: tf.Operation, place: int, new: tf.Tensor) -> None:
+        """Makes `op` read `new` at one place, and tapes take the way back through that."""
+        tape.reconnect(op, op.inputs[place], new)
+        if op not in self._changes:
+            self._changes.append(op)
+
+    def tell(self, gradient_tape: tf.GradientTape) -> None:
+        """Tells a tape, which is about to be asked for a gradient, what has changed of what it has recorded."""
+        told = self._told.get(id(gradient_tape), (gradient_tape, 0))[1]
+        if told == len(self._changes):
+            return
+        self._told[id(gradient_tape)] = gradient_tape, len(self._changes)
+        with records.recording(gradient_tape):
+            for change in self._changes[told:]:
+                if isinstance(change, _Agreement):
+                    back = functools.partial(_back_of, change)
+                    records.record_function(change.found, change.given, back, "Redistribute")
+                elif isinstance(change, _Made):
+                    records.record_again(change.op)
+                elif records.is_recorded(change):
+                    records.record_again(change)
+
+    def _note(self, given: Tensors, found: Tensors, back: Callable[[Tensors, Tensors, Tensors], Tensors]) -> None:
+        for x, y in zip(given, found, strict=True):
+            self._found[x.name] = y
+            self._facts.declare_agreed(y)
+        pairs = [(x, y) for x, y in zip(given, found, strict=True) if x.dtype.is_floating]
+        if pairs:
+            self._changes.append(_Agreement([x for x, _ in pairs], [y for _, y in pairs], back))
+
+    def _reduced(self, tensors: Tensors, how: str, label: str) -> list[tf.Tensor]:
+        """Reduces tensors over the data ranks, those of one dtype in one message; few numbers, all in one."""
+        sizes = [x.shape.num_elements() for x in tensors]
+        kinds = [_wide(x).dtype for x in tensors]
+        if sum(sizes) <= _FEW and len(set(kinds)) > 1:
+            kinds = [tf.float64] * len(tensors)
+        found: dict[int, tf.Tensor] = {}
+        for kind in dict.fromkeys(kinds):
+            places = [place for place, one in enumerate(kinds) if one == kind]
+            packed = tf.concat([tf.reshape(tf.cast(tensors[place], kind), [-1]) for place in places], 0)
+            total = all_reduce(packed, "data", reduce_op=how, label=label)
+            for place, part in zip(places, tf.split(total, [sizes[place] for place in places]), strict=True):
+                whole = tf.round(part) if tensors[place].dtype.is_integer and kind.is_floating else part
+                found[place] = tf.reshape(whole, tensors[place].shape)
+        return [found[place] for place in range(len(tensors))]
+
+    def _weighed(self, mean: tf.Tensor) -> tf.Tensor:
+        """Returns the rank's share of a mean; of no rows it is NaN, and counts nothing."""
+        return tf.math.multiply_no_nan(_wide(mean), tf.cast(self._rows.weight(), _wide(mean).dtype))
+
+    def _rows_before(self, rows: tf.Tensor, label: str) -> tf.Tensor:
+        """Returns how many of the gathered rows stand before this rank's `rows`."""
+        ranks = self._program.group_ranks("data")
+        lengths = all_gather(tf.reshape(rows, [1]), "data", label=f"{label}/places")
+        return tf.reduce_sum(lengths[: ranks.index(self._program.rank)])
+
+    # The way back
+
+    def _back_to_sums(self, given: Tensors, found: Tensors, upstream: Tensors) -> Tensors:
+        del found
+        back = []
+        for x, v in zip(given, self._of_one_device(*upstream), strict=True):
+            is_mean = self._facts.of(x).how is How.MEAN
+            back.append(self._without_factor(v * tf.cast(self._rows.weight(), v.dtype) if is_mean else v))
+        return back
+
+    def _back_to_extremes(self, given: Tensors, found: Tensors, upstream: Tensors) -> Tensors:
+        """Divides what comes back among all values that are equal to the extreme, as TensorFlow does among a rank's own."""
+        wholes = self._of_one_device(*upstream)
+        equal = []
+        for x, y in zip(given, found, strict=True):
+            if x.op.type in ("Max", "Min"):
+                values, axes = x.op.inputs
+                kept = y if x.op.get_attr("keep_dims") else _with_axes(y, axes, values.shape.rank)
+                equal.append(tf.reshape(tf.reduce_sum(tf.cast(tf.equal(values, kept), _wide(x).dtype), axes), x.shape))
+            else:
+                equal.append(tf.cast(tf.equal(x, y), _wide(x).dtype))
+        totals = self._reduced(equal, "sum", "agree/gradient")
+        return [
+            self._without_factor(v * tf.math.divide_no_nan(one, total))
+            for v, one, total in zip(wholes, equal, totals, strict=True)
+        ]
+
+    def _of_one_device(self, *upstream: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the derivatives of one device, from those that have come back to what ranks have agreed on."""
+        factor = self.factor()
+        upstream = [tf.convert_to_tensor(x) for x in upstream]
+        found: dict[int, tf.Tensor] = {}
+        for place, x in enumerate(upstream):
+            placement = self._facts.of(x)
+            if factor is not None and isinstance(placement, Replicate) and not placement.is_drawn:
+                found[place] = x
+            elif factor is None and isinstance(placement, Partial) and placement.how is How.SHARE:
+                found[place] = tf.math.divide_no_nan(x, tf.cast(self._rows.weight(), x.dtype))
+        missing = [place for place in range(len(upstream)) if place not in found]
+        if missing:
+            parts = [upstream[place] for place in missing]
+            if factor is not None:
+                parts = [tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype)) for x in parts]
+            totals = self._reduced(parts, "sum", "agree/gradient")
+            found.update((place, tf.cast(y, upstream[place].dtype)) for place, y in zip(missing, totals, strict=True))
+        return [found[place] for place in range(len(upstream))]
+
+    def _without_factor(self, x: tf.Tensor) -> tf.Tensor:
+        factor = self.factor()
+        return x if factor is None else tf.math.divide_no_nan(x, tf.cast(factor, x.dtype))
+
+
+def _back_of(agreement: _Agreement, *upstream: tf.Tensor) -> Tensors:
+    return agreement.back(agreement.given, agreement.found, upstream)
+
+
+def _wide(x: tf.Tensor) -> tf.Tensor:
+    return tf.cast(x, _WIDE.get(x.dtype, x.dtype))
+
+
+def _swapped(x: tf.Tensor, axis: int) -> tf.Tensor:
+    """Returns `x` with `axis` in the place of the first, and that in its own."""
+    if axis == 0:
+        return x
+    order = list(range(x.shape.rank))
+    order[0], order[axis] = axis, 0
+    return tf.transpose(x, order)
+
+
+def _with_axes(reduced: tf.Tensor, axes: tf.Tensor, rank: int) -> tf.Tensor:
+    """Returns what a reduction of a tensor of `rank` axes over `axes` has returned, with these axes of size 1."""
+    gone = {int(axis) % rank for axis in value_of(axes).reshape(-1)}
+    for axis in sorted(gone):
+        reduced = tf.expand_dims(reduced, axis)
+    return reduced

@@ -1,0 +1,331 @@
+"""A step is mended where an operation needs what other ranks have: its inputs are redistributed, and it reads what ranks agree on.
+
+    tf.sqrt(mean)                     the mean of all rows: a message of one number
+    tf.where(mean < 1.5, a, b)        the same; a branch, too
+    total / count                     both, in one message
+    x - mean(x)                       the mean of all rows, and in backward the derivative by it, which each rank has a part of
+    total + mean                      nothing is sent: a rank's sum, over its weight, is a mean
+    x @ transposed(x), x[::-1]        the rows of all ranks are gathered, if they are few enough
+
+What is wanted is asked for by its name (`known`): a loss, a log, a value that is assigned. What goes back to rows is mended as soon
+as it is seen (`look`), in front of any message that may depend on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfdist import temporary
+from tfdist.collectives import RankProgram, all_reduce, can_be_gathered
+from tfdist.graphs import records, tape
+from tfdist.graphs.walks import before
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import How, Lengths, Partial, Places, Placement, Replicate, Shard, Unknown, Why
+from tfdist.placements.rank_rows import RankRows
+from tfdist.placements.redistribute import Redistribution
+from tfdist.placements.table import Linear, is_elementwise, linear_inputs
+
+_MOST_ROWS = 1024  # of a rank, where their number is not known when the step is traced
+_FEW_BYTES = 2**20  # of numbers that ranks agree on, whatever `most_bytes` is
+_MOST_WAVES = 100  # of numbers that are computed of agreed numbers, and need to be agreed on again
+_WITH_SIZES = frozenset(
+    "BroadcastTo Fill OneHot Pad PadV2 RandomStandardNormal RandomUniform RandomUniformInt Range Reshape ScatterNd Slice Split SplitV "
+    "StatelessRandomNormalV2 StatelessRandomUniformV2 StridedSlice Tile TruncatedNormal UnsortedSegmentSum".split()
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Want:
+    """That `op` reads what ranks agree on in the place of its input number `place`."""
+
+    op: tf.Operation
+    place: int
+    tensor: tf.Tensor
+
+
+class Repair:
+    """What was mended in the graph of one rank's program; an attachment of the program, and of a branch's.
+
+    Attributes:
+        most_bytes: of rows that are gathered, on a rank; 0: none are.
+    """
+
+    IS_OF_BRANCH = True
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._facts: Facts = program.attachment(Facts)
+        self._rows: RankRows = program.attachment(RankRows)
+        self._redistribution: Redistribution = program.attachment(Redistribution)
+        self._given_up: set[str] = set()  # operations that nothing can be done about
+        self._looked_at = len(program.graph.get_operations())
+        self._is_working = False
+        self._is_looking = True
+        self.most_bytes = 64 * 2**20
+        program.before_collective.append(self.look)
+
+    def known(self, tensor: tf.Tensor, label: str) -> Placement:
+        """Returns the placement of `tensor`, mended if it must be; `Unknown`: that could not be done."""
+        if not self._program.exists_here(tensor):
+            return Unknown(Why.NO_RULE, f"{tensor.op.type} {tensor.op.name!r}")
+        self.look()
+        with self._working():
+            return self._known(tensor, label)
+
+    def _known(self, tensor: tf.Tensor, label: str) -> Placement:
+        for wave in range(_MOST_WAVES):
+            found = self._facts.of(tensor)
+            if not isinstance(found, Unknown) or found.what in self._given_up:
+                return found
+            if wave == 0:
+                for settle in self._program.before_collective:  # what reads gradients is to read sums of them
+                    settle()
+                continue
+            reasons = self._facts.reasons_of(tensor)
+            if not self._rows.are_means and self._add_shares(reasons):
+                continue
+            wants = self._wants(reasons)
+            if wants is None:
+                self._given_up.add(found.what)
+                return found
+            self._mend(wants, label)
+        return found
+
+    def whole(self, tensor: tf.Tensor, label: str) -> tf.Tensor | None:
+        """Returns what `tensor` is on one device, the same on all ranks; None: that is not known."""
+        placement = self.known(tensor, label)
+        if isinstance(placement, Replicate):
+            return tensor
+        if isinstance(placement, Partial) and tensor.shape.is_fully_defined():
+            with self._working():
+                self._redistribution.agree([tensor], label)
+        elif isinstance(placement, Shard) and not placement.is_joined and can_be_gathered(tensor):
+            with self._working():
+                self._redistribution.gather(tensor, label)
+        else:
+            return None
+        return self._redistribution.found(tensor)
+
+    def as_mean(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
+        """Returns `tensor` such that the ranks' own, by their weights, make up what one device has, as far as that is known."""
+        placement = self.known(tensor, label)
+        if isinstance(placement, Partial) and placement.how in (How.MAX, How.MIN) and tensor.shape.is_fully_defined():
+            return self.whole(tensor, label)
+        if not (isinstance(placement, Partial) and placement.is_sum) or not tensor.dtype.is_floating:
+            return tensor
+        weight = self._rows.weight()
+        return self._redistribution.make(lambda x, w: tf.math.divide_no_nan(x, tf.cast(w, x.dtype)), tensor, weight)
+
+    def as_share(self, tensor: tf.Tensor, label: str) -> Placement:
+        """Returns the placement of `tensor`, a loss of a loop of one's own, in which what is agreed on counts once.
+
+        What the same number is added to that ranks have agreed on is a rank's share, as the loop says it; the number becomes one.
+        """
+        placement = self.known(tensor, label)
+        if isinstance(placement, Replicate) and self._facts.is_agreed(tensor):
+            with self._working():
+                for op in self._sums_before(tensor):
+                    others = [x for x in op.inputs if not self._facts.is_agreed(x)]
+                    if any(map(_reads_variables, others)):
+                        self._add_share(op)
+            placement = self._facts.of(tensor)
+        return placement
+
+    def is_agreed(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is the same on all ranks since they have agreed on what it is computed of."""
+        return self._program.exists_here(tensor) and self._facts.is_agreed(tensor)
+
+    def look(self) -> None:
+        """Mends what goes back to rows, or lets rows meet, in what has been traced since it was called before."""
+        if self._is_working or not self._is_looking or self._program.is_eager:
+            return
+        operations = self._program.graph.get_operations()
+        start = self._looked_at
+        with self._working():
+            for op in operations[start:]:
+                if not tape.is_backward(op) and any(isinstance(self._facts.of(x), Shard) for x in op.inputs):
+                    for x in op.outputs:
+                        if x.dtype != tf.variant and isinstance(self._facts.of(x), Unknown):
+                            self._known(x, "layer")
+
+    def not_looking(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which nothing is mended that is not asked for."""
+        return temporary.attributes(self, _is_looking=False)
+
+    def pass_over(self) -> None:
+        """Lets `look` not see what has been traced so far."""
+        self._looked_at = len(self._program.graph.get_operations())
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        """A block whose operations are the repair's own, and are not looked at."""
+        if self._is_working:
+            yield
+            return
+        with temporary.attributes(self, _is_working=True):
+            yield
+        self.pass_over()
+
+    # What is wanted
+
+    def _wants(self, operations: Sequence[tf.Operation]) -> list[_Want] | None:
+        """Returns what `operations`, which make something unknown, need to read; None: one of them cannot be mended."""
+        wants: list[_Want] = []
+        for op in operations:
+            found = self._wants_of(op)
+            if not found:
+                return None
+            wants += found
+        return wants
+
+    def _wants_of(self, op: tf.Operation) -> list[_Want]:
+        inputs, why = self._facts.inputs_of(op), self._why(op)
+        if op.graph is not self._program.graph or not records.has_gradient(op) or tape.is_backward(op):
+            return []
+        if why is Why.SOME_ROWS:
+            return [_Want(op, 0, op.inputs[0])] if op.type == "Mean" else []
+        numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not _is_size(op, place)]
+        if why is Why.MIXED and self._rows.are_means:
+            return [_Want(op, place, op.inputs[place]) for place in numbers if inputs[place].is_sum]
+        if numbers:
+            fit = all(_bytes_of(op.inputs[place], 0) <= max(self.most_bytes, _FEW_BYTES) for place in numbers)
+            return [_Want(op, place, op.inputs[place]) for place in numbers] if fit else []
+        rows = [place for place, one in enumerate(inputs) if isinstance(one, Shard)]
+        if any(isinstance(one, Lengths | Places) for one in inputs):
+            return []
+        can = all(self._can_gather(op.inputs[place]) for place in rows)
+        return [_Want(op, place, op.inputs[place]) for place in rows] if can else []
+
+    def _why(self, op: tf.Operation) -> Why | None:
+        return next((found.why for found in map(self._facts.of, op.outputs) if isinstance(found, Unknown)), None)
+
+    def _can_gather(self, tensor: tf.Tensor) -> bool:
+        placement, shape = self._facts.of(tensor), tensor.shape
+        if not can_be_gathered(tensor) or placement.is_joined or not shape.rank or shape[placement.axis] is not None:
+            return False
+        return _bytes_of(tensor, placement.axis) <= self.most_bytes
+
+    # What is done
+
+    def _add_shares(self, operations: Sequence[tf.Operation]) -> bool:
+        """Lets those of `operations` that add numbers to a rank's shares add shares; returns whether there are any."""
+        mixed = [op for op in operations if self._why(op) is Why.MIXED]
+        for op in mixed:
+            self._add_share(op)
+        return bool(mixed)
+
+    def _add_share(self, op: tf.Operation) -> None:
+        weight = self._rows.weight()
+        for place, x in enumerate(op.inputs):
+            if self._facts.is_agreed(x):
+                share = self._redistribution.make(lambda x, w: x * tf.cast(w, x.dtype), x, weight)
+                self._facts.declare(share, Partial(How.SHARE))
+                self._redistribution.reads(op, place, share)
+        self._facts.declare(op.outputs[0], Partial(How.SUM))
+
+    def _sums_before(self, tensor: tf.Tensor) -> list[tf.Operation]:
+        """Returns the operations that add what `tensor` is a sum of, from it on, through factors and divisors."""
+        found, waiting = [], [tensor]
+        for x in waiting:
+            linear = linear_inputs(x.op.type)
+            if linear is Linear.TOGETHER and is_elementwise(x.op.type):
+                found.append(x.op)
+                waiting.extend(x.op.inputs)
+            elif x.op.type == "IdentityN":
+                waiting.append(x.op.inputs[x.value_index])
+            elif linear is not None and is_elementwise(x.op.type):
+                waiting.extend(y for y in x.op.inputs if self._facts.is_agreed(y))
+        return found
+
+    def _mend(self, wants: Sequence[_Want], label: str) -> None:
+        redistribution = self._redistribution
+        with self._working():
+            numbers, rows = [], []
+            for want in wants:
+                why = self._why(want.op)
+                if why is Why.SOME_ROWS:
+                    self._count_some_rows(want, label)
+                elif why is Why.MIXED and self._rows.are_means:
+                    weight = self._rows.weight()
+                    mean = redistribution.make(lambda x, w: tf.math.divide_no_nan(x, tf.cast(w, x.dtype)), want.tensor, weight)
+                    self._facts.declare(mean, Partial(How.MEAN))
+                    redistribution.reads(want.op, want.place, mean)
+                else:
+                    (numbers if isinstance(self._facts.of(want.tensor), Partial) else rows).append(want)
+            redistribution.agree([want.tensor for want in numbers], f"agree/{label}")
+            for want in rows:
+                redistribution.gather(want.tensor, f"gather/{label}")
+            for want in (*numbers, *rows):
+                redistribution.reads(want.op, want.place, redistribution.found(want.tensor))
+
+    def _count_some_rows(self, want: _Want, label: str) -> None:
+        """Lets a mean over some of the rank's rows be such that the ranks' own, by their weights, are that over all of them.
+
+        A row of zeros stands behind them: the mean of none is NaN.
+        """
+        axis = self._facts.of(want.tensor).axis
+        with self._program.outermost(), tape.stop_recording():
+            rows, weight = tf.cast(tf.shape(want.tensor)[axis], tf.float64), self._rows.weight()
+            all_rows = all_reduce(rows, "data", label=f"agree/{label}")
+            factor = tf.where(weight > 0, (rows + 1) / (weight * all_rows), tf.zeros_like(rows))
+
+        def counted(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+            none = tf.zeros_like(tf.reduce_sum(x, axis, keepdims=True))
+            return tf.concat([x, none], axis) * tf.cast(factor, x.dtype)
+
+        self._redistribution.reads(want.op, 0, self._redistribution.make(counted, want.tensor, factor))
+        self._facts.declare(want.op.outputs[0], Partial(How.MEAN))
+
+
+def begin(program: RankProgram) -> None:
+    """Lets what is traced in `program` be looked at, from here on."""
+    if not program.is_eager and program.mesh.size("data") > 1:
+        program.attachment(Repair)
+        program.at_close.append(lambda _: program.attachment(Repair).look())
+
+
+@contextlib.contextmanager
+def meant_of_own_rows(program: RankProgram | None, like: tf.Tensor | None = None) -> Iterator[list[tf.Tensor]]:
+    """A block in which a rank computes, of its own rows, what other ranks' rows are not to change, as in `BatchNormalization`.
+
+    Gives a list for what the block has computed, which counts as the same on all ranks, or as what is `like` it.
+    """
+    found: list[tf.Tensor] = []
+    here = None if program is None or program.is_eager else program.here()
+    if here is None:
+        yield found
+        return
+    repair, facts = here.attachment(Repair), here.attachment(Facts)
+    repair.look()
+    with repair.not_looking():
+        yield found
+    repair.pass_over()
+    for x in found:
+        facts.declare(x, Replicate() if like is None or not here.exists_here(like) else facts.of(like))
+
+
+def _reads_variables(tensor: tf.Tensor) -> bool:
+    return any(x.op.type == "ReadVariableOp" for x, _ in before(tensor))
+
+
+def _is_size(op: tf.Operation, place: int) -> bool:
+    """Whether the input number `place` of `op`, or what follows from it, says how large something is: own rows then fit it."""
+    if not op.inputs[place].dtype.is_integer:
+        return False
+    waiting = [op]
+    for reader in waiting:
+        if reader.type in _WITH_SIZES:
+            return True
+        waiting.extend(one for x in reader.outputs if x.dtype.is_integer for one in x.consumers() if one not in waiting)
+    return False
+
+
+def _bytes_of(tensor: tf.Tensor, row_axis: int) -> int:
+    """Returns the bytes of `tensor` on a rank; of sizes that are not known, those that they may have."""
+    sizes = [size or (_MOST_ROWS if axis == row_axis else 64) for axis, size in enumerate(tensor.shape)]
+    return math.prod(sizes) * tensor.dtype.size

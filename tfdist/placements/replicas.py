@@ -1,0 +1,55 @@
+"""The number of replicas, as `strategy.num_replicas_in_sync` returns it: in a rank's step it is known for what it is.
+
+    loss / strategy.num_replicas_in_sync      one device divides by 1
+
+It is an integer like any other. What it divides is a rank's share then, of a number that all ranks have; and ranks agree on a number
+that each has of its own rows, in the place of the division.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import rank_program
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import How, Partial
+
+
+class ReplicaCount(int):
+    """How many replicas there are."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _Part(other / int(self), self) if type(other) in (int, float) else NotImplemented
+
+    def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
+        count = tf.constant(int(self), dtype, name=name)
+        program = rank_program(peers_on="data")
+        here = program.that_made(count) if program is not None and tf.is_symbolic_tensor(count) else None
+        if here is not None:
+            here.attachment(Facts).declare(count, Partial(How.REPLICAS))
+        return count
+
+
+class _Part(float):
+    """A number over that of replicas."""
+
+    count: ReplicaCount
+
+    def __new__(cls, value: float, count: ReplicaCount) -> _Part:
+        made = super().__new__(cls, value)
+        made.count = count
+        return made
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)
+
+    def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
+        dtype = tf.as_dtype(dtype or tf.float32)
+        if not dtype.is_floating:
+            return tf.constant(float(self), dtype, name=name)
+        return tf.constant(float(self) * int(self.count), dtype) / tf.convert_to_tensor(self.count, dtype)
