@@ -11,7 +11,7 @@ from tests.placements.worlds import Case, Given, World
 from tfdist.placements.kinds import How
 
 CASES: dict[str, Callable[[World], Case]] = {}
-NUMBERS = (How.SUM, How.MEAN, How.COUNT, How.SHARE, How.MAX, How.MIN)
+NUMBERS = (How.SUM, How.MEAN, How.COUNT, How.SHARE, How.MAX, How.MIN, How.ALIKE)
 
 
 def of(types: str):

@@ -97,6 +97,10 @@ class World:
         if how is How.SHARE:
             value = self.numbers(shape, dtype)
             return Given(Partial(how), [np.asarray(value * w, dtype) for w in weights], value, tuple(shape))
+        if how is How.ALIKE:
+            value = self.numbers(shape, dtype)
+            nothing = np.full(shape, np.nan if np.issubdtype(np.dtype(dtype), np.floating) else 0, dtype)
+            return Given(Partial(how), [value if count else nothing for count in self.rows], value, tuple(shape))
         values = [np.asarray(self.numbers(shape, dtype)) for _ in self.rows]
         if dtype == "bool":
             nothing: Any = how is How.MIN
@@ -161,6 +165,10 @@ class World:
         if isinstance(placement, Replicate):
             for part in parts:
                 compare(part, whole)
+        elif placement == Partial(How.ALIKE):
+            for part, count in zip(parts, self.rows, strict=True):
+                if count:
+                    compare(part, whole)
         elif isinstance(placement, Partial):
             compare(self.combined(placement, parts), whole)
             if placement.how in (How.COUNT, How.SHARE):

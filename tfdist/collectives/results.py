@@ -10,43 +10,49 @@ it shares has no input but a shape.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import tensorflow as tf
 
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 
+_Key: TypeAlias = tuple[int, str]  # the graph of a tensor, that of the step or of a branch, and its name
+
 
 class Results:
     """The results of the collectives of one rank in one trace; an attachment of its program."""
 
-    IS_OF_BRANCH = True  # names are of one graph
-
     def __init__(self, program: RankProgram):
         self._over_data = set(program.group_ranks("shard"))
-        self._same: set[str] = set()
-        self._of_all: set[str] = set()
-        self._like: dict[str, tf.Tensor] = {}
+        self._same: set[_Key] = set()
+        self._of_all: set[_Key] = set()
+        self._like: dict[_Key, tf.Tensor] = {}
 
     def note(self, found: tf.Tensor, ranks: Ranks, given: tf.Tensor | None, is_like: bool, is_same: bool) -> None:
         is_of_all = self._over_data <= set(ranks)
         if is_of_all:
-            self._of_all.add(found.name)
+            self._of_all.add(_key(found))
         if is_of_all and is_same:
-            self._same.add(found.name)
+            self._same.add(_key(found))
         if is_like and not is_of_all and given is not None and tf.is_symbolic_tensor(given):
-            self._like[found.name] = given
+            self._like[_key(found)] = given
 
     def is_same(self, tensor: tf.Tensor) -> bool:
         """Whether ranks with other rows have the same `tensor`."""
-        return tensor.name in self._same
+        return _key(tensor) in self._same
 
     def is_of_all(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is what all data ranks have gathered, reduced or exchanged: of no rank's own rows."""
-        return tensor.name in self._of_all
+        return _key(tensor) in self._of_all
 
     def like(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns what `tensor` was made of by ranks that have the same rows, row by row; None: it was not."""
-        return self._like.get(tensor.name)
+        return self._like.get(_key(tensor))
+
+
+def _key(tensor: tf.Tensor) -> _Key:
+    return id(tensor.graph), tensor.name
 
 
 def noted(

@@ -168,16 +168,16 @@ def _gradient(
     """In a `train_step` of one's own the gradient is that of a rank's own mean, and must count what the rank has of the batch.
     What reads it before an optimizer does must read the sum over the ranks."""
 
-    def gradient(seeds: Any) -> Any:
-        return original(self, target, sources, seeds, unconnected_gradients)
+    def gradient(targets: Any, seeds: Any) -> Any:
+        return original(self, targets, sources, seeds, unconnected_gradients)
 
     program = rank_program()
     if program is None:
-        return gradient(output_gradients)
+        return gradient(target, output_gradients)
     reads = program.attachment(EagerReads).own_use() if program.is_eager else contextlib.nullcontext()
     with reads, program.attachment(NestedTapes).going_back() as is_nested:
         if is_nested:
-            return gradient(output_gradients)
+            return gradient(target, output_gradients)
         found = gradient_of_targets(self, gradient, target, sources, output_gradients)
     return noted(found, sources, is_of_weights)
 

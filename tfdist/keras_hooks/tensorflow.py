@@ -13,6 +13,7 @@ from tfdist.collectives import Where, nested_functions, rank_program, trace_bran
 from tfdist.graphs import tape
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
+from tfdist.placements.replicas import ReplicaCount, ReplicaPart
 from tfdist.runtime import coordination, out_of_memory
 from tfdist.sharding import ShardedVariable
 from tfdist.sharding.eager_sums import EagerSums
@@ -73,6 +74,21 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwds: Any) -> A
     except tf.errors.ResourceExhaustedError as error:
         out_of_memory.explain(self, error)
         raise
+
+
+@replaces(
+    "tensorflow.python.framework.tensor_conversion_registry",
+    "convert",
+    signature="(value, dtype=None, name=None, as_ref=False, preferred_dtype=None, accepted_result_types="
+    "(<class 'tensorflow.python.types.core.Symbol'>,))",
+)
+def _convert(original: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+    """A loop divides by the number of replicas what all of them have: on one device by 1, and so a rank's step must know it for
+    that number. TensorFlow's own hook for a class (`__tf_tensor__`) is not told of the dtype of what it meets."""
+    if type(value) not in (ReplicaCount, ReplicaPart):
+        return original(value, *args, **kwargs)
+    given = dict(zip(("dtype", "name", "as_ref", "preferred_dtype"), args, strict=False)) | kwargs
+    return value.as_tensor(given.get("dtype") or given.get("preferred_dtype"))
 
 
 _SUMMED = """In an eager run TensorFlow stops all ranks for it, and looks at no value: gradients that are sums over the ranks

@@ -72,7 +72,7 @@ class Statistics:
         if _is_of_gradients(value, program):  # the sum of the ranks', or this rank's part of it
             self._agreed.add(key)
             return value
-        repair, label = program.attachment(Repair), f"statistic/{variable.path}"
+        repair, label = program.attachment(Repair), f"statistics/{variable.path}"
         placement = repair.known(value, label)
         if placement == Replicate(is_drawn=True):
             return value

@@ -12,14 +12,16 @@ from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import tape
+from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
-from tfdist.losses.warning import is_sum, known
+from tfdist.losses.warning import is_sum, known, warn_of_custom_gradient
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
+from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight
 
 
@@ -28,7 +30,7 @@ def weighted_in_gradient(loss: Any) -> Any:
     step = trainer_step()
     if step is None or loss is None:
         return loss
-    loss = tf.convert_to_tensor(loss)
+    loss = _without_extremes(rank_program(), tf.convert_to_tensor(loss))
     placement = _placement(step, rank_program(), loss)
     if isinstance(placement, Shard):
         return loss
@@ -39,11 +41,11 @@ def weighted_in_gradient(loss: Any) -> Any:
 
 
 def gradient_of_targets(
-    gradient_tape: tf.GradientTape, gradient: Callable[[Any], Any], target: Any, sources: Any, output_gradients: Any
+    gradient_tape: tf.GradientTape, gradient: Callable[[Any, Any], Any], target: Any, sources: Any, output_gradients: Any
 ) -> Any:
     """Returns the gradient of `target` by `sources`, as `tf.GradientTape.gradient` does.
 
-    `gradient` calls it, with what it is given as `output_gradients`. In a step of Keras's trainer the gradients of variables of the
+    `gradient` calls it, with the target and `output_gradients` that it is given. In a step of Keras's trainer the gradients of variables of the
     strategy, and of tensors that are computed of weights alone, are such that reductions, which multiply whole ones by the rank's
     weight, make of them the gradient that one device has. Those of inputs, and of what is computed of rows, are one device's as
     they are: they count the weight already. In a loop of one's own all are a rank's summands.
@@ -51,12 +53,13 @@ def gradient_of_targets(
     step, program = trainer_step(), rank_program()
     targets = tf.nest.flatten(target)
     if program is None or program.here() is None or not all(map(tf.is_tensor, targets)):
-        return gradient(output_gradients)
+        return gradient(target, output_gradients)
+    targets = [_without_extremes(program, x) for x in targets]
     weights = program.attachment(GradientWeight)
     if step is None:
         seeds = _seeds_of_shares(program, targets, output_gradients)
         with _going_back(program, gradient_tape, lambda: None):
-            found = gradient(seeds)
+            found = gradient(targets, seeds)
         flat = tf.nest.flatten(found)
         _declare(program, flat, tf.nest.flatten(sources), [How.SUM] * len(flat))
         return found
@@ -68,7 +71,7 @@ def gradient_of_targets(
     is_in_loss = weights.of_wholes() is None
     if is_in_loss and not all(of_rows):
         with _going_back(program, gradient_tape, lambda: None):
-            found = gradient(output_gradients)
+            found = gradient(targets, output_gradients)
         flat = tf.nest.flatten(found)
         _declare(program, flat, tf.nest.flatten(sources), [How.SUM] * len(flat))
         return found
@@ -80,7 +83,7 @@ def gradient_of_targets(
     seeds = None if all(x is None for x in seeds) else [tf.ones_like(x) if s is None else s for x, s in zip(targets, seeds)]
     began_with = weight if begins_with_weight and not all(of_rows) else None
     with weights.beginning_with(began_with), _going_back(program, gradient_tape, lambda: None if begins_with_weight else weight):
-        found = gradient(seeds)
+        found = gradient(targets, seeds)
     flat = []
     for grad, is_of_rows, is_reduced in zip(tf.nest.flatten(found), of_rows, is_sharded, strict=True):
         if is_of_rows and not begins_with_weight:
@@ -132,15 +135,29 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Ca
     if program.is_eager:
         yield
         return
-    redistribution = program.here().attachment(Redistribution)
+    here = program.here()
+    redistribution, repair = here.attachment(Redistribution), here.attachment(Repair)
     redistribution.tell(gradient_tape)
-    with temporary.attributes(redistribution, factor=factor):
+    start = len(here.graph.get_operations())
+    with temporary.attributes(redistribution, factor=factor), repair.not_looking():
         yield
+    repair.pass_over()
+    if program.mesh.size("data") > 1 and not is_given_everywhere() and _has_custom_gradients(program):
+        warn_of_custom_gradient(here, repair.unknown_since(start))
+
+
+def _without_extremes(program: RankProgram, target: tf.Tensor) -> tf.Tensor:
+    here = None if program.is_eager or program.mesh.size("data") == 1 else program.here()
+    if here is None or not tf.is_symbolic_tensor(target) or not here.exists_here(target) or is_given_everywhere():
+        return target
+    return here.attachment(Repair).without_extremes(target, "loss")
 
 
 def _placement(step: TrainerStep, program: RankProgram, target: tf.Tensor) -> Placement:
     """Returns the placement of what is differentiated; of one that is not known that of a mean, or of rows, as it looks."""
-    if not program.is_eager and tf.is_symbolic_tensor(target):
+    if not program.is_eager and tf.is_symbolic_tensor(target) and not tape.in_vectorized_map():
+        if program.here().attachment(GradientStubs).below(target):
+            return Partial(How.MEAN)  # a gradient that stands for a sum, which the way back through it divides by the weight
         return known(program, target, "loss", step.model, f"The loss of {type(step.model).__name__}")
     return Shard() if program.attachment(RankRows).looks_like_rows(target) else Partial(How.MEAN)
 
@@ -173,9 +190,13 @@ def _is_not_linear(program: RankProgram) -> bool:
     if program.is_eager:
         return True
     operations = program.graph.get_operations()
-    marks = (op.node_def.attr["_gradient_op_type"].s for op in operations if op.type == "IdentityN")
-    has_custom_gradients = any(mark.startswith(b"CustomGradient-") for mark in marks)
-    return has_custom_gradients or any(output.dtype == tf.float16 for op in operations for output in op.outputs)
+    return _has_custom_gradients(program) or any(output.dtype == tf.float16 for op in operations for output in op.outputs)
+
+
+def _has_custom_gradients(program: RankProgram) -> bool:
+    """Whether gradients may go back through a `tf.custom_gradient` of the user's, as far as the graph has come."""
+    found = (op for op in program.graph.get_operations() if op.type == "IdentityN")
+    return any(op.node_def.attr["_gradient_op_type"].s.startswith(b"CustomGradient-") for op in found)
 
 
 def _strategys_variable(source: Any) -> Any:

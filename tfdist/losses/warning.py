@@ -17,6 +17,15 @@ from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown, Why
 from tfdist.placements.repair import Repair
 
+
+class _Told:
+    """Whether a rank's program has been told of; an attachment of the program."""
+
+    def __init__(self, program: RankProgram):
+        del program
+        self.is_told = False
+
+
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 _local = threading.local()
 
@@ -53,6 +62,24 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
         where = line_of_user(here.graph, placement.what)
         warnings.warn(errors.message(f"{name} contains {placement.why.value}: {placement.what}{where}. {why}", fix=fix), stacklevel=2)
     return placement
+
+
+def warn_of_custom_gradient(program: RankProgram, unknown: Unknown | None) -> None:
+    """Warns, once for a trace, where a gradient function of the user's looks at the rows of a rank together."""
+    told = program.attachment(_Told)
+    if unknown is None or told.is_told or program.local_index:
+        return
+    told.is_told = True
+    where = line_of_user(program.graph, unknown.what)
+    warnings.warn(
+        errors.message(
+            "In the gradient function of a `tf.custom_gradient` rows of the batch meet: it looks at what comes back to all "
+            f"together (a norm, a mean): {unknown.what}{where}. Each device has a part of the rows, and gives it that part alone.",
+            fix="Look at each row by itself (`axis=-1`), or reduce over the devices what is of all rows: "
+            '`tfdist.collectives.all_reduce(x, "data")`.',
+        ),
+        stacklevel=2,
+    )
 
 
 def calling(loss: Any) -> contextlib.AbstractContextManager[None]:

@@ -26,10 +26,11 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.graphs import tape
+from tfdist.graphs.walks import inputs_first
 from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.target import local_part
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import Placement
+from tfdist.placements.kinds import Partial, Placement
 from tfdist.placements.repair import Repair
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
@@ -75,7 +76,7 @@ class TapeGradients:
         is_weighted = self._program.attachment(GradientWeight).is_in_loss
         for grad, variable in zip(grads, variables, strict=True):
             self._numbers.note(grad)
-            self._summands[grad.name] = _Summand(grad, variable, is_weighted)
+            self._add(_Summand(grad, variable, is_weighted))
             self._parameters.add(self._program.graph.capture(local_part(variable, self._program).handle).name)
             self._own.update(operation.name for operation in grad.consumers())  # the backward pass itself goes on from it
             if self._program.outer is not None:
@@ -86,7 +87,8 @@ class TapeGradients:
         self.be_asked()
         for grad in grads:
             self._numbers.note(grad)
-            self._summands.setdefault(grad.name, _Summand(grad, None, is_weighted=False))
+            if grad.name not in self._summands:
+                self._add(_Summand(grad, None, is_weighted=False))
             self._own.update(operation.name for operation in grad.consumers())
 
     def know_made_by_hand(self, grads: Sequence[Any]) -> None:
@@ -114,13 +116,18 @@ class TapeGradients:
             self._program.before_branch.append(self._prepare_branch)
             self._program.summands.append(self._read_as_summand)
 
+    def _add(self, summand: _Summand) -> None:
+        self._summands[summand.tensor.name] = summand
+        self._linear.pop(summand.tensor.name, None)
+
     def _find_carried(self) -> None:
         """Finds the summands that have come out of loops and branches since it was called before."""
         if self._is_asked:
             operations = self._program.graph.get_operations()
             for operation in operations[self._num_searched :]:
                 for output in self._program.attachment(CarriedGradients).out_of(operation):
-                    self._summands.setdefault(output.name, _Summand(output, None, is_weighted=False))
+                    if output.name not in self._summands:
+                        self._add(_Summand(output, None, is_weighted=False))
             self._num_searched = len(operations)
 
     def note_whole(self, grad: tf.Tensor) -> None:
@@ -162,7 +169,7 @@ class TapeGradients:
         outer = self._program.outer
         is_whole = self._let_branch_read([grad]) if made_by is None else bool(self._sources.of(grad))
         is_whole = is_whole or outer is not None and outer.attachment(TapeGradients)._let_branch_read([grad])
-        return grad if is_whole else None
+        return grad if is_whole and not isinstance(self.placement_of(grad), Partial) else None
 
     def _read_as_summand(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns `tensor`, linear in summands, for the user's code to sum itself."""
@@ -282,30 +289,42 @@ class TapeGradients:
 
     def _linear_in(self, tensor: tf.Tensor) -> set[_Summand] | None:
         """Returns the summands that `tensor` is linear in, with nothing added; None: it is not."""
+        for current in inputs_first(tensor, self._linear_inputs, self._linear):
+            self._linear[current.name] = self._found_linear_in(current)
+        return self._linear[tensor.name]
+
+    def _found_linear_in(self, tensor: tf.Tensor) -> set[_Summand] | None:
         if tensor.name in self._summands:
             return {self._summands[tensor.name]}
+        inputs = self._linear_inputs(tensor)
+        if gradient_graph.passed_on(tensor) is not None:
+            return self._linear[inputs[0].name]
+        if not inputs or not gradient_graph.is_linear(tensor.op, lambda x: self._linear[x.name] is not None):
+            return None
+        return set().union(*(self._linear[x.name] or () for x in inputs))
+
+    def _linear_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        if tensor.name in self._summands:
+            return []
         if (source := gradient_graph.passed_on(tensor)) is not None:
-            return self._linear_in(source)
-        if tensor.name not in self._linear:
-            found = None
-            if gradient_graph.may_be_linear(tensor.op) and not tape.is_backward(tensor.op):
-                below = [self._linear_in(source) for source in tensor.op.inputs]
-                by_name = {source.name: summands for source, summands in zip(tensor.op.inputs, below, strict=True)}
-                if gradient_graph.is_linear(tensor.op, lambda x: by_name[x.name] is not None):
-                    found = set().union(*(summands or () for summands in below))
-            self._linear[tensor.name] = found
-        return self._linear[tensor.name]
+            return [source]
+        is_of_user = gradient_graph.may_be_linear(tensor.op) and not tape.is_backward(tensor.op)
+        return list(tensor.op.inputs) if is_of_user else []
 
     def _image(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what `tensor`, which is linear in summands, is of their sums."""
-        if (source := gradient_graph.passed_on(tensor)) is not None:
-            return self._image(source)
-        if tensor.name not in self._images:
+
+        def linear_inputs(x: tf.Tensor) -> list[tf.Tensor]:
+            return [y for y in self._linear_inputs(x) if self._linear_in(y)]
+
+        for current in inputs_first(tensor, linear_inputs, self._images):
+            if (source := gradient_graph.passed_on(current)) is not None:
+                self._images[current.name] = self._images[source.name]
+                continue
             with self._program.outermost(), tape.stop_recording():
-                inputs = [self._image(source) if self._linear_in(source) else source for source in tensor.op.inputs]
-                made = tape.with_inputs(tensor.op, inputs)
+                made = tape.with_inputs(current.op, [self._images.get(source.name, source) for source in current.op.inputs])
             self._own.add(made.name)
-            for output, image in zip(tensor.op.outputs, made.outputs, strict=True):
+            for output, image in zip(current.op.outputs, made.outputs, strict=True):
                 image.set_shape(output.shape)
                 self._images[output.name] = image
         return self._images[tensor.name]

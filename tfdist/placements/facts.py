@@ -16,21 +16,23 @@ from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
 from tfdist.graphs.constants import value_of
-from tfdist.graphs.walks import inputs_first
+from tfdist.graphs.walks import before, inputs_first
 from tfdist.placements.call import call_of
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
-from tfdist.placements.table import placements_of
+from tfdist.placements.table import is_elementwise, placements_of
 
 _BRANCHING = ("Case", "If", "StatelessCase", "StatelessIf")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_DIVIDING = ("Div", "DivNoNan", "RealDiv")
 _READS = ("ReadVariableOp", "VarHandleOp")
 
 
 class GraphFacts(abc.ABC):
     """The placements of the tensors of one graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, results: Results | None = None) -> None:
+        self._results = results  # of collectives
         self._known: dict[str, Placement] = {}
         self._inner: dict[tuple[int, tuple[Placement, ...]], list[Placement]] = {}
         self._graphs: list[tf.Graph] = []  # kept, so that their ids stay their own
@@ -55,6 +57,16 @@ class GraphFacts(abc.ABC):
     @abc.abstractmethod
     def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
         """Returns the placement of a tensor of which more is known than its operation says, or another one that it is like."""
+
+    def _of_collective(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
+        """Returns what `_leaf` does, of what a collective has returned."""
+        if self._results is None:
+            return None
+        if self._results.is_same(tensor):
+            return Replicate()
+        if (like := self._results.like(tensor)) is not None:
+            return like
+        return Unknown(Why.NO_RULE, _named(tensor.op)) if self._results.is_of_all(tensor) else None
 
     def _source(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
         if tensor.op.type == "IdentityN" and (found := self._leaf(tensor)) is None:  # the end of a custom gradient
@@ -86,7 +98,7 @@ class GraphFacts(abc.ABC):
         key = id(graph), (*given, len(graph.outputs))
         if key not in self._inner:
             self._graphs.append(graph)
-            inside = _FunctionFacts(graph, given)
+            inside = _FunctionFacts(graph, given, self._results)
             self._inner[key] = [inside.of(x) for x in graph.outputs]
         return self._inner[key]
 
@@ -111,12 +123,12 @@ class GraphFacts(abc.ABC):
 class _FunctionFacts(GraphFacts):
     """Those of the graph of a branch, the body of a loop or a function, from the placements of its inputs."""
 
-    def __init__(self, graph: tf.Graph, given: Sequence[Placement]):
-        super().__init__()
+    def __init__(self, graph: tf.Graph, given: Sequence[Placement], results: Results | None):
+        super().__init__(results)
         self._given = {x.name: placement for x, placement in zip(graph.inputs, given, strict=False)}
 
-    def _leaf(self, tensor: tf.Tensor) -> Placement | None:
-        return self._given.get(tensor.name)
+    def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
+        return self._given.get(tensor.name, self._of_collective(tensor))
 
 
 class Facts(GraphFacts):
@@ -125,13 +137,14 @@ class Facts(GraphFacts):
     IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
-        super().__init__()
+        super().__init__(program.attachment(Results))
         self._program = program
-        self._results: Results = program.attachment(Results)
         self._rows: RankRows = program.attachment(RankRows)
         self._declared: dict[str, Placement] = {} if program.outer is not None else argument_placements(program)
         self._captured: dict[str, tf.Tensor] = {}
         self._num_reconnected = 0
+        leaves = [x for x in tf.nest.flatten(program.arguments) if tf.is_tensor(x) and x.shape.rank]
+        self._static_rows = {x.shape[0] for x in leaves if x.shape[0] is not None and program.is_dealt(x)}
         self._agreed: dict[str, bool] = {}
 
     def of(self, tensor: tf.Tensor) -> Placement:
@@ -173,6 +186,31 @@ class Facts(GraphFacts):
             if self._known.pop(x.name, None) is not None:
                 waiting.extend(output for op in x.consumers() for output in op.outputs if output.name in self._known)
 
+    def out_of(self, graph: tf.Graph, given: Sequence[Placement]) -> list[Placement]:
+        """Of a branch that has sent something, what is known there."""
+        selection = self._program.root.selections.get(graph)
+        inner = None if selection is None else selection.programs.get(graph)
+        return super().out_of(graph, given) if inner is None else [inner.attachment(Facts).of(x) for x in graph.outputs]
+
+    def _look(self, op: tf.Operation) -> list[Placement]:
+        found = super()._look(op)
+        if op.type in _DIVIDING and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
+            return [Partial(How.MEAN)]
+        return found
+
+    def _divides_by_own_rows(self, op: tf.Operation) -> bool:
+        """Whether a sum over rows is divided by the rank's own number of them, or of what is summed, known when it is traced: a
+        constant like any other."""
+        divisor = value_of(op.inputs[1])
+        if divisor is None or divisor.size != 1 or not self._static_rows:
+            return False
+        sizes = set(self._static_rows)
+        for x, _ in before(op.inputs[0], lambda one: not is_elementwise(one.type)):
+            summed = x.op.inputs[0].shape if x.op.inputs else None
+            if not is_elementwise(x.op.type) and summed is not None and summed.is_fully_defined() and summed.rank:
+                sizes |= {summed.num_elements()} if summed[0] in self._static_rows else set()
+        return float(divisor.reshape(-1)[0]) in sizes
+
     def reasons_of(self, tensor: tf.Tensor) -> list[tf.Operation]:
         """Returns the operations that make `tensor` unknown: of inputs that are known they make what is not."""
         found: dict[str, tf.Operation] = {}
@@ -192,12 +230,8 @@ class Facts(GraphFacts):
             return self._declared[tensor.name]
         if self._rows.is_weight(tensor):
             return Partial(How.SHARE)
-        if self._results.is_same(tensor):
-            return Replicate()
-        if (like := self._results.like(tensor)) is not None:
-            return like
-        if self._results.is_of_all(tensor):
-            return Unknown(Why.NO_RULE, _named(tensor.op))
+        if (found := self._of_collective(tensor)) is not None:
+            return found
         if tensor.op.type == "Placeholder" and self._program.outer is not None:
             outer = self._outer_of(tensor)
             return None if outer is None else self._program.outer.attachment(Facts).of(outer)

@@ -29,6 +29,7 @@ class How(enum.Enum):
     MEAN = "a mean over rows"
     MAX = "a maximum over rows"
     MIN = "a minimum over rows"
+    ALIKE = "the same on all ranks that have rows"
     REPLICAS = "the number of replicas, which is 1 on one device"
 
 

@@ -22,7 +22,8 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_gather, all_reduce, gather_rows
+from tfdist.collectives import RankProgram, all_reduce, gather_rows
+from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
 from tfdist.graphs.constants import value_of
 from tfdist.placements.facts import Facts
@@ -30,6 +31,7 @@ from tfdist.placements.kinds import How, Partial, Replicate
 from tfdist.placements.rank_rows import RankRows
 
 _WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32}
+_MEANS = (How.MEAN, How.ALIKE)
 _FEW = 64  # numbers that are sent as float64, whatever they are, to be in one message
 
 Tensors: TypeAlias = Sequence[tf.Tensor]
@@ -76,8 +78,9 @@ class Redistribution:
         sums = [x for x in missing if hows[x.name] not in (How.MAX, How.MIN, How.REPLICAS)]
         with self._program.outermost(), tape.stop_recording():
             if sums:
-                shares = [self._weighed(x) if hows[x.name] is How.MEAN else x for x in sums]
+                shares = [self._weighed(x) if hows[x.name] in _MEANS else self._of_rows(x) for x in sums]
                 totals = self._reduced(shares, "sum", label)
+                totals = [tf.round(y) if x.dtype.is_integer else y for x, y in zip(sums, totals, strict=True)]
                 self._note(sums, [tf.cast(y, x.dtype) for x, y in zip(sums, totals, strict=True)], self._back_to_sums)
             replicas = [x for x in missing if hows[x.name] is How.REPLICAS]
             count = len(self._program.group_ranks("data"))
@@ -98,21 +101,21 @@ class Redistribution:
         return made
 
     def gather(self, tensor: tf.Tensor, label: str) -> None:
-        """Gathers the rows of `tensor`, a `Shard`, from all data ranks."""
+        """Gathers the rows of `tensor`, a `Shard`, from all data ranks; the way back sums what readers of all ranks send."""
         if tensor.name in self._found:
             return
         axis = self._facts.of(tensor).axis
-        with self._program.outermost(), tape.stop_recording():
-            found = tf.identity(_swapped(gather_rows(_swapped(tensor, axis), label), axis))
-            found.set_shape([None if place == axis else size for place, size in enumerate(tensor.shape)])
-            rows = tf.shape(tensor)[axis]
-            start = self._rows_before(rows, label)
 
-            def back(given: Tensors, found: Tensors, upstream: Tensors) -> Tensors:
-                (whole,) = self._of_one_device(*upstream)
-                return [self._without_factor(_swapped(_swapped(whole, axis)[start : start + rows], axis))]
+        def gathered(x: tf.Tensor) -> tf.Tensor:
+            if x.dtype.is_floating:
+                x = with_adjoint(tf.identity, self._without_factor, x)
+            whole = _swapped(gather_rows(_swapped(x, axis), label), axis)
+            return with_adjoint(tf.identity, self._with_factor, whole) if x.dtype.is_floating else tf.identity(whole)
 
-            self._note([tensor], [found], back)
+        found = self.make(gathered, tensor)
+        found.set_shape([None if place == axis else size for place, size in enumerate(tensor.shape)])
+        self._found[tensor.name] = found
+        self._facts.declare_agreed(found)
 
     def reads(self, op: tf.Operation, place: int, new: tf.Tensor) -> None:
         """Makes `op` read `new` at one place, and tapes take the way back through that."""
@@ -162,13 +165,15 @@ class Redistribution:
 
     def _weighed(self, mean: tf.Tensor) -> tf.Tensor:
         """Returns the rank's share of a mean; of no rows it is NaN, and counts nothing."""
-        return tf.math.multiply_no_nan(_wide(mean), tf.cast(self._rows.weight(), _wide(mean).dtype))
+        wide = tf.cast(mean, tf.float64) if mean.dtype.is_integer else _wide(mean)
+        return tf.math.multiply_no_nan(wide, tf.cast(self._rows.weight(), wide.dtype))
 
-    def _rows_before(self, rows: tf.Tensor, label: str) -> tf.Tensor:
-        """Returns how many of the gathered rows stand before this rank's `rows`."""
-        ranks = self._program.group_ranks("data")
-        lengths = all_gather(tf.reshape(rows, [1]), "data", label=f"{label}/places")
-        return tf.reduce_sum(lengths[: ranks.index(self._program.rank)])
+    def _of_rows(self, total: tf.Tensor) -> tf.Tensor:
+        """Returns a rank's part of a sum; of no rows it may be NaN, and is 0."""
+        if not total.dtype.is_floating:
+            return total
+        has_none = tf.logical_and(tf.equal(self._rows.rows, 0), tf.math.is_nan(total))
+        return tf.where(has_none, tf.zeros_like(total), total)
 
     # The way back
 
@@ -176,7 +181,7 @@ class Redistribution:
         del found
         back = []
         for x, v in zip(given, self._of_one_device(*upstream), strict=True):
-            is_mean = self._facts.of(x).how is How.MEAN
+            is_mean = self._facts.of(x).how in _MEANS
             back.append(self._without_factor(v * tf.cast(self._rows.weight(), v.dtype) if is_mean else v))
         return back
 
@@ -204,18 +209,20 @@ class Redistribution:
         found: dict[int, tf.Tensor] = {}
         for place, x in enumerate(upstream):
             placement = self._facts.of(x)
-            if factor is not None and isinstance(placement, Replicate) and not placement.is_drawn:
+            if factor is not None and placement in (Replicate(), Partial(How.ALIKE)):
                 found[place] = x
             elif factor is None and isinstance(placement, Partial) and placement.how is How.SHARE:
                 found[place] = tf.math.divide_no_nan(x, tf.cast(self._rows.weight(), x.dtype))
         missing = [place for place in range(len(upstream)) if place not in found]
         if missing:
-            parts = [upstream[place] for place in missing]
-            if factor is not None:
-                parts = [tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype)) for x in parts]
+            parts = [self._with_factor(upstream[place]) for place in missing]
             totals = self._reduced(parts, "sum", "agree/gradient")
             found.update((place, tf.cast(y, upstream[place].dtype)) for place, y in zip(missing, totals, strict=True))
         return [found[place] for place in range(len(upstream))]
+
+    def _with_factor(self, x: tf.Tensor) -> tf.Tensor:
+        factor = self.factor()
+        return x if factor is None else tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype))
 
     def _without_factor(self, x: tf.Tensor) -> tf.Tensor:
         factor = self.factor()

@@ -24,13 +24,14 @@ from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce, can_be_gathered
 from tfdist.graphs import records, tape
 from tfdist.graphs.walks import before
-from tfdist.placements.facts import Facts
+from tfdist.placements.facts import Facts, GraphFacts
 from tfdist.placements.kinds import How, Lengths, Partial, Places, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.table import Linear, is_elementwise, linear_inputs
 
 _MOST_ROWS = 1024  # of a rank, where their number is not known when the step is traced
+_CONTROL = ("Case", "If", "While")
 _FEW_BYTES = 2**20  # of numbers that ranks agree on, whatever `most_bytes` is
 _MOST_WAVES = 100  # of numbers that are computed of agreed numbers, and need to be agreed on again
 _WITH_SIZES = frozenset(
@@ -111,11 +112,17 @@ class Repair:
             return None
         return self._redistribution.found(tensor)
 
+    def without_extremes(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
+        """Returns `tensor`, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""
+        placement = self.known(tensor, label)
+        is_extreme = isinstance(placement, Partial) and placement.how in (How.MAX, How.MIN, How.REPLICAS)
+        whole = self.whole(tensor, label) if is_extreme else None
+        return tensor if whole is None else whole
+
     def as_mean(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor` such that the ranks' own, by their weights, make up what one device has, as far as that is known."""
-        placement = self.known(tensor, label)
-        if isinstance(placement, Partial) and placement.how in (How.MAX, How.MIN) and tensor.shape.is_fully_defined():
-            return self.whole(tensor, label)
+        tensor = self.without_extremes(tensor, label)
+        placement = self._facts.of(tensor)
         if not (isinstance(placement, Partial) and placement.is_sum) or not tensor.dtype.is_floating:
             return tensor
         weight = self._rows.weight()
@@ -157,6 +164,16 @@ class Repair:
         """A block in which nothing is mended that is not asked for."""
         return temporary.attributes(self, _is_looking=False)
 
+    def unknown_since(self, start: int) -> Unknown | None:
+        """Returns what operations that no tape has made, from number `start` on, make unknown of rows; None: nothing.
+
+        What a tape has given them counts as rows, where it has as many.
+        """
+        made = [op for op in self._program.graph.get_operations()[start:] if not tape.is_backward(op)]
+        facts = _MadeGoingBack(made, self._facts, self._rows)
+        found = (facts.of(x) for op in made for x in op.outputs)
+        return next((x for x in found if isinstance(x, Unknown) and x.why is not Why.NO_RULE), None)
+
     def pass_over(self) -> None:
         """Lets `look` not see what has been traced so far."""
         self._looked_at = len(self._program.graph.get_operations())
@@ -187,16 +204,18 @@ class Repair:
         inputs, why = self._facts.inputs_of(op), self._why(op)
         if op.graph is not self._program.graph or not records.has_gradient(op) or tape.is_backward(op):
             return []
+        if op.type.endswith(_CONTROL) and why not in (Why.FUNCTION, Why.GOES_BACK, Why.MIXED):
+            return []
         if why is Why.SOME_ROWS:
             return [_Want(op, 0, op.inputs[0])] if op.type == "Mean" else []
         numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not _is_size(op, place)]
-        if why is Why.MIXED and self._rows.are_means:
+        if why is Why.MIXED and self._rows.are_means and op.outputs[0].dtype.is_floating:
             return [_Want(op, place, op.inputs[place]) for place in numbers if inputs[place].is_sum]
         if numbers:
             fit = all(_bytes_of(op.inputs[place], 0) <= max(self.most_bytes, _FEW_BYTES) for place in numbers)
             return [_Want(op, place, op.inputs[place]) for place in numbers] if fit else []
         rows = [place for place, one in enumerate(inputs) if isinstance(one, Shard)]
-        if any(isinstance(one, Lengths | Places) for one in inputs):
+        if any(isinstance(one, Lengths | Places) for one in inputs) or op.type.endswith(_CONTROL):
             return []
         can = all(self._can_gather(op.inputs[place]) for place in rows)
         return [_Want(op, place, op.inputs[place]) for place in rows] if can else []
@@ -250,7 +269,7 @@ class Repair:
                 why = self._why(want.op)
                 if why is Why.SOME_ROWS:
                     self._count_some_rows(want, label)
-                elif why is Why.MIXED and self._rows.are_means:
+                elif why is Why.MIXED and self._rows.are_means and want.tensor.dtype.is_floating:
                     weight = self._rows.weight()
                     mean = redistribution.make(lambda x, w: tf.math.divide_no_nan(x, tf.cast(w, x.dtype)), want.tensor, weight)
                     self._facts.declare(mean, Partial(How.MEAN))
@@ -280,6 +299,23 @@ class Repair:
 
         self._redistribution.reads(want.op, 0, self._redistribution.make(counted, want.tensor, factor))
         self._facts.declare(want.op.outputs[0], Partial(How.MEAN))
+
+
+class _MadeGoingBack(GraphFacts):
+    """The placements of what gradient functions of the user's have made while a tape went back."""
+
+    def __init__(self, made: Sequence[tf.Operation], facts: Facts, rows: RankRows):
+        super().__init__()
+        self._names, self._facts, self._rows = {op.name for op in made}, facts, rows
+
+    def _leaf(self, tensor: tf.Tensor) -> Placement | None:
+        if tensor.op.name in self._names:
+            return None
+        found = self._facts.of(tensor)
+        if not isinstance(found, Unknown):
+            return found
+        has_rows = bool(tensor.shape.rank) and (tensor.shape[0] is None or self._rows.looks_like_rows(tensor))
+        return Shard() if has_rows else Replicate()
 
 
 def begin(program: RankProgram) -> None:

@@ -2,8 +2,8 @@
 
     loss / strategy.num_replicas_in_sync      one device divides by 1
 
-It is an integer like any other. What it divides is a rank's share then, of a number that all ranks have; and ranks agree on a number
-that each has of its own rows, in the place of the division.
+It is an integer like any other. What it divides is a rank's share then, of a number that all ranks have; and ranks agree on a
+number that each has of its own rows, in the place of the division.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ class ReplicaCount(int):
         return int, (int(self),)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return _Part(other / int(self), self) if type(other) in (int, float) else NotImplemented
+        return ReplicaPart(other / int(self), self) if type(other) in (int, float) else NotImplemented
 
-    def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
-        count = tf.constant(int(self), dtype, name=name)
+    def as_tensor(self, dtype: tf.DType | None) -> tf.Tensor:
+        """Returns it as a tensor, of which a rank's program knows what it is."""
+        count = tf.constant(int(self), dtype)
         program = rank_program(peers_on="data")
         here = program.that_made(count) if program is not None and tf.is_symbolic_tensor(count) else None
         if here is not None:
@@ -35,12 +36,12 @@ class ReplicaCount(int):
         return count
 
 
-class _Part(float):
+class ReplicaPart(float):
     """A number over that of replicas."""
 
     count: ReplicaCount
 
-    def __new__(cls, value: float, count: ReplicaCount) -> _Part:
+    def __new__(cls, value: float, count: ReplicaCount) -> ReplicaPart:
         made = super().__new__(cls, value)
         made.count = count
         return made
@@ -48,8 +49,9 @@ class _Part(float):
     def __reduce__(self) -> tuple[type[float], tuple[float]]:
         return float, (float(self),)
 
-    def __tf_tensor__(self, dtype: tf.DType | None = None, name: str | None = None) -> tf.Tensor:
+    def as_tensor(self, dtype: tf.DType | None) -> tf.Tensor:
+        """Returns it as a tensor, of which a rank's program knows what it is."""
         dtype = tf.as_dtype(dtype or tf.float32)
         if not dtype.is_floating:
-            return tf.constant(float(self), dtype, name=name)
-        return tf.constant(float(self) * int(self.count), dtype) / tf.convert_to_tensor(self.count, dtype)
+            return tf.constant(float(self), dtype)
+        return tf.constant(float(self) * int(self.count), dtype) / self.count.as_tensor(dtype)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 
 from tfdist.placements.call import Call, Rule
-from tfdist.placements.kinds import Placement, Replicate, Unknown, Why
+from tfdist.placements.kinds import How, Partial, Placement, Replicate, Unknown, Why
 from tfdist.placements.rules import batches, drawing, gathers, joins, pointwise, products, reductions, slices, views
 
 
@@ -87,18 +87,26 @@ _add(
     """
     Abs Acos Acosh Angle ApproximateEqual Asin Asinh AsString Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0
     BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Betainc BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil
-    ClipByValue
-    Complex ComplexAbs Cos Cosh DecodeBase64 Dawsn Digamma Elu EluGrad EncodeBase64 Erf Erfc Erfinv Exp Expint Expm1
+    ClipByValue Complex ComplexAbs Cos Cosh DecodeBase64 Dawsn Digamma Elu EncodeBase64 Erf Erfc Erfinv Exp Expint Expm1
     FakeQuantWithMinMaxArgs FakeQuantWithMinMaxArgsGradient FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsPerChannel Floor
-    FloorMod FresnelCos FresnelSin GreaterEqual Igamma IgammaGradA Igammac Inv InvGrad Invert IsFinite IsInf IsNan
-    LeakyRelu LeakyReluGrad LeftShift Less LessEqual Lgamma Log Log1p Mod Ndtri NextAfter NotEqual OnesLike
-    Polygamma PopulationCount Pow QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4
-    RandomGammaGrad RegexFullMatch RegexReplace Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round
-    Rsqrt RsqrtGrad Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign SoftsignGrad Spence Sqrt
-    SqrtGrad Square SquaredDifference StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower StringStrip
-    StringToHashBucket StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr Tan Tanh TanhGrad
-    TruncateMod UnicodeScript UnicodeTranscode Xdivy Xlog1py Xlogy ZerosLike Zeta
+    FloorMod FresnelCos FresnelSin GreaterEqual Igamma IgammaGradA Igammac Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift
+    Less LessEqual Lgamma Log Log1p Mod Ndtri NextAfter NotEqual OnesLike Polygamma PopulationCount Pow QuantizeAndDequantizeV2
+    QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 RandomGammaGrad RegexFullMatch RegexReplace Reciprocal Relu Relu6 RightShift
+    Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Spence Sqrt Square SquaredDifference StaticRegexFullMatch
+    StaticRegexReplace StringJoin StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast
+    StringToHashBucketStrong StringToNumber StringUpper Substr Tan Tanh TruncateMod UnicodeScript UnicodeTranscode Xdivy Xlog1py
+    Xlogy ZerosLike Zeta
     """,
+)
+_add(
+    Kind.POINTWISE,
+    functools.partial(pointwise.way_back, place=0),
+    "EluGrad LeakyReluGrad Relu6Grad ReluGrad SeluGrad SoftplusGrad SoftsignGrad",
+)
+_add(
+    Kind.POINTWISE,
+    functools.partial(pointwise.way_back, place=1),
+    "InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad",
 )
 _add(Kind.POINTWISE, pointwise.alike, "OnesLike ZerosLike", ignores=())
 _add(Kind.POINTWISE, pointwise.same, "Identity StopGradient", Linear.FIRST)
@@ -350,5 +358,9 @@ def placements_of(call: Call) -> list[Placement]:
         return [Replicate(any(x.is_drawn for x in seen if isinstance(x, Replicate)))] * number
     if row is None:
         return [call.unknown(Why.NO_RULE)] * number
+    if Partial(How.ALIKE) in seen:  # what a rank without rows has counts nowhere
+        found = [Replicate() if x == Partial(How.ALIKE) else x for x in found]
+        results = placements_of(dataclasses.replace(call, inputs=tuple(found)))
+        return [Partial(How.ALIKE) if isinstance(x, Replicate) else x for x in results]
     result = row.rule(dataclasses.replace(call, inputs=tuple(found)))
     return result if isinstance(result, list) else [result] * number

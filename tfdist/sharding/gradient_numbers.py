@@ -4,8 +4,8 @@
     tf.clip_by_value(g, -0.01 * loss, 0.01 * loss)  the same
     tf.where(loss < 1.0, g, 0.0 * g)                the same
 
-A gradient is one device's when it has been reduced; a number that a rank has computed of its own rows is not. What reads a gradient
-is looked at in the order in which it is traced, each operation once.
+A gradient is one device's when it has been reduced; a number that a rank has computed of its own rows is not. What reads a
+gradient is looked at in the order in which it is traced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tfdist import temporary
 from tfdist.collectives import RankProgram
 from tfdist.graphs import tape
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import Partial, Unknown
+from tfdist.placements.kinds import How, Partial, Replicate, Shard, Unknown
+from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
 
@@ -32,6 +33,7 @@ class GradientNumbers:
     def __init__(self, program: RankProgram):
         self._program = program
         self._computed: set[str] = set()  # gradients, and what is computed of them, by name
+        self._met: list[tuple[tf.Operation, int]] = []  # what reads gradients, and the places of numbers beside them
         self._num_searched = 0
         self._is_own = False
         program.before_collective.append(self.settle)
@@ -49,27 +51,31 @@ class GradientNumbers:
             return
         operations = self._program.graph.get_operations()
         start, self._num_searched = self._num_searched, len(operations)
-        met: list[tuple[tf.Operation, int]] = []
         for op in operations[start:]:
             if op.type.startswith("Collective") or not any(x.name in self._computed for x in op.inputs):
                 continue
             self._computed.update(x.name for x in op.outputs)
             if not tape.is_backward(op) and not tape.writes(op):
-                met += [(op, place) for place, x in enumerate(op.inputs) if x.name not in self._computed]
+                self._met += [(op, place) for place, x in enumerate(op.inputs) if x.name not in self._computed]
         with self._own():
-            self._agree(met)
+            self._met = [(op, place) for op, place in self._met if not self._is_settled(op, place)]
 
-    def _agree(self, met: list[tuple[tf.Operation, int]]) -> None:
-        facts, repair = self._program.attachment(Facts), self._program.attachment(Repair)
-        redistribution = self._program.attachment(Redistribution)
-        for op, place in met:
-            number = op.inputs[place]
-            if number.dtype == tf.resource or tape.is_backward(number.op):
-                continue
-            if isinstance(facts.of(number), Partial | Unknown):
-                whole = repair.whole(number, "gradient")
-                if whole is not None and whole is not number:
-                    redistribution.reads(op, place, whole)
+    def _is_settled(self, op: tf.Operation, place: int) -> bool:
+        """Lets `op` read the number at `place` of the whole batch, if it must; returns False where that is not known yet."""
+        facts, repair, number = self._program.attachment(Facts), self._program.attachment(Repair), op.inputs[place]
+        if number.dtype == tf.resource or tape.is_backward(number.op) or isinstance(facts.of(number), Replicate | Shard):
+            return True
+        if self._program.attachment(RankRows).are_means:
+            if any(isinstance(facts.of(x), Unknown) for x in op.inputs if x.name in self._computed):
+                return False  # something that reads a gradient, and will be made to read a sum
+            if not any(isinstance(facts.of(x), Unknown) for x in op.outputs):
+                return True  # a part of a rank's own mean, as the gradient is
+        elif facts.of(number) == Partial(How.REPLICAS):  # by which a loop divides what it will sum
+            return True
+        whole = repair.whole(number, "gradient")
+        if whole is not None and whole is not number:
+            self._program.attachment(Redistribution).reads(op, place, whole)
+        return True
 
     @contextlib.contextmanager
     def own_use(self) -> Iterator[None]:

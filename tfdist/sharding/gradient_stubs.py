@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram
 from tfdist.collectives.padding import with_zeros
 from tfdist.graphs import tape
+from tfdist.graphs.walks import inputs_first
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Replicate
 from tfdist.sharding import gradient_graph
@@ -58,6 +59,7 @@ class GradientStubs:
         self._program = program
         self._stubs: dict[str, _Stub] = {}
         self._linear: dict[str, bool] = {}  # what `_is_linear` has found, by name
+        self._layouts: dict[str, Layout | None] = {}  # what `_layout_of` has found
         self._images: dict[str, tf.Tensor] = {}  # shards by the name of the whole tensor that they are of
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._stubs)
         program.summands.append(self._own)
@@ -186,34 +188,45 @@ class GradientStubs:
 
     def _layout_of(self, tensor: tf.Tensor) -> Layout | None:
         """Returns the layout of the sum that `tensor` is, or is an elementwise function of; None: it is neither."""
+        for current in inputs_first(tensor, self._elementwise_inputs, self._layouts):
+            self._layouts[current.name] = self._found_layout(current)
+        return self._layouts[tensor.name]
+
+    def _elementwise_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        if tensor.name in self._stubs:
+            return []
+        if (source := gradient_graph.passed_on(tensor)) is not None:
+            return [source]
+        return list(tensor.op.inputs) if gradient_graph.is_elementwise(tensor.op) else []
+
+    def _found_layout(self, tensor: tf.Tensor) -> Layout | None:
         if tensor.name in self._stubs:
             return self._stubs[tensor.name].layout
         if (source := gradient_graph.passed_on(tensor)) is not None:
-            return self._layout_of(source)
-        if not gradient_graph.is_elementwise(tensor.op):
-            return None
-        layouts = set()
-        for source in tensor.op.inputs:
-            layout = self._layout_of(source)
-            if layout is None and gradient_graph.scalar_of(source) is None:
-                return None
-            layouts.update([layout] if layout is not None else [])
-        return layouts.pop() if len(layouts) == 1 else None
+            return self._layouts[source.name]
+        inputs = self._elementwise_inputs(tensor)
+        layouts = {self._layouts[x.name] for x in inputs if self._layouts[x.name] is not None}
+        others = [x for x in inputs if self._layouts[x.name] is None]
+        return layouts.pop() if len(layouts) == 1 and all(gradient_graph.scalar_of(x) is not None for x in others) else None
 
     def _image(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the shard of `tensor`, which has a layout."""
-        if (source := gradient_graph.passed_on(tensor)) is not None:
-            return self._image(source)
-        if tensor.name not in self._images:
+        for current in inputs_first(tensor, self._sharded_inputs, self._images):
+            if (source := gradient_graph.passed_on(current)) is not None:
+                self._images[current.name] = self._images[source.name]
+                continue
             with self._program.outermost(), tape.stop_recording():
                 inputs = [
-                    self._image(source) if self._layout_of(source) else gradient_graph.scalar_of(source)
-                    for source in tensor.op.inputs
+                    self._images[source.name] if self._layout_of(source) else gradient_graph.scalar_of(source)
+                    for source in current.op.inputs
                 ]
-                made = tape.with_inputs(tensor.op, inputs)
-                for output, image in zip(tensor.op.outputs, made.outputs, strict=True):
-                    self._images[output.name] = self._without_padding(image, self._layout_of(tensor))
+                made = tape.with_inputs(current.op, inputs)
+                for output, image in zip(current.op.outputs, made.outputs, strict=True):
+                    self._images[output.name] = self._without_padding(image, self._layout_of(current))
         return self._images[tensor.name]
+
+    def _sharded_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        return [x for x in self._elementwise_inputs(tensor) if self._layout_of(x) is not None]
 
     def _without_padding(self, image: tf.Tensor, layout: Layout) -> tf.Tensor:
         """Returns a shard with zeros behind it, where an elementwise function has made something else of those."""
@@ -250,13 +263,21 @@ class GradientStubs:
 
     def _is_linear(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is a stub, or a linear function of stubs."""
-        if tensor.name in self._stubs:
-            return True
-        if (source := gradient_graph.passed_on(tensor)) is not None:
-            return self._is_linear(source)
-        if tensor.name not in self._linear:
-            self._linear[tensor.name] = gradient_graph.is_linear(tensor.op, self._is_linear)
+        for current in inputs_first(tensor, self._linear_inputs, self._linear):
+            if current.name in self._stubs:
+                self._linear[current.name] = True
+            elif (source := gradient_graph.passed_on(current)) is not None:
+                self._linear[current.name] = self._linear[source.name]
+            else:
+                self._linear[current.name] = gradient_graph.is_linear(current.op, lambda x: self._linear[x.name])
         return self._linear[tensor.name]
+
+    def _linear_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        if tensor.name in self._stubs:
+            return []
+        if (source := gradient_graph.passed_on(tensor)) is not None:
+            return [source]
+        return list(tensor.op.inputs) if gradient_graph.may_be_linear(tensor.op) else []
 
     def _write_summands(self, tensor: tf.Tensor) -> None:
         for operation in tensor.consumers():
@@ -268,14 +289,19 @@ class GradientStubs:
 
     def _summand(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what `tensor`, which is linear in stubs, is of this rank's summands."""
-        if tensor.name in self._stubs:
-            stub = self._stubs[tensor.name]
-            full = tf.cast(stub.full, tensor.dtype)
-            return full if stub.weight is None else tf.math.divide_no_nan(full, tf.cast(stub.weight, full.dtype))
-        if (source := gradient_graph.passed_on(tensor)) is not None:
-            return self._summand(source)
-        inputs = [self._summand(source) if self._is_linear(source) else source for source in tensor.op.inputs]
-        return tape.with_inputs(tensor.op, inputs).outputs[tensor.value_index]
+        made: dict[str, tf.Tensor] = {}
+        for current in inputs_first(tensor, lambda x: [y for y in self._linear_inputs(x) if self._is_linear(y)], made):
+            if current.name in self._stubs:
+                stub = self._stubs[current.name]
+                full = tf.cast(stub.full, current.dtype)
+                weight = None if stub.weight is None else tf.cast(stub.weight, full.dtype)
+                made[current.name] = full if weight is None else tf.math.divide_no_nan(full, weight)
+            elif (source := gradient_graph.passed_on(current)) is not None:
+                made[current.name] = made[source.name]
+            else:
+                inputs = [made.get(source.name, source) for source in current.op.inputs]
+                made[current.name] = tape.with_inputs(current.op, inputs).outputs[current.value_index]
+        return made[tensor.name]
 
     def _gather(self, stubs: Sequence[_Stub]) -> None:
         if not stubs:

@@ -19,7 +19,6 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram
 from tfdist.optimizers.tape_gradients import TapeGradients
-from tfdist.placements.kinds import How, Partial
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.sharding.eager_sums import EagerSums
@@ -40,9 +39,7 @@ def agreed(outputs: Any, program: RankProgram) -> Any:
     def found(x: Any) -> Any:
         if not (tf.is_symbolic_tensor(x) and x.dtype.is_floating and x.shape.rank == 0 and program.exists_here(x)):
             return x
-        placement = repair.known(x, "returned")
-        if isinstance(placement, Partial) and placement.how in (How.MAX, How.MIN):
-            x = repair.whole(x, "returned")
+        x = repair.without_extremes(x, "returned")
         if repair.is_agreed(x):
             x = tf.identity(x)
             setattr(x, _AGREED, True)

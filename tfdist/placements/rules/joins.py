@@ -145,7 +145,7 @@ def list_with(call: Call) -> Placement:
     if not all(isinstance(x, Replicate) for x in call.inputs[1:-1]):
         return call.unknown(Why.MEET)
     if isinstance(tensors, Replicate):
-        return Partial(given.how) if isinstance(given, Partial) else given if isinstance(given, Shard) else call.unknown(Why.MEET)
+        return Partial(given.how) if isinstance(given, Partial) else given
     if isinstance(tensors, Partial) and isinstance(given, Partial | Replicate):
         return combined(call, [0, len(call.inputs) - 1])
     return tensors if tensors == given else call.unknown(Why.MEET)

@@ -23,6 +23,15 @@ def same(call: Call) -> Placement:
     return call.inputs[0]
 
 
+def way_back(call: Call, place: int) -> Placement:
+    """Of the gradient of an operation on each element: linear in input number `place`."""
+    given = call.inputs[place]
+    others = [x for number, x in enumerate(call.inputs) if number != place]
+    if isinstance(given, Partial) and all(isinstance(x, Replicate) for x in others):
+        return _scaled(call, given, None)
+    return aligned(call)
+
+
 def alike(call: Call) -> Placement:
     """Of one that returns a constant of the same shape."""
     given = call.inputs[0]
@@ -111,7 +120,7 @@ def divide(call: Call) -> Placement:
         if isinstance(second, Replicate):
             return _scaled(call, first, call.value(1))
         if first.is_sum and isinstance(second, Partial) and second.how in (How.COUNT, How.SHARE):
-            return Partial(How.MEAN)
+            return Partial(How.MEAN if first.how is How.SUM else How.ALIKE)
     return aligned(call)
 
 
