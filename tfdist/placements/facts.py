@@ -8,7 +8,9 @@ rule of each operation is followed, through branches, loops and functions too, e
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -52,7 +54,9 @@ class GraphFacts(abc.ABC):
 
     def inputs_of(self, op: tf.Operation) -> tuple[Placement, ...]:
         """Returns the placements of the inputs of `op`, of this graph."""
-        return tuple(self.of(x) for x in op.inputs)
+        for x in op.inputs:
+            self.of(x)
+        return self._given(op)
 
     @abc.abstractmethod
     def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
@@ -79,8 +83,11 @@ class GraphFacts(abc.ABC):
         source = self._source(tensor)
         return list(tensor.op.inputs) if source is None else [source] if isinstance(source, tf.Tensor) else []
 
+    def _given(self, op: tf.Operation) -> tuple[Placement, ...]:
+        return tuple(self._known[x.name] for x in op.inputs)
+
     def _look(self, op: tf.Operation) -> list[Placement]:
-        inputs = tuple(self._known[x.name] for x in op.inputs)
+        inputs = self._given(op)
         count = len(op.outputs)
         if op.type in _READS or (not op.inputs and op.type == "Placeholder"):
             return [Replicate()] * count
@@ -146,6 +153,7 @@ class Facts(GraphFacts):
         leaves = [x for x in tf.nest.flatten(program.arguments) if tf.is_tensor(x) and x.shape.rank]
         self._static_rows = {x.shape[0] for x in leaves if x.shape[0] is not None and program.is_dealt(x)}
         self._agreed: dict[str, bool] = {}
+        self._assumed: dict[tuple[str, int], Placement] = {}
 
     def of(self, tensor: tf.Tensor) -> Placement:
         reconnected = tape.reconnected(self._program.graph)
@@ -176,6 +184,32 @@ class Facts(GraphFacts):
 
     def _agreed_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         return [x for x in self._inputs(tensor) if x.dtype != tf.resource and isinstance(self.of(x), Replicate)]
+
+    @contextlib.contextmanager
+    def assuming(self) -> Iterator[Callable[[tf.Operation, int, Placement], None]]:
+        """A block in which an operation may be assumed to read something of another placement at one of its inputs, or to return
+        it as its first output (place -1); behind it all is as it was."""
+        assumed: dict[tuple[str, int], tf.Operation] = {}
+
+        def assume(op: tf.Operation, place: int, placement: Placement) -> None:
+            assumed[op.name, place] = op
+            if place < 0:
+                self._declared[op.outputs[0].name] = placement
+            else:
+                self._assumed[op.name, place] = placement
+            self.forget(op.outputs)
+
+        try:
+            yield assume
+        finally:
+            for (name, place), op in assumed.items():
+                if place < 0:
+                    del self._declared[op.outputs[0].name]
+                self._assumed.pop((name, place), None)
+                self.forget(op.outputs)
+
+    def _given(self, op: tf.Operation) -> tuple[Placement, ...]:
+        return tuple(self._assumed.get((op.name, place), self._known[x.name]) for place, x in enumerate(op.inputs))
 
     def forget(self, tensors: Iterable[tf.Tensor]) -> None:
         """Forgets the placements of `tensors` and of what is computed of them: something in front of them has changed."""
@@ -251,15 +285,17 @@ def argument_placements(program: RankProgram) -> dict[str, Placement]:
         parts = tf.nest.flatten(leaf, expand_composites=True) if leaf is not None else []
         for x in parts:
             if tf.is_symbolic_tensor(x):
-                is_dense = isinstance(leaf, tf.Tensor)
-                found[x.name] = _given(x, is_dense) if program.is_dealt(leaf) else Replicate()
+                found[x.name] = _placement_of_given(x, leaf) if program.is_dealt(leaf) else Replicate()
     return found
 
 
-def _given(x: tf.Tensor, is_dense: bool) -> Placement:
+def _placement_of_given(x: tf.Tensor, leaf: Any) -> Placement:
+    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):  # numbers of rows count within a rank
+        values = leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf.values
+        return Shard(0, is_even=False) if x is values else Unknown(Why.GIVEN, _named(x.op))
     if x.dtype in (tf.resource, tf.variant) or x.shape.rank == 0:
         return Unknown(Why.GIVEN, _named(x.op))
-    return Shard(0, (x.name,)) if is_dense else Shard(0, is_even=False)
+    return Shard(0, (x.name,))
 
 
 def _joined_branches(facts: GraphFacts, op: tf.Operation, inputs: tuple[Placement, ...]) -> list[Placement]:

@@ -27,7 +27,7 @@ from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
 from tfdist.graphs.constants import value_of
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import How, Partial, Replicate
+from tfdist.placements.kinds import How, Lengths, Partial, Places, Replicate
 from tfdist.placements.rank_rows import RankRows
 
 _WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32}
@@ -101,10 +101,15 @@ class Redistribution:
         return made
 
     def gather(self, tensor: tf.Tensor, label: str) -> None:
-        """Gathers the rows of `tensor`, a `Shard`, from all data ranks; the way back sums what readers of all ranks send."""
+        """Gathers the rows of `tensor`, a `Shard`, from all data ranks; the way back sums what readers of all ranks send. Of
+        `Places` and `Lengths` the number of rows of all ranks is known behind it."""
         if tensor.name in self._found:
             return
-        axis = self._facts.of(tensor).axis
+        placement = self._facts.of(tensor)
+        if isinstance(placement, Places | Lengths):
+            self._count(tensor, placement, label)
+            return
+        axis = placement.axis
 
         def gathered(x: tf.Tensor) -> tf.Tensor:
             if x.dtype.is_floating:
@@ -114,6 +119,18 @@ class Redistribution:
 
         found = self.make(gathered, tensor)
         found.set_shape([None if place == axis else size for place, size in enumerate(tensor.shape)])
+        self._found[tensor.name] = found
+        self._facts.declare_agreed(found)
+
+    def _count(self, tensor: tf.Tensor, placement: Places | Lengths, label: str) -> None:
+        with self._program.outermost(), tape.stop_recording():
+            if isinstance(placement, Places):
+                own = tf.size(tensor, out_type=tensor.dtype)
+                found = tf.range(all_reduce(own, "data", label=label))
+            else:
+                own = tensor[placement.axis]
+                total = all_reduce(own, "data", label=label)
+                found = tf.concat([tensor[: placement.axis], [total], tensor[placement.axis + 1 :]], 0)
         self._found[tensor.name] = found
         self._facts.declare_agreed(found)
 

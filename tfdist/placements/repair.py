@@ -32,6 +32,7 @@ from tfdist.placements.table import Linear, is_elementwise, linear_inputs
 
 _MOST_ROWS = 1024  # of a rank, where their number is not known when the step is traced
 _CONTROL = ("Case", "If", "While")
+_OUTPUT = -1
 _FEW_BYTES = 2**20  # of numbers that ranks agree on, whatever `most_bytes` is
 _MOST_WAVES = 100  # of numbers that are computed of agreed numbers, and need to be agreed on again
 _WITH_SIZES = frozenset(
@@ -42,11 +43,13 @@ _WITH_SIZES = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Want:
-    """That `op` reads what ranks agree on in the place of its input number `place`."""
+    """That `op` reads something else in the place of `tensor`, its input number `place`, or returns it."""
 
     op: tf.Operation
     place: int
     tensor: tf.Tensor
+    becomes: Placement
+    is_of_rows: bool = False  # or of their number, and has another size then
 
 
 class Repair:
@@ -78,24 +81,38 @@ class Repair:
         with self._working():
             return self._known(tensor, label)
 
-    def _known(self, tensor: tf.Tensor, label: str) -> Placement:
-        for wave in range(_MOST_WAVES):
-            found = self._facts.of(tensor)
-            if not isinstance(found, Unknown) or found.what in self._given_up:
-                return found
-            if wave == 0:
-                for settle in self._program.before_collective:  # what reads gradients is to read sums of them
-                    settle()
-                continue
-            reasons = self._facts.reasons_of(tensor)
-            if not self._rows.are_means and self._add_shares(reasons):
-                continue
-            wants = self._wants(reasons)
-            if wants is None:
-                self._given_up.add(found.what)
-                return found
+    def _known(self, tensor: tf.Tensor, label: str, *, may_gather: bool = True) -> Placement:
+        found = self._facts.of(tensor)
+        if not isinstance(found, Unknown) or found.what in self._given_up:
+            return found
+        for settle in self._program.before_collective:  # what reads gradients is to read sums of them
+            settle()
+        waves = self._planned(tensor, may_gather)
+        if waves is None and may_gather:
+            self._given_up.add(found.what)
+        for wants in waves or ():
             self._mend(wants, label)
-        return found
+        return self._facts.of(tensor)
+
+    def _planned(self, tensor: tf.Tensor, may_gather: bool) -> list[list[_Want]] | None:
+        """Returns what is to be read so that `tensor` is known, in the order in which it is needed; None: it cannot be."""
+        waves: list[list[_Want]] = []
+        with self._facts.assuming() as assume:
+            while isinstance(self._facts.of(tensor), Unknown):
+                wants = self._wants(self._facts.reasons_of(tensor), may_gather)
+                if wants is None or len(waves) == _MOST_WAVES:
+                    return None
+                waves.append(wants)
+                for want in wants:
+                    assume(want.op, want.place, want.becomes)
+            resized = [want.op for wants in waves for want in wants if want.is_of_rows]
+            after = {op.name: op for op in _readers_of(resized)}
+            unknown = [op for op in after.values() if any(isinstance(self._facts.of(x), Unknown) for x in op.outputs)]
+        # What is gathered has another size: whatever reads it must bear that, on the way to `tensor` or not.
+        has_effects = any(tape.has_an_effect(op) or not op.outputs for op in after.values())
+        if has_effects or any(not isinstance(self._facts.of(x), Unknown) for op in unknown for x in op.outputs):
+            return None
+        return waves
 
     def whole(self, tensor: tf.Tensor, label: str) -> tf.Tensor | None:
         """Returns what `tensor` is on one device, the same on all ranks; None: that is not known."""
@@ -158,7 +175,7 @@ class Repair:
                 if not tape.is_backward(op) and any(isinstance(self._facts.of(x), Shard) for x in op.inputs):
                     for x in op.outputs:
                         if x.dtype != tf.variant and isinstance(self._facts.of(x), Unknown):
-                            self._known(x, "layer")
+                            self._known(x, "layer", may_gather=False)
 
     def not_looking(self) -> contextlib.AbstractContextManager[None]:
         """A block in which nothing is mended that is not asked for."""
@@ -190,53 +207,54 @@ class Repair:
 
     # What is wanted
 
-    def _wants(self, operations: Sequence[tf.Operation]) -> list[_Want] | None:
+    def _wants(self, operations: Sequence[tf.Operation], may_gather: bool) -> list[_Want] | None:
         """Returns what `operations`, which make something unknown, need to read; None: one of them cannot be mended."""
         wants: list[_Want] = []
         for op in operations:
-            found = self._wants_of(op)
+            found = self._wants_of(op, may_gather)
             if not found:
                 return None
             wants += found
         return wants
 
-    def _wants_of(self, op: tf.Operation) -> list[_Want]:
+    def _wants_of(self, op: tf.Operation, may_gather: bool) -> list[_Want]:
         inputs, why = self._facts.inputs_of(op), self._why(op)
+        is_control = op.type.endswith(_CONTROL)
         if op.graph is not self._program.graph or not records.has_gradient(op) or tape.is_backward(op):
             return []
-        if op.type.endswith(_CONTROL) and why not in (Why.FUNCTION, Why.GOES_BACK, Why.MIXED):
+        if is_control and why not in (Why.FUNCTION, Why.GOES_BACK, Why.MIXED):
             return []
         if why is Why.SOME_ROWS:
-            return [_Want(op, 0, op.inputs[0])] if op.type == "Mean" else []
+            return [_Want(op, _OUTPUT, op.outputs[0], Partial(How.MEAN))] if op.type == "Mean" else []
+        if why is Why.MIXED and not self._rows.are_means:
+            return [_Want(op, _OUTPUT, op.outputs[0], Partial(How.SUM))]
         numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not _is_size(op, place)]
-        if why is Why.MIXED and self._rows.are_means and op.outputs[0].dtype.is_floating:
-            return [_Want(op, place, op.inputs[place]) for place in numbers if inputs[place].is_sum]
+        if why is Why.MIXED and op.outputs[0].dtype.is_floating:
+            return [_Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]
         if numbers:
             fit = all(_bytes_of(op.inputs[place], 0) <= max(self.most_bytes, _FEW_BYTES) for place in numbers)
-            return [_Want(op, place, op.inputs[place]) for place in numbers] if fit else []
-        rows = [place for place, one in enumerate(inputs) if isinstance(one, Shard)]
-        if any(isinstance(one, Lengths | Places) for one in inputs) or op.type.endswith(_CONTROL):
-            return []
-        can = all(self._can_gather(op.inputs[place]) for place in rows)
-        return [_Want(op, place, op.inputs[place]) for place in rows] if can else []
+            return [_Want(op, place, op.inputs[place], Replicate()) for place in numbers] if fit else []
+        own = [place for place, one in enumerate(inputs) if not isinstance(one, Replicate)]
+        can = may_gather and not is_control and all(self._can_gather(op.inputs[place], inputs[place]) for place in own)
+        return [_Want(op, place, op.inputs[place], Replicate(), is_of_rows=True) for place in own] if can else []
 
     def _why(self, op: tf.Operation) -> Why | None:
         return next((found.why for found in map(self._facts.of, op.outputs) if isinstance(found, Unknown)), None)
 
-    def _can_gather(self, tensor: tf.Tensor) -> bool:
-        placement, shape = self._facts.of(tensor), tensor.shape
-        if not can_be_gathered(tensor) or placement.is_joined or not shape.rank or shape[placement.axis] is not None:
+    def _can_gather(self, tensor: tf.Tensor, placement: Placement) -> bool:
+        """Whether `tensor`, of own rows or of their number, can be that of all where it stands."""
+        if isinstance(placement, Lengths):
+            return placement.is_even
+        if isinstance(placement, Places):
+            return placement.are_all and tensor.shape.rank == 1
+        if isinstance(placement, Partial):
+            return tensor.shape.is_fully_defined()
+        is_known = isinstance(placement, Shard) and not placement.is_joined and bool(tensor.shape.rank)
+        if not is_known or tensor.shape[placement.axis] is not None or not can_be_gathered(tensor):
             return False
         return _bytes_of(tensor, placement.axis) <= self.most_bytes
 
     # What is done
-
-    def _add_shares(self, operations: Sequence[tf.Operation]) -> bool:
-        """Lets those of `operations` that add numbers to a rank's shares add shares; returns whether there are any."""
-        mixed = [op for op in operations if self._why(op) is Why.MIXED]
-        for op in mixed:
-            self._add_share(op)
-        return bool(mixed)
 
     def _add_share(self, op: tf.Operation) -> None:
         weight = self._rows.weight()
@@ -264,32 +282,35 @@ class Repair:
     def _mend(self, wants: Sequence[_Want], label: str) -> None:
         redistribution = self._redistribution
         with self._working():
-            numbers, rows = [], []
+            agreed = []
             for want in wants:
-                why = self._why(want.op)
-                if why is Why.SOME_ROWS:
-                    self._count_some_rows(want, label)
-                elif why is Why.MIXED and self._rows.are_means and want.tensor.dtype.is_floating:
+                if want.becomes == Replicate():
+                    agreed.append(want)
+                elif want.place != _OUTPUT:
                     weight = self._rows.weight()
                     mean = redistribution.make(lambda x, w: tf.math.divide_no_nan(x, tf.cast(w, x.dtype)), want.tensor, weight)
                     self._facts.declare(mean, Partial(How.MEAN))
                     redistribution.reads(want.op, want.place, mean)
+                elif want.becomes == Partial(How.MEAN):
+                    self._count_some_rows(want.op, label)
                 else:
-                    (numbers if isinstance(self._facts.of(want.tensor), Partial) else rows).append(want)
-            redistribution.agree([want.tensor for want in numbers], f"agree/{label}")
-            for want in rows:
-                redistribution.gather(want.tensor, f"gather/{label}")
-            for want in (*numbers, *rows):
+                    self._add_share(want.op)
+            numbers = [want.tensor for want in agreed if isinstance(self._facts.of(want.tensor), Partial)]
+            redistribution.agree(numbers, f"agree/{label}")
+            for want in agreed:
+                if redistribution.found(want.tensor) is None:
+                    redistribution.gather(want.tensor, f"gather/{label}")
+            for want in agreed:
                 redistribution.reads(want.op, want.place, redistribution.found(want.tensor))
 
-    def _count_some_rows(self, want: _Want, label: str) -> None:
+    def _count_some_rows(self, op: tf.Operation, label: str) -> None:
         """Lets a mean over some of the rank's rows be such that the ranks' own, by their weights, are that over all of them.
 
         A row of zeros stands behind them: the mean of none is NaN.
         """
-        axis = self._facts.of(want.tensor).axis
+        given, axis = op.inputs[0], self._facts.of(op.inputs[0]).axis
         with self._program.outermost(), tape.stop_recording():
-            rows, weight = tf.cast(tf.shape(want.tensor)[axis], tf.float64), self._rows.weight()
+            rows, weight = tf.cast(tf.shape(given)[axis], tf.float64), self._rows.weight()
             all_rows = all_reduce(rows, "data", label=f"agree/{label}")
             factor = tf.where(weight > 0, (rows + 1) / (weight * all_rows), tf.zeros_like(rows))
 
@@ -297,8 +318,8 @@ class Repair:
             none = tf.zeros_like(tf.reduce_sum(x, axis, keepdims=True))
             return tf.concat([x, none], axis) * tf.cast(factor, x.dtype)
 
-        self._redistribution.reads(want.op, 0, self._redistribution.make(counted, want.tensor, factor))
-        self._facts.declare(want.op.outputs[0], Partial(How.MEAN))
+        self._redistribution.reads(op, 0, self._redistribution.make(counted, given, factor))
+        self._facts.declare(op.outputs[0], Partial(How.MEAN))
 
 
 class _MadeGoingBack(GraphFacts):
@@ -343,6 +364,17 @@ def meant_of_own_rows(program: RankProgram | None, like: tf.Tensor | None = None
     repair.pass_over()
     for x in found:
         facts.declare(x, Replicate() if like is None or not here.exists_here(like) else facts.of(like))
+
+
+def _readers_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Returns `operations` and those that read what they return, and so on."""
+    found = {op.name: op for op in operations}
+    waiting = list(found.values())
+    for op in waiting:
+        new = {one.name: one for x in op.outputs for one in x.consumers() if one.name not in found}
+        found.update(new)
+        waiting.extend(new.values())
+    return waiting
 
 
 def _reads_variables(tensor: tf.Tensor) -> bool:
