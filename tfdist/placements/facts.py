@@ -56,7 +56,7 @@ class GraphFacts(abc.ABC):
         """Returns the placements of the inputs of `op`, of this graph."""
         for x in op.inputs:
             self.of(x)
-        return self._given(op)
+        return self._read_by(op)
 
     @abc.abstractmethod
     def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
@@ -83,11 +83,11 @@ class GraphFacts(abc.ABC):
         source = self._source(tensor)
         return list(tensor.op.inputs) if source is None else [source] if isinstance(source, tf.Tensor) else []
 
-    def _given(self, op: tf.Operation) -> tuple[Placement, ...]:
+    def _read_by(self, op: tf.Operation) -> tuple[Placement, ...]:
         return tuple(self._known[x.name] for x in op.inputs)
 
     def _look(self, op: tf.Operation) -> list[Placement]:
-        inputs = self._given(op)
+        inputs = self._read_by(op)
         count = len(op.outputs)
         if op.type in _READS or (not op.inputs and op.type == "Placeholder"):
             return [Replicate()] * count
@@ -188,13 +188,13 @@ class Facts(GraphFacts):
     @contextlib.contextmanager
     def assuming(self) -> Iterator[Callable[[tf.Operation, int, Placement], None]]:
         """A block in which an operation may be assumed to read something of another placement at one of its inputs, or to return
-        it as its first output (place -1); behind it all is as it was."""
+        it (place -1: as its first output, -2: its second); behind it all is as it was."""
         assumed: dict[tuple[str, int], tf.Operation] = {}
 
         def assume(op: tf.Operation, place: int, placement: Placement) -> None:
             assumed[op.name, place] = op
             if place < 0:
-                self._declared[op.outputs[0].name] = placement
+                self._declared[op.outputs[-1 - place].name] = placement
             else:
                 self._assumed[op.name, place] = placement
             self.forget(op.outputs)
@@ -204,11 +204,11 @@ class Facts(GraphFacts):
         finally:
             for (name, place), op in assumed.items():
                 if place < 0:
-                    del self._declared[op.outputs[0].name]
+                    del self._declared[op.outputs[-1 - place].name]
                 self._assumed.pop((name, place), None)
                 self.forget(op.outputs)
 
-    def _given(self, op: tf.Operation) -> tuple[Placement, ...]:
+    def _read_by(self, op: tf.Operation) -> tuple[Placement, ...]:
         return tuple(self._assumed.get((op.name, place), self._known[x.name]) for place, x in enumerate(op.inputs))
 
     def forget(self, tensors: Iterable[tf.Tensor]) -> None:

@@ -78,8 +78,8 @@ class Redistribution:
         sums = [x for x in missing if hows[x.name] not in (How.MAX, How.MIN, How.REPLICAS)]
         with self._program.outermost(), tape.stop_recording():
             if sums:
-                shares = [self._weighed(x) if hows[x.name] in _MEANS else self._of_rows(x) for x in sums]
-                totals = self._reduced(shares, "sum", label)
+                are_means = [hows[x.name] in _MEANS for x in sums]
+                totals = self._totals(sums, are_means, label)
                 totals = [tf.round(y) if x.dtype.is_integer else y for x, y in zip(sums, totals, strict=True)]
                 self._note(sums, [tf.cast(y, x.dtype) for x, y in zip(sums, totals, strict=True)], self._back_to_sums)
             replicas = [x for x in missing if hows[x.name] is How.REPLICAS]
@@ -114,7 +114,8 @@ class Redistribution:
         def gathered(x: tf.Tensor) -> tf.Tensor:
             if x.dtype.is_floating:
                 x = with_adjoint(tf.identity, self._without_factor, x)
-            whole = _swapped(gather_rows(_swapped(x, axis), label), axis)
+            parts = tf.split(x, len(placement.rows), axis) if placement.is_joined else [x]
+            whole = tf.concat([_swapped(gather_rows(_swapped(part, axis), label), axis) for part in parts], axis)
             return with_adjoint(tf.identity, self._with_factor, whole) if x.dtype.is_floating else tf.identity(whole)
 
         found = self.make(gathered, tensor)
@@ -137,8 +138,7 @@ class Redistribution:
     def reads(self, op: tf.Operation, place: int, new: tf.Tensor) -> None:
         """Makes `op` read `new` at one place, and tapes take the way back through that."""
         tape.reconnect(op, op.inputs[place], new)
-        if op not in self._changes:
-            self._changes.append(op)
+        self._changes.append(op)  # again, where it was there: behind what makes `new`
 
     def tell(self, gradient_tape: tf.GradientTape) -> None:
         """Tells a tape, which is about to be asked for a gradient, what has changed of what it has recorded."""
@@ -180,9 +180,26 @@ class Redistribution:
                 found[place] = tf.reshape(whole, tensors[place].shape)
         return [found[place] for place in range(len(tensors))]
 
+    def _totals(self, tensors: Tensors, are_means: Sequence[bool], label: str) -> list[tf.Tensor]:
+        """Returns the sums and the means over all ranks; the first means count the rows of all ranks, too."""
+        if self._rows.is_counted or not any(are_means):
+            shares = [self._weighed(x) if is_mean else self._of_rows(x) for x, is_mean in zip(tensors, are_means, strict=True)]
+            return self._reduced(shares, "sum", label)
+        own = tf.cast(self._rows.rows, next(_floating(x).dtype for x, is_mean in zip(tensors, are_means, strict=True) if is_mean))
+        shares = [
+            tf.math.multiply_no_nan(_floating(x), tf.cast(own, _floating(x).dtype)) if is_mean else self._of_rows(x)
+            for x, is_mean in zip(tensors, are_means, strict=True)
+        ]
+        *totals, all_rows = self._reduced([*shares, own], "sum", label)
+        self._rows.note_all_rows(all_rows)
+        return [
+            total / tf.cast(all_rows, total.dtype) if is_mean else total
+            for total, is_mean in zip(totals, are_means, strict=True)
+        ]
+
     def _weighed(self, mean: tf.Tensor) -> tf.Tensor:
         """Returns the rank's share of a mean; of no rows it is NaN, and counts nothing."""
-        wide = tf.cast(mean, tf.float64) if mean.dtype.is_integer else _wide(mean)
+        wide = _floating(mean)
         return tf.math.multiply_no_nan(wide, tf.cast(self._rows.weight(), wide.dtype))
 
     def _of_rows(self, total: tf.Tensor) -> tf.Tensor:
@@ -248,6 +265,10 @@ class Redistribution:
 
 def _back_of(agreement: _Agreement, *upstream: tf.Tensor) -> Tensors:
     return agreement.back(agreement.given, agreement.found, upstream)
+
+
+def _floating(x: tf.Tensor) -> tf.Tensor:
+    return tf.cast(x, tf.float64) if x.dtype.is_integer else _wide(x)
 
 
 def _wide(x: tf.Tensor) -> tf.Tensor:

@@ -87,32 +87,40 @@ class Repair:
             return found
         for settle in self._program.before_collective:  # what reads gradients is to read sums of them
             settle()
-        waves = self._planned(tensor, may_gather)
-        if waves is None and may_gather:
-            self._given_up.add(found.what)
-        for wants in waves or ():
+        waves, lost = self._planned(tensor, may_gather)
+        if may_gather:
+            self._given_up.update(lost)
+        for wants in waves:
             self._mend(wants, label)
         return self._facts.of(tensor)
 
-    def _planned(self, tensor: tf.Tensor, may_gather: bool) -> list[list[_Want]] | None:
-        """Returns what is to be read so that `tensor` is known, in the order in which it is needed; None: it cannot be."""
+    def _planned(self, tensor: tf.Tensor, may_gather: bool) -> tuple[list[list[_Want]], list[str]]:
+        """Returns what is to be read so that `tensor` is known, in the order in which it is needed; and what cannot be mended."""
         waves: list[list[_Want]] = []
+        lost: list[str] = []
         with self._facts.assuming() as assume:
-            while isinstance(self._facts.of(tensor), Unknown):
-                wants = self._wants(self._facts.reasons_of(tensor), may_gather)
-                if wants is None or len(waves) == _MOST_WAVES:
-                    return None
+            while isinstance(self._facts.of(tensor), Unknown) and len(waves) < _MOST_WAVES:
+                wants = []
+                for op in self._facts.reasons_of(tensor):
+                    found = self._wants_of(op, may_gather)
+                    wants += found
+                    if not found:  # as if it were of a rank's own rows
+                        unknown = [place for place, x in enumerate(op.outputs) if isinstance(self._facts.of(x), Unknown)]
+                        lost += [self._facts.of(op.outputs[place]).what for place in unknown]
+                        has_rows = any(isinstance(one, Shard) for one in self._facts.inputs_of(op))
+                        for place in unknown:
+                            assume(op, -1 - place, Shard() if has_rows and op.outputs[place].shape.rank else Partial(How.MEAN))
                 waves.append(wants)
                 for want in wants:
                     assume(want.op, want.place, want.becomes)
             resized = [want.op for wants in waves for want in wants if want.is_of_rows]
-            after = {op.name: op for op in _readers_of(resized)}
-            unknown = [op for op in after.values() if any(isinstance(self._facts.of(x), Unknown) for x in op.outputs)]
+            after = _readers_of(resized)
+            unknown = [x for op in after for x in op.outputs if isinstance(self._facts.of(x), Unknown)]
         # What is gathered has another size: whatever reads it must bear that, on the way to `tensor` or not.
-        has_effects = any(tape.has_an_effect(op) or not op.outputs for op in after.values())
-        if has_effects or any(not isinstance(self._facts.of(x), Unknown) for op in unknown for x in op.outputs):
-            return None
-        return waves
+        has_effects = any(tape.has_an_effect(op) or not op.outputs for op in after)
+        if has_effects or resized and lost or any(not isinstance(self._facts.of(x), Unknown) for x in unknown):
+            return self._planned(tensor, False) if may_gather else ([], lost)
+        return waves, lost
 
     def whole(self, tensor: tf.Tensor, label: str) -> tf.Tensor | None:
         """Returns what `tensor` is on one device, the same on all ranks; None: that is not known."""
@@ -207,16 +215,6 @@ class Repair:
 
     # What is wanted
 
-    def _wants(self, operations: Sequence[tf.Operation], may_gather: bool) -> list[_Want] | None:
-        """Returns what `operations`, which make something unknown, need to read; None: one of them cannot be mended."""
-        wants: list[_Want] = []
-        for op in operations:
-            found = self._wants_of(op, may_gather)
-            if not found:
-                return None
-            wants += found
-        return wants
-
     def _wants_of(self, op: tf.Operation, may_gather: bool) -> list[_Want]:
         inputs, why = self._facts.inputs_of(op), self._why(op)
         is_control = op.type.endswith(_CONTROL)
@@ -229,6 +227,8 @@ class Repair:
         if why is Why.MIXED and not self._rows.are_means:
             return [_Want(op, _OUTPUT, op.outputs[0], Partial(How.SUM))]
         numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not _is_size(op, place)]
+        if not may_gather:  # an integer may be a number of rows, beside own ones
+            numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer]
         if why is Why.MIXED and op.outputs[0].dtype.is_floating:
             return [_Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]
         if numbers:
@@ -249,7 +249,7 @@ class Repair:
             return placement.are_all and tensor.shape.rank == 1
         if isinstance(placement, Partial):
             return tensor.shape.is_fully_defined()
-        is_known = isinstance(placement, Shard) and not placement.is_joined and bool(tensor.shape.rank)
+        is_known = isinstance(placement, Shard) and len(set(placement.rows)) <= 1 and bool(tensor.shape.rank)
         if not is_known or tensor.shape[placement.axis] is not None or not can_be_gathered(tensor):
             return False
         return _bytes_of(tensor, placement.axis) <= self.most_bytes
@@ -283,7 +283,7 @@ class Repair:
         redistribution = self._redistribution
         with self._working():
             agreed = []
-            for want in wants:
+            for want in (one for one in wants if one.place == _OUTPUT or self._is_known(one.tensor)):
                 if want.becomes == Replicate():
                     agreed.append(want)
                 elif want.place != _OUTPUT:
@@ -302,6 +302,10 @@ class Repair:
                     redistribution.gather(want.tensor, f"gather/{label}")
             for want in agreed:
                 redistribution.reads(want.op, want.place, redistribution.found(want.tensor))
+
+    def _is_known(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is what it was planned to be: not of something that could not be mended."""
+        return not isinstance(self._facts.of(tensor), Unknown)
 
     def _count_some_rows(self, op: tf.Operation, label: str) -> None:
         """Lets a mean over some of the rank's rows be such that the ranks' own, by their weights, are that over all of them.
