@@ -1,5 +1,6 @@
-"""Losses in `fit` that a device cannot compute of its own rows: what is exact all the same, and what is told once."""
+"""Losses in `fit` that a device cannot compute of its own rows: all are one device's; what cannot be gathered is told once."""
 
+import functools
 import warnings
 
 import keras
@@ -10,6 +11,7 @@ from grids import exhaustive
 from training import CLASSES, strategy_for, vectors
 
 import tfdist
+from tests.parity.comparison import BatchLogs, state
 from tests.programs.comparing import SHARDED, assert_as_on_one_device, run
 from tests.programs.test_custom_steps import BATCH, Model, fit
 from tfdist.losses import warning
@@ -81,47 +83,38 @@ EXACT = {
         tf.stack([tf.reduce_mean(errors_of(y, p)), tf.exp(m.head.bias[0]) * tf.reduce_mean(tf.abs(p)), m.head.bias[1] ** 2])
     ),
 }
+# Sums, and functions of all rows: devices agree on the numbers, or gather the rows.
 NO_MEANS = {
-    "sum": (lambda m, x, y, p: tf.reduce_sum(errors_of(y, p)) / BATCH, "a sum over the rows"),
-    "half a sum": (lambda m, x, y, p: 0.01 * tf.nn.l2_loss(y - p) + tf.reduce_mean(p * p), "a sum over the rows"),
-    "masked mean": (
-        lambda m, x, y, p: tf.reduce_sum(errors_of(y, p) * y[:, 0]) / (tf.reduce_sum(y[:, 0]) + 1),
-        "a function of the whole batch",
+    "sum": lambda m, x, y, p: tf.reduce_sum(errors_of(y, p)) / BATCH,
+    "half a sum": lambda m, x, y, p: 0.01 * tf.nn.l2_loss(y - p) + tf.reduce_mean(p * p),
+    "masked mean": lambda m, x, y, p: tf.reduce_sum(errors_of(y, p) * y[:, 0]) / (tf.reduce_sum(y[:, 0]) + 1),
+    "mean of some rows": lambda m, x, y, p: tf.reduce_mean(tf.boolean_mask(errors_of(y, p), x[:, 0] > 0)),
+    "mean of rows that a condition finds": lambda m, x, y, p: tf.reduce_mean(
+        errors_of(*(tf.gather_nd(z, tf.where(x[:, 0] > 0)) for z in (y, p)))
     ),
-    "mean of some rows": (
-        lambda m, x, y, p: tf.reduce_mean(tf.boolean_mask(errors_of(y, p), x[:, 0] > 0)),
-        "a function of the whole batch",
+    "sum of some rows over their number": lambda m, x, y, p: (lambda e: tf.reduce_sum(e) / tf.cast(tf.size(e), e.dtype))(
+        tf.boolean_mask(errors_of(y, p), x[:, 0] > 0)
     ),
-    "mean of rows that a condition finds": (
-        lambda m, x, y, p: tf.reduce_mean(errors_of(*(tf.gather_nd(z, tf.where(x[:, 0] > 0)) for z in (y, p)))),
-        "a function of the whole batch",
-    ),
-    "sum of some rows over their number": (
-        lambda m, x, y, p: (lambda e: tf.reduce_sum(e) / tf.cast(tf.size(e), e.dtype))(
-            tf.boolean_mask(errors_of(y, p), x[:, 0] > 0)
-        ),
-        "a function of the whole batch",
-    ),
-    "root": (lambda m, x, y, p: tf.sqrt(tf.reduce_mean(errors_of(y, p)) + 1), "a function of the whole batch"),
-    "pairs": (
-        lambda m, x, y, p: tf.reduce_mean(tf.square(tf.einsum("ik,jk->ij", p, y))),
-        "a product of rows with each other",
-    ),
-    "Keras's sum over the rows": (
-        lambda m, x, y, p: keras.losses.MeanSquaredError(reduction="sum")(y, p) / rows_of(x),
-        "a Keras loss whose reduction is a sum",
-    ),
+    "root": lambda m, x, y, p: tf.sqrt(tf.reduce_mean(errors_of(y, p)) + 1),
+    "pairs": lambda m, x, y, p: tf.reduce_mean(tf.square(tf.einsum("ik,jk->ij", p, y))),
+    "Keras's sum over the rows": lambda m, x, y, p: keras.losses.MeanSquaredError(reduction="sum")(y, p) / rows_of(x),
 }
+
+
+def silently(program):
+    """Runs `program`, which is to warn of nothing that has to do with rows."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        left = program()
+    assert not [str(one.message) for one in told if "rows" in str(one.message)]
+    return left
 
 
 @pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("name", [name if name.startswith("average of the") else exhaustive(name) for name in EXACT])
 def test_sums_that_are_exact(name, zero_stage):
     def program(strategy):
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            left = fit(strategy, stepping(EXACT[name]), optimizer=small_steps, loss=None)
-        assert not [str(one.message) for one in told if "rows" in str(one.message)]
+        left = silently(lambda: fit(strategy, stepping(EXACT[name]), optimizer=small_steps, loss=None))
         if name == "a loss of every row":  # its log is an array, of which there is no mean here
             del left["history"], left["evaluated"]
         return left
@@ -129,19 +122,13 @@ def test_sums_that_are_exact(name, zero_stage):
     assert_as_on_one_device(program, zero_stage)
 
 
-def told(strategy, build, **arguments):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        run(lambda strategy: fit(strategy, build, **arguments), strategy)
-    return [str(one.message) for one in found if "rows" in str(one.message)]
-
-
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize("name", [name if name in ("sum", "masked mean") else exhaustive(name) for name in NO_MEANS])
-def test_what_is_no_mean_is_told_once(name):
-    loss_of, words = NO_MEANS[name]
-    build = stepping(loss_of)
-    (message,) = told(strategy_for(2, 0), build, loss=None, optimizer=small_steps)
-    assert message.startswith(f"The loss of Stepping contains {words}")
+def test_what_is_no_mean_is_exact(name, zero_stage):
+    def program(strategy):
+        return silently(lambda: fit(strategy, stepping(NO_MEANS[name]), optimizer=small_steps, loss=None))
+
+    assert_as_on_one_device(program, zero_stage)
 
 
 def test_sums_with_the_setting_that_says_so():
@@ -150,7 +137,7 @@ def test_sums_with_the_setting_that_says_so():
     def program(strategy):
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            left = fit(strategy, stepping(NO_MEANS["sum"][0]), optimizer=small_steps, loss=None, evaluates=False)
+            left = fit(strategy, stepping(NO_MEANS["sum"]), optimizer=small_steps, loss=None, evaluates=False)
         return {name: left[name] for name in ("weights", "slots")}
 
     assert_as_on_one_device(program, 2, step_losses="sum")
@@ -160,36 +147,43 @@ def root_of_the_mean(y_true, y_pred):
     return tf.sqrt(tf.reduce_mean(tf.square(y_true - y_pred)))
 
 
+def compiled(strategy, loss, targets, batch_size=BATCH, rate=0.01):
+    """Fits on 37 rows, with a smaller last batch, or on 32 in equal ones, of which the trace knows the number of rows."""
+    x, y = vectors(37 if batch_size == BATCH else 32)
+    logs = BatchLogs()
+    with strategy.scope():
+        model = Model()
+        model.compile(keras.optimizers.SGD(rate), loss)
+    arrays = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [logs]}
+    history = model.fit(x, targets(y), **arrays).history
+    return {"history": history, "logs": logs.train, **state(model)}
+
+
+def one_hot(y):
+    return np.eye(CLASSES)[y]
+
+
+@pytest.mark.parametrize("zero_stage", SHARDED)
 @pytest.mark.parametrize(
-    ("loss", "name"),
+    "loss",
     [
-        (root_of_the_mean, "root_of_the_mean"),
-        (keras.losses.Dice(), "dice"),
-        exhaustive(keras.losses.Tversky(), "tversky"),
-        exhaustive(tfdist.losses.OverGlobalBatch(root_of_the_mean), None),
-        (lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred)), None),
-        exhaustive(lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred), axis=-1), None),
-        exhaustive(keras.losses.Dice(axis=-1), None),
-        exhaustive(keras.losses.MeanSquaredError(reduction="sum"), None),
-        exhaustive("huber", None),
+        root_of_the_mean,
+        keras.losses.Dice(),
+        exhaustive(keras.losses.Tversky()),
+        exhaustive(tfdist.losses.OverGlobalBatch(root_of_the_mean)),
+        lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred)),
+        exhaustive(lambda y_true, y_pred: tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)),
+        exhaustive(keras.losses.Dice(axis=-1)),
+        exhaustive(keras.losses.MeanSquaredError(reduction="sum")),
+        exhaustive("huber"),
     ],
 )
-def test_functions_of_a_batch_are_told(loss, name):
-    x, y = vectors(32)
+@pytest.mark.parametrize("batch_size", [BATCH, exhaustive(8)])
+def test_compiled_functions_of_a_batch_are_exact(loss, batch_size, zero_stage):
+    def program(strategy):
+        return silently(lambda: compiled(strategy, loss, one_hot, batch_size))
 
-    def train():
-        with strategy_for(2, 0).scope():
-            model = Model()
-            model.compile("sgd", loss)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            model.fit(x, np.eye(CLASSES)[y], batch_size=BATCH, verbose=0)
-        return [str(one.message) for one in found if "returns one number" in str(one.message)]
-
-    messages = train()
-    assert all("tfdist.losses.OverGlobalBatch" in message for message in messages)
-    assert [message.split("`")[1] for message in messages] == ([] if name is None else [name])
-    assert train() == []
+    assert_as_on_one_device(program, zero_stage)
 
 
 def pairs(embeddings, others):
@@ -198,26 +192,32 @@ def pairs(embeddings, others):
     return keras.ops.sparse_categorical_crossentropy(tf.range(tf.shape(logits)[0]), logits, from_logits=True)
 
 
+def of_references(y, p):
+    return keras.losses.circle(y[:, 0], p, np.arange(3), np.eye(3, CLASSES))
+
+
 @pytest.mark.parametrize(
-    ("loss", "is_told"),
+    ("loss", "compares"),
     [
         (keras.losses.Circle(), True),
         exhaustive(pairs, True),
         exhaustive(tfdist.losses.OverGlobalBatch(keras.losses.Circle()), False),
         (tfdist.losses.OverGlobalBatch(pairs), False),
-        exhaustive(lambda y, p: keras.losses.circle(y[:, 0], p, np.arange(3), np.eye(3, CLASSES)), False),
+        exhaustive(of_references, False),
     ],
 )
-def test_rows_that_are_compared_are_told(loss, is_told):
-    x, y = vectors(32)
-    targets = y if isinstance(getattr(loss, "loss", loss), keras.losses.Circle) else np.eye(CLASSES)[y]
-    with strategy_for(2, 3).scope():
-        model = Model()
-        model.compile("sgd", loss)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        model.fit(x, targets, batch_size=BATCH, verbose=0)
-        model.fit(x, targets, batch_size=9, verbose=0)
-    messages = [str(one.message) for one in found if "rows" in str(one.message)]
-    assert len(messages) == is_told
-    assert not is_told or messages[0].startswith("The loss of Model contains a product of rows with each other.")
+@pytest.mark.parametrize("batch_size", [BATCH, 8])
+def test_rows_that_are_compared_are_gathered_or_told(loss, compares, batch_size):
+    """Where the number of rows is known when the step is traced, they cannot be gathered."""
+    targets = np.asarray if isinstance(getattr(loss, "loss", loss), keras.losses.Circle) else one_hot
+
+    def program(strategy):
+        return compiled(strategy, loss, targets, batch_size, 1e-4)
+
+    if compares and batch_size != BATCH:
+        with pytest.warns(UserWarning, match="rows that meet other rows of the batch") as found:
+            run(program, strategy_for(2, 3))
+        assert len([one for one in found if "rows" in str(one.message)]) == 1
+    else:
+        silent = functools.wraps(program)(lambda strategy: silently(lambda: program(strategy)))
+        assert_as_on_one_device(silent, 3)

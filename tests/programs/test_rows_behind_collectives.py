@@ -16,7 +16,7 @@ from tests.parity.comparison import state
 from tests.programs.comparing import assert_as_on_one_device, run
 from tests.programs.test_rows_that_meet_going_back import limited_one_by_one, limited_over_devices, limited_together
 from tfdist.collectives import all_gather, all_reduce, rank_program
-from tfdist.losses.row_means import COMPARISON, FUNCTION, MEETING, SUM, RowMeans
+from tfdist.placements.repair import Repair
 
 pytestmark = pytest.mark.as_traced
 
@@ -31,82 +31,107 @@ def paired(x, others):
     return squares(tf.matmul(x, others, transpose_b=True))
 
 
+def over_all(x):
+    """Returns the sum of `x` over data ranks; the only one's is its own."""
+    return x if rank_program() is None else all_reduce(x)
+
+
+def of_all(x):
+    return x if rank_program() is None else all_gather(x, uneven=True)
+
+
 def from_the_mean(p):
-    return p - tf.stop_gradient(all_reduce(tf.reduce_sum(p, 0)) / all_reduce(tf.cast(tf.shape(p)[0], tf.float32)))
+    return p - tf.stop_gradient(over_all(tf.reduce_sum(p, 0)) / over_all(tf.cast(tf.shape(p)[0], tf.float32)))
 
 
-# Of a batch, and of what the layers make of it, which may be parallel: what is no mean over rows.
+# Of a batch, and of what the layers make of it, which may be parallel.
 OF_ROWS = {
-    "mean": (lambda y, p: squares(p) + squares(p - y), None),
-    "sum over the rows": (lambda y, p: tf.reduce_sum(p * p) / tf.cast(tf.shape(p)[0], p.dtype), None),
-    "sum": (lambda y, p: tf.reduce_sum(p * p) / BATCH, SUM),
-    "root": (lambda y, p: tf.sqrt(squares(p)), FUNCTION),
-    "product of means": (lambda y, p: squares(p) * squares(p - y), FUNCTION),
-    "mean of some": (lambda y, p: squares(tf.boolean_mask(p, p[:, 0] > 0)), FUNCTION),
-    "first row": (lambda y, p: squares(p - y) + p[0, 0], FUNCTION),
-    "hardest row": (lambda y, p: (lambda far: tf.gather(far, tf.argmax(far)))(tf.norm(p - y, axis=-1)), FUNCTION),
-    "mean prediction": (
-        lambda y, p: tf.nn.softmax_cross_entropy_with_logits(tf.ones(4) / 4, tf.reduce_mean(p, 0)),
-        FUNCTION,
-    ),
-    "pairs": (lambda y, p: paired(p, p), COMPARISON),
-    "centred": (lambda y, p: squares((p - tf.reduce_mean(p, 0)) * p), MEETING),
-    "reversed": (lambda y, p: squares(p - p[::-1]), MEETING),
-    "all pairs": (lambda y, p: squares(p[:, None] - p[None]), MEETING),
+    "mean": lambda y, p: squares(p) + squares(p - y),
+    "sum over the rows": lambda y, p: tf.reduce_sum(p * p) / tf.cast(tf.shape(p)[0], p.dtype),
+    "sum": lambda y, p: tf.reduce_sum(p * p) / BATCH,
+    "root": lambda y, p: tf.sqrt(squares(p)),
+    "product of means": lambda y, p: squares(p) * squares(p - y),
+    "mean of some": lambda y, p: squares(tf.boolean_mask(p, p[:, 0] > 0)),
+    "first row": lambda y, p: squares(p - y) + p[0, 0],
+    "hardest row": lambda y, p: (lambda far: tf.gather(far, tf.argmax(far)))(tf.norm(p - y, axis=-1)),
+    "mean prediction": lambda y, p: tf.nn.softmax_cross_entropy_with_logits(tf.ones(4) / 4, tf.reduce_mean(p, 0)),
+    "pairs": lambda y, p: paired(p, p),
+    "centred": lambda y, p: squares((p - tf.reduce_mean(p, 0)) * p),
+    "reversed": lambda y, p: squares(p - p[::-1]),
+    "all pairs": lambda y, p: squares(p[:, None] - p[None]),
 }
 # Of what data ranks have reduced or gathered: of no rank's own rows.
 OF_ALL = {
-    "from the mean of all": (lambda y, p: squares(from_the_mean(p)), None),
-    "and from its own": (
-        lambda y, p: squares(from_the_mean(p) - tf.reduce_mean(from_the_mean(p) ** 2, 0)),
-        MEETING,
-    ),
-    "pairs with those of all": (lambda y, p: paired(p, all_gather(p, uneven=True)), None),
-    "divided by a root of all": (lambda y, p: squares(p - y) / tf.sqrt(squares(all_gather(p, uneven=True))), None),
-    "times a sum of all": (lambda y, p: squares(p - y) * all_reduce(tf.reduce_sum(p * p)), None),
+    "from the mean of all": lambda y, p: squares(from_the_mean(p)),
+    "and from its own": lambda y, p: squares(from_the_mean(p) - tf.reduce_mean(from_the_mean(p) ** 2, 0)),
+    "pairs with those of all": lambda y, p: paired(p, of_all(p)),
+    "divided by a root of all": lambda y, p: squares(p - y) / tf.sqrt(squares(of_all(p))),
+    "times a sum of all": lambda y, p: squares(p - y) * over_all(tf.reduce_sum(p * p)),
 }
+
+GATHERED = ("first row", "hardest row", "pairs", "reversed", "all pairs")  # of rows, if the trace does not know how many
+KINDS = {"any rows": BATCH - 1, "known rows": BATCH}
 
 
 def parallel_layers():
     return keras.Sequential([keras.Input((6,)), tfdist.layers.RowParallelDense(4, activation="tanh")])
 
 
-def faults(strategy, losses):
-    """Returns what is found in each of `losses`, where the number of rows is known when the step is traced, and where not."""
+def arrays(rows):
+    rng = np.random.default_rng(2)
+    return rng.normal(size=(rows, 6)).astype("float32"), rng.normal(size=(rows, 4)).astype("float32")
+
+
+def numbers(strategy, losses):
+    """Returns what each of `losses` is of all rows, on each rank, where the trace knows the number of rows, and where not.
+
+    None: it is not known.
+    """
+    keras.utils.set_random_seed(3)
     with strategy.scope():
         model = parallel_layers()
-    found = {}
+    found, lost = {}, set()
 
-    def on_rank(x, y):
-        program, p = rank_program(), model(x)
-        kind, known = "any rows" if x.shape[0] is None else "known rows", program.attachment(RowMeans)
-        told = {(name, kind): known.fault_of(loss(y, p)) for name, (loss, _) in losses.items()}
-        if program.local_index == 0:  # which looks for meetings of rows for all
-            found.update(told)
+    def on_rank(kind, x, y):
+        p, repair = model(x), rank_program().attachment(Repair)
+        whole = {name: repair.whole(loss(y, p), "loss") for name, loss in losses.items()}
+        lost.update((name, kind) for name, x in whole.items() if x is None)
+        return {name: x for name, x in whole.items() if x is not None}
 
-    for is_known in (False, True):
-        arrays = np.ones((BATCH, 6), "float32"), np.ones((BATCH, 4), "float32")
-        data = tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH, drop_remainder=is_known)
-        spec = iter(strategy.experimental_distribute_dataset(data)).element_spec
-        tf.function(lambda *batch: strategy.run(on_rank, args=batch), autograph=False).get_concrete_function(*spec)
-    return found
+    for kind, rows in KINDS.items():
+        data = tf.data.Dataset.from_tensor_slices(arrays(rows)).batch(BATCH, drop_remainder=kind == "known rows")
+        step = tf.function(lambda *batch, kind=kind: strategy.run(on_rank, args=(kind, *batch)), autograph=False)
+        batches = iter(strategy.experimental_distribute_dataset(data))
+        left = step.get_concrete_function(*batches.element_spec)(*next(batches))
+        for name, value in left.items():
+            found[name, kind] = [float(x) for x in strategy.experimental_local_results(value)]
+    return {**found, **dict.fromkeys(lost)}
 
 
-def expected(losses):
-    return {(name, kind): fault for name, (_, fault) in losses.items() for kind in ("any rows", "known rows")}
+def assert_of_one_device(found, losses):
+    keras.utils.set_random_seed(3)
+    model = parallel_layers()
+    for kind, rows in KINDS.items():
+        x, y = map(tf.constant, arrays(rows))
+        for name, loss in losses.items():
+            is_lost = kind == "known rows" and name in GATHERED
+            assert (found[name, kind] is None) == is_lost, (name, kind)
+            if not is_lost:
+                expected = float(loss(y, model(x)))
+                np.testing.assert_allclose(found[name, kind], expected, rtol=1e-5, err_msg=f"{name}, {kind}")
 
 
 def test_tensor_ranks_have_the_same_rows():
-    assert faults(strategy_for(4, 0, tensor_parallel_size=2), OF_ROWS) == expected(OF_ROWS)
+    assert_of_one_device(numbers(strategy_for(4, 0, tensor_parallel_size=2), OF_ROWS), OF_ROWS)
 
 
 def test_data_ranks_have_others():
-    assert faults(strategy_for(2, 0), OF_ALL) == expected(OF_ALL)
+    assert_of_one_device(numbers(strategy_for(2, 0), OF_ALL), OF_ALL)
 
 
 def of_worker(tensor_parallel_size=1):
     strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=0, tensor_parallel_size=tensor_parallel_size)
-    return faults(strategy, OF_ROWS if tensor_parallel_size > 1 else OF_ALL)
+    return numbers(strategy, OF_ROWS if tensor_parallel_size > 1 else OF_ALL)
 
 
 @pytest.mark.exhaustive
@@ -115,7 +140,8 @@ def of_worker(tensor_parallel_size=1):
 def test_workers_that_share_memory(tmp_path, number, tensor_parallel_size, losses):
     target = "tests.programs.test_rows_behind_collectives:of_worker"
     with workers.job(tmp_path, number, target, tensor_parallel_size) as job:
-        assert all(found == expected(losses) for found in job.results(250))
+        for found in job.results(250):
+            assert_of_one_device(found, losses)
 
 
 class Changing(keras.Model):

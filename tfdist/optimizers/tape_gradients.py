@@ -94,10 +94,11 @@ class TapeGradients:
     def know_made_by_hand(self, grads: Sequence[Any]) -> None:
         """Lets what `grads`, for an optimizer, are made of by hand be of the whole batch: of gradients of rows, in a step of
         Keras's trainer, by the chain rule."""
-        if self._program.is_eager or not self._program.attachment(GradientWeight).of_rows:
+        if self._program.is_eager or not self._program.attachment(GradientWeight).is_of_trainer:
             return
         for x in tf.nest.flatten(list(grads), expand_composites=True):
-            if tf.is_symbolic_tensor(x) and x.dtype.is_floating and self._program.exists_here(x):
+            is_here = tf.is_symbolic_tensor(x) and x.dtype.is_floating and self._program.exists_here(x)
+            if is_here and not self._numbers.is_of_gradients(x):
                 self._program.attachment(Repair).known(x, "gradient")
 
     def note_in_loop(self, grad: tf.Tensor) -> None:
@@ -225,6 +226,8 @@ class TapeGradients:
 
     def settle(self) -> None:
         """Sums the gradients that the user's code has read so far by something that is not linear, and lets it read the sums."""
+        if self._numbers.is_agreeing:
+            return  # what gradients meet is still that of the rank
         if not self._is_own:
             self._numbers.settle()
         self._find_carried()

@@ -124,18 +124,18 @@ class Repair:
 
     def whole(self, tensor: tf.Tensor, label: str) -> tf.Tensor | None:
         """Returns what `tensor` is on one device, the same on all ranks; None: that is not known."""
-        placement = self.known(tensor, label)
-        if isinstance(placement, Replicate):
-            return tensor
-        if isinstance(placement, Partial) and tensor.shape.is_fully_defined():
-            with self._working():
-                self._redistribution.agree([tensor], label)
-        elif isinstance(placement, Shard) and not placement.is_joined and can_be_gathered(tensor):
-            with self._working():
-                self._redistribution.gather(tensor, label)
-        else:
-            return None
-        return self._redistribution.found(tensor)
+        return self.wholes([tensor], label)[0]
+
+    def wholes(self, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Tensor | None]:
+        """Returns the same of several: their numbers are in one message."""
+        placements = [self.known(x, label) for x in tensors]
+        pairs = list(zip(tensors, placements, strict=True))
+        with self._working():
+            self._redistribution.agree([x for x, p in pairs if isinstance(p, Partial) and x.shape.is_fully_defined()], label)
+            for x, p in pairs:
+                if isinstance(p, Shard) and not p.is_joined and can_be_gathered(x):
+                    self._redistribution.gather(x, label)
+        return [x if isinstance(p, Replicate) else self._redistribution.found(x) for x, p in pairs]
 
     def without_extremes(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor`, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""

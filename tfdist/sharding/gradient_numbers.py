@@ -26,16 +26,20 @@ from tfdist.placements.repair import Repair
 
 
 class GradientNumbers:
-    """The numbers that gradients meet in the graph of one rank's program; an attachment of the program, and of a branch's."""
+    """The numbers that gradients meet in the graph of one rank's program; an attachment of the program, and of a branch's.
+
+    Attributes:
+        is_agreeing: whether the ranks are about to agree on some.
+    """
 
     IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program
         self._computed: set[str] = set()  # gradients, and what is computed of them, by name
-        self._met: list[tuple[tf.Operation, int]] = []  # what reads gradients, and the places of numbers beside them
         self._num_searched = 0
         self._is_own = False
+        self.is_agreeing = False
         program.before_collective.append(self.settle)
         program.at_close.append(lambda _: self.settle())
 
@@ -45,37 +49,45 @@ class GradientNumbers:
             self._num_searched = len(self._program.graph.get_operations())
         self._computed.add(gradient.name)
 
+    def is_of_gradients(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is what a tape has returned, or computed of that."""
+        self.settle()
+        return tensor.name in self._computed
+
     def settle(self) -> None:
         """Lets what has read gradients so far read the numbers beside them of the whole batch."""
         if self._is_own or not self._computed or self._program.mesh.size("data") == 1:
             return
         operations = self._program.graph.get_operations()
         start, self._num_searched = self._num_searched, len(operations)
+        met: list[tuple[tf.Operation, int]] = []
         for op in operations[start:]:
             if op.type.startswith("Collective") or not any(x.name in self._computed for x in op.inputs):
                 continue
             self._computed.update(x.name for x in op.outputs)
             if not tape.is_backward(op) and not tape.writes(op):
-                self._met += [(op, place) for place, x in enumerate(op.inputs) if x.name not in self._computed]
-        with self._own():
-            self._met = [(op, place) for op, place in self._met if not self._is_settled(op, place)]
+                met += [(op, place) for place, x in enumerate(op.inputs) if x.name not in self._computed]
+        met = [(op, place) for op, place in met if self._must_be_whole(op, place)]
+        with self._own(), temporary.attributes(self, is_agreeing=True):
+            wholes = self._program.attachment(Repair).wholes([op.inputs[place] for op, place in met], "gradient")
+            for (op, place), whole in zip(met, wholes, strict=True):
+                if whole is not None and whole is not op.inputs[place]:
+                    self._program.attachment(Redistribution).reads(op, place, whole)
 
-    def _is_settled(self, op: tf.Operation, place: int) -> bool:
-        """Lets `op` read the number at `place` of the whole batch, if it must; returns False where that is not known yet."""
-        facts, repair, number = self._program.attachment(Facts), self._program.attachment(Repair), op.inputs[place]
+    def _must_be_whole(self, op: tf.Operation, place: int) -> bool:
+        """Whether `op` needs the number at `place` of the whole batch."""
+        facts, number = self._program.attachment(Facts), op.inputs[place]
         if number.dtype == tf.resource or tape.is_backward(number.op) or isinstance(facts.of(number), Replicate | Shard):
+            return False
+        if facts.of(number) == Partial(How.REPLICAS) and not self._program.attachment(RankRows).are_means:
+            return False  # by which a loop divides what it will sum
+        beside = [other for other, x in enumerate(op.inputs) if x.name in self._computed]
+        if any(isinstance(facts.of(op.inputs[other]), Partial) for other in beside):
             return True
-        if self._program.attachment(RankRows).are_means:
-            if any(isinstance(facts.of(x), Unknown) for x in op.inputs if x.name in self._computed):
-                return False  # something that reads a gradient, and will be made to read a sum
-            if not any(isinstance(facts.of(x), Unknown) for x in op.outputs):
-                return True  # a part of a rank's own mean, as the gradient is
-        elif facts.of(number) == Partial(How.REPLICAS):  # by which a loop divides what it will sum
-            return True
-        whole = repair.whole(number, "gradient")
-        if whole is not None and whole is not number:
-            self._program.attachment(Redistribution).reads(op, place, whole)
-        return True
+        with facts.assuming() as assume:  # what reads a gradient otherwise is made to read a sum
+            for other in beside:
+                assume(op, other, Replicate())
+            return any(isinstance(facts.of(x), Unknown) for x in op.outputs)
 
     @contextlib.contextmanager
     def own_use(self) -> Iterator[None]:
