@@ -1,5 +1,6 @@
 """Losses and gradients of what collectives have returned: tensor ranks have the same rows, data ranks others."""
 
+import functools
 import warnings
 
 import keras
@@ -100,9 +101,10 @@ def numbers(strategy, losses):
 
     for kind, rows in KINDS.items():
         data = tf.data.Dataset.from_tensor_slices(arrays(rows)).batch(BATCH, drop_remainder=kind == "known rows")
-        step = tf.function(lambda *batch, kind=kind: strategy.run(on_rank, args=(kind, *batch)), autograph=False)
         batches = iter(strategy.experimental_distribute_dataset(data))
-        left = step.get_concrete_function(*batches.element_spec)(*next(batches))
+        of_kind = functools.partial(on_rank, kind)
+        step = tf.function(functools.partial(strategy.run, of_kind), input_signature=[batches.element_spec], autograph=False)
+        left = step(next(batches))
         for name, value in left.items():
             found[name, kind] = [float(x) for x in strategy.experimental_local_results(value)]
     return {**found, **dict.fromkeys(lost)}

@@ -60,6 +60,7 @@ from tfdist.losses.trainer_step import TrainerStep, trainer_step
 from tfdist.losses.warning import is_sum, known_of_loss
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial
+from tfdist.placements.repair import Repair
 
 _local = threading.local()
 
@@ -118,7 +119,12 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         share = values if is_share else part.weigh(values)
     else:
         is_weighted = reduction == "mean_with_sample_weight" and weights is not None
+        is_of_all = _is_of_all_rows(values)
         divisor = part.divisor(values, widened(weights) if is_weighted else None, mask)
+        if is_of_all:
+            program = rank_program()
+            divisor = divisor if is_weighted else divisor / len(program.group_ranks("data"))  # each has counted all rows
+            return of_all_rows(tf.cast(tf.math.divide_no_nan(tf.reduce_sum(widened(values)), divisor), values.dtype))
         share = tf.cast(tf.math.divide_no_nan(tf.reduce_sum(widened(values)), divisor), values.dtype)
     if step is not None:
         return _noted(part.mean_of_share(share), How.MEAN)
@@ -161,6 +167,16 @@ def _mean_of_sum(total: Any) -> Any:
     program = rank_program(peers_on="data")
     copies = 1 if program is None else program.attachment(GivenBatch).copies
     return _part().mean_of_share(total) / tf.cast(copies, total.dtype)
+
+
+def _is_of_all_rows(values: tf.Tensor) -> bool:
+    """Whether `values`, losses, are those of the rows of all ranks, which they have gathered since rows meet in them."""
+    program = rank_program(peers_on="data")
+    here = None if program is None or program.is_eager or current_sliced_batch() is not None else program.here()
+    if here is None:
+        return False
+    known_of_loss(program, values)
+    return here.attachment(Repair).is_agreed(values)
 
 
 def _noted(loss: Any, how: How) -> Any:

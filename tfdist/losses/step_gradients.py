@@ -21,6 +21,7 @@ from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
+from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight
 
@@ -139,7 +140,8 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Ca
     redistribution, repair = here.attachment(Redistribution), here.attachment(Repair)
     redistribution.tell(gradient_tape)
     start = len(here.graph.get_operations())
-    with temporary.attributes(redistribution, factor=factor), repair.not_looking():
+    numbers = here.attachment(GradientNumbers)
+    with temporary.attributes(redistribution, factor=factor), repair.not_looking(), numbers.going_back():
         yield
     repair.pass_over()
     if program.mesh.size("data") > 1 and not is_given_everywhere() and _has_custom_gradients(program):

@@ -89,11 +89,11 @@ def calling(loss: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def known_of_loss(program: RankProgram, value: tf.Tensor) -> Placement:
-    """Returns the placement of `value`, the one number that the Keras loss which is called makes of a batch."""
+    """Returns the placement of `value`, what the Keras loss which is called makes of a batch."""
     loss = getattr(_local, "loss", None)
     function = getattr(loss, "fn", None) or loss or known_of_loss
     name = getattr(function, "__name__", None) or type(function).__name__
-    return known(program, value, f"loss/{name}", function, f"The loss `{name}`, one number for a batch,")
+    return known(program, value, f"loss/{name}", function, f"The loss `{name}`")
 
 
 def is_sum(placement: Placement) -> bool:

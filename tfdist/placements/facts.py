@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,8 +33,9 @@ _READS = ("ReadVariableOp", "VarHandleOp")
 class GraphFacts(abc.ABC):
     """The placements of the tensors of one graph."""
 
-    def __init__(self, results: Results | None = None) -> None:
+    def __init__(self, results: Results | None = None, static_rows: Collection[int] = ()) -> None:
         self._results = results  # of collectives
+        self._static_rows = static_rows  # numbers of rows that are known when the graph is traced
         self._known: dict[str, Placement] = {}
         self._inner: dict[tuple[int, tuple[Placement, ...]], list[Placement]] = {}
         self._graphs: list[tf.Graph] = []  # kept, so that their ids stay their own
@@ -105,13 +106,16 @@ class GraphFacts(abc.ABC):
         key = id(graph), (*given, len(graph.outputs))
         if key not in self._inner:
             self._graphs.append(graph)
-            inside = _FunctionFacts(graph, given, self._results)
+            inside = _FunctionFacts(graph, given, self._results, self._static_rows)
             self._inner[key] = [inside.of(x) for x in graph.outputs]
         return self._inner[key]
 
     def _out_of_loop(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> list[Placement]:
         """What goes round is what it was and what the body makes of that, until neither changes."""
         body, carried = tape.body(op), list(inputs)
+        for place, x in enumerate(op.inputs):  # a state of zeros for each of the rank's rows
+            if x.shape.rank and x.shape[0] in self._static_rows and isinstance(carried[place], Replicate) and _is_zero(x):
+                carried[place] = Shard()
         for _ in range(len(carried) + 2):
             found = self.out_of(body, carried)
             joined = [
@@ -130,8 +134,10 @@ class GraphFacts(abc.ABC):
 class _FunctionFacts(GraphFacts):
     """Those of the graph of a branch, the body of a loop or a function, from the placements of its inputs."""
 
-    def __init__(self, graph: tf.Graph, given: Sequence[Placement], results: Results | None):
-        super().__init__(results)
+    def __init__(
+        self, graph: tf.Graph, given: Sequence[Placement], results: Results | None, static_rows: Collection[int]
+    ) -> None:
+        super().__init__(results, static_rows)
         self._given = {x.name: placement for x, placement in zip(graph.inputs, given, strict=False)}
 
     def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:

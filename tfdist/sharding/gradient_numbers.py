@@ -11,6 +11,7 @@ gradient is looked at in the order in which it is traced.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import tensorflow as tf
@@ -23,6 +24,7 @@ from tfdist.placements.kinds import How, Partial, Replicate, Shard, Unknown
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
+from tfdist.placements.table import Linear, linear_inputs
 
 
 class GradientNumbers:
@@ -38,6 +40,7 @@ class GradientNumbers:
         self._program = program
         self._computed: set[str] = set()  # gradients, and what is computed of them, by name
         self._num_searched = 0
+        self._of_tapes: list[tuple[int, int]] = []  # from which operation to which a tape has made them
         self._is_own = False
         self.is_agreeing = False
         program.before_collective.append(self.settle)
@@ -61,13 +64,16 @@ class GradientNumbers:
         operations = self._program.graph.get_operations()
         start, self._num_searched = self._num_searched, len(operations)
         met: list[tuple[tf.Operation, int]] = []
-        for op in operations[start:]:
+        for number, op in enumerate(operations[start:], start):
             if op.type.startswith("Collective") or not any(x.name in self._computed for x in op.inputs):
                 continue
             self._computed.update(x.name for x in op.outputs)
-            if not tape.is_backward(op) and not tape.writes(op):
+            is_of_tape = tape.is_backward(op) or any(begin <= number < end for begin, end in self._of_tapes)
+            if not is_of_tape and not tape.writes(op):
                 met += [(op, place) for place, x in enumerate(op.inputs) if x.name not in self._computed]
         met = [(op, place) for op, place in met if self._must_be_whole(op, place)]
+        if not met:
+            return
         with self._own(), temporary.attributes(self, is_agreeing=True):
             wholes = self._program.attachment(Repair).wholes([op.inputs[place] for op, place in met], "gradient")
             for (op, place), whole in zip(met, wholes, strict=True):
@@ -82,12 +88,22 @@ class GradientNumbers:
         if facts.of(number) == Partial(How.REPLICAS) and not self._program.attachment(RankRows).are_means:
             return False  # by which a loop divides what it will sum
         beside = [other for other, x in enumerate(op.inputs) if x.name in self._computed]
-        if any(isinstance(facts.of(op.inputs[other]), Partial) for other in beside):
+        # What is added may be a loss, with a penalty of gradients.
+        is_sum = linear_inputs(op.type) is Linear.TOGETHER
+        if not is_sum or any(isinstance(facts.of(op.inputs[other]), Partial) for other in beside):
             return True
         with facts.assuming() as assume:  # what reads a gradient otherwise is made to read a sum
             for other in beside:
                 assume(op, other, Replicate())
             return any(isinstance(facts.of(x), Unknown) for x in op.outputs)
+
+    @contextlib.contextmanager
+    def going_back(self) -> Iterator[None]:
+        """A block in which a tape goes back."""
+        start = len(self._program.graph.get_operations())
+        self._of_tapes.append((start, sys.maxsize))
+        yield
+        self._of_tapes[self._of_tapes.index((start, sys.maxsize))] = start, len(self._program.graph.get_operations())
 
     @contextlib.contextmanager
     def own_use(self) -> Iterator[None]:
