@@ -1,9 +1,9 @@
 """Variables that a step assigns, each rank from its own examples: they stay equal on all ranks, and are those of one device.
 
-In a traced step what is assigned is computed of the global batch (see `placements.repair`): sums, means, maxima, queues of rows. Where
-that cannot be told, in branches, eager steps, and of `BatchNormalization`, whose moving statistics nobody reads in the step, a
-floating variable that is not trainable is replaced on all ranks, at the end of the step, by the ranks' mean, weighted by how much
-each rank has seen:
+In a traced step what is assigned is computed of the global batch (see `placements.repair`): sums, means, maxima, queues of rows.
+Where that cannot be told, in branches, eager steps, and of `BatchNormalization`, whose moving statistics nobody reads in the
+step, a floating variable that is not trainable is replaced on all ranks, at the end of the step, by the ranks' mean, weighted by
+how much each rank has seen:
 
     v = sum_r w_r v_r / sum_r w_r      w_r: elements that the rank's statistics are of (BatchNormalization), else its rows
 

@@ -1,4 +1,4 @@
-"""Gradients of a rank's own means, in a step of Keras's trainer (see `trainer_step`), and of its shares, in a loop of one's own."""
+"""Gradients of a rank's own means, in a step of Keras's trainer (see `trainer_step`), and of its shares, in a loop."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def gradient_of_targets(
 ) -> Any:
     """Returns the gradient of `target` by `sources`, as `tf.GradientTape.gradient` does.
 
-    `gradient` calls it, with the target and `output_gradients` that it is given. In a step of Keras's trainer the gradients of variables of the
-    strategy, and of tensors that are computed of weights alone, are such that reductions, which multiply whole ones by the rank's
-    weight, make of them the gradient that one device has. Those of inputs, and of what is computed of rows, are one device's as
-    they are: they count the weight already. In a loop of one's own all are a rank's summands.
+    `gradient` calls it, with the target and `output_gradients` that it is given. In a step of Keras's trainer the gradients of
+    variables of the strategy, and of tensors that are computed of weights alone, are such that reductions, which multiply whole
+    ones by the rank's weight, make of them the gradient that one device has. Those of inputs, and of what is computed of rows,
+    are one device's as they are: they count the weight already. In a loop of one's own all are a rank's summands.
     """
     step, program = trainer_step(), rank_program()
     targets = tf.nest.flatten(target)
@@ -81,7 +81,10 @@ def gradient_of_targets(
     seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
     if not (all(of_rows) and output_gradients is not None):
         seeds = [_seed(*given, weight, begins_with_weight) for given in zip(targets, placements, seeds, strict=True)]
-    seeds = None if all(x is None for x in seeds) else [tf.ones_like(x) if s is None else s for x, s in zip(targets, seeds)]
+    if any(x is not None for x in seeds):
+        seeds = [tf.ones_like(x) if seed is None else seed for x, seed in zip(targets, seeds, strict=True)]
+    else:
+        seeds = None
     began_with = weight if begins_with_weight and not all(of_rows) else None
     with weights.beginning_with(began_with), _going_back(program, gradient_tape, lambda: None if begins_with_weight else weight):
         found = gradient(targets, seeds)

@@ -61,7 +61,8 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
         _told.add(owner)
         why, fix = _TOLD.get(placement.why, (_OWN, _REDUCE))
         where = line_of_user(here.graph, placement.what)
-        warnings.warn(errors.message(f"{name} contains {placement.why.value}: {placement.what}{where}. {why}", fix=fix), stacklevel=2)
+        told = f"{name} contains {placement.why.value}: {placement.what}{where}. {why}"
+        warnings.warn(errors.message(told, fix=fix), stacklevel=2)
     return placement
 
 
@@ -75,7 +76,7 @@ def warn_of_custom_gradient(program: RankProgram, unknown: Unknown | None) -> No
     warnings.warn(
         errors.message(
             "In the gradient function of a `tf.custom_gradient` rows of the batch meet: it looks at what comes back to all "
-            f"together (a norm, a mean): {unknown.what}{where}. Each device has a part of the rows, and gives it that part alone.",
+            f"together (a norm, a mean): {unknown.what}{where}. Each device has a part of the rows, and gives it that alone.",
             fix="Look at each row by itself (`axis=-1`), or reduce over the devices what is of all rows: "
             '`tfdist.collectives.all_reduce(x, "data")`.',
         ),

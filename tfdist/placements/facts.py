@@ -37,7 +37,7 @@ class GraphFacts(abc.ABC):
         self._results = results  # of collectives
         self._static_rows = static_rows  # numbers of rows that are known when the graph is traced
         self._known: dict[str, Placement] = {}
-        self._inner: dict[tuple[int, tuple[Placement, ...]], list[Placement]] = {}
+        self._inner: dict[tuple[int, int, tuple[Placement, ...]], list[Placement]] = {}
         self._graphs: list[tf.Graph] = []  # kept, so that their ids stay their own
 
     def of(self, tensor: tf.Tensor) -> Placement:
@@ -103,7 +103,7 @@ class GraphFacts(abc.ABC):
 
     def out_of(self, graph: tf.Graph, given: Sequence[Placement]) -> list[Placement]:
         """Returns the placements of what a function, traced as `graph`, returns for inputs with the placements `given`."""
-        key = id(graph), (*given, len(graph.outputs))
+        key = id(graph), len(graph.outputs), tuple(given)
         if key not in self._inner:
             self._graphs.append(graph)
             inside = _FunctionFacts(graph, given, self._results, self._static_rows)

@@ -193,8 +193,7 @@ class Redistribution:
         *totals, all_rows = self._reduced([*shares, own], "sum", label)
         self._rows.note_all_rows(all_rows)
         return [
-            total / tf.cast(all_rows, total.dtype) if is_mean else total
-            for total, is_mean in zip(totals, are_means, strict=True)
+            total / tf.cast(all_rows, total.dtype) if is_mean else total for total, is_mean in zip(totals, are_means, strict=True)
         ]
 
     def _weighed(self, mean: tf.Tensor) -> tf.Tensor:
@@ -239,20 +238,20 @@ class Redistribution:
     def _of_one_device(self, *upstream: tf.Tensor) -> list[tf.Tensor]:
         """Returns the derivatives of one device, from those that have come back to what ranks have agreed on."""
         factor = self.factor()
-        upstream = [tf.convert_to_tensor(x) for x in upstream]
+        given = [tf.convert_to_tensor(x) for x in upstream]
         found: dict[int, tf.Tensor] = {}
-        for place, x in enumerate(upstream):
+        for place, x in enumerate(given):
             placement = self._facts.of(x)
             if factor is not None and placement in (Replicate(), Partial(How.ALIKE)):
                 found[place] = x
             elif factor is None and isinstance(placement, Partial) and placement.how is How.SHARE:
                 found[place] = tf.math.divide_no_nan(x, tf.cast(self._rows.weight(), x.dtype))
-        missing = [place for place in range(len(upstream)) if place not in found]
+        missing = [place for place in range(len(given)) if place not in found]
         if missing:
-            parts = [self._with_factor(upstream[place]) for place in missing]
+            parts = [self._with_factor(given[place]) for place in missing]
             totals = self._reduced(parts, "sum", "agree/gradient")
-            found.update((place, tf.cast(y, upstream[place].dtype)) for place, y in zip(missing, totals, strict=True))
-        return [found[place] for place in range(len(upstream))]
+            found.update((place, tf.cast(y, given[place].dtype)) for place, y in zip(missing, totals, strict=True))
+        return [found[place] for place in range(len(given))]
 
     def _with_factor(self, x: tf.Tensor) -> tf.Tensor:
         factor = self.factor()

@@ -1,4 +1,4 @@
-"""A step is mended where an operation needs what other ranks have: its inputs are redistributed, and it reads what ranks agree on.
+"""A step is mended where an operation needs what other ranks have: its inputs are redistributed.
 
     tf.sqrt(mean)                     the mean of all rows: a message of one number
     tf.where(mean < 1.5, a, b)        the same; a branch, too
@@ -7,8 +7,8 @@
     total + mean                      nothing is sent: a rank's sum, over its weight, is a mean
     x @ transposed(x), x[::-1]        the rows of all ranks are gathered, if they are few enough
 
-What is wanted is asked for by its name (`known`): a loss, a log, a value that is assigned. What goes back to rows is mended as soon
-as it is seen (`look`), in front of any message that may depend on it.
+What is wanted is asked for by its name (`known`): a loss, a log, a value that is assigned. A number that goes back to rows is
+mended as soon as it is seen (`look`), in front of any message that may depend on it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfdist.collectives import RankProgram, all_reduce, can_be_gathered
 from tfdist.graphs import records, tape
 from tfdist.graphs.walks import before
 from tfdist.placements.facts import Facts, GraphFacts
-from tfdist.placements.kinds import How, Lengths, Partial, Places, Placement, Replicate, Shard, Unknown, Why
+from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.table import Linear, is_elementwise, linear_inputs
@@ -36,8 +36,8 @@ _OUTPUT = -1
 _FEW_BYTES = 2**20  # of numbers that ranks agree on, whatever `most_bytes` is
 _MOST_WAVES = 100  # of numbers that are computed of agreed numbers, and need to be agreed on again
 _WITH_SIZES = frozenset(
-    "BroadcastTo Fill OneHot Pad PadV2 RandomStandardNormal RandomUniform RandomUniformInt Range Reshape ScatterNd Slice Split SplitV "
-    "StatelessRandomNormalV2 StatelessRandomUniformV2 StridedSlice Tile TruncatedNormal UnsortedSegmentSum".split()
+    "BroadcastTo Fill OneHot Pad PadV2 RandomStandardNormal RandomUniform RandomUniformInt Range Reshape ScatterNd Slice Split "
+    "SplitV StatelessRandomNormalV2 StatelessRandomUniformV2 StridedSlice Tile TruncatedNormal UnsortedSegmentSum".split()
 )
 
 
@@ -70,7 +70,7 @@ class Repair:
         self._looked_at = len(program.graph.get_operations())
         self._is_working = False
         self._is_looking = True
-        self.most_bytes = 64 * 2**20
+        self.most_bytes = 0 if program.outer is None else program.outer.attachment(Repair).most_bytes
         program.before_collective.append(self.look)
 
     def known(self, tensor: tf.Tensor, label: str) -> Placement:
@@ -235,7 +235,8 @@ class Repair:
             fit = all(_bytes_of(op.inputs[place], 0) <= max(self.most_bytes, _FEW_BYTES) for place in numbers)
             return [_Want(op, place, op.inputs[place], Replicate()) for place in numbers] if fit else []
         own = [place for place, one in enumerate(inputs) if not isinstance(one, Replicate)]
-        can = may_gather and not is_control and all(self._can_gather(op.inputs[place], inputs[place]) for place in own)
+        can = may_gather and self.most_bytes > 0 and not is_control
+        can = can and all(self._can_gather(op.inputs[place], inputs[place]) for place in own)
         return [_Want(op, place, op.inputs[place], Replicate(), is_of_rows=True) for place in own] if can else []
 
     def _why(self, op: tf.Operation) -> Why | None:
@@ -343,10 +344,10 @@ class _MadeGoingBack(GraphFacts):
         return Shard() if has_rows else Replicate()
 
 
-def begin(program: RankProgram) -> None:
-    """Lets what is traced in `program` be looked at, from here on."""
+def begin(program: RankProgram, most_bytes: int) -> None:
+    """Lets what is traced in `program` be looked at, from here on; at most `most_bytes` of rows are gathered."""
     if not program.is_eager and program.mesh.size("data") > 1:
-        program.attachment(Repair)
+        program.attachment(Repair).most_bytes = most_bytes
         program.at_close.append(lambda _: program.attachment(Repair).look())
 
 

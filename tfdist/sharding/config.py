@@ -183,6 +183,13 @@ class ShardingConfig:
         "many bytes of them stay there until they change, or a step begins that may change them. In one process only: see "
         "`gathered`.",
     )
+    gather_rows_bytes: int = _setting(
+        64 * 2**20,
+        _at_least(0),
+        "a loss in which rows of the batch meet (negatives of other rows, neighbours, the hardest row) is computed of the rows of "
+        "all devices, which are gathered, where a device has at most this many bytes of them (1,024 rows, where their number is "
+        "not known when the step is traced). 0: never. What is not gathered is warned of.",
+    )
     use_kernels: bool | None = _setting(
         None,
         _one_of(True, False, None),

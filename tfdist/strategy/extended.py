@@ -114,7 +114,7 @@ class ShardedExtendedMixin(VariableCreation):
             program = program_of(rank, arguments=(args, kwargs))
             program.share(seeds)
             program.dealt = dealt
-            repair.begin(program)
+            repair.begin(program, self._sharding.gather_rows_bytes)
             program.install(tf.distribute.get_replica_context())
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
             # (the count needs no data) would from then on scale their updates differently.
