@@ -172,7 +172,8 @@ def _mean_of_sum(total: Any) -> Any:
 def _is_of_all_rows(values: tf.Tensor) -> bool:
     """Whether `values`, losses, are those of the rows of all ranks, which they have gathered since rows meet in them."""
     program = rank_program(peers_on="data")
-    here = None if program is None or program.is_eager or current_sliced_batch() is not None else program.here()
+    is_alone = program is None or program.is_eager or program.mesh.splits_layers or current_sliced_batch() is not None
+    here = None if is_alone else program.here()
     if here is None:
         return False
     known_of_loss(program, values)

@@ -119,7 +119,8 @@ def _declare(program: RankProgram, grads: list[Any], sources: list[Any], hows: l
 
 def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any) -> Any:
     """Returns what a tape in a loop of one's own is to begin with: at what ranks have agreed on, with the rank's weight."""
-    if program.is_eager or program.mesh.size("data") == 1 or not all(map(program.exists_here, targets)):
+    is_alone = program.is_eager or program.mesh.size("data") == 1 or program.mesh.splits_layers
+    if is_alone or not all(map(program.exists_here, targets)):
         return given
     repair, owner = program.attachment(Repair), tf.distribute.get_strategy()
     for target in targets:
@@ -152,7 +153,8 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Ca
 
 
 def _without_extremes(program: RankProgram, target: tf.Tensor) -> tf.Tensor:
-    here = None if program.is_eager or program.mesh.size("data") == 1 else program.here()
+    is_alone = program.is_eager or program.mesh.size("data") == 1 or program.mesh.splits_layers
+    here = None if is_alone else program.here()
     if here is None or not tf.is_symbolic_tensor(target) or not here.exists_here(target) or is_given_everywhere():
         return target
     return here.attachment(Repair).without_extremes(target, "loss")

@@ -213,7 +213,7 @@ def _as_mean(value: tf.Tensor, metric: keras.metrics.Metric, part: Callable[[], 
     """Returns `value`, a number, such that the ranks' own, by their weights, are that of the whole batch."""
     program = rank_program()
     here = None if program is None or program.is_eager else program.here()
-    if here is None or not tf.is_symbolic_tensor(value):
+    if here is None or not tf.is_symbolic_tensor(value) or program.mesh.splits_layers:
         return value
     return here.attachment(Repair).as_mean(value, f"metric/{metric.name}")
 

@@ -94,7 +94,8 @@ class TapeGradients:
     def know_made_by_hand(self, grads: Sequence[Any]) -> None:
         """Lets what `grads`, for an optimizer, are made of by hand be of the whole batch: of gradients of rows, in a step of
         Keras's trainer, by the chain rule."""
-        if self._program.is_eager or not self._program.attachment(GradientWeight).is_of_trainer:
+        is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
+        if self._program.is_eager or not is_of_trainer or self._program.mesh.splits_layers:
             return
         for x in tf.nest.flatten(list(grads), expand_composites=True):
             is_here = tf.is_symbolic_tensor(x) and x.dtype.is_floating and self._program.exists_here(x)

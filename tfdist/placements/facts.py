@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from tfdist.collectives.results import Results
 from tfdist.graphs import tape
 from tfdist.graphs.constants import value_of
 from tfdist.graphs.walks import before, inputs_first
-from tfdist.placements.call import call_of
+from tfdist.placements.call import Call, call_of
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.table import is_elementwise, placements_of
@@ -35,7 +36,7 @@ class GraphFacts(abc.ABC):
 
     def __init__(self, results: Results | None = None, static_rows: Collection[int] = ()) -> None:
         self._results = results  # of collectives
-        self._static_rows = static_rows  # numbers of rows that are known when the graph is traced
+        self._given_rows = static_rows
         self._known: dict[str, Placement] = {}
         self._inner: dict[tuple[int, int, tuple[Placement, ...]], list[Placement]] = {}
         self._graphs: list[tf.Graph] = []  # kept, so that their ids stay their own
@@ -58,6 +59,14 @@ class GraphFacts(abc.ABC):
         for x in op.inputs:
             self.of(x)
         return self._read_by(op)
+
+    @property
+    def static_rows(self) -> Collection[int]:
+        """Numbers of rows of a rank that are known when the graph is traced."""
+        return self._given_rows
+
+    def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> Call:
+        return call_of(op, inputs)
 
     @abc.abstractmethod
     def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
@@ -99,14 +108,14 @@ class GraphFacts(abc.ABC):
         if op.type in _CALLS:
             graph = tape.called(op)
             return [Unknown(Why.NO_RULE, _named(op))] * count if graph is None else self.out_of(graph, inputs)
-        return placements_of(call_of(op, inputs))
+        return placements_of(self._call_of(op, inputs))
 
     def out_of(self, graph: tf.Graph, given: Sequence[Placement]) -> list[Placement]:
         """Returns the placements of what a function, traced as `graph`, returns for inputs with the placements `given`."""
         key = id(graph), len(graph.outputs), tuple(given)
         if key not in self._inner:
             self._graphs.append(graph)
-            inside = _FunctionFacts(graph, given, self._results, self._static_rows)
+            inside = _FunctionFacts(graph, given, self._results, self.static_rows)
             self._inner[key] = [inside.of(x) for x in graph.outputs]
         return self._inner[key]
 
@@ -114,7 +123,7 @@ class GraphFacts(abc.ABC):
         """What goes round is what it was and what the body makes of that, until neither changes."""
         body, carried = tape.body(op), list(inputs)
         for place, x in enumerate(op.inputs):  # a state of zeros for each of the rank's rows
-            if x.shape.rank and x.shape[0] in self._static_rows and isinstance(carried[place], Replicate) and _is_zero(x):
+            if x.shape.rank and x.shape[0] in self.static_rows and isinstance(carried[place], Replicate) and _is_zero(x):
                 carried[place] = Shard()
         for _ in range(len(carried) + 2):
             found = self.out_of(body, carried)
@@ -156,8 +165,6 @@ class Facts(GraphFacts):
         self._declared: dict[str, Placement] = {} if program.outer is not None else argument_placements(program)
         self._captured: dict[str, tf.Tensor] = {}
         self._num_reconnected = 0
-        leaves = [x for x in tf.nest.flatten(program.arguments) if tf.is_tensor(x) and x.shape.rank]
-        self._static_rows = {x.shape[0] for x in leaves if x.shape[0] is not None and program.is_dealt(x)}
         self._agreed: dict[str, bool] = {}
         self._assumed: dict[tuple[str, int], Placement] = {}
 
@@ -168,6 +175,26 @@ class Facts(GraphFacts):
             self._num_reconnected = len(reconnected)
             self.forget([x for op in new for x in op.outputs])
         return super().of(tensor)
+
+    @property
+    def static_rows(self) -> Collection[int]:
+        """In a step of Keras's trainer ranks have equal static sizes; in a loop of one's own they may differ."""
+        if not self._rows.are_means:
+            return ()
+        leaves = [x for x in tf.nest.flatten(self._program.arguments) if tf.is_tensor(x) and x.shape.rank]
+        return {x.shape[0] for x in leaves if x.shape[0] is not None and self._program.is_dealt(x)}
+
+    def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> Call:
+        call = call_of(op, inputs)
+        if self._rows.are_means:
+            return call
+        shapes = tuple(
+            tf.TensorShape([None if axis == x.axis else size for axis, size in enumerate(shape)])
+            if isinstance(x, Shard) and shape.rank
+            else shape
+            for x, shape in zip(inputs, call.shapes, strict=True)
+        )
+        return dataclasses.replace(call, shapes=shapes)
 
     def declare(self, tensor: tf.Tensor, placement: Placement) -> None:
         """Says what the placement of `tensor` is, whatever it is computed of."""
@@ -242,13 +269,13 @@ class Facts(GraphFacts):
         """Whether a sum over rows is divided by the rank's own number of them, or of what is summed, known when it is traced: a
         constant like any other."""
         divisor = value_of(op.inputs[1])
-        if divisor is None or divisor.size != 1 or not self._static_rows:
+        if divisor is None or divisor.size != 1 or not self.static_rows or float(divisor.reshape(-1)[0]) <= 1:
             return False
-        sizes = set(self._static_rows)
+        sizes = set(self.static_rows)
         for x, _ in before(op.inputs[0], lambda one: not is_elementwise(one.type)):
             summed = x.op.inputs[0].shape if x.op.inputs else None
             if not is_elementwise(x.op.type) and summed is not None and summed.is_fully_defined() and summed.rank:
-                sizes |= {summed.num_elements()} if summed[0] in self._static_rows else set()
+                sizes |= {summed.num_elements()} if summed[0] in self.static_rows else set()
         return float(divisor.reshape(-1)[0]) in sizes
 
     def reasons_of(self, tensor: tf.Tensor) -> list[tf.Operation]:

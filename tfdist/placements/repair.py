@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
@@ -23,22 +22,17 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce, can_be_gathered
 from tfdist.graphs import records, tape
-from tfdist.graphs.walks import before
-from tfdist.placements.facts import Facts, GraphFacts
+from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
+from tfdist.placements.surroundings import MadeGoingBack, bytes_of, is_size, readers_of, reads_variables
 from tfdist.placements.table import Linear, is_elementwise, linear_inputs
 
-_MOST_ROWS = 1024  # of a rank, where their number is not known when the step is traced
 _CONTROL = ("Case", "If", "While")
 _OUTPUT = -1
 _FEW_BYTES = 2**20  # of numbers that ranks agree on, whatever `most_bytes` is
 _MOST_WAVES = 100  # of numbers that are computed of agreed numbers, and need to be agreed on again
-_WITH_SIZES = frozenset(
-    "BroadcastTo Fill OneHot Pad PadV2 RandomStandardNormal RandomUniform RandomUniformInt Range Reshape ScatterNd Slice Split "
-    "SplitV StatelessRandomNormalV2 StatelessRandomUniformV2 StridedSlice Tile TruncatedNormal UnsortedSegmentSum".split()
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,7 +108,7 @@ class Repair:
                 for want in wants:
                     assume(want.op, want.place, want.becomes)
             resized = [want.op for wants in waves for want in wants if want.is_of_rows]
-            after = _readers_of(resized)
+            after = readers_of(resized)
             unknown = [x for op in after for x in op.outputs if isinstance(self._facts.of(x), Unknown)]
         # What is gathered has another size: whatever reads it must bear that, on the way to `tensor` or not.
         has_effects = any(tape.has_an_effect(op) or not op.outputs for op in after)
@@ -163,7 +157,7 @@ class Repair:
             with self._working():
                 for op in self._sums_before(tensor):
                     others = [x for x in op.inputs if not self._facts.is_agreed(x)]
-                    if any(map(_reads_variables, others)):
+                    if any(map(reads_variables, others)):
                         self._add_share(op)
             placement = self._facts.of(tensor)
         return placement
@@ -174,7 +168,7 @@ class Repair:
 
     def look(self) -> None:
         """Mends what goes back to rows, or lets rows meet, in what has been traced since it was called before."""
-        if self._is_working or not self._is_looking or self._program.is_eager:
+        if self._is_working or not self._is_looking or self._program.mesh.splits_layers:
             return
         operations = self._program.graph.get_operations()
         start = self._looked_at
@@ -195,7 +189,7 @@ class Repair:
         What a tape has given them counts as rows, where it has as many.
         """
         made = [op for op in self._program.graph.get_operations()[start:] if not tape.is_backward(op)]
-        facts = _MadeGoingBack(made, self._facts, self._rows)
+        facts = MadeGoingBack(made, self._facts, self._rows)
         found = (facts.of(x) for op in made for x in op.outputs)
         return next((x for x in found if isinstance(x, Unknown) and x.why is not Why.NO_RULE), None)
 
@@ -226,13 +220,13 @@ class Repair:
             return [_Want(op, _OUTPUT, op.outputs[0], Partial(How.MEAN))] if op.type == "Mean" else []
         if why is Why.MIXED and not self._rows.are_means:
             return [_Want(op, _OUTPUT, op.outputs[0], Partial(How.SUM))]
-        numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not _is_size(op, place)]
+        numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not is_size(op, place)]
         if not may_gather:  # an integer may be a number of rows, beside own ones
             numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer]
         if why is Why.MIXED and op.outputs[0].dtype.is_floating:
             return [_Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]
         if numbers:
-            fit = all(_bytes_of(op.inputs[place], 0) <= max(self.most_bytes, _FEW_BYTES) for place in numbers)
+            fit = all(bytes_of(op.inputs[place], 0) <= max(self.most_bytes, _FEW_BYTES) for place in numbers)
             return [_Want(op, place, op.inputs[place], Replicate()) for place in numbers] if fit else []
         own = [place for place, one in enumerate(inputs) if not isinstance(one, Replicate)]
         can = may_gather and self.most_bytes > 0 and not is_control
@@ -253,7 +247,7 @@ class Repair:
         is_known = isinstance(placement, Shard) and len(set(placement.rows)) <= 1 and bool(tensor.shape.rank)
         if not is_known or tensor.shape[placement.axis] is not None or not can_be_gathered(tensor):
             return False
-        return _bytes_of(tensor, placement.axis) <= self.most_bytes
+        return bytes_of(tensor, placement.axis) <= self.most_bytes
 
     # What is done
 
@@ -327,26 +321,9 @@ class Repair:
         self._facts.declare(op.outputs[0], Partial(How.MEAN))
 
 
-class _MadeGoingBack(GraphFacts):
-    """The placements of what gradient functions of the user's have made while a tape went back."""
-
-    def __init__(self, made: Sequence[tf.Operation], facts: Facts, rows: RankRows):
-        super().__init__()
-        self._names, self._facts, self._rows = {op.name for op in made}, facts, rows
-
-    def _leaf(self, tensor: tf.Tensor) -> Placement | None:
-        if tensor.op.name in self._names:
-            return None
-        found = self._facts.of(tensor)
-        if not isinstance(found, Unknown):
-            return found
-        has_rows = bool(tensor.shape.rank) and (tensor.shape[0] is None or self._rows.looks_like_rows(tensor))
-        return Shard() if has_rows else Replicate()
-
-
 def begin(program: RankProgram, most_bytes: int) -> None:
     """Lets what is traced in `program` be looked at, from here on; at most `most_bytes` of rows are gathered."""
-    if not program.is_eager and program.mesh.size("data") > 1:
+    if not program.is_eager and program.mesh.size("data") > 1 and not program.mesh.splits_layers:
         program.attachment(Repair).most_bytes = most_bytes
         program.at_close.append(lambda _: program.attachment(Repair).look())
 
@@ -369,36 +346,3 @@ def meant_of_own_rows(program: RankProgram | None, like: tf.Tensor | None = None
     repair.pass_over()
     for x in found:
         facts.declare(x, Replicate() if like is None or not here.exists_here(like) else facts.of(like))
-
-
-def _readers_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """Returns `operations` and those that read what they return, and so on."""
-    found = {op.name: op for op in operations}
-    waiting = list(found.values())
-    for op in waiting:
-        new = {one.name: one for x in op.outputs for one in x.consumers() if one.name not in found}
-        found.update(new)
-        waiting.extend(new.values())
-    return waiting
-
-
-def _reads_variables(tensor: tf.Tensor) -> bool:
-    return any(x.op.type == "ReadVariableOp" for x, _ in before(tensor))
-
-
-def _is_size(op: tf.Operation, place: int) -> bool:
-    """Whether the input number `place` of `op`, or what follows from it, says how large something is: own rows then fit it."""
-    if not op.inputs[place].dtype.is_integer:
-        return False
-    waiting = [op]
-    for reader in waiting:
-        if reader.type in _WITH_SIZES:
-            return True
-        waiting.extend(one for x in reader.outputs if x.dtype.is_integer for one in x.consumers() if one not in waiting)
-    return False
-
-
-def _bytes_of(tensor: tf.Tensor, row_axis: int) -> int:
-    """Returns the bytes of `tensor` on a rank; of sizes that are not known, those that they may have."""
-    sizes = [size or (_MOST_ROWS if axis == row_axis else 64) for axis, size in enumerate(tensor.shape)]
-    return math.prod(sizes) * tensor.dtype.size

@@ -59,7 +59,8 @@ class GradientNumbers:
 
     def settle(self) -> None:
         """Lets what has read gradients so far read the numbers beside them of the whole batch."""
-        if self._is_own or not self._computed or self._program.mesh.size("data") == 1:
+        mesh = self._program.mesh
+        if self._is_own or not self._computed or mesh.size("data") == 1 or mesh.splits_layers:
             return
         operations = self._program.graph.get_operations()
         start, self._num_searched = self._num_searched, len(operations)

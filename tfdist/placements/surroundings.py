@@ -1,0 +1,69 @@
+"""What the repair of a step must see of the graph around an operation: who reads it, what says how large something is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.graphs.walks import before
+from tfdist.placements.facts import Facts, GraphFacts
+from tfdist.placements.kinds import Placement, Replicate, Shard, Unknown
+from tfdist.placements.rank_rows import RankRows
+
+_MOST_ROWS = 1024  # of a rank, where their number is not known when the step is traced
+_WITH_SIZES = frozenset(
+    "BroadcastTo Fill OneHot Pad PadV2 RandomStandardNormal RandomUniform RandomUniformInt Range Reshape ScatterNd Slice Split "
+    "SplitV StatelessRandomNormalV2 StatelessRandomUniformV2 StridedSlice Tile TruncatedNormal UnsortedSegmentSum".split()
+)
+
+
+class MadeGoingBack(GraphFacts):
+    """The placements of what gradient functions of the user's have made while a tape went back."""
+
+    def __init__(self, made: Sequence[tf.Operation], facts: Facts, rows: RankRows):
+        super().__init__()
+        self._names, self._facts, self._rows = {op.name for op in made}, facts, rows
+
+    def _leaf(self, tensor: tf.Tensor) -> Placement | None:
+        if tensor.op.name in self._names:
+            return None
+        found = self._facts.of(tensor)
+        if not isinstance(found, Unknown):
+            return found
+        has_rows = bool(tensor.shape.rank) and (tensor.shape[0] is None or self._rows.looks_like_rows(tensor))
+        return Shard() if has_rows else Replicate()
+
+
+def readers_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Returns `operations` and those that read what they return, and so on."""
+    found = {op.name: op for op in operations}
+    waiting = list(found.values())
+    for op in waiting:
+        new = {one.name: one for x in op.outputs for one in x.consumers() if one.name not in found}
+        found.update(new)
+        waiting.extend(new.values())
+    return waiting
+
+
+def reads_variables(tensor: tf.Tensor) -> bool:
+    return any(x.op.type == "ReadVariableOp" for x, _ in before(tensor))
+
+
+def is_size(op: tf.Operation, place: int) -> bool:
+    """Whether the input number `place` of `op`, or what follows from it, says how large something is: own rows then fit it."""
+    if not op.inputs[place].dtype.is_integer:
+        return False
+    waiting = [op]
+    for reader in waiting:
+        if reader.type in _WITH_SIZES:
+            return True
+        waiting.extend(one for x in reader.outputs if x.dtype.is_integer for one in x.consumers() if one not in waiting)
+    return False
+
+
+def bytes_of(tensor: tf.Tensor, row_axis: int) -> int:
+    """Returns the bytes of `tensor` on a rank; of sizes that are not known, those that they may have."""
+    sizes = [size or (_MOST_ROWS if axis == row_axis else 64) for axis, size in enumerate(tensor.shape)]
+    return math.prod(sizes) * tensor.dtype.size
