@@ -87,8 +87,8 @@ def moments_over_ranks(inputs: tf.Tensor, axes: Sequence[int], mask: tf.Tensor |
         distances = tf.math.squared_difference(inputs, tf.stop_gradient(mean))
         if mask is not None:
             distances = tf.where(valid, distances, tf.zeros_like(distances))
-        found += [tf.reshape(x, [-1]) for x in (count, mean, tf.reduce_sum(distances, axes, keepdims=True))]
-    flat = found
+        flat = [tf.reshape(x, [-1]) for x in (count, mean, tf.reduce_sum(distances, axes, keepdims=True))]
+        found += [mean, *flat]
     gathered = all_gather(tf.stack(flat)[tf.newaxis], "data", label="batch_normalization")  # (ranks, 3, channels)
     counts, means, distances = tf.unstack(gathered, axis=1)
     counts = tf.stop_gradient(counts)

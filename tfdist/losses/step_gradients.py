@@ -62,7 +62,8 @@ def gradient_of_targets(
         with _going_back(program, gradient_tape, lambda: None):
             found = gradient(targets, seeds)
         flat = tf.nest.flatten(found)
-        _declare(program, flat, tf.nest.flatten(sources), [How.SUM] * len(flat))
+        if seeds is not output_gradients or not _are_same_on_all(program, targets):
+            _declare(program, flat, tf.nest.flatten(sources), [How.SUM] * len(flat))
         return found
     placements = [_placement(step, program, x) for x in targets]
     variables = [_strategys_variable(source) for source in tf.nest.flatten(sources)]
@@ -115,6 +116,14 @@ def _declare(program: RankProgram, grads: list[Any], sources: list[Any], hows: l
             facts.declare(grad, placement)
         elif isinstance(placement, Replicate):
             facts.declare(grad, Partial(how))
+
+
+def _are_same_on_all(program: RankProgram, targets: list[tf.Tensor]) -> bool:
+    """Whether `targets` do not depend on rows: so do not their gradients."""
+    here = program.here()
+    if program.is_eager or not all(tf.is_symbolic_tensor(x) and here.exists_here(x) for x in targets):
+        return False
+    return all(here.attachment(Facts).of(x) == Replicate() for x in targets)
 
 
 def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any) -> Any:

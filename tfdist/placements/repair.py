@@ -31,6 +31,7 @@ from tfdist.placements.table import Linear, is_elementwise, linear_inputs
 
 _CONTROL = ("Case", "If", "While")
 _OUTPUT = -1
+_WEIGHT = Partial(How.SHARE)
 _FEW_BYTES = 2**20  # of numbers that ranks agree on, whatever `most_bytes` is
 _MOST_WAVES = 100  # of numbers that are computed of agreed numbers, and need to be agreed on again
 
@@ -221,8 +222,8 @@ class Repair:
         if why is Why.MIXED and not self._rows.are_means:
             return [_Want(op, _OUTPUT, op.outputs[0], Partial(How.SUM))]
         numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not is_size(op, place)]
-        if not may_gather:  # an integer may be a number of rows, beside own ones
-            numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer]
+        if not may_gather:  # an integer may be a number of rows, beside own ones; with its weight a rank changes gradients
+            numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer and inputs[place] != _WEIGHT]
         if why is Why.MIXED and op.outputs[0].dtype.is_floating:
             return [_Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]
         if numbers:

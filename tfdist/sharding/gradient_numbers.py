@@ -86,6 +86,8 @@ class GradientNumbers:
         facts, number = self._program.attachment(Facts), op.inputs[place]
         if number.dtype == tf.resource or tape.is_backward(number.op) or isinstance(facts.of(number), Replicate | Shard):
             return False
+        if facts.of(number) == Partial(How.SHARE):  # the rank's weight, with which a gradient is reduced
+            return False
         if facts.of(number) == Partial(How.REPLICAS) and not self._program.attachment(RankRows).are_means:
             return False  # by which a loop divides what it will sum
         beside = [other for other, x in enumerate(op.inputs) if x.name in self._computed]
