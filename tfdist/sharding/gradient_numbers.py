@@ -86,7 +86,7 @@ class GradientNumbers:
         facts, number = self._program.attachment(Facts), op.inputs[place]
         if number.dtype == tf.resource or tape.is_backward(number.op) or isinstance(facts.of(number), Replicate | Shard):
             return False
-        if facts.of(number) == Partial(How.SHARE):  # the rank's weight, with which a gradient is reduced
+        if self._is_weight(number):  # with which a gradient is reduced
             return False
         if facts.of(number) == Partial(How.REPLICAS) and not self._program.attachment(RankRows).are_means:
             return False  # by which a loop divides what it will sum
@@ -99,6 +99,12 @@ class GradientNumbers:
             for other in beside:
                 assume(op, other, Replicate())
             return any(isinstance(facts.of(x), Unknown) for x in op.outputs)
+
+    def _is_weight(self, number: tf.Tensor) -> bool:
+        """Whether `number` is the rank's weight, or says whether it has one."""
+        while number.op.type in ("Cast", "Greater", "Identity"):
+            number = number.op.inputs[0]
+        return self._program.attachment(RankRows).is_weight(number)
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
