@@ -99,7 +99,9 @@ class TapeGradients:
             return
         for x in tf.nest.flatten(list(grads), expand_composites=True):
             is_here = tf.is_symbolic_tensor(x) and x.dtype.is_floating and self._program.exists_here(x)
-            if is_here and not tape.is_backward(x.op) and not self._numbers.is_of_gradients(x):
+            if not is_here or self._linear_in(x) is not None or self._program.attachment(GradientStubs).below(x):
+                continue
+            if not tape.is_backward(x.op) and not self._numbers.is_of_gradients(x):
                 self._program.attachment(Repair).known(x, "gradient")
 
     def note_in_loop(self, grad: tf.Tensor) -> None:
