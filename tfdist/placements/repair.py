@@ -227,7 +227,8 @@ class Repair:
         if why is Why.MIXED and op.outputs[0].dtype.is_floating:
             return [_Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]
         if numbers:
-            fit = all(bytes_of(op.inputs[place], 0) <= max(self.most_bytes, _FEW_BYTES) for place in numbers)
+            most = max(self.most_bytes, _FEW_BYTES)
+            fit = all(x.shape.is_fully_defined() and bytes_of(x, 0) <= most for x in (op.inputs[place] for place in numbers))
             return [_Want(op, place, op.inputs[place], Replicate()) for place in numbers] if fit else []
         own = [place for place, one in enumerate(inputs) if not isinstance(one, Replicate)]
         can = may_gather and self.most_bytes > 0 and not is_control
