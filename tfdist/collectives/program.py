@@ -51,6 +51,7 @@ class RankProgram:
         is_eager: whether it runs outside any `tf.function` (see `EagerProgram`): collectives then run when they are called.
         arguments: what the rank's function is called with, any structure.
         dealt: the ids of those arguments of which each rank has its own; None: all.
+        are_sizes_equal: whether the ranks of this process are dealt tensors of equal static shapes.
     """
 
     is_eager = False
@@ -75,6 +76,7 @@ class RankProgram:
         self.arguments = arguments
         self.outer: RankProgram | None = None
         self.dealt: set[int] | None = None
+        self.are_sizes_equal = True
         self.selections: dict[tf.Graph, Selection] = {}
         self.before_collective: list[Callable[[], None]] = []
         self.before_branch: list[Callable[[list[tf.Tensor]], object]] = []

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import BACKEND_NN, replaces
 from tfdist.layers import empty_batches, layer_strategy, normalization, randomness, recurrent_states, sharded_tensors
-from tfdist.losses.warning import calling
+from tfdist.placements.telling import calling
 from tfdist.sharding import config_of, read_if_sharded, recompute
 
 

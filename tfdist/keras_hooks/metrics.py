@@ -92,7 +92,7 @@ def _part_of_rows(program: RankProgram) -> tf.Tensor:
     rows, given = program.attachment(RankRows), program.attachment(GivenBatch)
     is_known = rows.is_counted or program.may_emit_here()
     part = rows.weight() if is_known else tf.constant(1 / program.mesh.size("data"), tf.float64)
-    return given.once(part * tf.cast(given.copies, part.dtype)) if given.is_everywhere else part
+    return given.once(part * tf.cast(given.copies, part.dtype)) if rows.are_everywhere else part
 
 
 def _counted_once(program: RankProgram, x: Any) -> Any:

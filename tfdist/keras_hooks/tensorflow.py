@@ -13,6 +13,7 @@ from tfdist.collectives import Where, nested_functions, rank_program, trace_bran
 from tfdist.graphs import tape
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
+from tfdist.placements.facts import has_static_rows
 from tfdist.placements.replicas import ReplicaCount, ReplicaPart
 from tfdist.runtime import coordination, out_of_memory
 from tfdist.sharding import ShardedVariable
@@ -89,6 +90,19 @@ def _convert(original: Callable[..., Any], value: Any, *args: Any, **kwargs: Any
         return original(value, *args, **kwargs)
     given = dict(zip(("dtype", "name", "as_ref", "preferred_dtype"), args, strict=False)) | kwargs
     return value.as_tensor(given.get("dtype") or given.get("preferred_dtype"))
+
+
+_ROWS = """The number of a rank's rows is no constant, also where it is known when the step is traced: other ranks have others."""
+
+
+@replaces("tensorflow.python.ops.array_ops", "shape_internal", why=_ROWS)
+def _shape(original: Callable[..., Any], input: Any, name: Any = None, optimize: bool = True, out_type: Any = None) -> Any:
+    return original(input, name, optimize and not has_static_rows(input), out_type)
+
+
+@replaces("tensorflow.python.ops.array_ops", "size_internal", why=_ROWS)
+def _size(original: Callable[..., Any], input: Any, name: Any = None, optimize: bool = True, out_type: Any = tf.int32) -> Any:
+    return original(input, name, optimize and not has_static_rows(input), out_type)
 
 
 _SUMMED = """In an eager run TensorFlow stops all ranks for it, and looks at no value: gradients that are sums over the ranks

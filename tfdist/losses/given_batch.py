@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce, rank_program
+from tfdist.placements.rank_rows import RankRows
 from tfdist.sharding.fingerprints import fingerprint
 
 # Stands beside such a batch. A string, by which a `tf.function` tells its traces apart.
@@ -32,7 +33,6 @@ class GivenBatch:
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self.is_everywhere = False
         self.copies: Any = 1
         self.counts: Any = True
         self._once: dict[int, tuple[Any, Any]] = {}  # with what it was made of: a number is that of a living object
@@ -43,7 +43,7 @@ class GivenBatch:
         mesh = program.mesh
         here = sorted({mesh.coordinate(rank).data for rank in program.communicator.local_ranks})
         index = mesh.coordinate(program.rank).data
-        self.is_everywhere, self.copies, self.counts = True, mesh.size("data"), index == 0
+        program.attachment(RankRows).are_everywhere, self.copies, self.counts = True, mesh.size("data"), index == 0
         if len(here) < mesh.size("data"):
             is_same = _is_same(data)
             self.copies = tf.where(is_same, self.copies, len(here))
@@ -75,7 +75,7 @@ class GivenBatch:
 def is_given_everywhere() -> bool:
     """Whether the rank whose step is traced or runs here was given all rows of the batch."""
     program = rank_program(peers_on="data")
-    return program is not None and program.attachment(GivenBatch).is_everywhere
+    return program is not None and program.attachment(RankRows).are_everywhere
 
 
 class DealtBatches(list[Any]):

@@ -57,7 +57,7 @@ from tfdist.losses.rank_batch import RankBatch
 from tfdist.losses.shares import Shares
 from tfdist.losses.sliced_batch import current_sliced_batch
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
-from tfdist.losses.warning import is_sum, known_of_loss
+from tfdist.placements.telling import is_sum, known_of_loss
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial
 from tfdist.placements.repair import Repair

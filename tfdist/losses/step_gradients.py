@@ -15,7 +15,7 @@ from tfdist.graphs import tape
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
-from tfdist.losses.warning import is_sum, known, warn_of_custom_gradient
+from tfdist.placements.telling import is_sum, known, warn_of_custom_gradient
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows

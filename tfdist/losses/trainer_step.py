@@ -28,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
-from tfdist.losses.warning import known
+from tfdist.placements.telling import known
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.sharding.gradient_weight import GradientWeight

@@ -29,6 +29,7 @@ from tfdist.metrics.adoption import adopt
 from tfdist.metrics.arguments import Arguments
 from tfdist.metrics.gathered import GatheredBatch, why_not
 from tfdist.placements.repair import Repair
+from tfdist.placements.telling import known
 from tfdist.sharding import PartialSyncOnReadVariable, keras_scope
 
 Update = Callable[..., Any]
@@ -215,6 +216,7 @@ def _as_mean(value: tf.Tensor, metric: keras.metrics.Metric, part: Callable[[], 
     here = None if program is None or program.is_eager else program.here()
     if here is None or not tf.is_symbolic_tensor(value) or program.mesh.splits_layers:
         return value
+    known(program, value, f"metric/{metric.name}", metric, f"The number given to the metric {metric.name!r}")
     return here.attachment(Repair).as_mean(value, f"metric/{metric.name}")
 
 

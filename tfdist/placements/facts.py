@@ -10,12 +10,13 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import RankProgram, rank_program
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
 from tfdist.graphs.constants import value_of
@@ -178,15 +179,17 @@ class Facts(GraphFacts):
 
     @property
     def static_rows(self) -> Collection[int]:
-        """In a step of Keras's trainer ranks have equal static sizes; in a loop of one's own they may differ."""
-        if not self._rows.are_means:
-            return ()
+        return self.own_static_rows if self._program.are_sizes_equal else ()
+
+    @functools.cached_property
+    def own_static_rows(self) -> Collection[int]:
+        """Numbers of rows of this rank that are known when the graph is traced; others may have others."""
         leaves = [x for x in tf.nest.flatten(self._program.arguments) if tf.is_tensor(x) and x.shape.rank]
         return {x.shape[0] for x in leaves if x.shape[0] is not None and self._program.is_dealt(x)}
 
     def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> Call:
         call = call_of(op, inputs)
-        if self._rows.are_means:
+        if self._program.are_sizes_equal:
             return call
         shapes = tuple(
             tf.TensorShape([None if axis == x.axis else size for axis, size in enumerate(shape)])
@@ -309,6 +312,15 @@ class Facts(GraphFacts):
             self._captured = {inner.name: outer for outer, inner in self._program.graph.captures}
         outer = self._captured.get(tensor.name)
         return outer if outer is not None and tf.is_symbolic_tensor(outer) and outer.dtype != tf.resource else None
+
+
+def has_static_rows(x: Any) -> bool:
+    """Whether `x` may have the rows of the rank whose step is traced here, as many as are known when it is traced."""
+    program = rank_program(peers_on="data")
+    if program is None or program.is_eager or not (tf.is_symbolic_tensor(x) and x.shape.rank and program.exists_here(x)):
+        return False
+    rows = program.attachment(Facts).own_static_rows
+    return any(size in rows for size in x.shape)
 
 
 def argument_placements(program: RankProgram) -> dict[str, Placement]:

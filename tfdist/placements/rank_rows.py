@@ -17,6 +17,7 @@ class RankRows:
 
     Attributes:
         rows: how many rows the rank has, an int64 scalar.
+        are_everywhere: whether all ranks have the same rows, those of the batch.
         are_means: whether the losses of this trace are the ranks' own means, as in a step of Keras's trainer; else their shares.
     """
 
@@ -25,6 +26,7 @@ class RankRows:
         with program.outermost():
             self.rows = _rows(program.arguments)
         self.are_means = False
+        self.are_everywhere = False
         self._weight: tf.Tensor | None = None
         self._sends_rows_along = False
 

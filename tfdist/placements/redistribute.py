@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_reduce, gather_rows
+from tfdist.collectives import RankProgram, all_reduce, gather_rows, group_ops
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
 from tfdist.graphs.constants import value_of
@@ -166,19 +166,30 @@ class Redistribution:
 
     def _reduced(self, tensors: Tensors, how: str, label: str) -> list[tf.Tensor]:
         """Reduces tensors over the data ranks, those of one dtype in one message; few numbers, all in one."""
-        sizes = [x.shape.num_elements() for x in tensors]
-        kinds = [_wide(x).dtype for x in tensors]
-        if sum(sizes) <= _FEW and len(set(kinds)) > 1:
-            kinds = [tf.float64] * len(tensors)
         found: dict[int, tf.Tensor] = {}
+        sizes = [x.shape.num_elements() for x in tensors]
+        for place in (place for place, size in enumerate(sizes) if size is None):
+            found[place] = self._reduced_by_size(tensors[place], how, label)
+        kinds = [_wide(x).dtype for x in tensors]
+        if None not in sizes and sum(sizes) <= _FEW and len(set(kinds)) > 1:
+            kinds = [tf.float64] * len(tensors)
         for kind in dict.fromkeys(kinds):
-            places = [place for place, one in enumerate(kinds) if one == kind]
+            places = [place for place, one in enumerate(kinds) if one == kind and sizes[place] is not None]
+            if not places:
+                continue
             packed = tf.concat([tf.reshape(tf.cast(tensors[place], kind), [-1]) for place in places], 0)
             total = all_reduce(packed, "data", reduce_op=how, label=label)
             for place, part in zip(places, tf.split(total, [sizes[place] for place in places]), strict=True):
                 whole = tf.round(part) if tensors[place].dtype.is_integer and kind.is_floating else part
                 found[place] = tf.reshape(whole, tensors[place].shape)
         return [found[place] for place in range(len(tensors))]
+
+    def _reduced_by_size(self, x: tf.Tensor, how: str, label: str) -> tf.Tensor:
+        """Reduces a tensor of a size that is the same on all ranks, and known when the step runs; none are no message."""
+        wide = tf.reshape(_wide(x), [-1])
+        padded = tf.concat([wide, tf.zeros([1], wide.dtype)], 0)
+        ranks = self._program.group_ranks("data")
+        return tf.reshape(group_ops.all_reduce(self._program, padded, ranks, how, label)[:-1], tf.shape(x))
 
     def _totals(self, tensors: Tensors, are_means: Sequence[bool], label: str) -> list[tf.Tensor]:
         """Returns the sums and the means over all ranks; the first means count the rows of all ranks, too."""

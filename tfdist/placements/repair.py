@@ -26,7 +26,7 @@ from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
-from tfdist.placements.surroundings import MadeGoingBack, bytes_of, is_size, readers_of, reads_variables
+from tfdist.placements.surroundings import MadeGoingBack, bytes_of, goes_on_linearly, is_size, readers_of, reads_variables
 from tfdist.placements.table import Linear, is_elementwise, linear_inputs
 
 _CONTROL = ("Case", "If", "While")
@@ -126,7 +126,7 @@ class Repair:
         placements = [self.known(x, label) for x in tensors]
         pairs = list(zip(tensors, placements, strict=True))
         with self._working():
-            self._redistribution.agree([x for x, p in pairs if isinstance(p, Partial) and x.shape.is_fully_defined()], label)
+            self._redistribution.agree([x for x, p in pairs if isinstance(p, Partial) and self._can_agree(x)], label)
             for x, p in pairs:
                 if isinstance(p, Shard) and not p.is_joined and can_be_gathered(x):
                     self._redistribution.gather(x, label)
@@ -219,16 +219,16 @@ class Repair:
             return []
         if why is Why.SOME_ROWS:
             return [_Want(op, _OUTPUT, op.outputs[0], Partial(How.MEAN))] if op.type == "Mean" else []
-        if why is Why.MIXED and not self._rows.are_means:
+        if why is Why.MIXED and not self._rows.are_means and goes_on_linearly(op, self._facts):
             return [_Want(op, _OUTPUT, op.outputs[0], Partial(How.SUM))]
         numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not is_size(op, place)]
         if not may_gather:  # an integer may be a number of rows, beside own ones; with its weight a rank changes gradients
             numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer and inputs[place] != _WEIGHT]
-        if why is Why.MIXED and op.outputs[0].dtype.is_floating:
+        if why is Why.MIXED and op.outputs[0].dtype.is_floating and self._rows.are_means:
             return [_Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]
         if numbers:
             most = max(self.most_bytes, _FEW_BYTES)
-            fit = all(x.shape.is_fully_defined() and bytes_of(x, 0) <= most for x in (op.inputs[place] for place in numbers))
+            fit = all(self._can_agree(x) and bytes_of(x, 0) <= most for x in (op.inputs[place] for place in numbers))
             return [_Want(op, place, op.inputs[place], Replicate()) for place in numbers] if fit else []
         own = [place for place, one in enumerate(inputs) if not isinstance(one, Replicate)]
         can = may_gather and self.most_bytes > 0 and not is_control
@@ -238,6 +238,11 @@ class Repair:
     def _why(self, op: tf.Operation) -> Why | None:
         return next((found.why for found in map(self._facts.of, op.outputs) if isinstance(found, Unknown)), None)
 
+    def _can_agree(self, number: tf.Tensor) -> bool:
+        """Whether `number` has one shape on all ranks: batches of several workers may be padded to different lengths."""
+        is_alone = len(self._program.communicator.local_ranks) == self._program.mesh.world_size
+        return number.shape.is_fully_defined() or is_alone and number.shape.rank is not None
+
     def _can_gather(self, tensor: tf.Tensor, placement: Placement) -> bool:
         """Whether `tensor`, of own rows or of their number, can be that of all where it stands."""
         if isinstance(placement, Lengths):
@@ -245,7 +250,7 @@ class Repair:
         if isinstance(placement, Places):
             return placement.are_all and tensor.shape.rank == 1
         if isinstance(placement, Partial):
-            return tensor.shape.is_fully_defined()
+            return self._can_agree(tensor)
         is_known = isinstance(placement, Shard) and len(set(placement.rows)) <= 1 and bool(tensor.shape.rank)
         if not is_known or tensor.shape[placement.axis] is not None or not can_be_gathered(tensor):
             return False
@@ -280,7 +285,7 @@ class Repair:
         redistribution = self._redistribution
         with self._working():
             agreed = []
-            for want in (one for one in wants if one.place == _OUTPUT or self._is_known(one.tensor)):
+            for want in (one for one in wants if self._is_known(one.op.inputs[0] if one.place == _OUTPUT else one.tensor)):
                 if want.becomes == Replicate():
                     agreed.append(want)
                 elif want.place != _OUTPUT:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.graphs import tape
 from tfdist.graphs.walks import before
 from tfdist.placements.facts import Facts, GraphFacts
-from tfdist.placements.kinds import Placement, Replicate, Shard, Unknown
+from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown
 from tfdist.placements.rank_rows import RankRows
+from tfdist.placements.table import Linear, linear_inputs
 
 _MOST_ROWS = 1024  # of a rank, where their number is not known when the step is traced
 _WITH_SIZES = frozenset(
@@ -49,6 +51,27 @@ def readers_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 def reads_variables(tensor: tf.Tensor) -> bool:
     return any(x.op.type == "ReadVariableOp" for x, _ in before(tensor))
+
+
+def goes_on_linearly(op: tf.Operation, facts: Facts) -> bool:
+    """Whether all that is computed of what `op` returns is linear in it, as far as the graph has come.
+
+    What is divided by the number of replicas is not: it is the same on all ranks.
+    """
+    waiting, seen = list(op.outputs), {x.name for x in op.outputs}
+    for x in waiting:
+        for reader in (one for one in x.consumers() if not tape.is_backward(one)):
+            linear = linear_inputs(reader.type)
+            reads = [y.name in seen for y in reader.inputs]
+            is_passed_on = reader.type == "IdentityN" or linear is Linear.TOGETHER
+            if any(facts.of(y) == Partial(How.REPLICAS) for y in reader.inputs):
+                return False
+            if not is_passed_on and (linear is None or not linear.holds(reads)):
+                return False
+            new = [y for y in reader.outputs if y.name not in seen]
+            waiting.extend(new)
+            seen.update(y.name for y in new)
+    return True
 
 
 def is_size(op: tf.Operation, place: int) -> bool:

@@ -106,14 +106,16 @@ class ShardedExtendedMixin(VariableCreation):
         """Traces `fn` for each local rank, or runs it, with the program that `program_of` makes of the rank and its arguments."""
         seeds = randomness.RankSeeds()
         given = tf.nest.flatten((args, kwargs)) if len(self.communicator.local_ranks) > 1 else None
-        dealt = given and {id(y) for x in given if isinstance(x, values.DistributedValues) for y in x.values}
+        parts = [x.values for x in given or () if isinstance(x, values.DistributedValues)]
+        are_sizes_equal = all(len({str(x.shape) for x in of_ranks if tf.is_tensor(x)}) < 2 for of_ranks in parts)
 
         @tf.autograph.experimental.do_not_convert
         def run_rank(*args: Any, **kwargs: Any) -> Any:
             rank = self.communicator.local_ranks[values_util.get_current_replica_id_as_int()]
             program = program_of(rank, arguments=(args, kwargs))
             program.share(seeds)
-            program.dealt = dealt
+            program.dealt = None if given is None else {id(x) for of_ranks in parts for x in of_ranks}
+            program.are_sizes_equal = are_sizes_equal
             repair.begin(program, self._sharding.gather_rows_bytes)
             program.install(tf.distribute.get_replica_context())
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only

@@ -144,7 +144,8 @@ def tile(call: Call) -> Placement:
         return dataclasses.replace(_filled(lengths), pieces=pieces) if is_repeated else call.unknown(Why.MEET)
     if not isinstance(given, Shard):
         return of_numbers(call)
-    return given if times is not None and times[given.axis] == 1 else call.unknown(Why.MEET)
+    is_alone = isinstance(call.inputs[1], Replicate) and times is not None and times[given.axis] == 1
+    return given if is_alone else call.unknown(Why.MEET)
 
 
 def fill(call: Call) -> Placement:

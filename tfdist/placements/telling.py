@@ -13,9 +13,9 @@ import tensorflow as tf
 from tfdist import errors, temporary
 from tfdist.collectives import RankProgram
 from tfdist.graphs.walks import line_of_user
-from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown, Why
+from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 
 
@@ -54,7 +54,7 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
         name: what `tensor` is called in the warning.
     """
     here = program.here()
-    if here is None or not tf.is_symbolic_tensor(tensor) or is_given_everywhere() or program.mesh.size("data") == 1:
+    if here is None or not tf.is_symbolic_tensor(tensor) or program.attachment(RankRows).are_everywhere or program.mesh.size("data") == 1:
         return Replicate()
     if program.mesh.splits_layers:  # whose losses are computed of slices: nothing can be agreed on
         placement = here.attachment(Facts).of(tensor)
