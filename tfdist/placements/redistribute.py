@@ -100,6 +100,10 @@ class Redistribution:
             self._changes.extend(_Made(op) for op in tape.operations_since(start) if op.inputs)
         return made
 
+    def note_made(self, op: tf.Operation) -> None:
+        """Notes that `op` was made, for tapes to go back through."""
+        self._changes.append(_Made(op))
+
     def gather(self, tensor: tf.Tensor, label: str) -> None:
         """Gathers the rows of `tensor`, a `Shard`, from all data ranks; the way back sums what readers of all ranks send. Of
         `Places` and `Lengths` the number of rows of all ranks is known behind it."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -26,6 +26,7 @@ from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
+from tfdist.placements.remaking import Remaking
 from tfdist.placements.surroundings import MadeGoingBack, bytes_of, goes_on_linearly, is_size, readers_of, reads_variables
 from tfdist.placements.table import Linear, is_elementwise, linear_inputs
 
@@ -61,6 +62,7 @@ class Repair:
         self._facts: Facts = program.attachment(Facts)
         self._rows: RankRows = program.attachment(RankRows)
         self._redistribution: Redistribution = program.attachment(Redistribution)
+        self._remaking: Remaking = program.attachment(Remaking)
         self._given_up: set[str] = set()  # operations that nothing can be done about
         self._looked_at = len(program.graph.get_operations())
         self._is_working = False
@@ -77,6 +79,7 @@ class Repair:
             return self._known(tensor, label)
 
     def _known(self, tensor: tf.Tensor, label: str, *, may_gather: bool = True) -> Placement:
+        tensor = self.now(tensor)
         found = self._facts.of(tensor)
         if not isinstance(found, Unknown) or found.what in self._given_up:
             return found
@@ -86,36 +89,56 @@ class Repair:
         if may_gather:
             self._given_up.update(lost)
         for wants in waves:
-            self._mend(wants, label)
-        return self._facts.of(tensor)
+            self._mend(wants, label, tensor)
+        return self._facts.of(self.now(tensor))
+
+    def now(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns what stands in the place of `tensor`, of own rows, since it was mended: of all rows, which are more."""
+        return self._remaking.now(tensor)
 
     def _planned(self, tensor: tf.Tensor, may_gather: bool) -> tuple[list[list[_Want]], list[str]]:
         """Returns what is to be read so that `tensor` is known, in the order in which it is needed; and what cannot be mended."""
+        barred: set[str] = set()  # operations that are not given rows of other ranks, since what reads them does not bear it
+        while True:
+            waves, lost = self._waves(tensor, may_gather, barred)
+            resized = {want.op.name: want.op for wants in waves for want in wants if want.is_of_rows}
+            names = {op.name for op in lost}
+            new = {name for name, op in resized.items() if not self._is_borne(op, names, tensor)}
+            if not new:
+                what = [self._facts.of(x).what for op in lost for x in op.outputs if isinstance(self._facts.of(x), Unknown)]
+                return waves, what
+            barred |= new
+
+    def _waves(
+        self, tensor: tf.Tensor, may_gather: bool, barred: Collection[str]
+    ) -> tuple[list[list[_Want]], list[tf.Operation]]:
         waves: list[list[_Want]] = []
-        lost: list[str] = []
+        lost: list[tf.Operation] = []
         with self._facts.assuming() as assume:
             while isinstance(self._facts.of(tensor), Unknown) and len(waves) < _MOST_WAVES:
                 wants = []
                 for op in self._facts.reasons_of(tensor):
-                    found = self._wants_of(op, may_gather)
+                    found = self._wants_of(op, may_gather and op.name not in barred)
                     wants += found
                     if not found:  # as if it were of a rank's own rows
-                        unknown = [place for place, x in enumerate(op.outputs) if isinstance(self._facts.of(x), Unknown)]
-                        lost += [self._facts.of(op.outputs[place]).what for place in unknown]
+                        lost.append(op)
                         has_rows = any(isinstance(one, Shard) for one in self._facts.inputs_of(op))
-                        for place in unknown:
+                        for place in (place for place, x in enumerate(op.outputs) if isinstance(self._facts.of(x), Unknown)):
                             assume(op, -1 - place, Shard() if has_rows and op.outputs[place].shape.rank else Partial(How.MEAN))
                 waves.append(wants)
                 for want in wants:
                     assume(want.op, want.place, want.becomes)
-            resized = [want.op for wants in waves for want in wants if want.is_of_rows]
-            after = readers_of(resized)
-            unknown = [x for op in after for x in op.outputs if isinstance(self._facts.of(x), Unknown)]
-        # What is gathered has another size: whatever reads it must bear that, on the way to `tensor` or not.
-        has_effects = any(tape.has_an_effect(op) or not op.outputs for op in after)
-        if has_effects or resized and lost or any(not isinstance(self._facts.of(x), Unknown) for x in unknown):
-            return self._planned(tensor, False) if may_gather else ([], lost)
         return waves, lost
+
+    def _is_borne(self, op: tf.Operation, lost: Collection[str], tensor: tf.Tensor) -> bool:
+        """Whether what reads the result of `op`, on the way to `tensor`, bears that it is of the rows of all ranks."""
+        after = readers_of([op])
+        if any(one.name in lost for one in after):
+            return False
+        if self._remaking.is_needed():
+            return self._remaking.can_be_made([op], tensor)
+        has_effects = any(tape.has_an_effect(one) or not one.outputs for one in after)
+        return not has_effects and all(isinstance(self._facts.of(x), Unknown) for one in after for x in one.outputs)
 
     def whole(self, tensor: tf.Tensor, label: str) -> tf.Tensor | None:
         """Returns what `tensor` is on one device, the same on all ranks; None: that is not known."""
@@ -154,6 +177,11 @@ class Repair:
         What the same number is added to that ranks have agreed on is a rank's share, as the loop says it; the number becomes one.
         """
         placement = self.known(tensor, label)
+        if placement == Partial(How.MEAN):  # a mean that is added to a number of the whole batch is one, too
+            sums = [op for op in self._sums_before(tensor) if any(map(self._facts.is_agreed, op.inputs))]
+            means = [(op, place) for op in sums for place, x in enumerate(op.inputs) if self._facts.of(x) == placement]
+            self._mend([_Want(op, place, op.inputs[place], Replicate()) for op, place in means], label, tensor)
+            placement = self._facts.of(tensor)
         if isinstance(placement, Replicate) and self._facts.is_agreed(tensor):
             with self._working():
                 for op in self._sums_before(tensor):
@@ -252,9 +280,7 @@ class Repair:
         if isinstance(placement, Partial):
             return self._can_agree(tensor)
         is_known = isinstance(placement, Shard) and len(set(placement.rows)) <= 1 and bool(tensor.shape.rank)
-        if not is_known or tensor.shape[placement.axis] is not None or not can_be_gathered(tensor):
-            return False
-        return bytes_of(tensor, placement.axis) <= self.most_bytes
+        return is_known and can_be_gathered(tensor) and bytes_of(tensor, placement.axis) <= self.most_bytes
 
     # What is done
 
@@ -281,8 +307,10 @@ class Repair:
                 waiting.extend(y for y in x.op.inputs if self._facts.is_agreed(y))
         return found
 
-    def _mend(self, wants: Sequence[_Want], label: str) -> None:
+    def _mend(self, wants: Sequence[_Want], label: str, target: tf.Tensor) -> None:
         redistribution = self._redistribution
+        now = self._remaking
+        wants = [dataclasses.replace(one, op=now.op_now(one.op), tensor=now.now(one.tensor)) for one in wants]
         with self._working():
             agreed = []
             for want in (one for one in wants if self._is_known(one.op.inputs[0] if one.place == _OUTPUT else one.tensor)):
@@ -302,8 +330,9 @@ class Repair:
             for want in agreed:
                 if redistribution.found(want.tensor) is None:
                     redistribution.gather(want.tensor, f"gather/{label}")
-            for want in agreed:
+            for want in (one for one in agreed if not one.is_of_rows):
                 redistribution.reads(want.op, want.place, redistribution.found(want.tensor))
+            self._remaking.read([(w.op, w.place, redistribution.found(w.tensor)) for w in agreed if w.is_of_rows], target)
 
     def _is_known(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is what it was planned to be: not of something that could not be mended."""

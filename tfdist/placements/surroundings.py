@@ -15,7 +15,7 @@ from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.table import Linear, linear_inputs
 
 _MOST_ROWS = 1024  # of a rank, where their number is not known when the step is traced
-_WITH_SIZES = frozenset(
+WITH_SIZES = frozenset(
     "BroadcastTo Fill OneHot Pad PadV2 RandomStandardNormal RandomUniform RandomUniformInt Range Reshape ScatterNd Slice Split "
     "SplitV StatelessRandomNormalV2 StatelessRandomUniformV2 StridedSlice Tile TruncatedNormal UnsortedSegmentSum".split()
 )
@@ -80,7 +80,7 @@ def is_size(op: tf.Operation, place: int) -> bool:
         return False
     waiting = [op]
     for reader in waiting:
-        if reader.type in _WITH_SIZES:
+        if reader.type in WITH_SIZES:
             return True
         waiting.extend(one for x in reader.outputs if x.dtype.is_integer for one in x.consumers() if one not in waiting)
     return False

@@ -1,0 +1,112 @@
+"""What is computed of gathered rows, where the trace knows how many rows a rank has: made again of those of all ranks.
+
+An operation has the static sizes of what it was made of, and gradient functions read them. So each operation whose result has
+another size is made a second time, and the first one whose result has none, a sum, reads what was made. Code that has read a size
+itself (`x.shape[0]`) has left it in the graph as a constant: nothing can be made again of that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram
+from tfdist.graphs import records, tape
+from tfdist.graphs.walks import inputs_first
+from tfdist.placements.facts import Facts
+from tfdist.placements.redistribute import Redistribution
+from tfdist.placements.surroundings import WITH_SIZES, readers_of
+
+_OF_THE_GRAPH = ("Shape", "ShapeN", "Size")
+
+Change = tuple[tf.Operation, int, tf.Tensor]  # an operation, the number of one of its inputs, what it is to read there
+
+
+class Remaking:
+    """What was made again in the graph of one rank's program; an attachment of the program, and of a branch's."""
+
+    IS_OF_BRANCH = True
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._facts: Facts = program.attachment(Facts)
+        self._redistribution: Redistribution = program.attachment(Redistribution)
+        self._new: dict[str, tf.Tensor] = {}  # what was made in the place of a tensor, by its name
+
+    def now(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns what was made in the place of `tensor`; itself, if nothing was."""
+        while tensor.name in self._new:
+            tensor = self._new[tensor.name]
+        return tensor
+
+    def op_now(self, op: tf.Operation) -> tf.Operation:
+        """Returns what was made in the place of `op`; itself, if nothing was."""
+        return self.now(op.outputs[0]).op if op.outputs else op
+
+    def is_needed(self) -> bool:
+        """Whether operations have static sizes that gathered rows do not have."""
+        return bool(self._facts.own_static_rows)
+
+    def can_be_made(self, operations: Sequence[tf.Operation], target: tf.Tensor) -> bool:
+        """Whether what is computed of `operations`, up to `target`, bears other numbers of rows."""
+        rows = self._facts.own_static_rows
+        for op in self._between(operations, target):
+            is_known = records.has_gradient(op) and op.type != "IdentityN" and not tape.is_backward(op)
+            if not is_known or not tape.can_be_made_again(op) or _has_attribute_of_size(op):
+                return False
+            sizes = [_constants_in(x) for x in op.inputs if x.dtype.is_integer] if op.type in WITH_SIZES else []
+            if any(size > 0 and size % n == 0 for size in itertools.chain(*sizes) for n in rows):
+                return False
+        return True
+
+    def read(self, changes: Sequence[Change], target: tf.Tensor) -> None:
+        """Lets operations read what `changes` say, and makes what follows from them, up to `target`, of that."""
+        if not self.is_needed():
+            for op, place, new in changes:
+                self._redistribution.reads(op, place, new)
+            return
+        reads = {(op.name, place): new for op, place, new in changes}
+        for op in self._between([op for op, _, _ in changes], target):
+            inputs = [reads.get((op.name, place), self.now(x)) for place, x in enumerate(op.inputs)]
+            places = [place for place, x in enumerate(op.inputs) if inputs[place] is not x]
+            if not places and op.type not in WITH_SIZES:  # of these the result may have another size now
+                continue
+            with self._program.outermost(), tape.stop_recording():
+                made = tape.with_inputs(op, inputs)
+            pairs = list(zip(op.outputs, made.outputs, strict=True))
+            # Integers may be sizes, which TensorFlow has found out when they were made.
+            if all(old.dtype.is_floating and old.shape.as_list() == new.shape.as_list() for old, new in pairs):
+                for place in places:
+                    self._redistribution.reads(op, place, inputs[place])
+                continue
+            self._redistribution.note_made(made)
+            self._new.update((old.name, new) for old, new in pairs)
+
+    def _between(self, operations: Sequence[tf.Operation], target: tf.Tensor) -> list[tf.Operation]:
+        """Returns `operations` and what reads them on the way to `target`, each behind what it reads."""
+        after, seen = {op.name for op in readers_of(operations)}, set()
+        found: dict[str, tf.Operation] = {}
+        for x in inputs_first(self.now(target), lambda x: list(x.op.inputs), seen):
+            seen.add(x.name)
+            if x.op.name in after:
+                found[x.op.name] = x.op
+        return list(found.values())
+
+
+def _constants_in(sizes: tf.Tensor) -> list[int]:
+    """Returns the constants among `sizes`, integers: what was not read from the graph."""
+    found: list[int] = []
+    waiting = [sizes]
+    for x in waiting:
+        if x.op.type == "Const":
+            found.extend(np.ravel(tf.get_static_value(x)).tolist())
+        elif x.op.type not in _OF_THE_GRAPH:
+            waiting.extend(list(x.op.inputs)[: 1 if x.op.type == "StridedSlice" else None])
+    return found
+
+
+def _has_attribute_of_size(op: tf.Operation) -> bool:
+    return any(attribute.name in ("num", "num_split") for attribute in op.op_def.attr)
