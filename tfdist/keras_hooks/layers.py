@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import BACKEND_NN, replaces
 from tfdist.layers import empty_batches, layer_strategy, normalization, randomness, recurrent_states, sharded_tensors
-from tfdist.placements.telling import calling
+from tfdist.placements.telling import calling, of_layer
 from tfdist.sharding import config_of, read_if_sharded, recompute
 
 
@@ -23,6 +23,12 @@ def _maybe_build(original: Callable[..., None], self: Any, call_spec: Any) -> No
         return
     with layer_strategy.scope_of_inputs(call_spec.arguments_dict):
         original(self, call_spec)
+
+
+@replaces("keras.layers.Layer", "__call__", signature="(self, *args, **kwargs)")
+def _layer_call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Rows of the batch that meet in a layer are those of all ranks."""
+    return of_layer(self, original(self, *args, **kwargs))
 
 
 @replaces("keras.layers.BatchNormalization", "_moments")

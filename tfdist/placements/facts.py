@@ -199,6 +199,10 @@ class Facts(GraphFacts):
         )
         return dataclasses.replace(call, shapes=shapes)
 
+    def own_rows_first(self, tensor: tf.Tensor) -> bool:
+        """Whether the first axis of `tensor` may be the rank's rows: their number, or one that is not known."""
+        return bool(tensor.shape.rank) and (tensor.shape[0] is None or tensor.shape[0] in self.own_static_rows)
+
     def declare(self, tensor: tf.Tensor, placement: Placement) -> None:
         """Says what the placement of `tensor` is, whatever it is computed of."""
         if tf.is_symbolic_tensor(tensor):

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_reduce
+from tfdist.collectives import RankProgram, all_gather, all_reduce
 
 
 class RankRows:
@@ -40,6 +40,13 @@ class RankRows:
         if self._weight is not None:
             return self._weight
         return self._weight_of(all_reduce(tf.cast(self.rows, tf.float64), "data", label="loss/rows"))
+
+    def place(self, label: str) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns how many rows the ranks before this one have, it itself, and all; one message of 1 number of each rank."""
+        with self._program.outermost():
+            counts = all_gather(tf.reshape(self.rows, [1]), "data", label=f"{label}/rows")
+            before = self._program.mesh.coordinate(self._program.rank).data
+            return tf.reduce_sum(counts[:before]), self.rows, tf.reduce_sum(counts)
 
     def note_all_rows(self, all_rows: tf.Tensor) -> None:
         """Notes how many rows all data ranks have, so that `weight` needs no message."""

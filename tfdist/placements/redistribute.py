@@ -22,12 +22,13 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_reduce, gather_rows, group_ops
+from tfdist.collectives import RankProgram, all_gather, all_reduce, gather_rows, group_ops
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
 from tfdist.graphs.constants import value_of
+from tfdist.graphs.walks import inputs_first
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import How, Lengths, Partial, Places, Replicate
+from tfdist.placements.kinds import How, Lengths, Partial, Places, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
 
 _WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32}
@@ -39,14 +40,25 @@ Tensors: TypeAlias = Sequence[tf.Tensor]
 
 @dataclasses.dataclass(eq=False)
 class _Agreement:
-    given: Tensors
-    found: Tensors
+    inputs: Tensors
+    outputs: Tensors
     back: Callable[[Tensors, Tensors, Tensors], Tensors]  # of given, found and upstream: what comes back to given
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Made:
     op: tf.Operation
+
+    @property
+    def inputs(self) -> Tensors:
+        return list(self.op.inputs)
+
+    @property
+    def outputs(self) -> Tensors:
+        return list(self.op.outputs)
+
+
+_Change: TypeAlias = _Agreement | _Made | tf.Operation
 
 
 class Redistribution:
@@ -63,7 +75,7 @@ class Redistribution:
         self._facts: Facts = program.attachment(Facts)
         self._rows: RankRows = program.attachment(RankRows)
         self._found: dict[str, tf.Tensor] = {}
-        self._changes: list[_Agreement | _Made | tf.Operation] = []  # of which tapes must be told
+        self._changes: list[_Change] = []  # of which tapes must be told
         self._told: dict[int, tuple[tf.GradientTape, int]] = {}  # how many, by the id of a tape, which stays its own
         self.factor: Callable[[], tf.Tensor | None] = lambda: None
 
@@ -127,9 +139,27 @@ class Redistribution:
         self._found[tensor.name] = found
         self._facts.declare_agreed(found)
 
+    def own_rows(self, whole: tf.Tensor, like: tf.Tensor, label: str) -> tf.Tensor:
+        """Returns this rank's rows of `whole`, of all rows of the batch, which was computed in the place of `like`."""
+        name = self._program.graph.unique_name("rows", mark_as_used=False)
+
+        def own(x: tf.Tensor, first: tf.Tensor, number: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
+            words = f"{label}: {name} has another number of rows than the batch, so that a device's own are not known."
+            with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(x, tf.int64)[0], total, message=words)]):
+                return tf.identity(x)[first : first + number]
+
+        found = self.make(own, whole, *self._rows.place(label))
+        found.set_shape(like.shape)
+        self._facts.declare(found, Shard())
+        return found
+
     def _count(self, tensor: tf.Tensor, placement: Places | Lengths, label: str) -> None:
         with self._program.outermost(), tape.stop_recording():
-            if isinstance(placement, Places):
+            if isinstance(placement, Places) and not placement.are_all:
+                numbered = tf.shape(self._program.graph.get_tensor_by_name(placement.rows[0]), tensor.dtype)[:1]
+                before = all_gather(numbered, "data", label=f"{label}/rows")[: self._program.mesh.coordinate(self._program.rank).data]
+                found = gather_rows(tensor + tf.reduce_sum(before), label)
+            elif isinstance(placement, Places):
                 own = tf.size(tensor, out_type=tensor.dtype)
                 found = tf.range(all_reduce(own, "data", label=label))
             else:
@@ -151,10 +181,10 @@ class Redistribution:
             return
         self._told[id(gradient_tape)] = gradient_tape, len(self._changes)
         with records.recording(gradient_tape):
-            for change in self._changes[told:]:
+            for change in _inputs_first(self._changes[told:]):
                 if isinstance(change, _Agreement):
                     back = functools.partial(_back_of, change)
-                    records.record_function(change.found, change.given, back, "Redistribute")
+                    records.record_function(change.outputs, change.inputs, back, "Redistribute")
                 elif isinstance(change, _Made):
                     records.record_again(change.op)
                 elif records.is_recorded(change):
@@ -278,7 +308,19 @@ class Redistribution:
 
 
 def _back_of(agreement: _Agreement, *upstream: tf.Tensor) -> Tensors:
-    return agreement.back(agreement.given, agreement.found, upstream)
+    return agreement.back(agreement.inputs, agreement.outputs, upstream)
+
+
+def _inputs_first(changes: Sequence[_Change]) -> list[_Change]:
+    """Returns each of `changes` once, behind those that have made what it reads now."""
+    made = {x.name: change for change in changes for x in change.outputs}  # of an operation the last
+    made.update((x.name, change) for change in changes if isinstance(change, _Made) for x in change.outputs)
+    found: dict[int, _Change] = {}
+    for last in dict.fromkeys(made.values()):
+        before = inputs_first(last, lambda one: [made[x.name] for x in one.inputs if x.name in made], found, id)
+        for change in before:
+            found[id(change)] = change
+    return list(found.values())
 
 
 def _floating(x: tf.Tensor) -> tf.Tensor:

@@ -140,6 +140,14 @@ class Repair:
         has_effects = any(tape.has_an_effect(one) or not one.outputs for one in after)
         return not has_effects and all(isinstance(self._facts.of(x), Unknown) for one in after for x in one.outputs)
 
+    def own_rows(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
+        """Returns `tensor`, which has the rank's rows first, as they are where rows of all ranks have met in it."""
+        now = self.now(tensor)
+        if self.is_agreed(now) and now.shape.rank and now.shape[0] is None and self._facts.own_rows_first(tensor):
+            with self._working():
+                return self._redistribution.own_rows(now, tensor, label)
+        return tensor
+
     def whole(self, tensor: tf.Tensor, label: str) -> tf.Tensor | None:
         """Returns what `tensor` is on one device, the same on all ranks; None: that is not known."""
         return self.wholes([tensor], label)[0]
@@ -276,7 +284,8 @@ class Repair:
         if isinstance(placement, Lengths):
             return placement.is_even
         if isinstance(placement, Places):
-            return placement.are_all and tensor.shape.rank == 1
+            is_numbered = placement.are_all or (len(placement.rows) == 1 and placement.pieces == 1)
+            return is_numbered and tensor.shape.rank == 1 and self._program.outer is None
         if isinstance(placement, Partial):
             return self._can_agree(tensor)
         is_known = isinstance(placement, Shard) and len(set(placement.rows)) <= 1 and bool(tensor.shape.rank)

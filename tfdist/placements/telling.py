@@ -11,10 +11,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors, temporary
-from tfdist.collectives import RankProgram
+from tfdist.collectives import RankProgram, rank_program
 from tfdist.graphs.walks import line_of_user
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown, Why
+from tfdist.placements.kinds import Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 
@@ -68,6 +68,27 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
         told = f"{name} contains {placement.why.value}: {placement.what}{where}. {why}"
         warnings.warn(errors.message(told, fix=fix), stacklevel=2)
     return placement
+
+
+def of_layer(layer: Any, outputs: Any) -> Any:
+    """Returns the `outputs` of a layer that was called, of a rank's own rows also where rows of the batch have met in it."""
+    program = rank_program(peers_on="data")
+    here = None if program is None or program.is_eager else program.here()
+    if here is None:
+        return outputs
+
+    def own(x: Any) -> Any:
+        if not (tf.is_symbolic_tensor(x) and here.exists_here(x) and isinstance(here.attachment(Facts).of(x), Unknown)):
+            return x
+        placement = known(program, x, f"layer/{layer.name}", layer, f"The layer {layer.name!r}")
+        found = here.attachment(Repair).own_rows(x, f"layer/{layer.name}")
+        if isinstance(placement, Unknown) and here.attachment(Facts).own_rows_first(x):
+            here.attachment(Facts).declare(x, Shard())  # what was told of once
+        if found is not x and hasattr(x, "_keras_mask"):
+            found._keras_mask = x._keras_mask
+        return found
+
+    return tf.nest.map_structure(own, outputs)
 
 
 def warn_of_custom_gradient(program: RankProgram, unknown: Unknown | None) -> None:
