@@ -60,6 +60,7 @@ class GradientNumbers:
     def settle(self) -> None:
         """Lets what has read gradients so far read the numbers beside them of the whole batch."""
         mesh = self._program.mesh
+        self._note_captured()
         if self._is_own or not self._computed or mesh.size("data") == 1 or mesh.splits_layers:
             return
         operations = self._program.graph.get_operations()
@@ -80,6 +81,14 @@ class GradientNumbers:
             for (op, place), whole in zip(met, wholes, strict=True):
                 if whole is not None and whole is not op.inputs[place]:
                     self._program.attachment(Redistribution).reads(op, place, whole)
+
+    def _note_captured(self) -> None:
+        """Notes the gradients that a branch reads from outside."""
+        outer = self._program.outer
+        if outer is not None and (known := outer.attachment(GradientNumbers)._computed):
+            for outside, inside in self._program.graph.captures:
+                if tf.is_symbolic_tensor(outside) and outside.graph is outer.graph and outside.name in known:
+                    self._computed.add(inside.name)
 
     def _must_be_whole(self, op: tf.Operation, place: int) -> bool:
         """Whether `op` needs the number at `place` of the whole batch."""
