@@ -51,7 +51,8 @@ class RankProgram:
         is_eager: whether it runs outside any `tf.function` (see `EagerProgram`): collectives then run when they are called.
         arguments: what the rank's function is called with, any structure.
         dealt: the ids of those arguments of which each rank has its own; None: all.
-        are_sizes_equal: whether the ranks of this process are dealt tensors of equal static shapes.
+        sizes: the static sizes of the first axes of what the ranks of this process are dealt; None: it has one rank.
+        are_sizes_equal: whether these ranks have equal ones.
     """
 
     is_eager = False
@@ -76,6 +77,7 @@ class RankProgram:
         self.arguments = arguments
         self.outer: RankProgram | None = None
         self.dealt: set[int] | None = None
+        self.sizes: frozenset[int] | None = None
         self.are_sizes_equal = True
         self.selections: dict[tf.Graph, Selection] = {}
         self.before_collective: list[Callable[[], None]] = []

@@ -179,11 +179,13 @@ class Facts(GraphFacts):
 
     @property
     def static_rows(self) -> Collection[int]:
-        return self.own_static_rows if self._program.are_sizes_equal else ()
+        return self.local_static_rows if self._program.are_sizes_equal else ()
 
     @functools.cached_property
-    def own_static_rows(self) -> Collection[int]:
-        """Numbers of rows of this rank that are known when the graph is traced; others may have others."""
+    def local_static_rows(self) -> Collection[int]:
+        """Numbers of rows of this process's ranks that are known when the graph is traced."""
+        if self._program.sizes is not None:
+            return self._program.sizes
         leaves = [x for x in tf.nest.flatten(self._program.arguments) if tf.is_tensor(x) and x.shape.rank]
         return {x.shape[0] for x in leaves if x.shape[0] is not None and self._program.is_dealt(x)}
 
@@ -201,7 +203,7 @@ class Facts(GraphFacts):
 
     def own_rows_first(self, tensor: tf.Tensor) -> bool:
         """Whether the first axis of `tensor` may be the rank's rows: their number, or one that is not known."""
-        return bool(tensor.shape.rank) and (tensor.shape[0] is None or tensor.shape[0] in self.own_static_rows)
+        return bool(tensor.shape.rank) and (tensor.shape[0] is None or tensor.shape[0] in self.local_static_rows)
 
     def declare(self, tensor: tf.Tensor, placement: Placement) -> None:
         """Says what the placement of `tensor` is, whatever it is computed of."""
@@ -323,7 +325,7 @@ def has_static_rows(x: Any) -> bool:
     program = rank_program(peers_on="data")
     if program is None or program.is_eager or not (tf.is_symbolic_tensor(x) and x.shape.rank and program.exists_here(x)):
         return False
-    rows = program.attachment(Facts).own_static_rows
+    rows = program.attachment(Facts).local_static_rows
     return any(size in rows for size in x.shape)
 
 

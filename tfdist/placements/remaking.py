@@ -48,11 +48,11 @@ class Remaking:
 
     def is_needed(self) -> bool:
         """Whether operations have static sizes that gathered rows do not have."""
-        return bool(self._facts.own_static_rows)
+        return bool(self._facts.local_static_rows)
 
     def can_be_made(self, operations: Sequence[tf.Operation], target: tf.Tensor) -> bool:
         """Whether what is computed of `operations`, up to `target`, bears other numbers of rows."""
-        rows = self._facts.own_static_rows
+        rows = self._facts.local_static_rows
         for op in self._between(operations, target):
             is_known = records.has_gradient(op) and op.type != "IdentityN" and not tape.is_backward(op)
             if not is_known or not tape.can_be_made_again(op) or _has_attribute_of_size(op):

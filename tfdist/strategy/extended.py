@@ -107,7 +107,7 @@ class ShardedExtendedMixin(VariableCreation):
         seeds = randomness.RankSeeds()
         given = tf.nest.flatten((args, kwargs)) if len(self.communicator.local_ranks) > 1 else None
         parts = [x.values for x in given or () if isinstance(x, values.DistributedValues)]
-        are_sizes_equal = all(len({str(x.shape) for x in of_ranks if tf.is_tensor(x)}) < 2 for of_ranks in parts)
+        shapes = [[x.shape for x in of_ranks if tf.is_tensor(x) and x.shape.rank] for of_ranks in parts]
 
         @tf.autograph.experimental.do_not_convert
         def run_rank(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,9 @@ class ShardedExtendedMixin(VariableCreation):
             program = program_of(rank, arguments=(args, kwargs))
             program.share(seeds)
             program.dealt = None if given is None else {id(x) for of_ranks in parts for x in of_ranks}
-            program.are_sizes_equal = are_sizes_equal
+            if given is not None:
+                program.sizes = frozenset(x[0] for of_ranks in shapes for x in of_ranks if x[0] is not None)
+                program.are_sizes_equal = all(len({x[0] for x in of_ranks}) < 2 for of_ranks in shapes)
             repair.begin(program, self._sharding.gather_rows_bytes)
             program.install(tf.distribute.get_replica_context())
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
