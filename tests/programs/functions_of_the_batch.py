@@ -1308,7 +1308,7 @@ def over_their_own_norm_times_the_loss(grads, loss):
     return [loss * g / (tf.norm(g) + 0.1) for g in grads]
 
 
-@of_gradients()
+@of_gradients(ways=("gradient",))  # in a loop a plain mean is no share
 def projected(grads, x, y, layer):
     """Two losses: what one gradient has against the other is taken out (PCGrad)."""
     with tf.GradientTape() as tape:
@@ -1327,7 +1327,7 @@ def adaptive_weight(grads, x, layer):
     return [g + tf.norm(g) / (tf.norm(o) + SMALL) * o for g, o in zip(grads, others, strict=True)]
 
 
-@of_gradients()
+@of_gradients(ways=("gradient",))
 def by_hand(grads, x, y, p):
     """A gradient of the kernel that is made of rows and of a number of them."""
     return [tf.matmul(x, p - y, transpose_a=True) / rows_of(x) / (1.0 + mse(y, p)), *grads[1:]]

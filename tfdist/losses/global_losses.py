@@ -119,7 +119,7 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         share = values if is_share else part.weigh(values)
     else:
         is_weighted = reduction == "mean_with_sample_weight" and weights is not None
-        is_of_all = _is_of_all_rows(values)
+        values, is_of_all = _of_all_rows(values)
         divisor = part.divisor(values, widened(weights) if is_weighted else None, mask)
         if is_of_all:
             program = rank_program()
@@ -169,15 +169,17 @@ def _mean_of_sum(total: Any) -> Any:
     return _part().mean_of_share(total) / tf.cast(copies, total.dtype)
 
 
-def _is_of_all_rows(values: tf.Tensor) -> bool:
-    """Whether `values`, losses, are those of the rows of all ranks, which they have gathered since rows meet in them."""
+def _of_all_rows(values: tf.Tensor) -> tuple[tf.Tensor, bool]:
+    """Returns `values`, losses, or those of the rows of all ranks, which they have gathered since rows meet in them; and whether
+    these are it."""
     program = rank_program(peers_on="data")
     is_alone = program is None or program.is_eager or program.mesh.splits_layers or current_sliced_batch() is not None
     here = None if is_alone else program.here()
     if here is None:
-        return False
+        return values, False
     known_of_loss(program, values)
-    return here.attachment(Repair).is_agreed(values)
+    values = here.attachment(Repair).now(values)
+    return values, here.attachment(Repair).is_agreed(values)
 
 
 def _noted(loss: Any, how: How) -> Any:

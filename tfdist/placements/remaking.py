@@ -1,7 +1,7 @@
 """What is computed of gathered rows, where the trace knows how many rows a rank has: made again of those of all ranks.
 
 An operation has the static sizes of what it was made of, and gradient functions read them. So each operation whose result has
-another size is made a second time, and the first one whose result has none, a sum, reads what was made. Code that has read a size
+another size is made a second time, and the first one that returns one number, a sum, reads what was made. Code that has read a size
 itself (`x.shape[0]`) has left it in the graph as a constant: nothing can be made again of that.
 """
 
@@ -68,22 +68,24 @@ class Remaking:
             for op, place, new in changes:
                 self._redistribution.reads(op, place, new)
             return
-        reads = {(op.name, place): new for op, place, new in changes}
-        for op in self._between([op for op, _, _ in changes], target):
+        reads = {(self.op_now(op).name, place): new for op, place, new in changes}
+        operations = [one for op, _, _ in changes for one in (op, self.op_now(op))]
+        for op in self._between(operations, target):
+            if self.op_now(op) is not op:
+                continue
             inputs = [reads.get((op.name, place), self.now(x)) for place, x in enumerate(op.inputs)]
-            places = [place for place, x in enumerate(op.inputs) if inputs[place] is not x]
+            places = [place for place, x in enumerate(op.inputs) if not tape.same(inputs[place], x)]
             if not places and op.type not in WITH_SIZES:  # of these the result may have another size now
                 continue
-            with self._program.outermost(), tape.stop_recording():
-                made = tape.with_inputs(op, inputs)
-            pairs = list(zip(op.outputs, made.outputs, strict=True))
-            # Integers may be sizes, which TensorFlow has found out when they were made.
-            if all(old.dtype.is_floating and old.shape.as_list() == new.shape.as_list() for old, new in pairs):
+            # Other integers may be sizes, which TensorFlow has found out when they were made.
+            if all(x.dtype.is_floating and x.shape.rank == 0 for x in op.outputs):
                 for place in places:
                     self._redistribution.reads(op, place, inputs[place])
                 continue
+            with self._program.outermost(), tape.stop_recording():
+                made = tape.with_inputs(op, inputs)
             self._redistribution.note_made(made)
-            self._new.update((old.name, new) for old, new in pairs)
+            self._new.update((old.name, new) for old, new in zip(op.outputs, made.outputs, strict=True))
 
     def _between(self, operations: Sequence[tf.Operation], target: tf.Tensor) -> list[tf.Operation]:
         """Returns `operations` and what reads them on the way to `target`, each behind what it reads."""

@@ -34,6 +34,7 @@ _CONTROL = ("Case", "If", "While")
 _OUTPUT = -1
 _WEIGHT = Partial(How.SHARE)
 _FEW_BYTES = 2**20  # of numbers that ranks agree on, whatever `most_bytes` is
+_MOST_PLANS = 4  # since what is made again may have other static shapes, and then need more
 _MOST_WAVES = 100  # of numbers that are computed of agreed numbers, and need to be agreed on again
 
 
@@ -79,22 +80,26 @@ class Repair:
             return self._known(tensor, label)
 
     def _known(self, tensor: tf.Tensor, label: str, *, may_gather: bool = True) -> Placement:
-        tensor = self.now(tensor)
+        tensor = self._remaking.now(tensor)
         found = self._facts.of(tensor)
         if not isinstance(found, Unknown) or found.what in self._given_up:
             return found
         for settle in self._program.before_collective:  # what reads gradients is to read sums of them
             settle()
-        waves, lost = self._planned(tensor, may_gather)
+        for _ in range(_MOST_PLANS):
+            waves, lost = self._planned(tensor, may_gather)
+            for wants in waves:
+                self._mend(wants, label, tensor)
+            tensor = self._remaking.now(tensor)
+            if not any(waves) or not isinstance(self._facts.of(tensor), Unknown):
+                break
         if may_gather:
             self._given_up.update(lost)
-        for wants in waves:
-            self._mend(wants, label, tensor)
-        return self._facts.of(self.now(tensor))
+        return self._facts.of(tensor)
 
     def now(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what stands in the place of `tensor`, of own rows, since it was mended: of all rows, which are more."""
-        return self._remaking.now(tensor)
+        return self._handed_out(tensor, self._remaking.now(tensor))
 
     def _planned(self, tensor: tf.Tensor, may_gather: bool) -> tuple[list[list[_Want]], list[str]]:
         """Returns what is to be read so that `tensor` is known, in the order in which it is needed; and what cannot be mended."""
@@ -142,11 +147,17 @@ class Repair:
 
     def own_rows(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor`, which has the rank's rows first, as they are where rows of all ranks have met in it."""
-        now = self.now(tensor)
+        now = self._remaking.now(tensor)
         if self.is_agreed(now) and now.shape.rank and now.shape[0] is None and self._facts.own_rows_first(tensor):
             with self._working():
-                return self._redistribution.own_rows(now, tensor, label)
+                return self._handed_out(tensor, self._redistribution.own_rows(now, tensor, label))
         return tensor
+
+    def _handed_out(self, old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
+        """Returns `new`, which is about to be read in the place of `old`: tapes that follow that follow it, too."""
+        if new is not old:
+            records.record_function([new], [old], lambda upstream: [upstream], "InThePlaceOf")
+        return new
 
     def whole(self, tensor: tf.Tensor, label: str) -> tf.Tensor | None:
         """Returns what `tensor` is on one device, the same on all ranks; None: that is not known."""
@@ -155,7 +166,7 @@ class Repair:
     def wholes(self, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Tensor | None]:
         """Returns the same of several: their numbers are in one message."""
         placements = [self.known(x, label) for x in tensors]
-        pairs = list(zip(tensors, placements, strict=True))
+        pairs = list(zip(map(self.now, tensors), placements, strict=True))
         with self._working():
             self._redistribution.agree([x for x, p in pairs if isinstance(p, Partial) and self._can_agree(x)], label)
             for x, p in pairs:
@@ -168,7 +179,7 @@ class Repair:
         placement = self.known(tensor, label)
         is_extreme = isinstance(placement, Partial) and placement.how in (How.MAX, How.MIN, How.REPLICAS)
         whole = self.whole(tensor, label) if is_extreme else None
-        return tensor if whole is None else whole
+        return self.now(tensor) if whole is None else self._handed_out(tensor, whole)
 
     def as_mean(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor` such that the ranks' own, by their weights, make up what one device has, as far as that is known."""
@@ -318,8 +329,9 @@ class Repair:
 
     def _mend(self, wants: Sequence[_Want], label: str, target: tf.Tensor) -> None:
         redistribution = self._redistribution
-        now = self._remaking
-        wants = [dataclasses.replace(one, op=now.op_now(one.op), tensor=now.now(one.tensor)) for one in wants]
+        again = self._remaking
+        begun_with = {again.op_now(one.op).name: one.op for one in wants}
+        wants = [dataclasses.replace(one, op=again.op_now(one.op), tensor=again.now(one.tensor)) for one in wants]
         with self._working():
             agreed = []
             for want in (one for one in wants if self._is_known(one.op.inputs[0] if one.place == _OUTPUT else one.tensor)):
@@ -341,7 +353,8 @@ class Repair:
                     redistribution.gather(want.tensor, f"gather/{label}")
             for want in (one for one in agreed if not one.is_of_rows):
                 redistribution.reads(want.op, want.place, redistribution.found(want.tensor))
-            self._remaking.read([(w.op, w.place, redistribution.found(w.tensor)) for w in agreed if w.is_of_rows], target)
+            rows = [want for want in agreed if want.is_of_rows]
+            again.read([(begun_with[x.op.name], x.place, redistribution.found(x.tensor)) for x in rows], target)
 
     def _is_known(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is what it was planned to be: not of something that could not be mended."""

@@ -60,8 +60,9 @@ def gather_nd(call: Call) -> Placement:
 
 
 def are_numbers_of(numbers: Places, table: Shard | Lengths) -> bool:
-    """Whether `numbers` are of the rows of `table`."""
-    return bool(numbers.rows) and numbers.rows == table.rows and table.is_even and numbers.pieces == table.pieces is not None
+    """Whether `numbers` are of the rows of `table`: tensors of one batch have equally many."""
+    are_same = numbers.rows == table.rows or len(numbers.rows) == len(table.rows) == 1
+    return bool(numbers.rows) and are_same and table.is_even and numbers.pieces == table.pieces is not None
 
 
 def _chosen(numbers: Places, table: Shard) -> Shard:
