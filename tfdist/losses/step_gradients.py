@@ -162,8 +162,8 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Ca
 
 
 def _without_extremes(program: RankProgram, target: tf.Tensor) -> tf.Tensor:
-    is_alone = program.is_eager or program.mesh.size("data") == 1 or program.mesh.splits_layers
-    here = None if is_alone else program.here()
+    is_of_slices = program.mesh.splits_layers and trainer_step() is None
+    here = None if is_of_slices or program.is_eager or program.mesh.size("data") == 1 else program.here()
     if here is None or not tf.is_symbolic_tensor(target) or not here.exists_here(target) or is_given_everywhere():
         return target
     return here.attachment(Repair).without_extremes(target, "loss")

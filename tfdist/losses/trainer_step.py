@@ -76,7 +76,7 @@ def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Call
         else:
             here.weight()  # before any branch or loop in which no message could be sent
         logs = step(data)
-        return logs if is_keras_own or program.is_eager or program.mesh.splits_layers else _of_means(logs, model, program)
+        return logs if is_keras_own or program.is_eager else _of_means(logs, model, program)
 
     return marked
 

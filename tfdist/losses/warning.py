@@ -14,7 +14,6 @@ from tfdist import errors, temporary
 from tfdist.collectives import RankProgram
 from tfdist.graphs.walks import line_of_user
 from tfdist.losses.given_batch import is_given_everywhere
-from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown, Why
 from tfdist.placements.repair import Repair
 
@@ -56,10 +55,7 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     here = program.here()
     if here is None or not tf.is_symbolic_tensor(tensor) or is_given_everywhere() or program.mesh.size("data") == 1:
         return Replicate()
-    if program.mesh.splits_layers:  # whose losses are computed of slices: nothing can be agreed on
-        placement = here.attachment(Facts).of(tensor)
-    else:
-        placement = here.attachment(Repair).known(tensor, label)
+    placement = here.attachment(Repair).known(tensor, label)
     is_told = owner in _told or program.local_index or isinstance(placement, Unknown) and placement.why is Why.GIVEN
     if isinstance(placement, Unknown) and not is_told:
         _told.add(owner)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce
 
 
@@ -42,6 +44,10 @@ class RankRows:
     def note_all_rows(self, all_rows: tf.Tensor) -> None:
         """Notes how many rows all data ranks have, so that `weight` needs no message."""
         self._weight_of(tf.cast(all_rows, tf.float64))
+
+    def those_of(self, rows: tf.Tensor, weight: tf.Tensor) -> contextlib.AbstractContextManager[None]:
+        """A block whose losses are the ranks' own means over batches of which this rank has `rows` rows."""
+        return temporary.attributes(self, rows=tf.cast(rows, tf.int64), _weight=weight, are_means=True)
 
     def is_weight(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is what `weight` returns."""

@@ -64,7 +64,7 @@ class Repair:
         self._given_up: set[str] = set()  # operations that nothing can be done about
         self._looked_at = len(program.graph.get_operations())
         self._is_working = False
-        self._is_looking = True
+        self._is_looking = not program.mesh.splits_layers  # where layers compute microbatches
         self.most_bytes = 0 if program.outer is None else program.outer.attachment(Repair).most_bytes
         program.before_collective.append(self.look)
 
@@ -169,7 +169,7 @@ class Repair:
 
     def look(self) -> None:
         """Mends what goes back to rows, or lets rows meet, in what has been traced since it was called before."""
-        if self._is_working or not self._is_looking or self._program.mesh.splits_layers:
+        if self._is_working or not self._is_looking:
             return
         operations = self._program.graph.get_operations()
         start = self._looked_at
@@ -179,6 +179,14 @@ class Repair:
                     for x in op.outputs:
                         if x.dtype != tf.variant and isinstance(self._facts.of(x), Unknown):
                             self._known(x, "layer", may_gather=False)
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """A block in which what goes back to rows is mended, also where layers compute microbatches."""
+        self.pass_over()
+        with temporary.attributes(self, _is_looking=True):
+            yield
+            self.look()
 
     def not_looking(self) -> contextlib.AbstractContextManager[None]:
         """A block in which nothing is mended that is not asked for."""
@@ -325,7 +333,7 @@ class Repair:
 
 def begin(program: RankProgram, most_bytes: int) -> None:
     """Lets what is traced in `program` be looked at, from here on; at most `most_bytes` of rows are gathered."""
-    if not program.is_eager and program.mesh.size("data") > 1 and not program.mesh.splits_layers:
+    if not program.is_eager and program.mesh.size("data") > 1:
         program.attachment(Repair).most_bytes = most_bytes
         program.at_close.append(lambda _: program.attachment(Repair).look())
 
