@@ -56,7 +56,9 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     if here is None or not tf.is_symbolic_tensor(tensor) or is_given_everywhere() or program.mesh.size("data") == 1:
         return Replicate()
     placement = here.attachment(Repair).known(tensor, label)
-    is_told = owner in _told or program.local_index or isinstance(placement, Unknown) and placement.why is Why.GIVEN
+    # In a pipeline the last stage's ranks alone compute losses.
+    is_other = program.local_index and not program.mesh.splits_layers
+    is_told = owner in _told or is_other or isinstance(placement, Unknown) and placement.why is Why.GIVEN
     if isinstance(placement, Unknown) and not is_told:
         _told.add(owner)
         why, fix = _TOLD.get(placement.why, (_OWN, _REDUCE))
