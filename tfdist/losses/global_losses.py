@@ -59,7 +59,7 @@ from tfdist.losses.sliced_batch import current_sliced_batch, is_on_trial
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
 from tfdist.losses.warning import is_sum, known_of_loss
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import How, Partial
+from tfdist.placements.kinds import How, Partial, Replicate
 from tfdist.placements.repair import Repair
 
 _local = threading.local()
@@ -113,7 +113,10 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         if current_sliced_batch() is not None:
             return values
         program = rank_program(peers_on="data")
-        is_share = program is not None and not program.is_eager and is_sum(known_of_loss(program, values))
+        placement = known_of_loss(program, values) if program is not None and not program.is_eager else Replicate()
+        is_share = is_sum(placement)
+        if isinstance(placement, Partial) and placement.is_extreme:
+            values = program.here().attachment(Repair).reading_whole(values, "loss")
         if step is not None:
             return _noted(part.mean_of_share(values) if is_share else values, How.MEAN)
         share = values if is_share else part.weigh(values)

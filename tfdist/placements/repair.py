@@ -135,9 +135,14 @@ class Repair:
     def without_extremes(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor`, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""
         placement = self.known(tensor, label)
-        is_extreme = isinstance(placement, Partial) and placement.how in (How.MAX, How.MIN, How.REPLICAS)
-        whole = self.whole(tensor, label) if is_extreme else None
+        whole = self.whole(tensor, label) if isinstance(placement, Partial) and placement.is_extreme else None
         return tensor if whole is None else whole
+
+    def reading_whole(self, number: tf.Tensor, label: str) -> tf.Tensor:
+        """Returns what ranks have agreed on of `number`, a `Partial`, as something that tapes know, which go on from here."""
+        reader = tf.identity(number)
+        self._mend([_Want(reader.op, 0, number, Replicate())], label)
+        return reader
 
     def as_mean(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor` such that the ranks' own, by their weights, make up what one device has, as far as that is known."""
