@@ -22,7 +22,6 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce
 from tfdist.losses.batch_part import BatchPart, widened
-from tfdist.losses.trainer_step import TrainerStep
 from tfdist.placements.facts import Facts, TracedFacts
 from tfdist.placements.kinds import How, Partial, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
@@ -56,11 +55,10 @@ class SlicedBatch(BatchPart):
         return temporary.attributes(_local, sliced_batch=self)
 
     @contextlib.contextmanager
-    def together(self, model: Any, given: Any, predictions: Sequence[tf.Tensor]) -> Iterator[None]:
-        """A block in which losses are those of all slices together: a rank's own means, as in a step of Keras's trainer.
+    def together(self, given: Any, predictions: Sequence[tf.Tensor]) -> Iterator[None]:
+        """A block in which losses are those of all slices together, and of a rank's own means.
 
         Args:
-            model: whose losses they are.
             given: what the rank was given, rows of the whole batch.
             predictions: what the model has made of these rows, which are known to be such from here on.
         """
@@ -74,11 +72,8 @@ class SlicedBatch(BatchPart):
         placement = next((one for one in known if isinstance(one, Shard)), Shard())
         for x in predictions:
             facts.declare(x, placement)
-        with (
-            temporary.attributes(here.attachment(TrainerStep), model=model),
-            rows.those_of(tf.add_n(self._rows), self.fraction()),
-            here.attachment(Repair).looking(),
-        ):
+        here.attachment(Repair).pass_over()
+        with rows.those_of(tf.add_n(self._rows), self.fraction()):
             yield
 
     def fraction(self) -> tf.Tensor:

@@ -31,10 +31,12 @@ def weighted_in_gradient(loss: Any) -> Any:
     step = trainer_step()
     if step is None or loss is None:
         return loss
-    loss = _without_extremes(rank_program(), tf.convert_to_tensor(loss))
-    placement = _placement(step, rank_program(), loss)
+    program, loss = rank_program(), tf.convert_to_tensor(loss)
+    placement = _placement(step, program, loss)
     if isinstance(placement, Shard):
         return loss
+    if isinstance(placement, Partial) and placement.is_extreme:
+        loss = program.here().attachment(Repair).reading_whole(loss, "loss")
     weight = step.weight()  # not within the gradient function, where ranks would send it at another time
     if is_sum(placement):
         loss = tf.math.divide_no_nan(loss, tf.cast(weight, loss.dtype))
@@ -162,8 +164,8 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Ca
 
 
 def _without_extremes(program: RankProgram, target: tf.Tensor) -> tf.Tensor:
-    is_of_slices = program.mesh.splits_layers and trainer_step() is None
-    here = None if is_of_slices or program.is_eager or program.mesh.size("data") == 1 else program.here()
+    is_alone = program.is_eager or program.mesh.size("data") == 1 or program.attachment(RankRows).are_of_slices
+    here = None if is_alone else program.here()
     if here is None or not tf.is_symbolic_tensor(target) or not here.exists_here(target) or is_given_everywhere():
         return target
     return here.attachment(Repair).without_extremes(target, "loss")

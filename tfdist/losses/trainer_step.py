@@ -22,11 +22,13 @@ every tape that is asked for the gradient of a sharded parameter (stage 3), whic
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.warning import known
 from tfdist.placements.rank_rows import RankRows
@@ -55,6 +57,12 @@ def trainer_step() -> TrainerStep | None:
     program = rank_program(peers_on="data")
     step = None if program is None else program.attachment(TrainerStep)
     return None if step is None or step.model is None else step
+
+
+def losses_of(model: Any) -> contextlib.AbstractContextManager[None]:
+    """A block in which losses are a rank's own means, as in a step of Keras's trainer that trains `model`."""
+    program = rank_program(peers_on="data")
+    return contextlib.nullcontext() if program is None else temporary.attributes(program.attachment(TrainerStep), model=model)
 
 
 def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Callable[..., Any]:

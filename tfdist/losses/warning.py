@@ -14,7 +14,9 @@ from tfdist import errors, temporary
 from tfdist.collectives import RankProgram
 from tfdist.graphs.walks import line_of_user
 from tfdist.losses.given_batch import is_given_everywhere
+from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown, Why
+from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 
 
@@ -55,6 +57,8 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     here = program.here()
     if here is None or not tf.is_symbolic_tensor(tensor) or is_given_everywhere() or program.mesh.size("data") == 1:
         return Replicate()
+    if here.attachment(RankRows).are_of_slices:
+        return here.attachment(Facts).of(tensor)
     placement = here.attachment(Repair).known(tensor, label)
     # In a pipeline the last stage's ranks alone compute losses.
     is_other = program.local_index and not program.mesh.splits_layers

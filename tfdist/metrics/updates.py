@@ -28,6 +28,7 @@ from tfdist.metrics.additive import adds_up
 from tfdist.metrics.adoption import adopt
 from tfdist.metrics.arguments import Arguments
 from tfdist.metrics.gathered import GatheredBatch, why_not
+from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.sharding import PartialSyncOnReadVariable, keras_scope
 
@@ -213,7 +214,7 @@ def _as_mean(value: tf.Tensor, metric: keras.metrics.Metric, part: Callable[[], 
     """Returns `value`, a number, such that the ranks' own, by their weights, are that of the whole batch."""
     program = rank_program()
     here = None if program is None or program.is_eager else program.here()
-    if here is None or not tf.is_symbolic_tensor(value) or program.mesh.splits_layers:
+    if here is None or not tf.is_symbolic_tensor(value) or program.attachment(RankRows).are_of_slices:
         return value
     return here.attachment(Repair).as_mean(value, f"metric/{metric.name}")
 

@@ -275,9 +275,9 @@ class Executor:
         else:
             ends = forward.call.ends
             of_ends, of_losses = _gradients_of_tape(forward, [], ends, weights)
-            of_inputs = forward.call.gradients_of_inputs(upstream or _with_zeros(of_ends, ends))
+            of_inputs = forward.call.gradients_of_inputs(upstream or list(map(with_zeros, of_ends, ends)))
             of_weights = list(map(added, forward.call.gradients_of_weights(), of_losses))
-        of_inputs = _with_zeros(of_inputs, inputs)
+        of_inputs = list(map(with_zeros, of_inputs, inputs))
         # The gradient of a loop changes the loop's forward, and some of what it adds comes before that.
         made = tape.operations_since(before)
         before_forward = tape.ancestors(tape.operations_since(forward.began)[: -len(made) or None], made)
@@ -355,6 +355,6 @@ def _gradients_of_tape(
     return found[: len(sources)], found[len(sources) :]
 
 
-def _with_zeros(gradients: Sequence[Any], of: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns gradients with zeros in the place of None."""
-    return [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(of, gradients, strict=True)]
+def with_zeros(gradient: Any, of: tf.Tensor) -> tf.Tensor:
+    """Returns a gradient of `of`, zeros in the place of None."""
+    return tf.zeros_like(of) if gradient is None else tf.convert_to_tensor(gradient)

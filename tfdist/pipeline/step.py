@@ -15,9 +15,11 @@ from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.graphs import tape
 from tfdist.losses.global_losses import scale_loss
 from tfdist.losses.sliced_batch import SlicedBatch, is_mean_over_rows
+from tfdist.losses.step_gradients import weighted_in_gradient
+from tfdist.losses.trainer_step import losses_of
 from tfdist.metrics import updates
 from tfdist.pipeline.action_clock import ActionClock
-from tfdist.pipeline.executor import Executor
+from tfdist.pipeline.executor import Executor, with_zeros
 from tfdist.pipeline.gradients import GradientSum, ScatteredSum
 from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches, joined, with_borne
@@ -97,8 +99,9 @@ class Step:
         exempt_from_automatic_order(tape.operations_since(self._began))
         if self._metrics_wait:
             x, y, sample_weight = self._batch_data
-            predictions = self._staged.outputs_like_model(joined(self._outputs))
-            with updates.of_all_slices():
+            found = joined(self._outputs)
+            predictions = self._staged.outputs_like_model(found)
+            with updates.of_all_slices(), self._batch.together(self._batch_data, found):
                 self._model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
 
     def loss(self) -> tf.Tensor:
@@ -239,16 +242,19 @@ class Step:
 
     def _loss_together(self) -> list[list[tf.Tensor]]:
         """Computes the loss of all microbatches together; returns its gradients by the ends of each of them."""
-        ends = list(map(ends_of, self._last_stage))
+        ends, weights = list(map(ends_of, self._last_stage)), self._staged.weights[self._staged.last_stage]
         with tf.GradientTape() as recorder:
             recorder.watch(ends)
             outputs = joined(self._data.own_rows(*pair) for pair in enumerate(self._last_stage))
-            with self._batch.together(self._model, self._all_data, with_borne(outputs)), self._trackers.withheld(0):
-                loss = self._mean(self._all_data, outputs)
-                target = self.scale(loss)
-                found = recorder.gradient(target, ends) if self._training else ends
+            with self._batch.together(self._all_data, with_borne(outputs)):
+                with losses_of(self._model), self._trackers.withheld(0):
+                    loss = weighted_in_gradient(self._mean(self._all_data, outputs))
                 self._reported.append(tf.cast(tf.stop_gradient(self._batch.weigh(loss)), tf.float32))
-        return [[tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(*pair)] for pair in zip(ends, found)]
+                if not self._training:
+                    return []
+                of_ends, of_weights = recorder.gradient(self.scale(loss), [ends, weights])
+        self._executor.gradients.add(weights, of_weights)
+        return [list(map(with_zeros, of_one, x)) for of_one, x in zip(of_ends, ends, strict=True)]
 
     def _loss(self, microbatch: int, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns a microbatch's share of the model's loss, without the losses of layers."""

@@ -31,6 +31,11 @@ class RankRows:
         self._sends_rows_along = False
 
     @property
+    def are_of_slices(self) -> bool:
+        """Whether what is computed here is computed of some of the rank's rows at a time, as the layers of a pipeline are."""
+        return self._program.mesh.splits_layers and not self.are_means
+
+    @property
     def is_counted(self) -> bool:
         """Whether `weight` sends nothing any more."""
         return self._weight is not None

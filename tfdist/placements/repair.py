@@ -64,7 +64,7 @@ class Repair:
         self._given_up: set[str] = set()  # operations that nothing can be done about
         self._looked_at = len(program.graph.get_operations())
         self._is_working = False
-        self._is_looking = not program.mesh.splits_layers  # where layers compute microbatches
+        self._is_looking = True
         self.most_bytes = 0 if program.outer is None else program.outer.attachment(Repair).most_bytes
         program.before_collective.append(self.look)
 
@@ -174,7 +174,7 @@ class Repair:
 
     def look(self) -> None:
         """Mends what goes back to rows, or lets rows meet, in what has been traced since it was called before."""
-        if self._is_working or not self._is_looking:
+        if self._is_working or not self._is_looking or self._rows.are_of_slices:
             return
         operations = self._program.graph.get_operations()
         start = self._looked_at
@@ -184,14 +184,6 @@ class Repair:
                     for x in op.outputs:
                         if x.dtype != tf.variant and isinstance(self._facts.of(x), Unknown):
                             self._known(x, "layer", may_gather=False)
-
-    @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """A block in which what goes back to rows is mended, also where layers compute microbatches."""
-        self.pass_over()
-        with temporary.attributes(self, _is_looking=True):
-            yield
-            self.look()
 
     def not_looking(self) -> contextlib.AbstractContextManager[None]:
         """A block in which nothing is mended that is not asked for."""
