@@ -39,6 +39,9 @@ class Step:
         model: the `PipelineModel`.
         data: (x, y, sample_weight), the batch of this rank's data index. y and sample_weight may be None.
         has_loss: whether the loss and metrics are computed.
+
+    Attributes:
+        schedule: the model's; all forwards first where the loss is none that microbatches add up to.
     """
 
     def __init__(self, model: Any, data: Any, *, training: bool, has_loss: bool, clock: ActionClock | None = None):
@@ -67,15 +70,16 @@ class Step:
         if has_loss:
             self._build_trackers()
         self._trackers = LossTrackers(model, self._batch.weigh)
+        self.schedule = schedule
         self._last_stage: list[list[tf.Tensor]] = []  # its outputs for each microbatch, where losses are of all together
         self._upstream: list[list[tf.Tensor]] | None = None
         self._is_together = has_loss and not self._adds_up()
         if self._is_together and training:
-            schedule = ScheduleGPipe(schedule.num_stages, schedule.num_microbatches, schedule.stages_per_rank)
+            self.schedule = ScheduleGPipe(schedule.num_stages, schedule.num_microbatches, schedule.stages_per_rank)
             if program is not None:
                 program.plan.note(program.rank, "pipeline: the losses are no means over rows, all forwards before all backwards")
         self._executor = Executor(
-            schedule=schedule,
+            schedule=self.schedule,
             stages=staged.stages,
             program=program,
             work=self,
