@@ -60,7 +60,7 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     if here.attachment(RankRows).are_of_slices:
         return here.attachment(Facts).of(tensor)
     placement = here.attachment(Repair).known(tensor, label)
-    # In a pipeline the last stage's ranks alone compute losses.
+    # Where ranks have different layers, the first may compute no loss.
     is_other = program.local_index and not program.mesh.splits_layers
     is_told = owner in _told or is_other or isinstance(placement, Unknown) and placement.why is Why.GIVEN
     if isinstance(placement, Unknown) and not is_told:

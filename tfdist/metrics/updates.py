@@ -115,11 +115,6 @@ def update(
         return updated
 
 
-def of_all_slices() -> contextlib.AbstractContextManager[None]:
-    """A block in which a rank that computes its batch slice by slice updates metrics with all of its rows."""
-    return temporary.attributes(_local, has_all_slices=True)
-
-
 def of_one_slice() -> contextlib.AbstractContextManager[None]:
     """A block in which Keras's `compute_metrics` updates metrics with a slice of the rows, and returns no results.
 
@@ -194,7 +189,7 @@ def _way(
         if all(variable.aggregation == "sum" for variable in metric.variables) and adds_up(own, arguments):
             return _Way.OWN_ROWS
     obstacle = why_not(arguments)
-    if program.mesh.splits_layers and not getattr(_local, "has_all_slices", False):
+    if program.attachment(RankRows).are_of_slices:
         obstacle = "in a pipeline it is updated with the rows of one microbatch"
     if not program.may_emit_here():
         obstacle = "it is updated in a branch, a loop or a nested `tf.function`"

@@ -105,7 +105,7 @@ class Step:
             x, y, sample_weight = self._batch_data
             found = joined(self._outputs)
             predictions = self._staged.outputs_like_model(found)
-            with updates.of_all_slices(), self._batch.together(self._batch_data, found):
+            with self._batch.together(self._batch_data, found):
                 self._model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
 
     def loss(self) -> tf.Tensor:
