@@ -60,7 +60,7 @@ class SlicedBatch(BatchPart):
 
         Args:
             given: what the rank was given, rows of the whole batch.
-            predictions: what the model has made of these rows, which are known to be such from here on.
+            predictions: what the model has made of these rows. It counts as rows from here on, and what Keras has put on it, too.
         """
         self._number = None
         if self._program is None:
@@ -71,7 +71,8 @@ class SlicedBatch(BatchPart):
         known = [facts.of(x) for x in tf.nest.flatten(given) if tf.is_symbolic_tensor(x) and here.exists_here(x)]
         placement = next((one for one in known if isinstance(one, Shard)), Shard())
         for x in predictions:
-            facts.declare(x, placement)
+            for one in (x, *(getattr(x, name) for name in ("_keras_mask", "_keras_logits") if hasattr(x, name))):
+                facts.declare(one, placement)
         here.attachment(Repair).pass_over()
         with rows.those_of(tf.add_n(self._rows), self.fraction()):
             yield

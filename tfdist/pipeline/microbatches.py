@@ -101,12 +101,6 @@ def joined(parts: Iterable[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
     return found
 
 
-def with_borne(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns `outputs` and what Keras has put on them."""
-    borne = (getattr(x, name, None) for x in outputs for name in _BORNE)
-    return [*outputs, *(x for x in borne if x is not None)]
-
-
 def _slices(structure: Any, span: tuple[tf.Tensor, tf.Tensor], size: int | None) -> Any:
     """Returns rows of every tensor of `structure`, `size` of them where that is known."""
 

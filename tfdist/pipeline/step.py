@@ -22,7 +22,7 @@ from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.executor import Executor, with_zeros
 from tfdist.pipeline.gradients import GradientSum, ScatteredSum
 from tfdist.pipeline.loss_trackers import LossTrackers
-from tfdist.pipeline.microbatches import Microbatches, joined, with_borne
+from tfdist.pipeline.microbatches import Microbatches, joined
 from tfdist.pipeline.schedules.published import ScheduleGPipe
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageFunctions, ends_of
@@ -250,7 +250,7 @@ class Step:
         with tf.GradientTape() as recorder:
             recorder.watch(ends)
             outputs = joined(self._data.own_rows(*pair) for pair in enumerate(self._last_stage))
-            with self._batch.together(self._all_data, with_borne(outputs)):
+            with self._batch.together(self._all_data, outputs):
                 with losses_of(self._model), self._trackers.withheld(0):
                     loss = weighted_in_gradient(self._mean(self._all_data, outputs))
                 self._reported.append(tf.cast(tf.stop_gradient(self._batch.weigh(loss)), tf.float32))
