@@ -78,6 +78,9 @@ def default_cases():
         2,
     )
     yield Case(("rmse", "tversky", "cond_of_the_mean", "weighted_by_exponentials"), "eager", "coincide"), 0, 2
+    yield Case(("rmse", "dice", "max_of_the_rows", "standardised_rows", "in_batch_negatives"), "pipeline", "uneven"), 3, 4
+    yield Case(("mean", "covariance", "cond_of_the_mean", "logsumexp_of_tasks", "sorted_rows"), "pipeline", "even"), 1, 2
+    yield Case(("masked_mean", "correlation", "where_of_the_mean"), "pipeline_metric", "uneven"), 0, 4
 
 
 def exhaustive_cases():

@@ -222,8 +222,3 @@ def test_what_is_refused():
         OverGlobalBatch(keras.losses.Dice)
     with pytest.raises(ValueError, match="must return one number"):
         OverGlobalBatch(keras.losses.MeanSquaredError(reduction=None))
-    with strategy_for(2, 0, pipeline_parallel_size=2).scope():
-        model = tfdist.PipelineModel(softmax_model(), num_microbatches=2)
-        model.compile("sgd", OverGlobalBatch("dice"))
-        with pytest.raises(NotImplementedError, match="one slice of the batch after the other"):
-            model.fit(X[:4], ONE_HOT[:4], verbose=0)

@@ -315,13 +315,42 @@ class Pipelined(OwnLoss, tfdist.PipelineModel):
     pass
 
 
-def own_loss(strategy, wraps=True):
+class OfTheBatch(OwnLoss):
+    """A loss and a metric that are no means over rows, and so none of what microbatches have."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        mean = super().compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+        return mean + ops.sqrt(ops.mean(ops.square(y_pred - y)))
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        object.__setattr__(self, "tracker", keras.metrics.Mean(name="root"))  # a model in a pipeline is built, and takes none
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.tracker]
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.tracker.update_state(ops.sqrt(ops.mean(ops.square(y_pred - y))), sample_weight=ops.shape(y)[0])
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+class OneDeviceOfTheBatch(OfTheBatch, keras.Model):
+    pass
+
+
+class PipelinedOfTheBatch(OfTheBatch, tfdist.PipelineModel):
+    pass
+
+
+def own_loss(strategy, wraps=True, kinds=(OneDevice, Pipelined)):
     """`compute_loss` overridden in a subclass, with batches of uneven microbatches and sample weights."""
+    one_device, pipelined = kinds
     with strategy.scope():
         inputs = keras.Input((5,))
         hidden = layers.Dense(6, "tanh", kernel_regularizer="l2")(inputs)
         outputs = layers.Dense(4, name="last")(hidden)
-        model = Pipelined(keras.Model(inputs, outputs), num_microbatches=3) if wraps else OneDevice(inputs, outputs)
+        model = pipelined(keras.Model(inputs, outputs), num_microbatches=3) if wraps else one_device(inputs, outputs)
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(30, 5)), rng.normal(size=(30, 4))
@@ -334,7 +363,23 @@ def own_loss_alone(strategy):
     return own_loss(strategy, wraps=False)
 
 
-@pytest.mark.parametrize("data", [1, exhaustive(2)])
-def test_a_loss_of_ones_own(data):
+def of_the_batch(strategy, wraps=True):
+    return own_loss(strategy, wraps, (OneDeviceOfTheBatch, PipelinedOfTheBatch))
+
+
+def of_the_batch_alone(strategy):
+    return of_the_batch(strategy, wraps=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "program", "alone"),
+    [
+        (1, own_loss, own_loss_alone),
+        exhaustive(2, own_loss, own_loss_alone),
+        exhaustive(1, of_the_batch, of_the_batch_alone),
+        (2, of_the_batch, of_the_batch_alone),
+    ],
+)
+def test_a_loss_of_ones_own(data, program, alone):
     strategy = strategy_on(2 * data, pipeline_parallel_size=2, zero_stage=0)
-    assert_same_tree(run(own_loss, strategy), on_one_device(own_loss_alone))
+    assert_same_tree(run(program, strategy), on_one_device(alone))

@@ -23,6 +23,7 @@ from tfdist.losses.global_losses import (
     unscale_loss,
 )
 from tfdist.losses.layer_losses import eager_losses
+from tfdist.losses.sliced_batch import is_on_trial
 from tfdist.losses.step_gradients import gradient_of_targets, weighted_in_gradient
 from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
@@ -67,6 +68,8 @@ def _reduce_weighted_values(
 ) -> Any:
     """Keras takes a mean of the ranks' means, which is not the mean of the batch when its parts differ in size or weight."""
     is_sum = reduction == "sum"
+    if is_on_trial() and (is_sum or reduction in MEANS):  # whatever is left out or weighted, slices count what they should
+        return tf.reduce_mean(original(values, sample_weight=sample_weight, mask=mask, reduction=None, dtype=dtype))
     if not is_shared() or not (is_sum or reduction in MEANS):
         return original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     if is_sum:

@@ -55,12 +55,12 @@ from tfdist.losses.batch_part import BatchPart, widened
 from tfdist.losses.given_batch import GivenBatch
 from tfdist.losses.rank_batch import RankBatch
 from tfdist.losses.shares import Shares
-from tfdist.losses.sliced_batch import current_sliced_batch
+from tfdist.losses.sliced_batch import current_sliced_batch, is_on_trial
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
-from tfdist.placements.telling import is_sum, known_of_loss
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import How, Partial
+from tfdist.placements.kinds import How, Partial, Replicate
 from tfdist.placements.repair import Repair
+from tfdist.placements.telling import is_sum, known_of_loss
 
 _local = threading.local()
 
@@ -79,7 +79,7 @@ def whole_batch() -> contextlib.AbstractContextManager[None]:
 
 def _part() -> BatchPart | None:
     """Returns the part of the global batch whose losses are computed here; None: they are those of the whole."""
-    if getattr(_local, "is_whole", False):
+    if getattr(_local, "is_whole", False) or is_on_trial():
         return None
     sliced = current_sliced_batch()
     if sliced is not None:
@@ -110,12 +110,15 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         values, weights = keras_loss.squeeze_or_expand_to_same_rank(values, weights)
         values *= weights
     if values.shape.rank == 0:  # see the note: losses that are one number
-        program = rank_program(peers_on="data")
-        is_share = program is not None and not program.is_eager and is_sum(known_of_loss(program, values))
-        if step is not None:
-            return _noted(part.mean_of_share(values) if is_share else values, How.MEAN)
         if current_sliced_batch() is not None:
             return values
+        program = rank_program(peers_on="data")
+        placement = known_of_loss(program, values) if program is not None and not program.is_eager else Replicate()
+        is_share = is_sum(placement)
+        if isinstance(placement, Partial) and placement.is_extreme:
+            values = program.here().attachment(Repair).without_extremes(values, "loss")
+        if step is not None:
+            return _noted(part.mean_of_share(values) if is_share else values, How.MEAN)
         share = values if is_share else part.weigh(values)
     else:
         is_weighted = reduction == "mean_with_sample_weight" and weights is not None
@@ -173,7 +176,7 @@ def _of_all_rows(values: tf.Tensor) -> tuple[tf.Tensor, bool]:
     """Returns `values`, losses, or those of the rows of all ranks, which they have gathered since rows meet in them; and whether
     these are it."""
     program = rank_program(peers_on="data")
-    is_alone = program is None or program.is_eager or program.mesh.splits_layers or current_sliced_batch() is not None
+    is_alone = program is None or program.is_eager or current_sliced_batch() is not None
     here = None if is_alone else program.here()
     if here is None:
         return values, False

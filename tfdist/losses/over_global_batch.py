@@ -12,7 +12,6 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, can_be_gathered, gather_rows, rank_program
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import of_all_rows, whole_batch
-from tfdist.losses.sliced_batch import current_sliced_batch
 from tfdist.sharding.sharded_activations import may_hold_parts, shard_of
 
 _BORNE = ("_keras_mask", "_keras_logits")  # what Keras has put on a tensor of rows: rows, too
@@ -51,9 +50,8 @@ class OverGlobalBatch(keras.losses.Loss):
 
     Raises:
         ValueError: `loss` is none, or its reduction is None, which leaves nothing to differentiate.
-        NotImplementedError: called where losses are computed of one slice of the batch after the other
-            (`pipeline_parallel_size` above 1); on ragged or sparse tensors or strings; or on what a layer with
-            `gather_output=False` leaves sharded.
+        NotImplementedError: called on ragged or sparse tensors or strings, or on what a layer with `gather_output=False` leaves
+            sharded.
     """
 
     def __init__(self, loss: Any, name: str | None = None):
@@ -71,13 +69,6 @@ class OverGlobalBatch(keras.losses.Loss):
         self._given = loss
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if current_sliced_batch() is not None:
-            raise errors.not_implemented(
-                "With `pipeline_parallel_size` above 1 losses are computed of one slice of the batch after the other, and the "
-                "predictions of the whole batch never meet.",
-                loss=self.name,
-                fix="Use a loss that is a mean over rows, or train the model with `pipeline_parallel_size=1`.",
-            )
         program = rank_program(peers_on="data")
         if program is None:
             return self.loss(y_true, y_pred, sample_weight)

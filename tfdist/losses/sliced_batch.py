@@ -4,13 +4,16 @@ The loss of a slice is its share of the global batch's loss, as the loss of a ra
 the losses of the slice's examples over the divisor of all slices of all data ranks. Most divisors are counts that follow from the
 shapes. A divisor that depends on the data (on a mask, or for `mean_with_sample_weight`) must be known before the gradient of the
 first slice is. So the loss function is then called once on every slice, for the divisors alone, with zeros for predictions.
+
+A loss that is no mean over rows (a root, a ratio of sums, rows that meet) is not the sum of what slices have. `is_mean_over_rows`
+tells them apart, and such a loss is computed of all slices together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +22,10 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce
 from tfdist.losses.batch_part import BatchPart, widened
+from tfdist.placements.facts import Facts, TracedFacts
+from tfdist.placements.kinds import How, Partial, Replicate, Shard
+from tfdist.placements.rank_rows import RankRows
+from tfdist.placements.repair import Repair
 
 _local = threading.local()
 
@@ -37,7 +44,7 @@ class SlicedBatch(BatchPart):
         self._rows_on_ranks = tf.unstack(self._over_ranks(tf.stack(self._rows), "loss/rows"), num=len(rows))
         self._all_rows = tf.add_n(self._rows_on_ranks)
         self._call_on_zeros = call_on_zeros
-        self._number = 0
+        self._number: int | None = 0  # None: all of them
         self._num_summands = 0  # how often `_total` was called for this slice
         self._collected: list[list[tf.Tensor]] | None = None
         self._totals: list[tf.Tensor] | None = None
@@ -47,8 +54,32 @@ class SlicedBatch(BatchPart):
         self._number, self._num_summands = number, 0
         return temporary.attributes(_local, sliced_batch=self)
 
+    @contextlib.contextmanager
+    def together(self, given: Any, predictions: Sequence[tf.Tensor]) -> Iterator[None]:
+        """A block in which losses are those of all slices together, and of a rank's own means.
+
+        Args:
+            given: what the rank was given, rows of the whole batch.
+            predictions: what the model has made of these rows. It counts as rows from here on, and what Keras has put on it, too.
+        """
+        self._number = None
+        if self._program is None:
+            yield
+            return
+        here = self._program.here() or self._program
+        rows, facts = here.attachment(RankRows), here.attachment(Facts)
+        known = [facts.of(x) for x in tf.nest.flatten(given) if tf.is_symbolic_tensor(x) and here.exists_here(x)]
+        placement = next((one for one in known if isinstance(one, Shard)), Shard())
+        for x in predictions:
+            for one in (x, *(getattr(x, name) for name in ("_keras_mask", "_keras_logits") if hasattr(x, name))):
+                facts.declare(one, placement)
+        here.attachment(Repair).pass_over()
+        with rows.those_of(tf.add_n(self._rows), self.fraction()):
+            yield
+
     def fraction(self) -> tf.Tensor:
-        return tf.math.divide_no_nan(self._rows[self._number], self._all_rows)
+        rows = tf.add_n(self._rows) if self._number is None else self._rows[self._number]
+        return tf.math.divide_no_nan(rows, self._all_rows)
 
     def weigh_share(self, share: tf.Tensor) -> tf.Tensor:
         fraction = tf.math.divide_no_nan(self._rows_on_ranks[self._number], self._all_rows)
@@ -98,6 +129,42 @@ class SlicedBatch(BatchPart):
 
     def _over_ranks(self, x: tf.Tensor, label: str) -> tf.Tensor:
         return x if self._program is None else all_reduce(x, "data", label=label)
+
+
+class _ZeroState(keras.StatelessScope):
+    """A block in which variables are zeros, also those that other ranks have."""
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        return tf.zeros(variable.shape, variable.dtype)
+
+
+def is_mean_over_rows(loss: Callable[[Any], Any], rows: Any, program: RankProgram | None) -> bool:
+    """Whether `loss(rows)` is what its values for slices are on average, weighted by their rows. What it is not seen to be, it
+    is not.
+
+    Args:
+        loss: is traced once more for that. What it has of weights counts as numbers that all ranks have.
+        rows: tensors, whose axis 0 is the batch, or their specs.
+        program: that of the rank; all ranks find the same.
+    """
+
+    def spec_of(x: Any) -> Any:
+        if isinstance(x, tf.Tensor | tf.TensorSpec):
+            return tf.TensorSpec([None, *x.shape[1:]] if x.shape.rank else x.shape, x.dtype)
+        return tf.type_spec_from_value(x)
+
+    on_trial = contextlib.nullcontext() if program is None else program.on_trial()
+    try:
+        with on_trial, _ZeroState(), temporary.attributes(_local, is_trial=True):
+            graph = tf.function(loss, autograph=False).get_concrete_function(tf.nest.map_structure(spec_of, rows)).graph
+        return TracedFacts(graph).of(graph.outputs[0]) in (Replicate(), Partial(How.MEAN))
+    except Exception:  # noqa: BLE001  what cannot be traced here is not known to be one
+        return False
+
+
+def is_on_trial() -> bool:
+    """Whether a loss is traced for `is_mean_over_rows`."""
+    return getattr(_local, "is_trial", False)
 
 
 def current_sliced_batch() -> SlicedBatch | None:

@@ -15,12 +15,12 @@ from tfdist.graphs import tape
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
-from tfdist.placements.telling import is_sum, known, warn_of_custom_gradient
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
+from tfdist.placements.telling import is_sum, known, warn_of_custom_gradient
 from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight
@@ -162,7 +162,7 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Ca
 
 
 def _without_extremes(program: RankProgram, target: tf.Tensor) -> tf.Tensor:
-    is_alone = program.is_eager or program.mesh.size("data") == 1 or program.mesh.splits_layers
+    is_alone = program.is_eager or program.mesh.size("data") == 1 or program.attachment(RankRows).are_of_slices
     here = None if is_alone else program.here()
     if here is None or not tf.is_symbolic_tensor(target) or not here.exists_here(target) or is_given_everywhere():
         return target

@@ -22,15 +22,17 @@ every tape that is asked for the gradient of a sharded parameter (stage 3), whic
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
-from tfdist.placements.telling import known
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
+from tfdist.placements.telling import known
 from tfdist.sharding.gradient_weight import GradientWeight
 
 
@@ -57,6 +59,12 @@ def trainer_step() -> TrainerStep | None:
     return None if step is None or step.model is None else step
 
 
+def losses_of(model: Any) -> contextlib.AbstractContextManager[None]:
+    """A block in which losses are a rank's own means, as in a step of Keras's trainer that trains `model`."""
+    program = rank_program(peers_on="data")
+    return contextlib.nullcontext() if program is None else temporary.attributes(program.attachment(TrainerStep), model=model)
+
+
 def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Callable[..., Any]:
     """Returns `step`, the function of the data that Keras's trainer runs on each rank to train or test `model`, as a step of it.
 
@@ -76,7 +84,7 @@ def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Call
         else:
             here.weight()  # before any branch or loop in which no message could be sent
         logs = step(data)
-        return logs if is_keras_own or program.is_eager or program.mesh.splits_layers else _of_means(logs, model, program)
+        return logs if is_keras_own or program.is_eager else _of_means(logs, model, program)
 
     return marked
 

@@ -19,8 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.metrics.arguments import Arguments
-from tfdist.placements.facts import GraphFacts
-from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
+from tfdist.placements.facts import TracedFacts
+from tfdist.placements.kinds import How, Partial, Placement, Replicate
 
 _FUNCTIONS = frozenset("Case If PartitionedCall StatefulPartitionedCall StatelessCase StatelessIf StatelessWhile While".split())
 _ASSIGNMENTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
@@ -46,13 +46,12 @@ def _without_rows(tensor: tf.Tensor) -> tf.TensorSpec:
     return tf.TensorSpec(shape if not shape.rank else [None, *shape[1:]], tensor.dtype)
 
 
-class _Update(GraphFacts):
+class _Update(TracedFacts):
     """The graph of one update, in which a state of the metric is a rank's summand."""
 
     def __init__(self, graph: Any):
-        super().__init__()
+        super().__init__(graph)
         self._operations = graph.get_operations()
-        self._captured = {inner.name: outer for outer, inner in graph.captures}
         self._states = {op.inputs[0].name for op in self._operations if op.type in _ASSIGNMENTS}
 
     def adds_up(self) -> bool:
@@ -65,12 +64,7 @@ class _Update(GraphFacts):
                 return False  # what is assigned in a branch, a loop or a nested function is not seen
         return True
 
-    def _leaf(self, tensor: tf.Tensor) -> Placement | None:
-        op = tensor.op
-        if op.type == "ReadVariableOp":
-            return Partial(How.SUM) if op.inputs[0].name in self._states else Replicate()
-        if op.type != "Placeholder":
-            return None
-        if tensor.name in self._captured:
-            return Unknown(Why.GIVEN, op.name) if tf.is_symbolic_tensor(self._captured[tensor.name]) else Replicate()
-        return Shard(0, (tensor.name,)) if tensor.shape.rank else Unknown(Why.GIVEN, op.name)
+    def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
+        if tensor.op.type != "ReadVariableOp":
+            return super()._leaf(tensor)
+        return Partial(How.SUM) if tensor.op.inputs[0].name in self._states else Replicate()

@@ -28,6 +28,7 @@ from tfdist.metrics.additive import adds_up
 from tfdist.metrics.adoption import adopt
 from tfdist.metrics.arguments import Arguments
 from tfdist.metrics.gathered import GatheredBatch, why_not
+from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.placements.telling import known
 from tfdist.sharding import PartialSyncOnReadVariable, keras_scope
@@ -115,11 +116,6 @@ def update(
         return updated
 
 
-def of_all_slices() -> contextlib.AbstractContextManager[None]:
-    """A block in which a rank that computes its batch slice by slice updates metrics with all of its rows."""
-    return temporary.attributes(_local, has_all_slices=True)
-
-
 def of_one_slice() -> contextlib.AbstractContextManager[None]:
     """A block in which Keras's `compute_metrics` updates metrics with a slice of the rows, and returns no results.
 
@@ -194,7 +190,7 @@ def _way(
         if all(variable.aggregation == "sum" for variable in metric.variables) and adds_up(own, arguments):
             return _Way.OWN_ROWS
     obstacle = why_not(arguments)
-    if program.mesh.splits_layers and not getattr(_local, "has_all_slices", False):
+    if program.attachment(RankRows).are_of_slices:
         obstacle = "in a pipeline it is updated with the rows of one microbatch"
     if not program.may_emit_here():
         obstacle = "it is updated in a branch, a loop or a nested `tf.function`"
@@ -214,7 +210,7 @@ def _as_mean(value: tf.Tensor, metric: keras.metrics.Metric, part: Callable[[], 
     """Returns `value`, a number, such that the ranks' own, by their weights, are that of the whole batch."""
     program = rank_program()
     here = None if program is None or program.is_eager else program.here()
-    if here is None or not tf.is_symbolic_tensor(value) or program.mesh.splits_layers:
+    if here is None or not tf.is_symbolic_tensor(value) or program.attachment(RankRows).are_of_slices:
         return value
     known(program, value, f"metric/{metric.name}", metric, f"The number given to the metric {metric.name!r}")
     return here.attachment(Repair).as_mean(value, f"metric/{metric.name}")

@@ -31,7 +31,7 @@ from tfdist.pipeline.schedules.dataflow import inputs_of
 from tfdist.pipeline.schedules.messages import Message, events
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.stage import StageLayer
-from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, floats
+from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, ends_of, floats
 from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.variable import NotHereError
@@ -54,6 +54,9 @@ class Work(Protocol):
     def losses(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the scalars with whose gradients a stage's backward begins, from the stage's outputs."""
 
+    def upstream(self, microbatch: int) -> list[tf.Tensor]:
+        """Returns the gradients of the ends of the last stage, of what `losses` does not return; [] if that is all."""
+
     def observe(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor], losses: list[tf.Tensor]) -> None:
         """Takes note of the outputs and losses of a stage; it is called once for each stage and microbatch."""
 
@@ -69,7 +72,7 @@ class _Forward:
     call: StageCall | None
     stage_inputs: list[tf.Tensor]
     targets: list[tf.Tensor]
-    outputs: list[tf.Tensor]
+    ends: list[tf.Tensor]  # of its outputs, that gradients begin with
     began: int  # how many operations the graph had before the forward
     weights: dict[Any, tf.Tensor]  # that were gathered then (stage 3), of a forward without a call
 
@@ -240,7 +243,9 @@ class Executor:
             losses = self.work.losses(stage.index, microbatch, outputs)
             targets = [self.work.scale(loss) for loss in losses]
         weights = {} if self._held is None or call is not None else self._held.wholes()
-        self._forwards[stage.index, microbatch] = _Forward(recorder, call, stage_inputs, targets, outputs, began, weights)
+        is_last = stage.index == len(self.stages) - 1
+        ends = ends_of(outputs) if is_last else floats(outputs)
+        self._forwards[stage.index, microbatch] = _Forward(recorder, call, stage_inputs, targets, ends, began, weights)
         return outputs, losses
 
     def _compute_again(self, action: Action) -> None:
@@ -270,9 +275,9 @@ class Executor:
         else:
             ends = forward.call.ends
             of_ends, of_losses = _gradients_of_tape(forward, [], ends, weights)
-            of_inputs = forward.call.gradients_of_inputs(upstream or _with_zeros(of_ends, ends))
+            of_inputs = forward.call.gradients_of_inputs(upstream or list(map(with_zeros, of_ends, ends)))
             of_weights = list(map(added, forward.call.gradients_of_weights(), of_losses))
-        of_inputs = _with_zeros(of_inputs, inputs)
+        of_inputs = list(map(with_zeros, of_inputs, inputs))
         # The gradient of a loop changes the loop's forward, and some of what it adds comes before that.
         made = tape.operations_since(before)
         before_forward = tape.ancestors(tape.operations_since(forward.began)[: -len(made) or None], made)
@@ -288,7 +293,7 @@ class Executor:
         """Returns what `action` begins with, of another stage: the stage's inputs, or the gradients of its outputs."""
         source = next((one for one in inputs_of(action, self._actions) if one.stage_index != action.stage_index), None)
         if source is None:
-            return []
+            return [] if action.phase is Phase.FORWARD else self.work.upstream(action.microbatch)
         if self._rank_of(source) == self._rank:
             return self._made.pop(source)
         return self._arrived.pop(action) if action in self._arrived else self._posted(Message(source, action))
@@ -342,7 +347,7 @@ def _gradients_of_tape(
     forward: _Forward, upstream: Sequence[tf.Tensor], sources: Sequence[tf.Tensor], weights: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Returns the gradients of `sources` and of `weights`: those of the losses and, given an `upstream`, of the outputs."""
-    targets = [*(floats(forward.outputs) if upstream else ()), *forward.targets]
+    targets = [*(forward.ends if upstream else ()), *forward.targets]
     starts = [*upstream, *map(tf.ones_like, forward.targets)]
     if not targets:
         return [None] * len(sources), [None] * len(weights)
@@ -350,6 +355,6 @@ def _gradients_of_tape(
     return found[: len(sources)], found[len(sources) :]
 
 
-def _with_zeros(gradients: Sequence[Any], of: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns gradients with zeros in the place of None."""
-    return [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in zip(of, gradients, strict=True)]
+def with_zeros(gradient: Any, of: tf.Tensor) -> tf.Tensor:
+    """Returns a gradient of `of`, zeros in the place of None."""
+    return tf.zeros_like(of) if gradient is None else tf.convert_to_tensor(gradient)

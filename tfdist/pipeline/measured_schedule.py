@@ -13,6 +13,7 @@ from tfdist import errors
 from tfdist.collectives import all_reduce
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.model import PipelineModel
+from tfdist.pipeline.schedules.actions import Action
 from tfdist.pipeline.schedules.simulation import Simulation, Span
 from tfdist.pipeline.step import Step
 
@@ -45,18 +46,21 @@ def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = No
         ValueError: `runs` is no positive integer.
     """
     errors.check_integer("runs", runs, least=1)
-    strategy, schedule = model.distribute_strategy, model.schedule
-    actions = [action for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
+    strategy, schedules = model.distribute_strategy, [model.schedule]
+
+    def actions() -> list[Action]:
+        return [action for rank in range(schedules[-1].num_ranks) for action in schedules[-1].actions(rank)]
 
     @tf.function(autograph=False)
     def step(begin: tf.Tensor, data: Any) -> Any:
         def on_rank(*data: Any) -> tuple[tf.Tensor, tf.Tensor]:
             clock = ActionClock(begin)
             step = Step(model, keras.utils.unpack_x_y_sample_weight(data), training=True, has_loss=True, clock=clock)
+            schedules.append(step.schedule)
             step.run()
-            times = tf.stack([tf.stack(clock.times.get(action, [tf.zeros([], tf.float64)] * 2)) for action in actions])
+            times = tf.stack([tf.stack(clock.times.get(action, [tf.zeros([], tf.float64)] * 2)) for action in actions()])
             # Each action has one rank.
-            times = times if schedule.num_ranks == 1 else all_reduce(times, "pipe", label="pipe/times")
+            times = times if step.schedule.num_ranks == 1 else all_reduce(times, "pipe", label="pipe/times")
             # Gradients are read because TensorFlow drops what nobody reads.
             read = [tf.reduce_sum(tf.cast(gradient, tf.float32)) for gradient, _ in step.gradients() if gradient is not None]
             return times, tf.add_n([tf.zeros([]), *read])
@@ -77,7 +81,7 @@ def measure(model: PipelineModel, x: Any, y: Any = None, sample_weight: Any = No
     times = min(found[1:], key=np.ptp)
     times -= times.min()
     spans = [
-        Span(schedule.rank_of(action.stage_index), action, float(start), float(end))
-        for action, (start, end) in zip(actions, times, strict=True)
+        Span(schedules[-1].rank_of(action.stage_index), action, float(start), float(end))
+        for action, (start, end) in zip(actions(), times, strict=True)
     ]
-    return Simulation(schedule, sorted(spans, key=lambda span: (span.start, span.rank)))
+    return Simulation(schedules[-1], sorted(spans, key=lambda span: (span.start, span.rank)))

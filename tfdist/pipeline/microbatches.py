@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.sharding.sharded_activations import mark_shard, shard_of
+
+_BORNE = ("_keras_mask", "_keras_logits")  # what Keras has put on a model's output, rows, too
 
 
 class Microbatches:
@@ -86,6 +88,19 @@ class Microbatches:
         return [_first_rows(x, self.rows[index], self._sizes[index]) for x in outputs]
 
 
+def joined(parts: Iterable[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """Returns what the model has made of all rows, from what it has made of each microbatch's own."""
+    found = []
+    for of_all in zip(*parts, strict=True):
+        whole = mark_shard(tf.concat(of_all, 0), shard_of(of_all[0]))
+        for name in _BORNE:
+            borne = [getattr(x, name, None) for x in of_all]
+            if all(x is not None for x in borne):
+                setattr(whole, name, tf.concat(borne, 0))
+        found.append(whole)
+    return found
+
+
 def _slices(structure: Any, span: tuple[tf.Tensor, tf.Tensor], size: int | None) -> Any:
     """Returns rows of every tensor of `structure`, `size` of them where that is known."""
 
@@ -103,7 +118,7 @@ def _slices(structure: Any, span: tuple[tf.Tensor, tf.Tensor], size: int | None)
 def _first_rows(x: tf.Tensor, count: tf.Tensor, size: int | None) -> tf.Tensor:
     """Returns the first rows of a model's output, with Keras's mask and logits of it and how it is held."""
     own = mark_shard(_slices(x, (tf.constant(0), count), size), shard_of(x))
-    for name in ("_keras_mask", "_keras_logits"):
+    for name in _BORNE:
         if (borne := getattr(x, name, None)) is not None:
             setattr(own, name, _slices(borne, (tf.constant(0), count), size))
     return own

@@ -14,15 +14,18 @@ from tfdist.collectives import RankProgram, all_reduce, point_to_point
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.graphs import tape
 from tfdist.losses.global_losses import scale_loss
-from tfdist.losses.sliced_batch import SlicedBatch
+from tfdist.losses.sliced_batch import SlicedBatch, is_mean_over_rows
+from tfdist.losses.step_gradients import weighted_in_gradient
+from tfdist.losses.trainer_step import losses_of
 from tfdist.metrics import updates
 from tfdist.pipeline.action_clock import ActionClock
-from tfdist.pipeline.executor import Executor
+from tfdist.pipeline.executor import Executor, with_zeros
 from tfdist.pipeline.gradients import GradientSum, ScatteredSum
 from tfdist.pipeline.loss_trackers import LossTrackers
-from tfdist.pipeline.microbatches import Microbatches
+from tfdist.pipeline.microbatches import Microbatches, joined
+from tfdist.pipeline.schedules.published import ScheduleGPipe
 from tfdist.pipeline.stages.stage import StageLayer
-from tfdist.pipeline.stages.stage_functions import StageFunctions
+from tfdist.pipeline.stages.stage_functions import StageFunctions, ends_of
 from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.sharding import config_of
 from tfdist.sharding.held_parameters import HeldParameters
@@ -36,6 +39,9 @@ class Step:
         model: the `PipelineModel`.
         data: (x, y, sample_weight), the batch of this rank's data index. y and sample_weight may be None.
         has_loss: whether the loss and metrics are computed.
+
+    Attributes:
+        schedule: the model's; all forwards first where the loss is none that microbatches add up to.
     """
 
     def __init__(self, model: Any, data: Any, *, training: bool, has_loss: bool, clock: ActionClock | None = None):
@@ -54,6 +60,7 @@ class Step:
         on_host = contextlib.nullcontext if program is None else program.on_host
         inputs = staged.flat_inputs(x)
         self._data = Microbatches((inputs, *rest), schedule.num_microbatches, replicas=replicas, on_host=on_host)
+        self._all_data = (inputs, *rest)
         self._batch = SlicedBatch(program, self._data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
         self._outputs: list[list[tf.Tensor]] = []
@@ -63,8 +70,16 @@ class Step:
         if has_loss:
             self._build_trackers()
         self._trackers = LossTrackers(model, self._batch.weigh)
+        self.schedule = schedule
+        self._last_stage: list[list[tf.Tensor]] = []  # its outputs for each microbatch, where losses are of all together
+        self._upstream: list[list[tf.Tensor]] | None = None
+        self._is_together = has_loss and not self._adds_up()
+        if self._is_together and training:
+            self.schedule = ScheduleGPipe(schedule.num_stages, schedule.num_microbatches, schedule.stages_per_rank)
+            if program is not None:
+                program.plan.note(program.rank, "pipeline: the losses are no means over rows, all forwards before all backwards")
         self._executor = Executor(
-            schedule=schedule,
+            schedule=self.schedule,
             stages=staged.stages,
             program=program,
             work=self,
@@ -82,12 +97,15 @@ class Step:
         """Runs this rank's part of the schedule."""
         with contextlib.nullcontext() if self._program is None else self._program.attachment(HeldParameters).held():
             self._executor.run()
+        if self._last_stage and not self._training:
+            self._loss_together()
         self._trackers.update(self._data.known_rows)
         exempt_from_automatic_order(tape.operations_since(self._began))
         if self._metrics_wait:
             x, y, sample_weight = self._batch_data
-            predictions = self._staged.outputs_like_model([tf.concat(parts, 0) for parts in zip(*self._outputs, strict=True)])
-            with updates.of_all_slices():
+            found = joined(self._outputs)
+            predictions = self._staged.outputs_like_model(found)
+            with self._batch.together(self._batch_data, found):
                 self._model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
 
     def loss(self) -> tf.Tensor:
@@ -101,7 +119,7 @@ class Step:
         """Returns the model's outputs for the batch; zeros of their shapes on ranks other than the last."""
         rows = self._data.known_rows
         if self._staged.schedule.rank_of(self._staged.last_stage) == self._executor.pipe_rank:
-            flat = [tf.concat(parts, 0) for parts in zip(*self._outputs, strict=True)]
+            flat = joined(self._outputs)
         else:
             flat = self._zeros(tf.add_n(self._data.rows) if rows is None else rows)
         # One static shape on all ranks: they may send it to each other.
@@ -180,16 +198,23 @@ class Step:
         with self._batch.slice(microbatch):
             of_layers = (*self._staged.stages[stage_index].added_losses(), *self._staged.regularization(stage_index))
             found = [scale_loss(tf.reduce_sum(loss)) for loss in of_layers]
-            if stage_index == self._staged.last_stage:
+            if stage_index == self._staged.last_stage and not self._is_together:
                 self._first_outputs = self._first_outputs or stage_outputs
                 with self._trackers.withheld(microbatch):
                     found.append(self._loss(microbatch, self._data.own_rows(microbatch, stage_outputs)))
         return found
 
+    def upstream(self, microbatch: int) -> list[tf.Tensor]:
+        if self._is_together and self._upstream is None:
+            self._upstream = self._loss_together()
+        return [] if self._upstream is None else self._upstream[microbatch]
+
     def observe(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor], losses: list[tf.Tensor]) -> None:
         self._reported.extend(tf.cast(tf.stop_gradient(loss), tf.float32) for loss in losses)
         if stage_index < self._staged.last_stage:
             return
+        if self._is_together:
+            self._last_stage.append(stage_outputs)
         stage_outputs = self._data.own_rows(microbatch, stage_outputs)
         if self._has_loss and self._metrics_wait is None:
             # What is no sum over rows, or may be none, needs all rows: outputs are kept until the step's end for that alone.
@@ -209,18 +234,48 @@ class Step:
 
     # Losses
 
+    def _adds_up(self) -> bool:
+        """Whether the model's loss is a mean over rows, and so the sum of the shares of microbatches."""
+        outputs = [tf.TensorSpec(x.shape, x.dtype) for x in self._staged.outputs]
+
+        def traced(rows: Any) -> tf.Tensor:
+            with self._trackers.withheld(None):
+                return self._mean(*rows)
+
+        return is_mean_over_rows(traced, (self._all_data, outputs), self._program)
+
+    def _loss_together(self) -> list[list[tf.Tensor]]:
+        """Computes the loss of all microbatches together; returns its gradients by the ends of each of them."""
+        ends, weights = list(map(ends_of, self._last_stage)), self._staged.weights[self._staged.last_stage]
+        with tf.GradientTape() as recorder:
+            recorder.watch(ends)
+            outputs = joined(self._data.own_rows(*pair) for pair in enumerate(self._last_stage))
+            with self._batch.together(self._all_data, outputs):
+                with losses_of(self._model), self._trackers.withheld(0):
+                    loss = weighted_in_gradient(self._mean(self._all_data, outputs))
+                self._reported.append(tf.cast(tf.stop_gradient(self._batch.weigh(loss)), tf.float32))
+                if not self._training:
+                    return []
+                of_ends, of_weights = recorder.gradient(self.scale(loss), [ends, weights])
+        self._executor.gradients.add(weights, of_weights)
+        return [list(map(with_zeros, of_one, x)) for of_one, x in zip(of_ends, ends, strict=True)]
+
     def _loss(self, microbatch: int, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns a microbatch's share of the model's loss, without the losses of layers."""
+        return self._batch.weigh(self._mean(self._data[microbatch], outputs))
+
+    def _mean(self, data: Any, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns the model's loss of `data`, without the losses of layers."""
         model = self._model
         if model._compile_loss is None and type(model).compute_loss is keras.Model.compute_loss:
             return tf.zeros([])  # that of layers is all there is, which Keras, not seeing it, would miss
-        x, y, sample_weight = self._data[microbatch]
+        x, y, sample_weight = data
         predictions = self._staged.outputs_like_model(outputs)
         with self._model.without_layer_losses():
             loss = self._model._compute_loss(
                 x=self._staged.inputs_like_model(x), y=y, y_pred=predictions, sample_weight=sample_weight, training=self._training
             )
-        return self._batch.weigh(tf.convert_to_tensor(loss))
+        return tf.convert_to_tensor(loss)
 
     def _loss_on_zeros(self, microbatch: int) -> None:
         """Calls the loss on zeros in the place of a microbatch's predictions, with the predictions' masks."""

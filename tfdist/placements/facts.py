@@ -154,6 +154,22 @@ class _FunctionFacts(GraphFacts):
         return self._given.get(tensor.name, self._of_collective(tensor))
 
 
+class TracedFacts(GraphFacts):
+    """Those of a function that was traced by itself: its arguments are rows, what it captures of other graphs is not known."""
+
+    def __init__(self, graph: tf.Graph) -> None:
+        super().__init__()
+        self._captured = {inner.name: outer for outer, inner in graph.captures}
+
+    def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
+        if tensor.op.type != "Placeholder":
+            return None
+        if tensor.name in self._captured:
+            is_of_a_graph = tf.is_symbolic_tensor(self._captured[tensor.name])
+            return Unknown(Why.GIVEN, tensor.op.name) if is_of_a_graph else Replicate()
+        return Shard(0, (tensor.name,)) if tensor.shape.rank else Unknown(Why.GIVEN, tensor.op.name)
+
+
 class Facts(GraphFacts):
     """Those of the graph in which a rank's function is traced; an attachment of its program, and of a branch's."""
 

@@ -98,6 +98,11 @@ class Partial:
         """Whether the ranks' values add up to the whole."""
         return self.how in (How.SUM, How.COUNT, How.SHARE)
 
+    @property
+    def is_extreme(self) -> bool:
+        """Whether the whole is no sum of the ranks' values, weighted or not."""
+        return self.how in (How.MAX, How.MIN, How.REPLICAS)
+
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:

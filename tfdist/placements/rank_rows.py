@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, all_gather, all_reduce
 
 
@@ -31,6 +33,11 @@ class RankRows:
         self._sends_rows_along = False
 
     @property
+    def are_of_slices(self) -> bool:
+        """Whether what is computed here is computed of some of the rank's rows at a time, as the layers of a pipeline are."""
+        return self._program.mesh.splits_layers and not self.are_means
+
+    @property
     def is_counted(self) -> bool:
         """Whether `weight` sends nothing any more."""
         return self._weight is not None
@@ -51,6 +58,10 @@ class RankRows:
     def note_all_rows(self, all_rows: tf.Tensor) -> None:
         """Notes how many rows all data ranks have, so that `weight` needs no message."""
         self._weight_of(tf.cast(all_rows, tf.float64))
+
+    def those_of(self, rows: tf.Tensor, weight: tf.Tensor) -> contextlib.AbstractContextManager[None]:
+        """A block whose losses are the ranks' own means over batches of which this rank has `rows` rows."""
+        return temporary.attributes(self, rows=tf.cast(rows, tf.int64), _weight=weight, are_means=True)
 
     def is_weight(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is what `weight` returns."""

@@ -141,6 +141,7 @@ class Redistribution:
 
     def own_rows(self, whole: tf.Tensor, like: tf.Tensor, label: str) -> tf.Tensor:
         """Returns this rank's rows of `whole`, of all rows of the batch, which was computed in the place of `like`."""
+
         def own(x: tf.Tensor, first: tf.Tensor, number: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
             shape = tf.concat([[total], tf.shape(x, tf.int64)[1:]], 0)  # fails where it has another number of rows
             rows_of_the_batch = tf.reshape(x, shape, name=f"{label.replace('/', '_')}_returns_as_many_rows_as_the_batch_has")
@@ -155,7 +156,9 @@ class Redistribution:
         with self._program.outermost(), tape.stop_recording():
             if isinstance(placement, Places) and not placement.are_all:
                 numbered = tf.shape(self._program.graph.get_tensor_by_name(placement.rows[0]), tensor.dtype)[:1]
-                before = all_gather(numbered, "data", label=f"{label}/rows")[: self._program.mesh.coordinate(self._program.rank).data]
+                before = all_gather(numbered, "data", label=f"{label}/rows")[
+                    : self._program.mesh.coordinate(self._program.rank).data
+                ]
                 found = gather_rows(tensor + tf.reduce_sum(before), label)
             elif isinstance(placement, Places):
                 own = tf.size(tensor, out_type=tensor.dtype)

@@ -1,8 +1,8 @@
 """What is computed of gathered rows, where the trace knows how many rows a rank has: made again of those of all ranks.
 
-An operation has the static sizes of what it was made of, and gradient functions read them. So each operation whose result has
-another size is made a second time, and the first one that returns one number, a sum, reads what was made. Code that has read a size
-itself (`x.shape[0]`) has left it in the graph as a constant: nothing can be made again of that.
+An operation has the static sizes of what it was made of, and gradient functions read them. So each operation is made a second
+time up to the first one that returns one number, a sum, which reads what was made. Code that has read a size itself (`x.shape[0]`)
+has left it in the graph as a constant: nothing can be made again of that.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Remaking:
 
     def _between(self, operations: Sequence[tf.Operation], target: tf.Tensor) -> list[tf.Operation]:
         """Returns `operations` and what reads them on the way to `target`, each behind what it reads."""
-        after, seen = {op.name for op in readers_of(operations)}, set()
+        after = {op.name for op in readers_of(operations)}
+        seen: set[str] = set()
         found: dict[str, tf.Operation] = {}
         for x in inputs_first(self.now(target), lambda x: list(x.op.inputs), seen):
             seen.add(x.name)

@@ -177,8 +177,7 @@ class Repair:
     def without_extremes(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor`, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""
         placement = self.known(tensor, label)
-        is_extreme = isinstance(placement, Partial) and placement.how in (How.MAX, How.MIN, How.REPLICAS)
-        whole = self.whole(tensor, label) if is_extreme else None
+        whole = self.whole(tensor, label) if isinstance(placement, Partial) and placement.is_extreme else None
         return self.now(tensor) if whole is None else self._handed_out(tensor, whole)
 
     def as_mean(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
@@ -216,7 +215,7 @@ class Repair:
 
     def look(self) -> None:
         """Mends what goes back to rows, or lets rows meet, in what has been traced since it was called before."""
-        if self._is_working or not self._is_looking or self._program.mesh.splits_layers:
+        if self._is_working or not self._is_looking or self._rows.are_of_slices:
             return
         operations = self._program.graph.get_operations()
         start = self._looked_at
@@ -381,7 +380,7 @@ class Repair:
 
 def begin(program: RankProgram, most_bytes: int) -> None:
     """Lets what is traced in `program` be looked at, from here on; at most `most_bytes` of rows are gathered."""
-    if not program.is_eager and program.mesh.size("data") > 1 and not program.mesh.splits_layers:
+    if not program.is_eager and program.mesh.size("data") > 1:
         program.attachment(Repair).most_bytes = most_bytes
         program.at_close.append(lambda _: program.attachment(Repair).look())
 

@@ -54,13 +54,15 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
         name: what `tensor` is called in the warning.
     """
     here = program.here()
-    if here is None or not tf.is_symbolic_tensor(tensor) or program.attachment(RankRows).are_everywhere or program.mesh.size("data") == 1:
+    rows = program.attachment(RankRows)
+    if here is None or not tf.is_symbolic_tensor(tensor) or rows.are_everywhere or program.mesh.size("data") == 1:
         return Replicate()
-    if program.mesh.splits_layers:  # whose losses are computed of slices: nothing can be agreed on
-        placement = here.attachment(Facts).of(tensor)
-    else:
-        placement = here.attachment(Repair).known(tensor, label)
-    is_told = owner in _told or program.local_index or isinstance(placement, Unknown) and placement.why is Why.GIVEN
+    if rows.are_of_slices:
+        return here.attachment(Facts).of(tensor)
+    placement = here.attachment(Repair).known(tensor, label)
+    # Where ranks have different layers, the first may compute no loss.
+    is_other = program.local_index and not program.mesh.splits_layers
+    is_told = owner in _told or is_other or isinstance(placement, Unknown) and placement.why is Why.GIVEN
     if isinstance(placement, Unknown) and not is_told:
         _told.add(owner)
         why, fix = _TOLD.get(placement.why, (_OWN, _REDUCE))

@@ -170,11 +170,10 @@ class StageCall:
         for x, mask in zip(self.outputs, trace.masks, strict=True):
             if mask is not None:
                 set_keras_mask(x, self._known[mask.name])
-        self.ends = floats(self.outputs)  # that gradients begin with
         for x, logits in zip(self.outputs, trace.logits, strict=True):
             if logits is not None:
                 x._keras_logits = self._known[logits.name]
-                self.ends.append(x._keras_logits)
+        self.ends = ends_of(self.outputs)
 
     def _call(self, part: _Part) -> list[tf.Tensor]:
         """Calls one of the functions, with what is known and, of gathered parameters, what is held now; returns these."""
@@ -378,6 +377,11 @@ def _bytes_of(gradient: Any) -> int:
     if sizes is None or None in tuple(sizes):
         return 0
     return math.prod(map(int, sizes)) * gradient.dtype.size
+
+
+def ends_of(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns what gradients begin with: the outputs of a stage and, of the last one, the logits that they bear."""
+    return floats([*outputs, *(x._keras_logits for x in outputs if getattr(x, "_keras_logits", None) is not None)])
 
 
 def floats(tensors: Iterable[tf.Tensor]) -> list[tf.Tensor]:
