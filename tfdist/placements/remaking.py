@@ -1,8 +1,8 @@
 """What is computed of gathered rows, where the trace knows how many rows a rank has: made again of those of all ranks.
 
 An operation has the static sizes of what it was made of, and gradient functions read them. So each operation is made a second
-time up to the first one that returns one number, a sum, which reads what was made. Code that has read a size itself (`x.shape[0]`)
-has left it in the graph as a constant: nothing can be made again of that.
+time up to the first one that returns one number, a sum, which reads what was made. Code that has read a size itself
+(`x.shape[0]`) has left it in the graph as a constant: nothing can be made again of that.
 """
 
 from __future__ import annotations
