@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
 
+_WATCHING = ("tfdist.placements.eager", "tfdist.graphs.", "contextlib")
 _LIBRARIES = ("/tensorflow/", "/keras/", "/tfdist/", "<frozen", "<string>")
 
 
@@ -70,3 +73,19 @@ def line_of_user(graph: tf.Graph, what: str) -> str:
         return ""
     frames = [frame for frame in operation.traceback or () if not any(one in frame.filename for one in _LIBRARIES)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def line_that_runs() -> tuple[str, bool]:
+    """Returns " (file, line)" of the user's code that runs here, eagerly, "" where that is not known; and whether tfdist's own
+    code has asked for the operation, or that, perhaps by way of Keras."""
+    frame: FrameType | None = sys._getframe(1)
+    room, is_own = "tfdist", None
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        room = name.partition(".")[0]
+        if is_own is None and room != "tensorflow" and not name.startswith(_WATCHING):
+            is_own = room == "tfdist"
+        if room not in ("tensorflow", "keras", "tfdist", "threading", "contextlib") and is_own is not None:
+            return f" ({frame.f_code.co_filename}, line {frame.f_lineno})", not is_own
+        frame = frame.f_back
+    return "", not is_own

@@ -58,6 +58,7 @@ from tfdist.losses.shares import Shares
 from tfdist.losses.sliced_batch import current_sliced_batch
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
 from tfdist.losses.warning import is_sum, known_of_loss
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial
 from tfdist.placements.repair import Repair
@@ -111,7 +112,7 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         values *= weights
     if values.shape.rank == 0:  # see the note: losses that are one number
         program = rank_program(peers_on="data")
-        is_share = program is not None and not program.is_eager and is_sum(known_of_loss(program, values))
+        is_share = program is not None and is_sum(known_of_loss(program, values))
         if step is not None:
             return _noted(part.mean_of_share(values) if is_share else values, How.MEAN)
         if current_sliced_batch() is not None:
@@ -183,7 +184,9 @@ def _is_of_all_rows(values: tf.Tensor) -> bool:
 def _noted(loss: Any, how: How) -> Any:
     """Notes how the ranks' `loss`, which counts what it should, makes up that of the batch, and returns it."""
     program = rank_program()
-    if program is not None and tf.is_symbolic_tensor(loss) and (here := program.that_made(loss)) is not None:
+    if program is not None and program.is_eager and tf.executing_eagerly():
+        program.attachment(EagerFacts).declare(loss, Partial(how))
+    elif program is not None and tf.is_symbolic_tensor(loss) and (here := program.that_made(loss)) is not None:
         here.attachment(Facts).declare(loss, Partial(how))
     return loss
 

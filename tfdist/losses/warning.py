@@ -14,6 +14,7 @@ from tfdist import errors, temporary
 from tfdist.collectives import RankProgram
 from tfdist.graphs.walks import line_of_user
 from tfdist.losses.given_batch import is_given_everywhere
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown, Why
 from tfdist.placements.repair import Repair
@@ -54,9 +55,12 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
         name: what `tensor` is called in the warning.
     """
     here = program.here()
-    if here is None or not tf.is_symbolic_tensor(tensor) or is_given_everywhere() or program.mesh.size("data") == 1:
+    is_here = tf.is_symbolic_tensor(tensor) is not program.is_eager
+    if here is None or not is_here or is_given_everywhere() or program.mesh.size("data") == 1:
         return Replicate()
-    if program.mesh.splits_layers:  # whose losses are computed of slices: nothing can be agreed on
+    if program.is_eager:
+        placement = here.attachment(EagerFacts).of(tensor)
+    elif program.mesh.splits_layers:  # whose losses are computed of slices: nothing can be agreed on
         placement = here.attachment(Facts).of(tensor)
     else:
         placement = here.attachment(Repair).known(tensor, label)
@@ -64,7 +68,7 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     if isinstance(placement, Unknown) and not is_told:
         _told.add(owner)
         why, fix = _TOLD.get(placement.why, (_OWN, _REDUCE))
-        where = line_of_user(here.graph, placement.what)
+        where = "" if program.is_eager else line_of_user(here.graph, placement.what)
         told = f"{name} contains {placement.why.value}: {placement.what}{where}. {why}"
         warnings.warn(errors.message(told, fix=fix), stacklevel=2)
     return placement

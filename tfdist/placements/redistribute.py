@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -29,12 +28,7 @@ from tfdist.graphs.constants import value_of
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Lengths, Partial, Places, Replicate
 from tfdist.placements.rank_rows import RankRows
-
-_WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32}
-_MEANS = (How.MEAN, How.ALIKE)
-_FEW = 64  # numbers that are sent as float64, whatever they are, to be in one message
-
-Tensors: TypeAlias = Sequence[tf.Tensor]
+from tfdist.placements.totals import EXTREMES, MEANS, Tensors, Totals, wide
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,6 +56,7 @@ class Redistribution:
         self._program = program
         self._facts: Facts = program.attachment(Facts)
         self._rows: RankRows = program.attachment(RankRows)
+        self._totals: Totals = program.attachment(Totals)
         self._found: dict[str, tf.Tensor] = {}
         self._changes: list[_Agreement | _Made | tf.Operation] = []  # of which tapes must be told
         self._told: dict[int, tuple[tf.GradientTape, int]] = {}  # how many, by the id of a tape, which stays its own
@@ -75,22 +70,11 @@ class Redistribution:
         """Lets the ranks agree on `tensors`, each `Partial`, of static shapes: one message, one more for maxima and minima."""
         missing = list({x.name: x for x in tensors if x.name not in self._found}.values())
         hows = {x.name: self._facts.of(x).how for x in missing}
-        sums = [x for x in missing if hows[x.name] not in (How.MAX, How.MIN, How.REPLICAS)]
         with self._program.outermost(), tape.stop_recording():
-            if sums:
-                are_means = [hows[x.name] in _MEANS for x in sums]
-                totals = self._totals(sums, are_means, label)
-                totals = [tf.round(y) if x.dtype.is_integer else y for x, y in zip(sums, totals, strict=True)]
-                self._note(sums, [tf.cast(y, x.dtype) for x, y in zip(sums, totals, strict=True)], self._back_to_sums)
-            replicas = [x for x in missing if hows[x.name] is How.REPLICAS]
-            count = len(self._program.group_ranks("data"))
-            self._note(replicas, [tf.cast(x / count, x.dtype) for x in replicas], self._back_to_sums)
-            for how, sign in ((How.MAX, 1), (How.MIN, -1)):
-                extremes = [x for x in missing if hows[x.name] is how]
-                if extremes:
-                    totals = self._reduced([sign * _wide(x) for x in extremes], "max", label)
-                    totals = [tf.cast(sign * y, x.dtype) for x, y in zip(extremes, totals, strict=True)]
-                    self._note(extremes, totals, self._back_to_extremes)
+            totals = self._totals.of(missing, [hows[x.name] for x in missing], label)
+        pairs = list(zip(missing, totals, strict=True))
+        for is_extreme, back in ((False, self._back_to_sums), (True, self._back_to_extremes)):
+            self._note([pair for pair in pairs if (hows[pair[0].name] in EXTREMES) is is_extreme], back)
 
     def make(self, build: Callable[..., tf.Tensor], *tensors: tf.Tensor) -> tf.Tensor:
         """Returns `build(*tensors)`, of operations that tapes go back through."""
@@ -156,57 +140,13 @@ class Redistribution:
                 elif records.is_recorded(change):
                     records.record_again(change)
 
-    def _note(self, given: Tensors, found: Tensors, back: Callable[[Tensors, Tensors, Tensors], Tensors]) -> None:
-        for x, y in zip(given, found, strict=True):
+    def _note(self, pairs: Sequence[tuple[tf.Tensor, tf.Tensor]], back: Callable[[Tensors, Tensors, Tensors], Tensors]) -> None:
+        for x, y in pairs:
             self._found[x.name] = y
             self._facts.declare_agreed(y)
-        pairs = [(x, y) for x, y in zip(given, found, strict=True) if x.dtype.is_floating]
+        pairs = [(x, y) for x, y in pairs if x.dtype.is_floating]
         if pairs:
             self._changes.append(_Agreement([x for x, _ in pairs], [y for _, y in pairs], back))
-
-    def _reduced(self, tensors: Tensors, how: str, label: str) -> list[tf.Tensor]:
-        """Reduces tensors over the data ranks, those of one dtype in one message; few numbers, all in one."""
-        sizes = [x.shape.num_elements() for x in tensors]
-        kinds = [_wide(x).dtype for x in tensors]
-        if sum(sizes) <= _FEW and len(set(kinds)) > 1:
-            kinds = [tf.float64] * len(tensors)
-        found: dict[int, tf.Tensor] = {}
-        for kind in dict.fromkeys(kinds):
-            places = [place for place, one in enumerate(kinds) if one == kind]
-            packed = tf.concat([tf.reshape(tf.cast(tensors[place], kind), [-1]) for place in places], 0)
-            total = all_reduce(packed, "data", reduce_op=how, label=label)
-            for place, part in zip(places, tf.split(total, [sizes[place] for place in places]), strict=True):
-                whole = tf.round(part) if tensors[place].dtype.is_integer and kind.is_floating else part
-                found[place] = tf.reshape(whole, tensors[place].shape)
-        return [found[place] for place in range(len(tensors))]
-
-    def _totals(self, tensors: Tensors, are_means: Sequence[bool], label: str) -> list[tf.Tensor]:
-        """Returns the sums and the means over all ranks; the first means count the rows of all ranks, too."""
-        if self._rows.is_counted or not any(are_means):
-            shares = [self._weighed(x) if is_mean else self._of_rows(x) for x, is_mean in zip(tensors, are_means, strict=True)]
-            return self._reduced(shares, "sum", label)
-        own = tf.cast(self._rows.rows, next(_floating(x).dtype for x, is_mean in zip(tensors, are_means, strict=True) if is_mean))
-        shares = [
-            tf.math.multiply_no_nan(_floating(x), tf.cast(own, _floating(x).dtype)) if is_mean else self._of_rows(x)
-            for x, is_mean in zip(tensors, are_means, strict=True)
-        ]
-        *totals, all_rows = self._reduced([*shares, own], "sum", label)
-        self._rows.note_all_rows(all_rows)
-        return [
-            total / tf.cast(all_rows, total.dtype) if is_mean else total for total, is_mean in zip(totals, are_means, strict=True)
-        ]
-
-    def _weighed(self, mean: tf.Tensor) -> tf.Tensor:
-        """Returns the rank's share of a mean; of no rows it is NaN, and counts nothing."""
-        wide = _floating(mean)
-        return tf.math.multiply_no_nan(wide, tf.cast(self._rows.weight(), wide.dtype))
-
-    def _of_rows(self, total: tf.Tensor) -> tf.Tensor:
-        """Returns a rank's part of a sum; of no rows it may be NaN, and is 0."""
-        if not total.dtype.is_floating:
-            return total
-        has_none = tf.logical_and(tf.equal(self._rows.rows, 0), tf.math.is_nan(total))
-        return tf.where(has_none, tf.zeros_like(total), total)
 
     # The way back
 
@@ -214,7 +154,7 @@ class Redistribution:
         del found
         back = []
         for x, v in zip(given, self._of_one_device(*upstream), strict=True):
-            is_mean = self._facts.of(x).how in _MEANS
+            is_mean = self._facts.of(x).how in MEANS
             back.append(self._without_factor(v * tf.cast(self._rows.weight(), v.dtype) if is_mean else v))
         return back
 
@@ -226,10 +166,10 @@ class Redistribution:
             if x.op.type in ("Max", "Min"):
                 values, axes = x.op.inputs
                 kept = y if x.op.get_attr("keep_dims") else _with_axes(y, axes, values.shape.rank)
-                equal.append(tf.reshape(tf.reduce_sum(tf.cast(tf.equal(values, kept), _wide(x).dtype), axes), x.shape))
+                equal.append(tf.reshape(tf.reduce_sum(tf.cast(tf.equal(values, kept), wide(x).dtype), axes), x.shape))
             else:
-                equal.append(tf.cast(tf.equal(x, y), _wide(x).dtype))
-        totals = self._reduced(equal, "sum", "agree/gradient")
+                equal.append(tf.cast(tf.equal(x, y), wide(x).dtype))
+        totals = self._totals.reduced(equal, "sum", "agree/gradient")
         return [
             self._without_factor(v * tf.math.divide_no_nan(one, total))
             for v, one, total in zip(wholes, equal, totals, strict=True)
@@ -249,7 +189,7 @@ class Redistribution:
         missing = [place for place in range(len(given)) if place not in found]
         if missing:
             parts = [self._with_factor(given[place]) for place in missing]
-            totals = self._reduced(parts, "sum", "agree/gradient")
+            totals = self._totals.reduced(parts, "sum", "agree/gradient")
             found.update((place, tf.cast(y, given[place].dtype)) for place, y in zip(missing, totals, strict=True))
         return [found[place] for place in range(len(given))]
 
@@ -264,14 +204,6 @@ class Redistribution:
 
 def _back_of(agreement: _Agreement, *upstream: tf.Tensor) -> Tensors:
     return agreement.back(agreement.given, agreement.found, upstream)
-
-
-def _floating(x: tf.Tensor) -> tf.Tensor:
-    return tf.cast(x, tf.float64) if x.dtype.is_integer else _wide(x)
-
-
-def _wide(x: tf.Tensor) -> tf.Tensor:
-    return tf.cast(x, _WIDE.get(x.dtype, x.dtype))
 
 
 def _swapped(x: tf.Tensor, axis: int) -> tf.Tensor:
