@@ -56,3 +56,15 @@ def is_pure(kind: str) -> bool:
     if found is None or found.is_stateful:
         return False
     return not any(attribute.type in ("func", "list(func)") for attribute in found.attr)
+
+
+@functools.cache
+def default_of(kind: str, name: str) -> Any:
+    """Returns what the attribute `name` of operations of a type is where nobody says it. Raises ValueError if there is none."""
+    found = op_def_registry.get(kind)
+    for attribute in () if found is None else found.attr:
+        if attribute.name == name and attribute.HasField("default_value"):
+            value = attribute.default_value
+            given = getattr(value, value.WhichOneof("value"))
+            return list(given.i) if value.HasField("list") else given
+    raise ValueError(f"{kind} has no attribute {name}")

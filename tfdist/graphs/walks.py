@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 _WATCHING = ("tfdist.placements.eager", "tfdist.graphs.", "contextlib")
+_ROOMS = ("tensorflow", "keras", "tfdist", "threading", "contextlib")
 _LIBRARIES = ("/tensorflow/", "/keras/", "/tfdist/", "<frozen", "<string>")
 
 
@@ -76,16 +77,18 @@ def line_of_user(graph: tf.Graph, what: str) -> str:
 
 
 def line_that_runs() -> tuple[str, bool]:
-    """Returns " (file, line)" of the user's code that runs here, eagerly, "" where that is not known; and whether tfdist's own
-    code has asked for the operation, or that, perhaps by way of Keras."""
+    """Returns " (file, line)" of the user's code that runs here, eagerly, "" where that is not known; and whether it, or Keras,
+    has asked for the operation: not tfdist itself, nor a `tf.custom_gradient`, which would go back along what it was given."""
     frame: FrameType | None = sys._getframe(1)
-    room, is_own = "tfdist", None
+    line, is_users = "", None
     while frame is not None:
-        name = frame.f_globals.get("__name__") or ""
+        name, code = frame.f_globals.get("__name__") or "", frame.f_code
         room = name.partition(".")[0]
-        if is_own is None and room != "tensorflow" and not name.startswith(_WATCHING):
-            is_own = room == "tfdist"
-        if room not in ("tensorflow", "keras", "tfdist", "threading", "contextlib") and is_own is not None:
-            return f" ({frame.f_code.co_filename}, line {frame.f_lineno})", not is_own
+        if is_users is None and room != "tensorflow" and not name.startswith(_WATCHING):
+            is_users = room != "tfdist"
+        if is_users is not None and not line and room not in _ROOMS:
+            line = f" ({code.co_filename}, line {frame.f_lineno})"
+        if name.endswith("ops.custom_gradient") and code.co_name == "_eager_mode_decorator":
+            is_users = False
         frame = frame.f_back
-    return "", not is_own
+    return line, bool(is_users)

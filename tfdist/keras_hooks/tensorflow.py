@@ -13,6 +13,7 @@ from tfdist.collectives import Where, nested_functions, rank_program, trace_bran
 from tfdist.graphs import tape
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.replicas import ReplicaCount, ReplicaPart
 from tfdist.runtime import coordination, out_of_memory
 from tfdist.sharding import ShardedVariable
@@ -89,6 +90,25 @@ def _convert(original: Callable[..., Any], value: Any, *args: Any, **kwargs: Any
         return original(value, *args, **kwargs)
     given = dict(zip(("dtype", "name", "as_ref", "preferred_dtype"), args, strict=False)) | kwargs
     return value.as_tensor(given.get("dtype") or given.get("preferred_dtype"))
+
+
+@replaces("tensorflow.python.ops.array_ops", "size_internal")
+def _size(original: Callable[..., Any], input: Any, name: Any = None, optimize: Any = True, out_type: Any = tf.int32) -> Any:
+    """Eagerly TensorFlow makes a constant of it, of which nobody could know that it is a number of the rank's rows."""
+    if tf.executing_eagerly() and isinstance(input, tf.Tensor) and rank_program() is not None:
+        return tf.raw_ops.Size(input=input, out_type=out_type)
+    return original(input, name, optimize, out_type)
+
+
+@replaces("tensorflow.python.ops.custom_gradient", "_eager_mode_decorator")
+def _custom_gradient(original: Callable[..., Any], f: Any, args: Any, kwargs: Any) -> Any:
+    """In an eager run the gradient function finds what the function was given: numbers of a rank's own rows. So ranks agree on
+    them first."""
+    program = rank_program()
+    if program is not None and program.is_eager and not (getattr(f, "__module__", None) or "").startswith("tfdist."):
+        whole = program.attachment(EagerFacts).whole
+        args, kwargs = tf.nest.map_structure(lambda x: whole(x) if tf.is_tensor(x) else x, (args, kwargs))
+    return original(f, args, kwargs)
 
 
 _SUMMED = """In an eager run TensorFlow stops all ranks for it, and looks at no value: gradients that are sums over the ranks

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
-from tfdist.graphs import tape
+from tfdist.graphs import records, tape
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
@@ -56,7 +56,8 @@ def gradient_of_targets(
     targets = tf.nest.flatten(target)
     if program is None or program.here() is None or not all(map(tf.is_tensor, targets)):
         return gradient(target, output_gradients)
-    targets = [_without_extremes(program, x) for x in targets]
+    with records.recording(gradient_tape) if program.is_eager else contextlib.nullcontext():
+        targets = [_without_extremes(program, x) for x in targets]
     weights = program.attachment(GradientWeight)
     if step is None:
         seeds = _seeds_of_shares(program, targets, output_gradients)

@@ -26,13 +26,13 @@ from tfdist.graphs import eager_operations, tape
 from tfdist.graphs.walks import line_that_runs
 from tfdist.placements.call import Call
 from tfdist.placements.eager_call import eager_call
-from tfdist.placements.facts import given_placements
-from tfdist.placements.kinds import How, Partial, Placement, Replicate, Unknown, Why
+from tfdist.placements.facts import DIVIDING, given_placements
+from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.table import Kind, placements_of, row_of
 from tfdist.placements.totals import EXTREMES, MEANS, Totals
 
-_KNOWN, _AGREED = "_tfdist_known", "_tfdist_agreed"  # of eager tensors
+_KNOWN, _AGREED, _SUMMED = "_tfdist_known", "_tfdist_agreed", "_tfdist_summed"  # of eager tensors
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _RANDOM = (Kind.RANDOM, Kind.SAMPLER)
 
@@ -100,7 +100,8 @@ class EagerFacts:
     def whole(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what `tensor`, if it is a number of each rank, is on one device."""
         with self._working():
-            return self._agreed([tensor])[0] if isinstance(self.of(tensor), Partial) else tensor
+            is_number = self._is_mending and isinstance(self.of(tensor), Partial)
+            return self._agreed([tensor])[0] if is_number else tensor
 
     def without_extremes(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns `tensor`, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""
@@ -134,11 +135,15 @@ class EagerFacts:
                 found = self._found(call, known, inputs, attributes, outputs if may_replace else None)
         for x, one in zip(outputs, found, strict=True):
             self._set(x, one)
+        if kind == "Sum" and isinstance(known[0].placement, Shard):
+            setattr(outputs[0], _SUMMED, inputs[0].shape.num_elements())
 
     def _found(
         self, call: Call, known: Sequence[_Known], inputs: Sequence[Any], attributes: Sequence[Any], outputs: list[Any] | None
     ) -> list[_Known]:
         placements = _placements(call, inputs)
+        if call.type in DIVIDING and placements == [Partial(How.SUM)] and self._divides_by_own_rows(call, inputs):
+            placements = [Partial(How.MEAN)]
         numbers = [place for place, x in enumerate(known) if isinstance(x.placement, Partial) and not x.is_gradient]
         is_gradient = any(x.is_gradient for x in known)
         is_agreed = any(x.is_agreed for x in known)
@@ -154,6 +159,12 @@ class EagerFacts:
             placements = [Unknown(x.why, call.type + line) if isinstance(x, Unknown) else x for x in placements]
         of_weights = any(x.is_of_weights for x in known)
         return [_Known(self._run, x, is_agreed, is_gradient, of_weights) for x in placements]
+
+    def _divides_by_own_rows(self, call: Call, inputs: Sequence[Any]) -> bool:
+        """Whether a sum over rows is divided by the rank's own number of them, a constant that Python has read."""
+        divisor = call.value(1)
+        is_number = self._rows.are_means and divisor is not None and divisor.size == 1
+        return is_number and float(divisor.reshape(-1)[0]) in (int(self._rows.rows), getattr(inputs[0], _SUMMED, None))
 
     def _mended(
         self,

@@ -30,15 +30,14 @@ def eager_call(
     given = dict(zip(attributes[::2], attributes[1::2], strict=True))
 
     def attribute(name: str) -> Any:
-        if name not in given:
-            raise ValueError(f"{kind} has no attribute {name}")
-        value = given[name]
+        value = given.get(name)
+        value = eager_operations.default_of(kind, name) if value is None else value
         return value.encode() if isinstance(value, str) else tf.as_dtype(value) if name.endswith("T") else value
 
     def value(place: int) -> np.ndarray | None:
         x = inputs[place]
         is_known = are_constant[place] or placements[place] == Replicate() and x.dtype.is_integer
-        is_read = is_known and x.dtype not in (tf.resource, tf.variant) and x.shape.num_elements() <= _MOST_READ
+        is_read = is_known and x.dtype not in (tf.resource, tf.variant) and (x.shape.num_elements() or 0) <= _MOST_READ
         return np.asarray(x.numpy()) if is_read else None
 
     def elements(place: int) -> list[int | None] | None:

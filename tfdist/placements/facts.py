@@ -27,7 +27,7 @@ from tfdist.placements.table import is_elementwise, placements_of
 
 _BRANCHING = ("Case", "If", "StatelessCase", "StatelessIf")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-_DIVIDING = ("Div", "DivNoNan", "RealDiv")
+DIVIDING = ("Div", "DivNoNan", "RealDiv")
 _READS = ("ReadVariableOp", "VarHandleOp")
 
 
@@ -261,7 +261,7 @@ class Facts(GraphFacts):
 
     def _look(self, op: tf.Operation) -> list[Placement]:
         found = super()._look(op)
-        if op.type in _DIVIDING and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
+        if op.type in DIVIDING and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
             return [Partial(How.MEAN)]
         return found
 
@@ -322,7 +322,7 @@ def given_placements(program: RankProgram) -> list[tuple[tf.Tensor, Placement]]:
     for leaf in tf.nest.flatten(program.arguments):
         parts = tf.nest.flatten(leaf, expand_composites=True) if leaf is not None else []
         for x in filter(tf.is_tensor, parts):
-            name = x.name if tf.is_symbolic_tensor(x) else f"argument {len(found)}"
+            name = x.name if tf.is_symbolic_tensor(x) else f"{x.shape[0] if x.shape.rank else 'no'} rows"
             found.append((x, _placement_of_given(x, leaf, name) if program.is_dealt(leaf) else Replicate()))
     return found
 
