@@ -10,6 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 _WATCHING = ("tfdist.placements.eager", "tfdist.graphs.", "contextlib")
+_READING = ("__array__", "__bool__", "__float__", "__int__", "numpy")  # methods of eager tensors
+_PRINTING = ("__format__", "__repr__", "__str__", "numpy_text")
 _ROOMS = ("tensorflow", "keras", "tfdist", "threading", "contextlib")
 _LIBRARIES = ("/tensorflow/", "/keras/", "/tfdist/", "<frozen", "<string>")
 
@@ -92,3 +94,21 @@ def line_that_runs() -> tuple[str, bool]:
             is_users = False
         frame = frame.f_back
     return line, bool(is_users)
+
+
+def is_read_by_python() -> bool:
+    """Whether code computes with the numbers of an eager tensor, whose method stands above: it prints nothing, and is not
+    TensorFlow, which looks at sizes and lets assertions fail."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in _READING:
+        if frame.f_code.co_name in _PRINTING:
+            return False
+        frame = frame.f_back
+    reader = None if frame is None else frame.f_back
+    name = "" if reader is None else reader.f_globals.get("__name__") or ""
+    is_number = frame is not None and frame.f_code.co_name not in ("numpy", "__array__")
+    return reader is not None and not name.endswith("check_ops") and (is_number or not _is_tensorflow(name))
+
+
+def _is_tensorflow(name: str) -> bool:
+    return name.startswith("tensorflow.") and not name.endswith("script_ops")

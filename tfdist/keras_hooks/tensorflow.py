@@ -13,7 +13,8 @@ from tfdist.collectives import Where, nested_functions, rank_program, trace_bran
 from tfdist.graphs import tape
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
-from tfdist.placements.eager import EagerFacts
+from tfdist.losses.warning import warn_of_number_read
+from tfdist.placements.eager import KNOWN, EagerFacts
 from tfdist.placements.replicas import ReplicaCount, ReplicaPart
 from tfdist.runtime import coordination, out_of_memory
 from tfdist.sharding import ShardedVariable
@@ -109,6 +110,14 @@ def _custom_gradient(original: Callable[..., Any], f: Any, args: Any, kwargs: An
         whole = program.attachment(EagerFacts).whole
         args, kwargs = tf.nest.map_structure(lambda x: whole(x) if tf.is_tensor(x) else x, (args, kwargs))
     return original(f, args, kwargs)
+
+
+@replaces("tensorflow.python.framework.ops._EagerTensorBase", "_numpy")
+def _numpy(original: Callable[..., Any], self: Any) -> Any:
+    """What Python reads in an eager step is of the rank's own rows, and no operation: nobody sees what becomes of it."""
+    if hasattr(self, KNOWN):
+        warn_of_number_read(self)
+    return original(self)
 
 
 _SUMMED = """In an eager run TensorFlow stops all ranks for it, and looks at no value: gradients that are sums over the ranks

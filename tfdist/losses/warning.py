@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors, temporary
-from tfdist.collectives import RankProgram
+from tfdist.collectives import RankProgram, rank_program
 from tfdist.graphs.walks import line_of_user
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.placements.eager import EagerFacts
@@ -38,6 +38,11 @@ _REDUCE = (
     "what it is computed of."
 )
 _TOLD = {
+    Why.OWN_ROWS: (
+        "Which of both it is cannot be told of a number of Python; it counts as the device's rows.",
+        "Divide by `tf.shape(x)[0]`, cast, by no `x.shape[0]`; a constant is told from it as a factor, `total * (1 / 4)`. "
+        + _REDUCE,
+    ),
     Why.MEET: (
         "Each device has a part of the rows, and lets them meet its own alone, where on one device all meet.",
         "If they are few, let them be gathered: make the strategy with a larger `gather_rows_bytes`, and batches without "
@@ -72,6 +77,25 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
         told = f"{name} contains {placement.why.value}: {placement.what}{where}. {why}"
         warnings.warn(errors.message(told, fix=fix), stacklevel=2)
     return placement
+
+
+def warn_of_number_read(tensor: tf.Tensor) -> None:
+    """Warns, once for a strategy, where the user's code lets Python read an eager `tensor` of a rank's own rows."""
+    program, owner = rank_program(peers_on="data"), tf.distribute.get_strategy()
+    if program is None or not program.is_eager or program.local_index or owner in _told or is_given_everywhere():
+        return
+    line = program.attachment(EagerFacts).line_that_reads(tensor)
+    if line is not None:
+        _told.add(owner)
+        warnings.warn(
+            errors.message(
+                f"Python reads a number of an eager step{line}: that of the device's own rows, where one device has that of all, "
+                "and nobody can see what becomes of it.",
+                fix="Compute with tensors (`mean > 0.5`, `tf.where`), of which tfdist knows what they are of; reduce it over the "
+                'devices first, `tfdist.collectives.all_reduce(x, "data")`; or compile without `run_eagerly`.',
+            ),
+            stacklevel=3,
+        )
 
 
 def warn_of_custom_gradient(program: RankProgram, unknown: Unknown | None) -> None:

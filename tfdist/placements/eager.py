@@ -23,16 +23,16 @@ from tfdist import temporary
 from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
 from tfdist.graphs import eager_operations, tape
-from tfdist.graphs.walks import line_that_runs
+from tfdist.graphs.walks import is_read_by_python, line_that_runs
 from tfdist.placements.call import Call
 from tfdist.placements.eager_call import eager_call
 from tfdist.placements.facts import DIVIDING, given_placements
-from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
+from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.table import Kind, placements_of, row_of
 from tfdist.placements.totals import EXTREMES, MEANS, Totals
 
-_KNOWN, _AGREED, _SUMMED = "_tfdist_known", "_tfdist_agreed", "_tfdist_summed"  # of eager tensors
+KNOWN, _AGREED, _SUMMED = "_tfdist_known", "_tfdist_agreed", "_tfdist_summed"  # of eager tensors
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _RANDOM = (Kind.RANDOM, Kind.SAMPLER)
 
@@ -143,7 +143,7 @@ class EagerFacts:
     ) -> list[_Known]:
         placements = _placements(call, inputs)
         if call.type in DIVIDING and placements == [Partial(How.SUM)] and self._divides_by_own_rows(call, inputs):
-            placements = [Partial(How.MEAN)]
+            placements = [Unknown(Why.OWN_ROWS)]
         numbers = [place for place, x in enumerate(known) if isinstance(x.placement, Partial) and not x.is_gradient]
         is_gradient = any(x.is_gradient for x in known)
         is_agreed = any(x.is_agreed for x in known)
@@ -151,7 +151,8 @@ class EagerFacts:
         is_first = unknown is not None and not any(isinstance(x.placement, Unknown) for x in known)
         meets = is_gradient and bool(numbers) and unknown is None
         line, is_users = line_that_runs() if is_first or meets else ("", False)
-        if (is_first or meets) and self._is_mending and is_users and outputs and call.is_pure:
+        can_mend = self._is_mending and is_users and outputs and call.is_pure and Unknown(Why.OWN_ROWS) not in placements
+        if (is_first or meets) and can_mend:
             mended = self._mended(call, unknown, numbers if is_gradient else [], inputs, attributes, outputs)
             if mended is not None:
                 placements, is_agreed = mended, True
@@ -161,7 +162,7 @@ class EagerFacts:
         return [_Known(self._run, x, is_agreed, is_gradient, of_weights) for x in placements]
 
     def _divides_by_own_rows(self, call: Call, inputs: Sequence[Any]) -> bool:
-        """Whether a sum over rows is divided by the rank's own number of them, a constant that Python has read."""
+        """Whether a sum over rows is divided by the rank's own number of them, which Python has read, or a constant like it."""
         divisor = call.value(1)
         is_number = self._rows.are_means and divisor is not None and divisor.size == 1
         return is_number and float(divisor.reshape(-1)[0]) in (int(self._rows.rows), getattr(inputs[0], _SUMMED, None))
@@ -186,7 +187,7 @@ class EagerFacts:
         numbers = {place: x for place, x in enumerate(call.inputs) if isinstance(x, Partial)}
         sums = [place for place, x in numbers.items() if x.is_sum]
         can_agree = not any(inputs[place].dtype.is_integer and x.how is How.COUNT for place, x in numbers.items())
-        for wanted in (sums,) if is_mixed else (first, list(numbers)) if can_agree or why is not Why.SIZE else ():
+        for wanted in (sums,) if is_mixed else (first, list(numbers)) if can_agree else ():
             placement = Partial(How.MEAN) if is_mixed else Replicate()
             new = tuple(placement if place in wanted else x for place, x in enumerate(call.inputs))
             placements = _placements(dataclasses.replace(call, inputs=new), inputs)
@@ -218,6 +219,17 @@ class EagerFacts:
         self._set(made, _Known(self._run, Partial(How.MEAN)))
         return made
 
+    def line_that_reads(self, tensor: tf.Tensor) -> str | None:
+        """Returns the line of the user's code in which Python reads `tensor`, which other ranks have otherwise; None: none does."""
+        placement = self.of(tensor)
+        is_size = isinstance(placement, Replicate | Lengths | Places) or (
+            isinstance(placement, Partial) and tensor.dtype.is_integer
+        )
+        if is_size or self._is_busy or not self._is_mending or not is_read_by_python():
+            return None
+        line, is_users = line_that_runs()
+        return line if is_users else None
+
     # What ranks agree on
 
     def _agreed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -248,7 +260,9 @@ class EagerFacts:
         extremes = [place for place, how in enumerate(hows) if how in EXTREMES]
         with self._working():
             equal = [tf.cast(tf.equal(given[place], found[place]), given[place].dtype) for place in extremes]
-            wholes = self._totals.reduced([*map(tf.convert_to_tensor, upstream), *equal], "sum", "agree/gradient")
+            has_rows = self._rows.rows > 0  # without any it may be NaN
+            parts = [tf.math.multiply_no_nan(x, tf.cast(has_rows, x.dtype)) for x in map(tf.convert_to_tensor, upstream)]
+            wholes = self._totals.reduced([*parts, *equal], "sum", "agree/gradient")
             back = [tf.cast(v, x.dtype) for v, x in zip(wholes, given, strict=False)]
             for place, how in enumerate(hows):
                 if how in MEANS:
@@ -260,13 +274,13 @@ class EagerFacts:
     # What is known
 
     def _of(self, tensor: tf.Tensor) -> _Known:
-        found = getattr(tensor, _KNOWN, None)
+        found = getattr(tensor, KNOWN, None)
         if self._rows.is_weight(tensor):
             return _Known(self._run, Partial(How.SHARE))
         return found if found is not None and found.run is self._run else self._constant
 
     def _set(self, tensor: tf.Tensor, known: _Known) -> None:
-        setattr(tensor, _KNOWN, known)
+        setattr(tensor, KNOWN, known)
 
     def _tell(self, found: tf.Tensor, is_same: bool, given: tf.Tensor | None) -> None:
         """Notes what a collective has returned: the same on all ranks, or like what it was `given`."""
