@@ -78,10 +78,10 @@ def line_of_user(graph: tf.Graph, what: str) -> str:
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
-def line_that_runs() -> tuple[str, bool]:
-    """Returns " (file, line)" of the user's code that runs here, eagerly, "" where that is not known; and whether it, or Keras,
-    has asked for the operation: not tfdist itself, nor a `tf.custom_gradient`, which would go back along what it was given."""
-    frame: FrameType | None = sys._getframe(1)
+def line_that_runs(frame: FrameType | None = None) -> tuple[str, bool]:
+    """Returns " (file, line)" of the user's code that runs here, or in `frame`, "" where that is not known; and whether it, or
+    Keras, has asked for the operation: not tfdist itself, nor a `tf.custom_gradient`, which would go back along what it was given."""
+    frame = frame or sys._getframe(1)
     line, is_users = "", None
     while frame is not None:
         name, code = frame.f_globals.get("__name__") or "", frame.f_code
@@ -96,19 +96,18 @@ def line_that_runs() -> tuple[str, bool]:
     return line, bool(is_users)
 
 
-def is_read_by_python() -> bool:
-    """Whether code computes with the numbers of an eager tensor, whose method stands above: it prints nothing, and is not
-    TensorFlow, which looks at sizes and lets assertions fail."""
+def reader_of_numbers() -> FrameType | None:
+    """Returns the frame of what computes with the numbers of an eager tensor whose method runs here; None: it is only printed, or
+    TensorFlow looks at a size, or lets an assertion fail."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name not in _READING:
         if frame.f_code.co_name in _PRINTING:
-            return False
+            return None
         frame = frame.f_back
     reader = None if frame is None else frame.f_back
-    name = "" if reader is None else reader.f_globals.get("__name__") or ""
-    is_number = frame is not None and frame.f_code.co_name not in ("numpy", "__array__")
-    return reader is not None and not name.endswith("check_ops") and (is_number or not _is_tensorflow(name))
-
-
-def _is_tensorflow(name: str) -> bool:
-    return name.startswith("tensorflow.") and not name.endswith("script_ops")
+    if frame is None or reader is None:
+        return None
+    name = reader.f_globals.get("__name__") or ""
+    is_of_tensorflow = name.startswith("tensorflow.") and not name.endswith("script_ops")
+    is_size = is_of_tensorflow and frame.f_code.co_name in ("numpy", "__array__")
+    return None if is_size or name.endswith("check_ops") else reader

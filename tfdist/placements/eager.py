@@ -23,7 +23,7 @@ from tfdist import temporary
 from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
 from tfdist.graphs import eager_operations, tape
-from tfdist.graphs.walks import is_read_by_python, line_that_runs
+from tfdist.graphs.walks import line_that_runs, reader_of_numbers
 from tfdist.placements.call import Call
 from tfdist.placements.eager_call import eager_call
 from tfdist.placements.facts import DIVIDING, given_placements
@@ -220,14 +220,13 @@ class EagerFacts:
         return made
 
     def line_that_reads(self, tensor: tf.Tensor) -> str | None:
-        """Returns the line of the user's code in which Python reads `tensor`, which other ranks have otherwise; None: none does."""
+        """Returns the line of the user's code in which Python reads numbers of the rank's own rows; None: none does."""
         placement = self.of(tensor)
-        is_size = isinstance(placement, Replicate | Lengths | Places) or (
-            isinstance(placement, Partial) and tensor.dtype.is_integer
-        )
-        if is_size or self._is_busy or not self._is_mending or not is_read_by_python():
+        is_count = isinstance(placement, Partial) and tensor.dtype.is_integer
+        if is_count or isinstance(placement, Replicate | Lengths | Places) or self._is_busy or not self._is_mending:
             return None
-        line, is_users = line_that_runs()
+        reader = reader_of_numbers()
+        line, is_users = ("", False) if reader is None else line_that_runs(reader)
         return line if is_users else None
 
     # What ranks agree on
