@@ -80,7 +80,7 @@ def line_of_user(graph: tf.Graph, what: str) -> str:
 
 def line_that_runs(frame: FrameType | None = None) -> tuple[str, bool]:
     """Returns " (file, line)" of the user's code that runs here, or in `frame`, "" where that is not known; and whether it, or
-    Keras, has asked for the operation: not tfdist itself, nor a `tf.custom_gradient`, which would go back along what it was given."""
+    Keras, has asked for the operation: no tfdist, nor a `tf.custom_gradient`, which would go back along what it was given."""
     frame = frame or sys._getframe(1)
     line, is_users = "", None
     while frame is not None:

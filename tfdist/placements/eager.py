@@ -303,6 +303,11 @@ def _placements(call: Call, inputs: Sequence[Any]) -> list[Placement]:
     return found
 
 
+def own_use(program: RankProgram) -> contextlib.AbstractContextManager[None]:
+    """A block of operations that are not the user's, if `program` runs eagerly: an optimizer's, a metric's."""
+    return program.attachment(EagerFacts).own_use() if program.is_eager else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def watching(program: RankProgram) -> Iterator[None]:
     """A block in which the rank's function runs; if eagerly, its operations are seen."""
