@@ -15,6 +15,7 @@ from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
 from tfdist.losses.warning import warn_of_number_read
 from tfdist.placements.eager import KNOWN, EagerFacts
+from tfdist.placements.kinds import Replicate
 from tfdist.placements.replicas import ReplicaCount, ReplicaPart
 from tfdist.runtime import coordination, out_of_memory
 from tfdist.sharding import ShardedVariable
@@ -126,12 +127,12 @@ already (stage 3) would be summed again."""
 
 @replaces("tensorflow.python.distribute.distribute_lib.ReplicaContext", "all_reduce", why=_SUMMED)
 def _all_reduce(original: Callable[..., Any], self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
-    return original(self, reduce_op, _summands(value), options)
+    return _from_all(original(self, reduce_op, _summands(value), options))
 
 
 @replaces("tensorflow.python.distribute.distribute_lib.ReplicaContext", "all_gather", why=_SUMMED)
 def _all_gather(original: Callable[..., Any], self: Any, value: Any, axis: Any, options: Any = None) -> Any:
-    return original(self, _summands(value), axis, options)
+    return _from_all(original(self, _summands(value), axis, options))
 
 
 @replaces("tensorflow.python.distribute.distribute_lib.ReplicaContext", "merge_call")
@@ -144,6 +145,14 @@ def _merge_call(original: Callable[..., Any], self: Any, merge_fn: Any, args: An
     elif program is not None:
         args, kwargs = tf.nest.map_structure(lambda x: program.summand(x) if tf.is_symbolic_tensor(x) else x, (args, kwargs))
     return original(self, merge_fn, args, kwargs)
+
+
+def _from_all(found: Any) -> Any:
+    program = rank_program()
+    if program is not None and program.is_eager:
+        for x in filter(tf.is_tensor, tf.nest.flatten(found)):
+            program.attachment(EagerFacts).declare(x, Replicate())
+    return found
 
 
 def _summands(value: Any) -> Any:
