@@ -77,8 +77,8 @@ def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
         return grad, True
     whole = program.attachment(TapeGradients).whole_of(grad)
     if schedule is not None and whole is None:
-        is_sum = schedule.is_of_sums(grad) if not program.is_eager else schedule.has_sum_in(grad, target.variable)
-        whole = grad if is_sum else None
+        is_sum = program.attachment(EagerFacts).is_whole_gradient(grad) if program.is_eager else schedule.is_of_sums(grad)
+        whole = grad if is_sum and (not program.is_eager or schedule.has_gradient(target.variable)) else None
     elif grad.shape == target.state_layout.component_shape != target.layout.local_shape:
         return grad, True  # of a slot, in which the program has kept sums
     if program.is_eager:

@@ -130,10 +130,6 @@ class UnshardSchedule:
         """Whether a tape of this trace was asked for the gradient of `variable`."""
         return id(variable) in self._differentiated
 
-    def has_sum_in(self, gradient: tf.Tensor, variable: Any) -> bool:
-        """Whether `gradient` of `variable`, in an eager run, is of a sum that a tape has returned, and of no collective since."""
-        return self.has_gradient(variable) and self._program.attachment(EagerFacts).is_whole_gradient(gradient)
-
     def _is_recorded(self, unit: Unit, variable: Any) -> bool:
         """Whether every tape that watches the variable knows the unit's output too; a tape opened since the gather does not."""
         if id(variable) not in unit.outputs:
