@@ -78,6 +78,11 @@ def default_cases():
         2,
     )
     yield Case(("rmse", "tversky", "cond_of_the_mean", "weighted_by_exponentials"), "eager", "coincide"), 0, 2
+    yield (
+        Case(("masked_mean", "correlation_of_moments", "loop_on_the_mean", "custom_gradient_of_the_mean"), "eager", "empty"),
+        3,
+        2,
+    )
 
 
 def exhaustive_cases():
@@ -123,6 +128,16 @@ def test_tensor_ranks(case, zero_stage):
 def test_what_no_graph_tells(name):
     """Is right or says so."""
     case = Case((name,), "step", "uneven")
+    if not under(case, 0)[1]:
+        assert_same(case, 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["in_batch_negatives", *map(exhaustive, ("softmax_over_the_rows", "sum_by_static_rows", "rolled_rows"))]
+)
+def test_what_an_eager_step_cannot(name):
+    """Is right or says so."""
+    case = Case((name,), "eager", "uneven")
     if not under(case, 0)[1]:
         assert_same(case, 0)
 

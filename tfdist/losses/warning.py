@@ -63,18 +63,19 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     is_here = tf.is_symbolic_tensor(tensor) is not program.is_eager
     if here is None or not is_here or is_given_everywhere() or program.mesh.size("data") == 1:
         return Replicate()
+    unknown = None
     if program.is_eager:
-        placement = here.attachment(EagerFacts).of(tensor)
+        placement, unknown = here.attachment(EagerFacts).of(tensor), here.attachment(EagerFacts).unknown(tensor)
     elif program.mesh.splits_layers:  # whose losses are computed of slices: nothing can be agreed on
         placement = here.attachment(Facts).of(tensor)
     else:
         placement = here.attachment(Repair).known(tensor, label)
-    is_told = owner in _told or program.local_index or isinstance(placement, Unknown) and placement.why is Why.GIVEN
-    if isinstance(placement, Unknown) and not is_told:
+    unknown = placement if isinstance(placement, Unknown) else unknown
+    if unknown is not None and not (owner in _told or program.local_index or unknown.why is Why.GIVEN):
         _told.add(owner)
-        why, fix = _TOLD.get(placement.why, (_OWN, _REDUCE))
-        where = "" if program.is_eager else line_of_user(here.graph, placement.what)
-        told = f"{name} contains {placement.why.value}: {placement.what}{where}. {why}"
+        why, fix = _TOLD.get(unknown.why, (_OWN, _REDUCE))
+        where = "" if program.is_eager else line_of_user(here.graph, unknown.what)
+        told = f"{name} contains {unknown.why.value}: {unknown.what}{where}. {why}"
         warnings.warn(errors.message(told, fix=fix), stacklevel=2)
     return placement
 

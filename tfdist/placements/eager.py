@@ -43,6 +43,7 @@ class _Known(NamedTuple):
     is_agreed: bool = False  # computed of what ranks have agreed on
     is_gradient: bool = False  # by weights, or computed of such
     is_of_weights: bool = False  # of what variables hold
+    why: Unknown | None = None  # the placement is taken for one that it may not be: as if it were of a rank's own rows
 
 
 class EagerFacts:
@@ -60,6 +61,11 @@ class EagerFacts:
     def of(self, tensor: tf.Tensor) -> Placement:
         """Returns the placement of `tensor`."""
         return self._of(tensor).placement
+
+    def unknown(self, tensor: tf.Tensor) -> Unknown | None:
+        """Returns why the placement of `tensor` is not known, but taken for one; None: it is known."""
+        found = self._of(tensor)
+        return found.placement if isinstance(found.placement, Unknown) else found.why
 
     def is_agreed(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is the same on all ranks since they have agreed on what it is computed of."""
@@ -151,15 +157,23 @@ class EagerFacts:
         is_first = unknown is not None and not any(isinstance(x.placement, Unknown) for x in known)
         meets = is_gradient and bool(numbers) and unknown is None
         line, is_users = line_that_runs() if is_first or meets else ("", False)
-        can_mend = self._is_mending and is_users and outputs and call.is_pure and Unknown(Why.OWN_ROWS) not in placements
+        reason = next((x.why for x in known if x.why is not None), None)
+        can_mend = self._is_mending and is_users and outputs and call.is_pure
+        if reason is not None or Unknown(Why.OWN_ROWS) in placements:  # ranks may differ in what they have: nothing is sent
+            can_mend = can_mend and unknown is not None and unknown.why is Why.MIXED
         if (is_first or meets) and can_mend:
             mended = self._mended(call, unknown, numbers if is_gradient else [], inputs, attributes, outputs)
             if mended is not None:
                 placements, is_agreed = mended, True
-        if is_first:
-            placements = [Unknown(x.why, call.type + line) if isinstance(x, Unknown) else x for x in placements]
+        unknown = next((x for x in placements if isinstance(x, Unknown)), None)
+        if is_first and unknown is not None:
+            reason = reason or Unknown(unknown.why, call.type + line)
+            has_rows = any(isinstance(x.placement, Shard) for x in known)
+            ranks = [shape.rank for shape in call.results]
+            taken = [Shard() if has_rows and rank else Partial(How.MEAN) for rank in ranks]
+            placements = [y if isinstance(x, Unknown) else x for x, y in zip(placements, taken, strict=True)]
         of_weights = any(x.is_of_weights for x in known)
-        return [_Known(self._run, x, is_agreed, is_gradient, of_weights) for x in placements]
+        return [_Known(self._run, x, is_agreed, is_gradient, of_weights, reason) for x in placements]
 
     def _divides_by_own_rows(self, call: Call, inputs: Sequence[Any]) -> bool:
         """Whether a sum over rows is divided by the rank's own number of them, which Python has read, or a constant like it."""
