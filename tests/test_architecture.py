@@ -76,6 +76,7 @@ PRIVATE = {
     "collectives/automatic_order.py",
     "collectives/nested_functions.py",
     "collectives/where.py",
+    "graphs/eager_operations.py",
     "graphs/records.py",
     "graphs/tape.py",
     "sharding/keras_scope.py",

@@ -46,7 +46,7 @@ from tensorflow.python.training.saving import saveable_object
 
 from tfdist import custom_gradients
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
-from tfdist.graphs import tape
+from tfdist.graphs import eager_operations, tape
 from tfdist.sharding import keras_scope
 
 pytestmark = pytest.mark.timeout(120)
@@ -601,7 +601,11 @@ def test_saveables(tmp_path):
 
 def test_operations_of_an_eager_thread_are_seen():
     seen = []
-    with tape.each_operation_seen_by(lambda kind, inputs, attributes, outputs: seen.append((kind, inputs[0], outputs[0]))):
+
+    def see(kind, inputs, attributes, outputs, may_replace):
+        seen.append((kind, inputs[0], outputs[0]))
+
+    with eager_operations.each_operation_seen_by(see):
         given = tf.constant([1.0, 2.0])
         result = tf.square(given)
         tf.function(lambda x: x + 1, autograph=False).get_concrete_function(given)
@@ -610,6 +614,55 @@ def test_operations_of_an_eager_thread_are_seen():
     assert one is given
     assert other is result
     assert not any(kind in ("AddV2", "Sqrt") for kind, _, _ in seen)
+
+
+def test_results_of_eager_operations_can_be_replaced():
+    """Also for tapes; not those of operations that run in the slower way, as with a variable that TensorFlow does not know."""
+    may = {}
+
+    def see(kind, inputs, attributes, outputs, may_replace):
+        may[kind] = may_replace
+        if kind == "Sqrt" and not may.get("again"):
+            may["again"] = True
+            outputs[:] = eager_operations.run_again(kind, [4.0 * inputs[0]], attributes, 1)
+
+    with eager_operations.each_operation_seen_by(see), tf.GradientTape() as recorder:
+        given = tf.constant(9.0)
+        recorder.watch(given)
+        found = 3.0 * tf.sqrt(given)
+        tf.strided_slice(tf.zeros(3), [0], [1])
+    assert may["Sqrt"] and not may["StridedSlice"]
+    np.testing.assert_allclose(found, 18.0)
+    np.testing.assert_allclose(recorder.gradient(found, given), 3.0 * 4.0 / 2.0 / 6.0)
+
+
+def test_threads_of_replicas_share_who_watches_operations():
+    """So each has a list of its own: what one rank's operations are told would be told of another's."""
+    strategy, told = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]), {0: 0, 1: 0}
+
+    def on_rank():
+        rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+        rank = int(rank)
+
+        def see(*_):
+            told[rank] += 1
+
+        with eager_operations.each_operation_seen_by(see):
+            tf.distribute.get_replica_context().merge_call(lambda _: None)
+            for _ in range(rank + 1):
+                tf.square(1.0)
+
+    strategy.run(on_rank)
+    assert told == {0: 1, 1: 2}
+
+
+def test_what_eager_operations_say_of_their_types():
+    assert eager_operations.is_pure("Sqrt")
+    assert not any(map(eager_operations.is_pure, ("ReadVariableOp", "RandomUniform", "PartitionedCall", "__inference_f_1")))
+    assert eager_operations.default_of("OneHot", "axis") == -1
+    assert eager_operations.default_of("Squeeze", "squeeze_dims") == []
+    with pytest.raises(ValueError, match="no attribute"):
+        eager_operations.default_of("OneHot", "mood")
 
 
 def test_mirrored_extended(cpus):

@@ -10,6 +10,7 @@ it shares has no input but a shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import tensorflow as tf
@@ -21,16 +22,26 @@ _Key: TypeAlias = tuple[int, str]  # the graph of a tensor, that of the step or 
 
 
 class Results:
-    """The results of the collectives of one rank in one trace; an attachment of its program."""
+    """The results of the collectives of one rank in one trace; an attachment of its program.
+
+    Attributes:
+        tell: called with those of an eager run: whether all ranks have the same, and what it is like row by row, if anything.
+    """
 
     def __init__(self, program: RankProgram):
         self._over_data = set(program.group_ranks("shard"))
         self._same: set[_Key] = set()
         self._of_all: set[_Key] = set()
         self._like: dict[_Key, tf.Tensor] = {}
+        self.tell: Callable[[tf.Tensor, bool, tf.Tensor | None], None] | None = None
 
     def note(self, found: tf.Tensor, ranks: Ranks, given: tf.Tensor | None, is_like: bool, is_same: bool) -> None:
         is_of_all = self._over_data <= set(ranks)
+        if not tf.is_symbolic_tensor(found):
+            like = given if is_like and not is_of_all else None
+            if self.tell is not None and (is_of_all or like is not None):
+                self.tell(found, is_of_all and is_same, like)
+            return
         if is_of_all:
             self._of_all.add(_key(found))
         if is_of_all and is_same:
@@ -64,13 +75,13 @@ def noted(
     is_like: bool = False,
     is_same: bool = True,
 ) -> tf.Tensor:
-    """Returns `found`, what a collective has returned to `ranks`; of a traced one that is noted.
+    """Returns `found`, what a collective has returned to `ranks`, and notes that.
 
     Args:
         given: what this rank gave; None: nothing.
         is_like: whether each row of `found` is of that row of what each of `ranks` gave.
         is_same: whether all of `ranks` get `found`.
     """
-    if tf.is_symbolic_tensor(found):
+    if tf.is_symbolic_tensor(found) or program.is_eager:
         program.attachment(Results).note(found, ranks, given, is_like, is_same)
     return found

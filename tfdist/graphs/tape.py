@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
-from tensorflow.python.framework import auto_control_deps, op_callbacks
+from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import control_flow_util_v2, default_gradient, resource_variable_ops, while_v2
 from tensorflow.python.ops.parallel_for import pfor
 
@@ -273,25 +272,6 @@ def reconnected(graph: tf.Graph) -> list[tf.Operation]:
         setattr(graph, _RECONNECTED, [])
     found: list[tf.Operation] = getattr(graph, _RECONNECTED)
     return found
-
-
-@contextlib.contextmanager
-def each_operation_seen_by(see: Callable[[str, Sequence[Any], Sequence[Any], Sequence[Any]], None]) -> Iterator[None]:
-    """A block in which `see(type, inputs, attributes, outputs)` is called after each operation that this thread runs eagerly.
-
-    Attributes are names and values in turns.
-    """
-
-    def called(kind: str, inputs: Any, attributes: Any, outputs: Any, op_name: Any = None, graph: Any = None) -> None:
-        del op_name
-        if graph is None:
-            see(tf.compat.as_str(kind), inputs, attributes, outputs)
-
-    op_callbacks.add_op_callback(called)
-    try:
-        yield
-    finally:
-        op_callbacks.remove_op_callback(called)
 
 
 def operations_so_far() -> int:

@@ -28,7 +28,6 @@ from tfdist.losses.step_gradients import gradient_of_targets, weighted_in_gradie
 from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
 from tfdist.optimizers.application import noted
-from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.pipeline.model import PipelineModel
 from tfdist.sharding import UnshardSchedule, config_of
 from tfdist.sharding.nested_tapes import NestedTapes
@@ -177,8 +176,7 @@ def _gradient(
     program = rank_program()
     if program is None:
         return gradient(target, output_gradients)
-    reads = program.attachment(EagerReads).own_use() if program.is_eager else contextlib.nullcontext()
-    with reads, program.attachment(NestedTapes).going_back() as is_nested:
+    with program.attachment(NestedTapes).going_back() as is_nested:
         if is_nested:
             return gradient(target, output_gradients)
         found = gradient_of_targets(self, gradient, target, sources, output_gradients)

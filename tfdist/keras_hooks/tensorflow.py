@@ -13,8 +13,11 @@ from tfdist.collectives import Where, nested_functions, rank_program, trace_bran
 from tfdist.graphs import tape
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
+from tfdist.placements.eager import KNOWN, EagerFacts
 from tfdist.placements.facts import has_static_rows
+from tfdist.placements.kinds import Replicate
 from tfdist.placements.replicas import ReplicaCount, ReplicaPart
+from tfdist.placements.telling import warn_of_number_read
 from tfdist.runtime import coordination, out_of_memory
 from tfdist.sharding import ShardedVariable
 from tfdist.sharding.eager_sums import EagerSums
@@ -92,7 +95,9 @@ def _convert(original: Callable[..., Any], value: Any, *args: Any, **kwargs: Any
     return value.as_tensor(given.get("dtype") or given.get("preferred_dtype"))
 
 
-_ROWS = """The number of a rank's rows is no constant, also where it is known when the step is traced: other ranks have others."""
+_ROWS = (
+    """The number of a rank's rows is no constant, also where the trace knows it, or the step runs eagerly: others have others."""
+)
 
 
 @replaces("tensorflow.python.ops.array_ops", "shape_internal", why=_ROWS)
@@ -102,7 +107,28 @@ def _shape(original: Callable[..., Any], input: Any, name: Any = None, optimize:
 
 @replaces("tensorflow.python.ops.array_ops", "size_internal", why=_ROWS)
 def _size(original: Callable[..., Any], input: Any, name: Any = None, optimize: bool = True, out_type: Any = tf.int32) -> Any:
+    if tf.executing_eagerly() and isinstance(input, tf.Tensor) and rank_program() is not None:
+        return tf.raw_ops.Size(input=input, out_type=out_type)
     return original(input, name, optimize and not has_static_rows(input), out_type)
+
+
+@replaces("tensorflow.python.ops.custom_gradient", "_eager_mode_decorator")
+def _custom_gradient(original: Callable[..., Any], f: Any, args: Any, kwargs: Any) -> Any:
+    """In an eager run the gradient function finds what the function was given: numbers of a rank's own rows. So ranks agree on
+    them first."""
+    program = rank_program()
+    if program is not None and program.is_eager and not (getattr(f, "__module__", None) or "").startswith("tfdist."):
+        whole = program.attachment(EagerFacts).whole
+        args, kwargs = tf.nest.map_structure(lambda x: whole(x) if tf.is_tensor(x) else x, (args, kwargs))
+    return original(f, args, kwargs)
+
+
+@replaces("tensorflow.python.framework.ops._EagerTensorBase", "_numpy")
+def _numpy(original: Callable[..., Any], self: Any) -> Any:
+    """What Python reads in an eager step is of the rank's own rows, and no operation: nobody sees what becomes of it."""
+    if hasattr(self, KNOWN):
+        warn_of_number_read(self)
+    return original(self)
 
 
 _SUMMED = """In an eager run TensorFlow stops all ranks for it, and looks at no value: gradients that are sums over the ranks
@@ -111,12 +137,12 @@ already (stage 3) would be summed again."""
 
 @replaces("tensorflow.python.distribute.distribute_lib.ReplicaContext", "all_reduce", why=_SUMMED)
 def _all_reduce(original: Callable[..., Any], self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
-    return original(self, reduce_op, _summands(value), options)
+    return _from_all(original(self, reduce_op, _summands(value), options))
 
 
 @replaces("tensorflow.python.distribute.distribute_lib.ReplicaContext", "all_gather", why=_SUMMED)
 def _all_gather(original: Callable[..., Any], self: Any, value: Any, axis: Any, options: Any = None) -> Any:
-    return original(self, _summands(value), axis, options)
+    return _from_all(original(self, _summands(value), axis, options))
 
 
 @replaces("tensorflow.python.distribute.distribute_lib.ReplicaContext", "merge_call")
@@ -129,6 +155,14 @@ def _merge_call(original: Callable[..., Any], self: Any, merge_fn: Any, args: An
     elif program is not None:
         args, kwargs = tf.nest.map_structure(lambda x: program.summand(x) if tf.is_symbolic_tensor(x) else x, (args, kwargs))
     return original(self, merge_fn, args, kwargs)
+
+
+def _from_all(found: Any) -> Any:
+    program = rank_program()
+    if program is not None and program.is_eager:
+        for x in filter(tf.is_tensor, tf.nest.flatten(found)):
+            program.attachment(EagerFacts).declare(x, Replicate())
+    return found
 
 
 def _summands(value: Any) -> Any:

@@ -57,6 +57,7 @@ from tfdist.losses.rank_batch import RankBatch
 from tfdist.losses.shares import Shares
 from tfdist.losses.sliced_batch import current_sliced_batch, is_on_trial
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Replicate
 from tfdist.placements.repair import Repair
@@ -113,7 +114,7 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         if current_sliced_batch() is not None:
             return values
         program = rank_program(peers_on="data")
-        placement = known_of_loss(program, values) if program is not None and not program.is_eager else Replicate()
+        placement = Replicate() if program is None else known_of_loss(program, values)
         is_share = is_sum(placement)
         if isinstance(placement, Partial) and placement.is_extreme:
             values = program.here().attachment(Repair).without_extremes(values, "loss")
@@ -188,7 +189,9 @@ def _of_all_rows(values: tf.Tensor) -> tuple[tf.Tensor, bool]:
 def _noted(loss: Any, how: How) -> Any:
     """Notes how the ranks' `loss`, which counts what it should, makes up that of the batch, and returns it."""
     program = rank_program()
-    if program is not None and tf.is_symbolic_tensor(loss) and (here := program.that_made(loss)) is not None:
+    if program is not None and program.is_eager and tf.executing_eagerly():
+        program.attachment(EagerFacts).declare(loss, Partial(how))
+    elif program is not None and tf.is_symbolic_tensor(loss) and (here := program.that_made(loss)) is not None:
         here.attachment(Facts).declare(loss, Partial(how))
     return loss
 

@@ -11,10 +11,11 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
-from tfdist.graphs import tape
+from tfdist.graphs import records, tape
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import TrainerStep, trainer_step
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
@@ -55,7 +56,8 @@ def gradient_of_targets(
     targets = tf.nest.flatten(target)
     if program is None or program.here() is None or not all(map(tf.is_tensor, targets)):
         return gradient(target, output_gradients)
-    targets = [_without_extremes(program, x) for x in targets]
+    with records.recording(gradient_tape) if program.is_eager else contextlib.nullcontext():
+        targets = [_without_extremes(program, x) for x in targets]
     weights = program.attachment(GradientWeight)
     if step is None:
         seeds = _seeds_of_shares(program, targets, output_gradients)
@@ -104,9 +106,13 @@ def gradient_of_targets(
 
 def _declare(program: RankProgram, grads: list[Any], sources: list[Any], hows: list[How]) -> None:
     """Notes what the `grads` that a tape has returned for `sources` are: of rows, one device's; else a rank's part."""
-    if program.is_eager or program.here() is None:
+    here = program.here()
+    if here is None:
         return
-    facts = program.here().attachment(Facts)
+    if program.is_eager:
+        _declare_eagerly(here.attachment(EagerFacts), grads, sources, hows)
+        return
+    facts = here.attachment(Facts)
     for grad, source, how in zip(grads, sources, hows, strict=True):
         if not (tf.is_symbolic_tensor(grad) and program.exists_here(grad)):
             continue
@@ -118,23 +124,42 @@ def _declare(program: RankProgram, grads: list[Any], sources: list[Any], hows: l
             facts.declare(grad, Partial(how))
 
 
+def _declare_eagerly(facts: EagerFacts, grads: list[Any], sources: list[Any], hows: list[How]) -> None:
+    """Does the same for eager tensors; what is reduced already (stage 3) is the same on all ranks."""
+    for grad, source, how in zip(grads, sources, hows, strict=True):
+        variable = _strategys_variable(source)
+        placement = facts.of(source) if variable is None and tf.is_tensor(source) else Replicate()
+        for x in tf.nest.flatten(grad, expand_composites=True):
+            if isinstance(placement, Shard):
+                facts.declare(x, placement)
+            elif isinstance(placement, Replicate) and tf.is_tensor(x) and x.dtype.is_floating:
+                is_whole = variable is not None and variable.layout.is_data_sharded
+                facts.declare(x, Replicate() if is_whole else Partial(how), is_gradient=True)
+
+
 def _are_same_on_all(program: RankProgram, targets: list[tf.Tensor]) -> bool:
     """Whether `targets` do not depend on rows: so do not their gradients."""
     here = program.here()
-    if program.is_eager or not all(tf.is_symbolic_tensor(x) and here.exists_here(x) for x in targets):
+    if program.is_eager:
+        return False
+    if not all(tf.is_symbolic_tensor(x) and here.exists_here(x) for x in targets):
         return False
     return all(here.attachment(Facts).of(x) == Replicate() for x in targets)
 
 
 def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any) -> Any:
     """Returns what a tape in a loop of one's own is to begin with: at what ranks have agreed on, with the rank's weight."""
-    is_alone = program.is_eager or program.mesh.size("data") == 1 or program.mesh.splits_layers
+    is_alone = program.mesh.size("data") == 1 or program.mesh.splits_layers
     if is_alone or not all(map(program.exists_here, targets)):
         return given
-    repair, owner = program.attachment(Repair), tf.distribute.get_strategy()
+    owner = tf.distribute.get_strategy()
     for target in targets:
         known(program, target, "loss", owner, "A loss in the function given to `strategy.run`")
-    is_agreed = [isinstance(repair.as_share(x, "loss"), Replicate) and repair.is_agreed(x) for x in targets]
+    if program.is_eager:
+        is_agreed = [program.attachment(EagerFacts).is_agreed(x) for x in targets]
+    else:
+        repair = program.attachment(Repair)
+        is_agreed = [isinstance(repair.as_share(x, "loss"), Replicate) and repair.is_agreed(x) for x in targets]
     if not any(is_agreed):
         return given
     weight = program.attachment(RankRows).weight()
@@ -147,7 +172,8 @@ def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any)
 def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Callable[[], tf.Tensor | None]) -> Iterator[None]:
     """A block in which a tape is asked for gradients that will be multiplied by `factor()` where they are reduced."""
     if program.is_eager:
-        yield
+        with program.attachment(EagerFacts).not_seen():
+            yield
         return
     here = program.here()
     redistribution, repair = here.attachment(Redistribution), here.attachment(Repair)
@@ -162,20 +188,24 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Ca
 
 
 def _without_extremes(program: RankProgram, target: tf.Tensor) -> tf.Tensor:
-    is_alone = program.is_eager or program.mesh.size("data") == 1 or program.attachment(RankRows).are_of_slices
+    is_alone = program.mesh.size("data") == 1 or program.attachment(RankRows).are_of_slices
     here = None if is_alone else program.here()
-    if here is None or not tf.is_symbolic_tensor(target) or not here.exists_here(target) or is_given_everywhere():
+    if here is None or is_given_everywhere():
+        return target
+    if program.is_eager:
+        return here.attachment(EagerFacts).without_extremes(target)
+    if not tf.is_symbolic_tensor(target) or not here.exists_here(target):
         return target
     return here.attachment(Repair).without_extremes(target, "loss")
 
 
 def _placement(step: TrainerStep, program: RankProgram, target: tf.Tensor) -> Placement:
-    """Returns the placement of what is differentiated; of one that is not known that of a mean, or of rows, as it looks."""
-    if not program.is_eager and tf.is_symbolic_tensor(target) and not tape.in_vectorized_map():
-        if program.here().attachment(GradientStubs).below(target):
-            return Partial(How.MEAN)  # a gradient that stands for a sum, which the way back through it divides by the weight
-        return known(program, target, "loss", step.model, f"The loss of {type(step.model).__name__}")
-    return Shard() if program.attachment(RankRows).looks_like_rows(target) else Partial(How.MEAN)
+    """Returns the placement of what is differentiated; of one example's that of a mean."""
+    if tape.in_vectorized_map():
+        return Partial(How.MEAN)
+    if not program.is_eager and program.here().attachment(GradientStubs).below(target):
+        return Partial(How.MEAN)  # a gradient that stands for a sum, which the way back through it divides by the weight
+    return known(program, target, "loss", step.model, f"The loss of {type(step.model).__name__}")
 
 
 def _seed(target: tf.Tensor, placement: Placement, given: Any, weight: tf.Tensor, begins_with_weight: bool) -> Any:

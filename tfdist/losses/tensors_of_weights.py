@@ -15,23 +15,17 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.graphs.walks import before
-from tfdist.losses.trainer_step import TrainerStep
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Replicate
-from tfdist.placements.rank_rows import RankRows
 
 
 def is_of_weights(source: Any, program: RankProgram) -> bool:
-    """Whether `source`, a tensor, is the same on all ranks of `program`, as weights and what is computed of them are.
-
-    In an eager run nothing is known of a tensor but its shape: that of a weight, and not as many rows as the rank's batch.
-    """
+    """Whether `source`, a tensor, is the same on all ranks of `program`, as weights and what is computed of them are."""
     if not isinstance(source, tf.Tensor) or not source.dtype.is_floating:
         return False
     if not tf.is_symbolic_tensor(source):
-        model = program.attachment(TrainerStep).model
-        shapes = [] if model is None else [tuple(variable.shape) for variable in model.trainable_variables]
-        return program.is_eager and tuple(source.shape) in shapes and not program.attachment(RankRows).looks_like_rows(source)
+        return program.is_eager and program.attachment(EagerFacts).is_of_weights(source)
     if not program.exists_here(source) or program.attachment(Facts).of(source) != Replicate():
         return False
     return any(x.op.type == "ReadVariableOp" for x, _ in before(source))

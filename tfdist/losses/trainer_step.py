@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.placements.telling import known
@@ -84,7 +85,7 @@ def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Call
         else:
             here.weight()  # before any branch or loop in which no message could be sent
         logs = step(data)
-        return logs if is_keras_own or program.is_eager else _of_means(logs, model, program)
+        return logs if is_keras_own else _of_means(logs, model, program)
 
     return marked
 
@@ -93,10 +94,12 @@ def _of_means(logs: Any, model: Any, program: RankProgram) -> Any:
     """Returns `logs`, what a step has returned, with numbers of which the ranks' own, by their weights, make up one device's."""
 
     def mean(path: tuple[Any, ...], x: Any) -> Any:
-        if not (tf.is_symbolic_tensor(x) and x.dtype.is_floating and x.shape.rank == 0 and program.exists_here(x)):
+        if not (tf.is_tensor(x) and x.dtype.is_floating and x.shape.rank == 0 and program.exists_here(x)):
             return x
         name = "/".join(map(str, path))
         known(program, x, f"log/{name}", model, f"What a step of {type(model).__name__} returns as {name!r}")
+        if program.is_eager:
+            return x if program.attachment(RankRows).are_everywhere else program.attachment(EagerFacts).as_mean(x)
         return program.attachment(Repair).as_mean(x, f"log/{name}")
 
     return tf.nest.pack_sequence_as(logs, [mean(path, x) for path, x in _with_paths(logs)])

@@ -26,6 +26,7 @@ from tensorflow.python.distribute import values as distribute_values
 from tfdist.collectives import RankProgram, all_reduce, cross_replica_of, rank_program
 from tfdist.metrics import updates
 from tfdist.metrics.adoption import adopt
+from tfdist.placements import eager
 from tfdist.sharding import keras_scope
 
 
@@ -63,7 +64,8 @@ def result(metric: keras.metrics.Metric, own: Callable[[], Any]) -> Any:
     if program is None or keras_scope.in_stateless_scope():
         return own()
     adopt(metric, tf.distribute.get_strategy())
-    return tf.nest.map_structure(_as_tensor, _result(metric, own, program))
+    with eager.own_use(program):
+        return tf.nest.map_structure(_as_tensor, _result(metric, own, program))
 
 
 def _as_tensor(value: Any) -> Any:

@@ -28,6 +28,7 @@ from tfdist.metrics.additive import adds_up
 from tfdist.metrics.adoption import adopt
 from tfdist.metrics.arguments import Arguments
 from tfdist.metrics.gathered import GatheredBatch, why_not
+from tfdist.placements import eager
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.placements.telling import known
@@ -104,14 +105,15 @@ def update(
                 _hold_whole(metric)
             elif program.mesh.coordinate(program.rank).data > 0:
                 return None
-            with whole_batch():
+            with whole_batch(), eager.own_use(program):
                 return own(*args, **kwargs)
         _hold_summands(metric)
         if arguments.have_no_rows and metric.variables:
             return None  # it adds nothing, and Keras's operations refuse it where they see it: in eager runs
         if _is_keras(own, "Mean.update_state", "Sum.update_state"):
             args, kwargs = _weighted(metric, own, args, kwargs, part, counted)
-        updated = own(*args, **kwargs)
+        with eager.own_use(program):
+            updated = own(*args, **kwargs)
         _hold_summands(metric)  # also what it has made now
         return updated
 
@@ -209,10 +211,14 @@ def _way(
 def _as_mean(value: tf.Tensor, metric: keras.metrics.Metric, part: Callable[[], tf.Tensor]) -> tf.Tensor:
     """Returns `value`, a number, such that the ranks' own, by their weights, are that of the whole batch."""
     program = rank_program()
-    here = None if program is None or program.is_eager else program.here()
-    if here is None or not tf.is_symbolic_tensor(value) or program.attachment(RankRows).are_of_slices:
+    here = None if program is None else program.here()
+    if here is None or program.attachment(RankRows).are_of_slices:
         return value
     known(program, value, f"metric/{metric.name}", metric, f"The number given to the metric {metric.name!r}")
+    if program.is_eager:
+        return here.attachment(eager.EagerFacts).as_mean(value)
+    if not tf.is_symbolic_tensor(value):
+        return value
     return here.attachment(Repair).as_mean(value, f"metric/{metric.name}")
 
 

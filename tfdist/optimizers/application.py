@@ -11,12 +11,11 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
 from tfdist.graphs import tape
-from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients, whole_sums
 from tfdist.optimizers.support import is_elementwise, is_wrapper
 from tfdist.optimizers.tape_gradients import TapeGradients
-from tfdist.optimizers.target import local_part, variable_of
+from tfdist.optimizers.target import variable_of
 from tfdist.optimizers.update import decays
 from tfdist.sharding import MeshConfig, Shard, config_of, placement
 from tfdist.sharding.gradient_weight import GradientWeight
@@ -50,8 +49,6 @@ def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], 
         return found
     strategy = tf.distribute.get_strategy()
     if program.is_eager:
-        if tf.executing_eagerly():
-            _watch_eagerly(flat, variables, strategy, program, is_of_weights)
         return found
     is_in_loop = in_loop(program.root.graph)
     places = [
@@ -90,27 +87,6 @@ def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], 
         lambda grads, theirs: whole_sums(grads, theirs, config, program),
     )
     return tf.nest.pack_sequence_as(found, flat)
-
-
-def _watch_eagerly(
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-    strategy: tf.distribute.Strategy,
-    program: RankProgram,
-    is_of_weights: Callable[[Any, RankProgram], bool],
-) -> None:
-    """Lets a warning be given where the user's code reads one of `grads`, of parameters that ranks hold whole, or what it makes
-    of those of rows."""
-    pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
-    handles = [local_part(v, program).handle for _, v in pairs if _is_parameter(v, strategy, is_whole=True)]
-    found = [grad for grad, v in pairs if _is_parameter(v, strategy, is_whole=True) or is_of_weights(v, program)]
-    reads = program.attachment(EagerReads)
-    if found:
-        reads.note(found, handles)
-    of_rows = program.attachment(GradientWeight).of_rows
-    rows = [x for grad, _ in pairs for x in tf.nest.flatten(grad, expand_composites=True) if id(x) in of_rows]
-    if rows:
-        reads.note_of_rows(rows)
 
 
 def _is_parameter(variable: Any, strategy: tf.distribute.Strategy, is_whole: bool) -> bool:

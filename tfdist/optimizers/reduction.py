@@ -24,9 +24,9 @@ from tfdist.collectives.where import is_visible
 from tfdist.optimizers.row_gradients import of_own_mean
 from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.kinds import Replicate
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
-from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_weight import weighted
 from tfdist.sharding.shard_messages import all_reduce_sums, gather_shards_in_buckets, scatter_sums, wide_dtype
 
@@ -72,21 +72,21 @@ def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
     shard = schedule.shard_of(grad) if schedule is not None and tf.is_tensor(grad) else None
     if shard is not None:
         return shard, True
-    given, grad = grad, dense(grad, target)
+    grad = dense(grad, target)
     if schedule is not None and comes_reduced(grad, target):
         return grad, True
     whole = program.attachment(TapeGradients).whole_of(grad)
     if schedule is not None and whole is None:
-        is_sum = schedule.is_of_sums(grad) if not program.is_eager else schedule.has_sum_in(grad, target.variable)
-        whole = grad if is_sum else None
+        is_sum = program.attachment(EagerFacts).is_whole_gradient(grad) if program.is_eager else schedule.is_of_sums(grad)
+        whole = grad if is_sum and (not program.is_eager or schedule.has_gradient(target.variable)) else None
     elif grad.shape == target.state_layout.component_shape != target.layout.local_shape:
         return grad, True  # of a slot, in which the program has kept sums
     if program.is_eager:
-        whole = grad if whole is None and program.attachment(EagerSums).is_of_variables(grad) else whole
+        whole = grad if whole is None and program.attachment(EagerFacts).is_whole(grad) else whole
     elif whole is None and program.attachment(TapeGradients).placement_of(grad) == Replicate():
         whole = grad
     if whole is None:
-        return of_own_mean(grad, given, program), False
+        return of_own_mean(grad, program), False
     if target.state_layout.is_data_sharded:
         data_rank = program.mesh.coordinate(program.rank).data
         return packing.data_shard(whole, target.state_layout, data_rank, program.constant), True
@@ -95,11 +95,11 @@ def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
 
 def summand(grad: Any, target: Target, weight: tf.Tensor | None) -> tf.Tensor:
     """Returns what this rank adds to the sum of a whole parameter's gradients, counted with `weight` (None: 1)."""
-    given, grad = grad, dense(grad, target)
+    grad = dense(grad, target)
     program = target.program
     whole = program.attachment(TapeGradients).whole_of(grad)
     if whole is None:
-        return of_own_mean(grad, given, program)
+        return of_own_mean(grad, program)
     # All ranks have the sum. Their weights add up to 1; without weights it is the first rank's summand.
     is_first = weight is not None or program.mesh.coordinate(program.rank).data == 0
     return whole if is_first else tf.zeros_like(whole)

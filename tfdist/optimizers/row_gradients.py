@@ -9,20 +9,17 @@ gradient of the rank's own mean, would count it again.
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.tape_gradients import TapeGradients
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.kinds import Partial
-from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_weight import GradientWeight
 
 
-def of_own_mean(grad: tf.Tensor, given: Any, program: RankProgram) -> tf.Tensor:
-    """Returns `grad`, the dense value of what an optimizer was `given`, as the gradient of the rank's own mean.
+def of_own_mean(grad: tf.Tensor, program: RankProgram) -> tf.Tensor:
+    """Returns `grad`, the dense value of what an optimizer was given, as the gradient of the rank's own mean.
 
     Without the rank's weight, that is, if it was made of gradients of rows.
     """
@@ -30,13 +27,14 @@ def of_own_mean(grad: tf.Tensor, given: Any, program: RankProgram) -> tf.Tensor:
     if not weights.of_rows:
         return grad
     weight = weights.of_wholes()
-    if weight is None or not _is_of_rows(grad, given, program):
+    if weight is None or not _is_of_rows(grad, program):
         return grad
     return tf.math.divide_no_nan(grad, tf.cast(weight, grad.dtype))
 
 
-def _is_of_rows(grad: tf.Tensor, given: Any, program: RankProgram) -> bool:
+def _is_of_rows(grad: tf.Tensor, program: RankProgram) -> bool:
     if program.is_eager:
-        return not program.attachment(EagerReads).knows(given) and program.attachment(EagerSums).is_of_rows(grad)
-    placement = program.attachment(TapeGradients).placement_of(grad)
+        placement = program.attachment(EagerFacts).of(grad)
+    else:
+        placement = program.attachment(TapeGradients).placement_of(grad)
     return isinstance(placement, Partial) and placement.is_sum

@@ -27,8 +27,8 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.graphs import tape
 from tfdist.graphs.walks import inputs_first
-from tfdist.optimizers.eager_reads import EagerReads
 from tfdist.optimizers.target import local_part
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement
 from tfdist.placements.repair import Repair
@@ -209,7 +209,7 @@ class TapeGradients:
         """A block that reads gradients as summands, whatever it does with them: an optimizer's."""
         self.settle()
         if self._program.is_eager:
-            with self._program.attachment(EagerReads).own_use():
+            with self._program.attachment(EagerFacts).own_use():
                 yield
         else:
             with self._numbers.own_use(), self._marked():

@@ -28,7 +28,7 @@ from tfdist.placements.table import is_elementwise, placements_of
 
 _BRANCHING = ("Case", "If", "StatelessCase", "StatelessIf")
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-_DIVIDING = ("Div", "DivNoNan", "RealDiv")
+DIVIDING = ("Div", "DivNoNan", "RealDiv")
 _READS = ("ReadVariableOp", "VarHandleOp")
 
 
@@ -286,7 +286,7 @@ class Facts(GraphFacts):
 
     def _look(self, op: tf.Operation) -> list[Placement]:
         found = super()._look(op)
-        if op.type in _DIVIDING and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
+        if op.type in DIVIDING and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
             return [Partial(How.MEAN)]
         return found
 
@@ -346,23 +346,28 @@ def has_static_rows(x: Any) -> bool:
 
 
 def argument_placements(program: RankProgram) -> dict[str, Placement]:
-    """Returns the placements of the tensors that the function of a rank is given, by name: what is dealt to ranks has rows."""
-    found: dict[str, Placement] = {}
+    """Returns the placements of the tensors that the function of a rank is given, by name."""
+    return {x.name: placement for x, placement in given_placements(program) if tf.is_symbolic_tensor(x)}
+
+
+def given_placements(program: RankProgram) -> list[tuple[tf.Tensor, Placement]]:
+    """Returns the tensors that the function of a rank is given, with their placements: what is dealt to ranks has rows."""
+    found: list[tuple[tf.Tensor, Placement]] = []
     for leaf in tf.nest.flatten(program.arguments):
         parts = tf.nest.flatten(leaf, expand_composites=True) if leaf is not None else []
-        for x in parts:
-            if tf.is_symbolic_tensor(x):
-                found[x.name] = _placement_of_given(x, leaf) if program.is_dealt(leaf) else Replicate()
+        for x in filter(tf.is_tensor, parts):
+            name = x.name if tf.is_symbolic_tensor(x) else f"{x.shape[0] if x.shape.rank else 'no'} rows"
+            found.append((x, _placement_of_given(x, leaf, name) if program.is_dealt(leaf) else Replicate()))
     return found
 
 
-def _placement_of_given(x: tf.Tensor, leaf: Any) -> Placement:
+def _placement_of_given(x: tf.Tensor, leaf: Any, name: str) -> Placement:
     if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):  # numbers of rows count within a rank
         values = leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf.values
-        return Shard(0, is_even=False) if x is values else Unknown(Why.GIVEN, _named(x.op))
+        return Shard(0, is_even=False) if x is values else Unknown(Why.GIVEN, name)
     if x.dtype in (tf.resource, tf.variant) or x.shape.rank == 0:
-        return Unknown(Why.GIVEN, _named(x.op))
-    return Shard(0, (x.name,))
+        return Unknown(Why.GIVEN, name)
+    return Shard(0, (name,))
 
 
 def _joined_branches(facts: GraphFacts, op: tf.Operation, inputs: tuple[Placement, ...]) -> list[Placement]:

@@ -43,6 +43,7 @@ class Why(enum.Enum):
     SOME_ROWS = "a mean over some of the rows"
     MEET = "rows that meet other rows of the batch (another order, a part, all pairs, a number of each)"
     SIZE = "a size that depends on all rows"
+    OWN_ROWS = "a sum over rows that is divided by a number which is that of the device's own rows, or happens to be the same"
     GIVEN = "what the step is given beside rows"
 
 

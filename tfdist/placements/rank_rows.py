@@ -65,7 +65,9 @@ class RankRows:
 
     def is_weight(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is what `weight` returns."""
-        return self._weight is not None and tensor.graph is self._weight.graph and tensor.name == self._weight.name
+        if self._weight is None or not tf.is_symbolic_tensor(tensor):
+            return tensor is self._weight
+        return tensor.graph is self._weight.graph and tensor.name == self._weight.name
 
     def looks_like_rows(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` has as many rows as a tensor of the batch: all that is known of one in an eager run."""

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_gather, all_reduce, gather_rows, group_ops
+from tfdist.collectives import RankProgram, all_gather, all_reduce, gather_rows
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
 from tfdist.graphs.constants import value_of
@@ -30,12 +30,7 @@ from tfdist.graphs.walks import inputs_first
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Lengths, Partial, Places, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
-
-_WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32}
-_MEANS = (How.MEAN, How.ALIKE)
-_FEW = 64  # numbers that are sent as float64, whatever they are, to be in one message
-
-Tensors: TypeAlias = Sequence[tf.Tensor]
+from tfdist.placements.totals import EXTREMES, MEANS, Tensors, Totals, wide
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,6 +69,7 @@ class Redistribution:
         self._program = program
         self._facts: Facts = program.attachment(Facts)
         self._rows: RankRows = program.attachment(RankRows)
+        self._totals: Totals = program.attachment(Totals)
         self._found: dict[str, tf.Tensor] = {}
         self._changes: list[_Change] = []  # of which tapes must be told
         self._told: dict[int, tuple[tf.GradientTape, int]] = {}  # how many, by the id of a tape, which stays its own
@@ -87,22 +83,11 @@ class Redistribution:
         """Lets the ranks agree on `tensors`, each `Partial`, of static shapes: one message, one more for maxima and minima."""
         missing = list({x.name: x for x in tensors if x.name not in self._found}.values())
         hows = {x.name: self._facts.of(x).how for x in missing}
-        sums = [x for x in missing if hows[x.name] not in (How.MAX, How.MIN, How.REPLICAS)]
         with self._program.outermost(), tape.stop_recording():
-            if sums:
-                are_means = [hows[x.name] in _MEANS for x in sums]
-                totals = self._totals(sums, are_means, label)
-                totals = [tf.round(y) if x.dtype.is_integer else y for x, y in zip(sums, totals, strict=True)]
-                self._note(sums, [tf.cast(y, x.dtype) for x, y in zip(sums, totals, strict=True)], self._back_to_sums)
-            replicas = [x for x in missing if hows[x.name] is How.REPLICAS]
-            count = len(self._program.group_ranks("data"))
-            self._note(replicas, [tf.cast(x / count, x.dtype) for x in replicas], self._back_to_sums)
-            for how, sign in ((How.MAX, 1), (How.MIN, -1)):
-                extremes = [x for x in missing if hows[x.name] is how]
-                if extremes:
-                    totals = self._reduced([sign * _wide(x) for x in extremes], "max", label)
-                    totals = [tf.cast(sign * y, x.dtype) for x, y in zip(extremes, totals, strict=True)]
-                    self._note(extremes, totals, self._back_to_extremes)
+            totals = self._totals.of(missing, [hows[x.name] for x in missing], label)
+        pairs = list(zip(missing, totals, strict=True))
+        for is_extreme, back in ((False, self._back_to_sums), (True, self._back_to_extremes)):
+            self._note([pair for pair in pairs if (hows[pair[0].name] in EXTREMES) is is_extreme], back)
 
     def make(self, build: Callable[..., tf.Tensor], *tensors: tf.Tensor) -> tf.Tensor:
         """Returns `build(*tensors)`, of operations that tapes go back through."""
@@ -191,68 +176,13 @@ class Redistribution:
                 elif records.is_recorded(change):
                     records.record_again(change)
 
-    def _note(self, given: Tensors, found: Tensors, back: Callable[[Tensors, Tensors, Tensors], Tensors]) -> None:
-        for x, y in zip(given, found, strict=True):
+    def _note(self, pairs: Sequence[tuple[tf.Tensor, tf.Tensor]], back: Callable[[Tensors, Tensors, Tensors], Tensors]) -> None:
+        for x, y in pairs:
             self._found[x.name] = y
             self._facts.declare_agreed(y)
-        pairs = [(x, y) for x, y in zip(given, found, strict=True) if x.dtype.is_floating]
+        pairs = [(x, y) for x, y in pairs if x.dtype.is_floating]
         if pairs:
             self._changes.append(_Agreement([x for x, _ in pairs], [y for _, y in pairs], back))
-
-    def _reduced(self, tensors: Tensors, how: str, label: str) -> list[tf.Tensor]:
-        """Reduces tensors over the data ranks, those of one dtype in one message; few numbers, all in one."""
-        found: dict[int, tf.Tensor] = {}
-        sizes = [x.shape.num_elements() for x in tensors]
-        for place in (place for place, size in enumerate(sizes) if size is None):
-            found[place] = self._reduced_by_size(tensors[place], how, label)
-        kinds = [_wide(x).dtype for x in tensors]
-        if None not in sizes and sum(sizes) <= _FEW and len(set(kinds)) > 1:
-            kinds = [tf.float64] * len(tensors)
-        for kind in dict.fromkeys(kinds):
-            places = [place for place, one in enumerate(kinds) if one == kind and sizes[place] is not None]
-            if not places:
-                continue
-            packed = tf.concat([tf.reshape(tf.cast(tensors[place], kind), [-1]) for place in places], 0)
-            total = all_reduce(packed, "data", reduce_op=how, label=label)
-            for place, part in zip(places, tf.split(total, [sizes[place] for place in places]), strict=True):
-                whole = tf.round(part) if tensors[place].dtype.is_integer and kind.is_floating else part
-                found[place] = tf.reshape(whole, tensors[place].shape)
-        return [found[place] for place in range(len(tensors))]
-
-    def _reduced_by_size(self, x: tf.Tensor, how: str, label: str) -> tf.Tensor:
-        """Reduces a tensor of a size that is the same on all ranks, and known when the step runs; none are no message."""
-        wide = tf.reshape(_wide(x), [-1])
-        padded = tf.concat([wide, tf.zeros([1], wide.dtype)], 0)
-        ranks = self._program.group_ranks("data")
-        return tf.reshape(group_ops.all_reduce(self._program, padded, ranks, how, label)[:-1], tf.shape(x))
-
-    def _totals(self, tensors: Tensors, are_means: Sequence[bool], label: str) -> list[tf.Tensor]:
-        """Returns the sums and the means over all ranks; the first means count the rows of all ranks, too."""
-        if self._rows.is_counted or not any(are_means):
-            shares = [self._weighed(x) if is_mean else self._of_rows(x) for x, is_mean in zip(tensors, are_means, strict=True)]
-            return self._reduced(shares, "sum", label)
-        own = tf.cast(self._rows.rows, next(_floating(x).dtype for x, is_mean in zip(tensors, are_means, strict=True) if is_mean))
-        shares = [
-            tf.math.multiply_no_nan(_floating(x), tf.cast(own, _floating(x).dtype)) if is_mean else self._of_rows(x)
-            for x, is_mean in zip(tensors, are_means, strict=True)
-        ]
-        *totals, all_rows = self._reduced([*shares, own], "sum", label)
-        self._rows.note_all_rows(all_rows)
-        return [
-            total / tf.cast(all_rows, total.dtype) if is_mean else total for total, is_mean in zip(totals, are_means, strict=True)
-        ]
-
-    def _weighed(self, mean: tf.Tensor) -> tf.Tensor:
-        """Returns the rank's share of a mean; of no rows it is NaN, and counts nothing."""
-        wide = _floating(mean)
-        return tf.math.multiply_no_nan(wide, tf.cast(self._rows.weight(), wide.dtype))
-
-    def _of_rows(self, total: tf.Tensor) -> tf.Tensor:
-        """Returns a rank's part of a sum; of no rows it may be NaN, and is 0."""
-        if not total.dtype.is_floating:
-            return total
-        has_none = tf.logical_and(tf.equal(self._rows.rows, 0), tf.math.is_nan(total))
-        return tf.where(has_none, tf.zeros_like(total), total)
 
     # The way back
 
@@ -260,7 +190,7 @@ class Redistribution:
         del found
         back = []
         for x, v in zip(given, self._of_one_device(*upstream), strict=True):
-            is_mean = self._facts.of(x).how in _MEANS
+            is_mean = self._facts.of(x).how in MEANS
             back.append(self._without_factor(v * tf.cast(self._rows.weight(), v.dtype) if is_mean else v))
         return back
 
@@ -272,10 +202,10 @@ class Redistribution:
             if x.op.type in ("Max", "Min"):
                 values, axes = x.op.inputs
                 kept = y if x.op.get_attr("keep_dims") else _with_axes(y, axes, values.shape.rank)
-                equal.append(tf.reshape(tf.reduce_sum(tf.cast(tf.equal(values, kept), _wide(x).dtype), axes), x.shape))
+                equal.append(tf.reshape(tf.reduce_sum(tf.cast(tf.equal(values, kept), wide(x).dtype), axes), x.shape))
             else:
-                equal.append(tf.cast(tf.equal(x, y), _wide(x).dtype))
-        totals = self._reduced(equal, "sum", "agree/gradient")
+                equal.append(tf.cast(tf.equal(x, y), wide(x).dtype))
+        totals = self._totals.reduced(equal, "sum", "agree/gradient")
         return [
             self._without_factor(v * tf.math.divide_no_nan(one, total))
             for v, one, total in zip(wholes, equal, totals, strict=True)
@@ -295,7 +225,7 @@ class Redistribution:
         missing = [place for place in range(len(given)) if place not in found]
         if missing:
             parts = [self._with_factor(given[place]) for place in missing]
-            totals = self._reduced(parts, "sum", "agree/gradient")
+            totals = self._totals.reduced(parts, "sum", "agree/gradient")
             found.update((place, tf.cast(y, given[place].dtype)) for place, y in zip(missing, totals, strict=True))
         return [found[place] for place in range(len(given))]
 
@@ -322,14 +252,6 @@ def _inputs_first(changes: Sequence[_Change]) -> list[_Change]:
         for change in before:
             found[id(change)] = change
     return list(found.values())
-
-
-def _floating(x: tf.Tensor) -> tf.Tensor:
-    return tf.cast(x, tf.float64) if x.dtype.is_integer else _wide(x)
-
-
-def _wide(x: tf.Tensor) -> tf.Tensor:
-    return tf.cast(x, _WIDE.get(x.dtype, x.dtype))
 
 
 def _swapped(x: tf.Tensor, axis: int) -> tf.Tensor:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce, can_be_gathered
 from tfdist.graphs import records, tape
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
@@ -392,9 +393,16 @@ def meant_of_own_rows(program: RankProgram | None, like: tf.Tensor | None = None
     Gives a list for what the block has computed, which counts as the same on all ranks, or as what is `like` it.
     """
     found: list[tf.Tensor] = []
-    here = None if program is None or program.is_eager else program.here()
+    here = None if program is None else program.here()
     if here is None:
         yield found
+        return
+    if program.is_eager:
+        eager = here.attachment(EagerFacts)
+        with eager.not_seen():
+            yield found
+        for x in found:
+            eager.declare(x, Replicate() if like is None else eager.of(like))
         return
     repair, facts = here.attachment(Repair), here.attachment(Facts)
     repair.look()

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.graphs.walks import line_of_user
+from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
@@ -37,6 +38,11 @@ _REDUCE = (
     "what it is computed of."
 )
 _TOLD = {
+    Why.OWN_ROWS: (
+        "Which of both it is cannot be told of a number of Python; it counts as the device's rows.",
+        "Divide by `tf.shape(x)[0]`, cast, by no `x.shape[0]`; a constant is told from it as a factor, `total * (1 / 4)`. "
+        + _REDUCE,
+    ),
     Why.MEET: (
         "Each device has a part of the rows, and lets them meet its own alone, where on one device all meet.",
         "If they are few, let them be gathered: make the strategy with a larger `gather_rows_bytes`, and batches without "
@@ -54,20 +60,24 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
         name: what `tensor` is called in the warning.
     """
     here = program.here()
-    rows = program.attachment(RankRows)
-    if here is None or not tf.is_symbolic_tensor(tensor) or rows.are_everywhere or program.mesh.size("data") == 1:
+    rows, unknown = program.attachment(RankRows), None
+    is_here = tf.is_symbolic_tensor(tensor) is not program.is_eager
+    if here is None or not is_here or rows.are_everywhere or program.mesh.size("data") == 1:
         return Replicate()
-    if rows.are_of_slices:
+    if program.is_eager:
+        placement, unknown = here.attachment(EagerFacts).of(tensor), here.attachment(EagerFacts).unknown(tensor)
+    elif rows.are_of_slices:
         return here.attachment(Facts).of(tensor)
-    placement = here.attachment(Repair).known(tensor, label)
+    else:
+        placement = here.attachment(Repair).known(tensor, label)
+    unknown = placement if isinstance(placement, Unknown) else unknown
     # Where ranks have different layers, the first may compute no loss.
     is_other = program.local_index and not program.mesh.splits_layers
-    is_told = owner in _told or is_other or isinstance(placement, Unknown) and placement.why is Why.GIVEN
-    if isinstance(placement, Unknown) and not is_told:
+    if unknown is not None and not (owner in _told or is_other or unknown.why is Why.GIVEN):
         _told.add(owner)
-        why, fix = _TOLD.get(placement.why, (_OWN, _REDUCE))
-        where = line_of_user(here.graph, placement.what)
-        told = f"{name} contains {placement.why.value}: {placement.what}{where}. {why}"
+        why, fix = _TOLD.get(unknown.why, (_OWN, _REDUCE))
+        where = "" if program.is_eager else line_of_user(here.graph, unknown.what)
+        told = f"{name} contains {unknown.why.value}: {unknown.what}{where}. {why}"
         warnings.warn(errors.message(told, fix=fix), stacklevel=2)
     return placement
 
@@ -91,6 +101,31 @@ def of_layer(layer: Any, outputs: Any) -> Any:
         return found
 
     return tf.nest.map_structure(own, outputs)
+
+
+def warn_of_number_read(tensor: tf.Tensor) -> None:
+    """Warns, once for a strategy, where the user's code lets Python read an eager `tensor` of a rank's own rows."""
+    program, owner = rank_program(peers_on="data"), tf.distribute.get_strategy()
+    if (
+        program is None
+        or not program.is_eager
+        or program.local_index
+        or owner in _told
+        or program.attachment(RankRows).are_everywhere
+    ):
+        return
+    line = program.attachment(EagerFacts).line_that_reads(tensor)
+    if line is not None:
+        _told.add(owner)
+        warnings.warn(
+            errors.message(
+                f"Python reads a number of an eager step{line}: that of the device's own rows, where one device has that of all, "
+                "and nobody can see what becomes of it.",
+                fix="Compute with tensors (`mean > 0.5`, `tf.where`), of which tfdist knows what they are of; reduce it over the "
+                'devices first, `tfdist.collectives.all_reduce(x, "data")`; or compile without `run_eagerly`.',
+            ),
+            stacklevel=3,
+        )
 
 
 def warn_of_custom_gradient(program: RankProgram, unknown: Unknown | None) -> None:

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.collectives import RankProgram
-from tfdist.sharding.eager_sums import EagerSums
 
 
 class GradientWeight:
@@ -63,8 +62,6 @@ class GradientWeight:
         """Notes that `grads`, which a tape has returned for rows of the batch, count the weight already."""
         parts = [x for x in tf.nest.flatten(list(grads), expand_composites=True) if tf.is_tensor(x) and x.dtype.is_floating]
         self.of_rows.update((id(part), part) for part in parts)
-        if parts and self._program.is_eager:
-            self._program.attachment(EagerSums).note_of_rows(parts)
 
     def of_wholes(self) -> tf.Tensor | None:
         """Returns what whole gradients are multiplied by, a scalar; None: nothing."""

@@ -16,7 +16,8 @@ import tensorflow as tf
 from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.graphs import tape
-from tfdist.sharding.eager_sums import EagerSums
+from tfdist.placements.eager import EagerFacts
+from tfdist.placements.kinds import Replicate
 from tfdist.sharding.shard_messages import gather_shards
 
 
@@ -55,7 +56,7 @@ class SlotReads:
             else:
                 whole = group_ops.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], label)
         if program.is_eager:
-            program.attachment(EagerSums).note_same(whole)
+            program.attachment(EagerFacts).declare(whole, Replicate(), is_of_weights=True)
         else:
             self._wholes.add(whole.name)
         return whole

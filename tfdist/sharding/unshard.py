@@ -23,6 +23,8 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
 from tfdist.graphs import tape
+from tfdist.placements.eager import EagerFacts
+from tfdist.placements.kinds import Replicate
 from tfdist.sharding import host_lead, keras_scope
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
@@ -92,6 +94,8 @@ class UnshardSchedule:
         with tape.stop_recording():
             (full,) = gather_parameters(program, [shard], [variable], f"unshard/{variable.name}", config, dtype)
 
+        program.attachment(EagerFacts).declare(full, Replicate(), is_of_weights=True)
+
         def reduced(upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
             grad = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
             if self._takes_own or not tf.executing_eagerly():  # in a `tf.vectorized_map`: see `_on_gradient`
@@ -125,10 +129,6 @@ class UnshardSchedule:
     def has_gradient(self, variable: Any) -> bool:
         """Whether a tape of this trace was asked for the gradient of `variable`."""
         return id(variable) in self._differentiated
-
-    def has_sum_in(self, gradient: tf.Tensor, variable: Any) -> bool:
-        """Whether `gradient` of `variable`, in an eager run, is of a sum that a tape has returned, and of no collective since."""
-        return self.has_gradient(variable) and not self._program.attachment(EagerSums).is_of_collective(gradient)
 
     def _is_recorded(self, unit: Unit, variable: Any) -> bool:
         """Whether every tape that watches the variable knows the unit's output too; a tape opened since the gather does not."""

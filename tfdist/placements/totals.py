@@ -1,0 +1,108 @@
+"""Numbers of which each data rank has a part, made those of all rows, the same on all ranks: a message for all of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, all_reduce, group_ops
+from tfdist.placements.kinds import How
+from tfdist.placements.rank_rows import RankRows
+
+_WIDE = {tf.float16: tf.float32, tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32}
+_FEW = 64  # numbers that are sent as float64, whatever they are, to be in one message
+MEANS = (How.MEAN, How.ALIKE)
+EXTREMES = {How.MAX: 1, How.MIN: -1}
+
+Tensors: TypeAlias = Sequence[tf.Tensor]
+
+
+class Totals:
+    """What one rank sends of its numbers; an attachment of its program."""
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._replicas = len(program.group_ranks("data"))
+        self._rows: RankRows = program.attachment(RankRows)
+
+    def of(self, tensors: Tensors, hows: Sequence[How], label: str) -> list[tf.Tensor]:
+        """Returns what `tensors`, of one shape on all ranks, are of all rows: one message, one more for maxima and for minima."""
+        found: dict[int, tf.Tensor] = {}
+        sums = [place for place, how in enumerate(hows) if how not in EXTREMES and how is not How.REPLICAS]
+        if sums:
+            totals = self._sums([tensors[place] for place in sums], [hows[place] in MEANS for place in sums], label)
+            found.update(zip(sums, totals, strict=True))
+        for how, sign in EXTREMES.items():
+            extremes = [place for place, one in enumerate(hows) if one is how]
+            if extremes:
+                totals = self.reduced([sign * wide(tensors[place]) for place in extremes], "max", label)
+                found.update((place, sign * total) for place, total in zip(extremes, totals, strict=True))
+        found.update((place, tensors[place] / self._replicas) for place, how in enumerate(hows) if how is How.REPLICAS)
+        rounded = [tf.round(found[place]) if x.dtype.is_integer else found[place] for place, x in enumerate(tensors)]
+        return [tf.cast(y, x.dtype) for x, y in zip(tensors, rounded, strict=True)]
+
+    def reduced(self, tensors: Tensors, how: str, label: str) -> list[tf.Tensor]:
+        """Reduces tensors over the data ranks, those of one dtype in one message; few numbers, all in one."""
+        found: dict[int, tf.Tensor] = {}
+        sizes = [x.shape.num_elements() for x in tensors]
+        for place in (place for place, size in enumerate(sizes) if size is None):
+            found[place] = self._reduced_by_size(tensors[place], how, label)
+        kinds = [wide(x).dtype for x in tensors]
+        if None not in sizes and sum(sizes) <= _FEW and len(set(kinds)) > 1:
+            kinds = [tf.float64] * len(tensors)
+        for kind in dict.fromkeys(kinds):
+            places = [place for place, one in enumerate(kinds) if one == kind and sizes[place] is not None]
+            if not places:
+                continue
+            packed = tf.concat([tf.reshape(tf.cast(tensors[place], kind), [-1]) for place in places], 0)
+            total = all_reduce(packed, "data", reduce_op=how, label=label)
+            for place, part in zip(places, tf.split(total, [sizes[place] for place in places]), strict=True):
+                whole = tf.round(part) if tensors[place].dtype.is_integer and kind.is_floating else part
+                found[place] = tf.reshape(whole, tensors[place].shape)
+        return [found[place] for place in range(len(tensors))]
+
+    def _reduced_by_size(self, x: tf.Tensor, how: str, label: str) -> tf.Tensor:
+        """Reduces a tensor of a size that is the same on all ranks, and known when the step runs; none are no message."""
+        flat = tf.reshape(wide(x), [-1])
+        padded = tf.concat([flat, tf.zeros([1], flat.dtype)], 0)
+        ranks = self._program.group_ranks("data")
+        return tf.reshape(group_ops.all_reduce(self._program, padded, ranks, how, label)[:-1], tf.shape(x))
+
+    def _sums(self, tensors: Tensors, are_means: Sequence[bool], label: str) -> list[tf.Tensor]:
+        """Returns the sums and the means over all ranks; the first means count the rows of all ranks, too."""
+        if self._rows.is_counted or not any(are_means):
+            shares = [self._weighed(x) if is_mean else self._of_rows(x) for x, is_mean in zip(tensors, are_means, strict=True)]
+            return self.reduced(shares, "sum", label)
+        own = tf.cast(self._rows.rows, next(_floating(x).dtype for x, is_mean in zip(tensors, are_means, strict=True) if is_mean))
+        shares = [
+            tf.math.multiply_no_nan(_floating(x), tf.cast(own, _floating(x).dtype)) if is_mean else self._of_rows(x)
+            for x, is_mean in zip(tensors, are_means, strict=True)
+        ]
+        *totals, all_rows = self.reduced([*shares, own], "sum", label)
+        self._rows.note_all_rows(all_rows)
+        return [
+            total / tf.cast(all_rows, total.dtype) if is_mean else total for total, is_mean in zip(totals, are_means, strict=True)
+        ]
+
+    def _weighed(self, mean: tf.Tensor) -> tf.Tensor:
+        """Returns the rank's share of a mean; of no rows it is NaN, and counts nothing."""
+        wide = _floating(mean)
+        return tf.math.multiply_no_nan(wide, tf.cast(self._rows.weight(), wide.dtype))
+
+    def _of_rows(self, total: tf.Tensor) -> tf.Tensor:
+        """Returns a rank's part of a sum; of no rows it may be NaN, and is 0."""
+        if not total.dtype.is_floating:
+            return total
+        has_none = tf.logical_and(tf.equal(self._rows.rows, 0), tf.math.is_nan(total))
+        return tf.where(has_none, tf.zeros_like(total), total)
+
+
+def _floating(x: tf.Tensor) -> tf.Tensor:
+    return tf.cast(x, tf.float64) if x.dtype.is_integer else wide(x)
+
+
+def wide(x: tf.Tensor) -> tf.Tensor:
+    """Returns `x` in a dtype that bears sums of many."""
+    return tf.cast(x, _WIDE.get(x.dtype, x.dtype))
