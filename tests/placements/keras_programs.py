@@ -10,7 +10,7 @@ from keras import layers
 from tests.programs import test_every_layer as of_layers
 from tests.programs import test_every_loss as of_losses
 from tests.programs import test_every_metric as of_metrics
-from tfdist.placements.facts import GraphFacts
+from tfdist.placements.graph_facts import GraphFacts
 from tfdist.placements.kinds import Replicate, Shard
 
 IMAGE, SERIES, VECTOR = of_layers.IMAGE, of_layers.SERIES, of_layers.VECTOR

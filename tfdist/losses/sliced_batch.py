@@ -22,7 +22,8 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce
 from tfdist.losses.batch_part import BatchPart, widened
-from tfdist.placements.facts import Facts, TracedFacts
+from tfdist.placements.facts import Facts
+from tfdist.placements.graph_facts import TracedFacts
 from tfdist.placements.kinds import How, Partial, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.metrics.arguments import Arguments
-from tfdist.placements.facts import TracedFacts
+from tfdist.placements.graph_facts import TracedFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate
 
 _FUNCTIONS = frozenset("Case If PartitionedCall StatefulPartitionedCall StatelessCase StatelessIf StatelessWhile While".split())

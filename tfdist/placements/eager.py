@@ -26,7 +26,8 @@ from tfdist.graphs import eager_operations, tape
 from tfdist.graphs.walks import line_that_runs, reader_of_numbers
 from tfdist.placements.call import Call
 from tfdist.placements.eager_call import eager_call
-from tfdist.placements.facts import DIVIDING, given_placements
+from tfdist.placements.facts import given_placements
+from tfdist.placements.graph_facts import DIVIDING
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.table import Kind, placements_of, row_of

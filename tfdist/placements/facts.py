@@ -7,7 +7,6 @@ rule of each operation is followed, through branches, loops and functions too, e
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import functools
@@ -22,152 +21,10 @@ from tfdist.graphs import tape
 from tfdist.graphs.constants import value_of
 from tfdist.graphs.walks import before, inputs_first
 from tfdist.placements.call import Call, call_of
+from tfdist.placements.graph_facts import DIVIDING, GraphFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
-from tfdist.placements.table import is_elementwise, placements_of
-
-_BRANCHING = ("Case", "If", "StatelessCase", "StatelessIf")
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-DIVIDING = ("Div", "DivNoNan", "RealDiv")
-_READS = ("ReadVariableOp", "VarHandleOp")
-
-
-class GraphFacts(abc.ABC):
-    """The placements of the tensors of one graph."""
-
-    def __init__(self, results: Results | None = None, static_rows: Collection[int] = ()) -> None:
-        self._results = results  # of collectives
-        self._given_rows = static_rows
-        self._known: dict[str, Placement] = {}
-        self._inner: dict[tuple[int, int, tuple[Placement, ...]], list[Placement]] = {}
-        self._graphs: list[tf.Graph] = []  # kept, so that their ids stay their own
-
-    def of(self, tensor: tf.Tensor) -> Placement:
-        """Returns the placement of `tensor`, of this graph."""
-        for current in inputs_first(tensor, self._inputs, self._known):
-            source = self._source(current)
-            if isinstance(source, tf.Tensor):
-                self._known[current.name] = self._known[source.name]
-            elif source is not None:
-                self._known[current.name] = source
-            else:
-                for output, placement in zip(current.op.outputs, self._look(current.op), strict=True):
-                    self._known.setdefault(output.name, placement)
-        return self._known[tensor.name]
-
-    def inputs_of(self, op: tf.Operation) -> tuple[Placement, ...]:
-        """Returns the placements of the inputs of `op`, of this graph."""
-        for x in op.inputs:
-            self.of(x)
-        return self._read_by(op)
-
-    @property
-    def static_rows(self) -> Collection[int]:
-        """Numbers of rows of a rank that are known when the graph is traced."""
-        return self._given_rows
-
-    def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> Call:
-        return call_of(op, inputs)
-
-    @abc.abstractmethod
-    def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
-        """Returns the placement of a tensor of which more is known than its operation says, or another one that it is like."""
-
-    def _of_collective(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
-        """Returns what `_leaf` does, of what a collective has returned."""
-        if self._results is None:
-            return None
-        if self._results.is_same(tensor):
-            return Replicate()
-        if (like := self._results.like(tensor)) is not None:
-            return like
-        return Unknown(Why.NO_RULE, _named(tensor.op)) if self._results.is_of_all(tensor) else None
-
-    def _source(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
-        if tensor.op.type == "IdentityN" and (found := self._leaf(tensor)) is None:  # the end of a custom gradient
-            return tensor.op.inputs[tensor.value_index]
-        elif tensor.op.type == "IdentityN":
-            return found
-        return self._leaf(tensor)
-
-    def _inputs(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-        source = self._source(tensor)
-        return list(tensor.op.inputs) if source is None else [source] if isinstance(source, tf.Tensor) else []
-
-    def _read_by(self, op: tf.Operation) -> tuple[Placement, ...]:
-        return tuple(self._known[x.name] for x in op.inputs)
-
-    def _look(self, op: tf.Operation) -> list[Placement]:
-        inputs = self._read_by(op)
-        count = len(op.outputs)
-        if op.type in _READS or (not op.inputs and op.type == "Placeholder"):
-            return [Replicate()] * count
-        if op.type in _BRANCHING:
-            return _joined_branches(self, op, inputs)
-        if op.type in tape.LOOPS:
-            return self._out_of_loop(op, inputs)
-        if op.type in _CALLS:
-            graph = tape.called(op)
-            return [Unknown(Why.NO_RULE, _named(op))] * count if graph is None else self.out_of(graph, inputs)
-        return placements_of(self._call_of(op, inputs))
-
-    def out_of(self, graph: tf.Graph, given: Sequence[Placement]) -> list[Placement]:
-        """Returns the placements of what a function, traced as `graph`, returns for inputs with the placements `given`."""
-        key = id(graph), len(graph.outputs), tuple(given)
-        if key not in self._inner:
-            self._graphs.append(graph)
-            inside = _FunctionFacts(graph, given, self._results, self.static_rows)
-            self._inner[key] = [inside.of(x) for x in graph.outputs]
-        return self._inner[key]
-
-    def _out_of_loop(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> list[Placement]:
-        """What goes round is what it was and what the body makes of that, until neither changes."""
-        body, carried = tape.body(op), list(inputs)
-        for place, x in enumerate(op.inputs):  # a state of zeros for each of the rank's rows
-            if x.shape.rank and x.shape[0] in self.static_rows and isinstance(carried[place], Replicate) and _is_zero(x):
-                carried[place] = Shard()
-        for _ in range(len(carried) + 2):
-            found = self.out_of(body, carried)
-            joined = [
-                _joined(one, other, op, is_zero=_is_zero(x)) for x, one, other in zip(op.inputs, carried, found, strict=False)
-            ]
-            if joined == carried[: len(joined)]:
-                break
-            carried = [*joined, *carried[len(joined) :]]
-        condition = self.out_of(tape.condition(op), carried)[0]
-        if not isinstance(condition, Replicate):
-            why = condition if isinstance(condition, Unknown) else Unknown(Why.FUNCTION, _named(op))
-            return [why] * len(op.outputs)
-        return carried[: len(op.outputs)]
-
-
-class _FunctionFacts(GraphFacts):
-    """Those of the graph of a branch, the body of a loop or a function, from the placements of its inputs."""
-
-    def __init__(
-        self, graph: tf.Graph, given: Sequence[Placement], results: Results | None, static_rows: Collection[int]
-    ) -> None:
-        super().__init__(results, static_rows)
-        self._given = {x.name: placement for x, placement in zip(graph.inputs, given, strict=False)}
-
-    def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
-        return self._given.get(tensor.name, self._of_collective(tensor))
-
-
-class TracedFacts(GraphFacts):
-    """Those of a function that was traced by itself: its arguments are rows, what it captures of other graphs is not known."""
-
-    def __init__(self, graph: tf.Graph) -> None:
-        super().__init__()
-        self._captured = {inner.name: outer for outer, inner in graph.captures}
-
-    def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
-        if tensor.op.type != "Placeholder":
-            return None
-        if tensor.name in self._captured:
-            is_of_a_graph = tf.is_symbolic_tensor(self._captured[tensor.name])
-            return Unknown(Why.GIVEN, tensor.op.name) if is_of_a_graph else Replicate()
-        return Shard(0, (tensor.name,)) if tensor.shape.rank else Unknown(Why.GIVEN, tensor.op.name)
+from tfdist.placements.table import is_elementwise
 
 
 class Facts(GraphFacts):
@@ -368,45 +225,3 @@ def _placement_of_given(x: tf.Tensor, leaf: Any, name: str) -> Placement:
     if x.dtype in (tf.resource, tf.variant) or x.shape.rank == 0:
         return Unknown(Why.GIVEN, name)
     return Shard(0, (name,))
-
-
-def _joined_branches(facts: GraphFacts, op: tf.Operation, inputs: tuple[Placement, ...]) -> list[Placement]:
-    if isinstance(inputs[0], Unknown):
-        return [inputs[0]] * len(op.outputs)
-    if not isinstance(inputs[0], Replicate):
-        return [Unknown(Why.FUNCTION, _named(op))] * len(op.outputs)
-    branches = [facts.out_of(graph, inputs[1:]) for graph in tape.traced_branches(op) or tape.branches(op)]
-    joined = list(branches[0][: len(op.outputs)])
-    for other in branches[1:]:
-        joined = [_joined(one, two, op) for one, two in zip(joined, other, strict=False)]
-    return joined if len(joined) == len(op.outputs) else [Unknown(Why.NO_RULE, _named(op))] * len(op.outputs)
-
-
-def _joined(one: Placement, other: Placement, op: tf.Operation, *, is_zero: bool = False) -> Placement:
-    """Returns the placement of what is `one` or `other`, the same on all ranks."""
-    if one == other or is_zero and isinstance(one, Replicate) and isinstance(other, Shard | Partial):
-        return other
-    if isinstance(one, Unknown) or isinstance(other, Unknown):
-        return one if isinstance(one, Unknown) else other
-    kinds = {one, other}
-    if kinds <= {Replicate(), Replicate(is_drawn=True)}:
-        return Replicate(is_drawn=True)
-    if kinds <= {Replicate(), Partial(How.MEAN)}:
-        return Partial(How.MEAN)
-    if isinstance(one, Shard) and isinstance(other, Shard) and one.axis == other.axis and not (one.is_joined or other.is_joined):
-        return Shard(one.axis, one.rows if one.rows == other.rows else (), one.is_even and other.is_even)
-    return Unknown(Why.FUNCTION, _named(op))
-
-
-def _is_zero(tensor: tf.Tensor) -> bool:
-    """Whether `tensor` is nothing yet: zeros, or an empty list."""
-    if tensor.dtype == tf.variant:
-        return tensor.op.type in ("TensorListReserve", "EmptyTensorList")
-    if tensor.op.type == "ZerosLike":
-        return True
-    value = value_of(tensor.op.inputs[1] if tensor.op.type == "Fill" else tensor)
-    return value is not None and value.size > 0 and not value.any()
-
-
-def _named(op: tf.Operation) -> str:
-    return f"{op.type} {op.name!r}"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -24,38 +24,19 @@ from tfdist.collectives import RankProgram, all_reduce, can_be_gathered
 from tfdist.graphs import records, tape
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
+from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
+from tfdist.placements.plan import OUTPUT, RepairPlan, Want
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.remaking import Remaking
-from tfdist.placements.surroundings import MadeGoingBack, bytes_of, goes_on_linearly, is_size, readers_of, reads_variables
+from tfdist.placements.surroundings import MadeGoingBack, reads_variables
 from tfdist.placements.table import Linear, is_elementwise, linear_inputs
 
-_CONTROL = ("Case", "If", "While")
-_OUTPUT = -1
-_WEIGHT = Partial(How.SHARE)
-_FEW_BYTES = 2**20  # of numbers that ranks agree on, whatever `most_bytes` is
 _MOST_PLANS = 4  # since what is made again may have other static shapes, and then need more
-_MOST_WAVES = 100  # of numbers that are computed of agreed numbers, and need to be agreed on again
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Want:
-    """That `op` reads something else in the place of `tensor`, its input number `place`, or returns it."""
-
-    op: tf.Operation
-    place: int
-    tensor: tf.Tensor
-    becomes: Placement
-    is_of_rows: bool = False  # or of their number, and has another size then
 
 
 class Repair:
-    """What was mended in the graph of one rank's program; an attachment of the program, and of a branch's.
-
-    Attributes:
-        most_bytes: of rows that are gathered, on a rank; 0: none are.
-    """
+    """What was mended in the graph of one rank's program; an attachment of the program, and of a branch's."""
 
     IS_OF_BRANCH = True
 
@@ -65,11 +46,11 @@ class Repair:
         self._rows: RankRows = program.attachment(RankRows)
         self._redistribution: Redistribution = program.attachment(Redistribution)
         self._remaking: Remaking = program.attachment(Remaking)
+        self._plan: RepairPlan = program.attachment(RepairPlan)
         self._given_up: set[str] = set()  # operations that nothing can be done about
         self._looked_at = len(program.graph.get_operations())
         self._is_working = False
         self._is_looking = True
-        self.most_bytes = 0 if program.outer is None else program.outer.attachment(Repair).most_bytes
         program.before_collective.append(self.look)
 
     def known(self, tensor: tf.Tensor, label: str) -> Placement:
@@ -88,7 +69,7 @@ class Repair:
         for settle in self._program.before_collective:  # what reads gradients is to read sums of them
             settle()
         for _ in range(_MOST_PLANS):
-            waves, lost = self._planned(tensor, may_gather)
+            waves, lost = self._plan.of(tensor, may_gather)
             for wants in waves:
                 self._mend(wants, label, tensor)
             tensor = self._remaking.now(tensor)
@@ -101,50 +82,6 @@ class Repair:
     def now(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what stands in the place of `tensor`, of own rows, since it was mended: of all rows, which are more."""
         return self._handed_out(tensor, self._remaking.now(tensor))
-
-    def _planned(self, tensor: tf.Tensor, may_gather: bool) -> tuple[list[list[_Want]], list[str]]:
-        """Returns what is to be read so that `tensor` is known, in the order in which it is needed; and what cannot be mended."""
-        barred: set[str] = set()  # operations that are not given rows of other ranks, since what reads them does not bear it
-        while True:
-            waves, lost = self._waves(tensor, may_gather, barred)
-            resized = {want.op.name: want.op for wants in waves for want in wants if want.is_of_rows}
-            names = {op.name for op in lost}
-            new = {name for name, op in resized.items() if not self._is_borne(op, names, tensor)}
-            if not new:
-                what = [self._facts.of(x).what for op in lost for x in op.outputs if isinstance(self._facts.of(x), Unknown)]
-                return waves, what
-            barred |= new
-
-    def _waves(
-        self, tensor: tf.Tensor, may_gather: bool, barred: Collection[str]
-    ) -> tuple[list[list[_Want]], list[tf.Operation]]:
-        waves: list[list[_Want]] = []
-        lost: list[tf.Operation] = []
-        with self._facts.assuming() as assume:
-            while isinstance(self._facts.of(tensor), Unknown) and len(waves) < _MOST_WAVES:
-                wants = []
-                for op in self._facts.reasons_of(tensor):
-                    found = self._wants_of(op, may_gather and op.name not in barred)
-                    wants += found
-                    if not found:  # as if it were of a rank's own rows
-                        lost.append(op)
-                        has_rows = any(isinstance(one, Shard) for one in self._facts.inputs_of(op))
-                        for place in (place for place, x in enumerate(op.outputs) if isinstance(self._facts.of(x), Unknown)):
-                            assume(op, -1 - place, Shard() if has_rows and op.outputs[place].shape.rank else Partial(How.MEAN))
-                waves.append(wants)
-                for want in wants:
-                    assume(want.op, want.place, want.becomes)
-        return waves, lost
-
-    def _is_borne(self, op: tf.Operation, lost: Collection[str], tensor: tf.Tensor) -> bool:
-        """Whether what reads the result of `op`, on the way to `tensor`, bears that it is of the rows of all ranks."""
-        after = readers_of([op])
-        if any(one.name in lost for one in after):
-            return False
-        if self._remaking.is_needed():
-            return self._remaking.can_be_made([op], tensor)
-        has_effects = any(tape.has_an_effect(one) or not one.outputs for one in after)
-        return not has_effects and all(isinstance(self._facts.of(x), Unknown) for one in after for x in one.outputs)
 
     def own_rows(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor`, which has the rank's rows first, as they are where rows of all ranks have met in it."""
@@ -169,7 +106,7 @@ class Repair:
         placements = [self.known(x, label) for x in tensors]
         pairs = list(zip(map(self.now, tensors), placements, strict=True))
         with self._working():
-            self._redistribution.agree([x for x, p in pairs if isinstance(p, Partial) and self._can_agree(x)], label)
+            self._redistribution.agree([x for x, p in pairs if isinstance(p, Partial) and self._plan.can_agree(x)], label)
             for x, p in pairs:
                 if isinstance(p, Shard) and not p.is_joined and can_be_gathered(x):
                     self._redistribution.gather(x, label)
@@ -199,7 +136,7 @@ class Repair:
         if placement == Partial(How.MEAN):  # a mean that is added to a number of the whole batch is one, too
             sums = [op for op in self._sums_before(tensor) if any(map(self._facts.is_agreed, op.inputs))]
             means = [(op, place) for op in sums for place, x in enumerate(op.inputs) if self._facts.of(x) == placement]
-            self._mend([_Want(op, place, op.inputs[place], Replicate()) for op, place in means], label, tensor)
+            self._mend([Want(op, place, op.inputs[place], Replicate()) for op, place in means], label, tensor)
             placement = self._facts.of(tensor)
         if isinstance(placement, Replicate) and self._facts.is_agreed(tensor):
             with self._working():
@@ -255,53 +192,6 @@ class Repair:
             yield
         self.pass_over()
 
-    # What is wanted
-
-    def _wants_of(self, op: tf.Operation, may_gather: bool) -> list[_Want]:
-        inputs, why = self._facts.inputs_of(op), self._why(op)
-        is_control = op.type.endswith(_CONTROL)
-        if op.graph is not self._program.graph or not records.has_gradient(op) or tape.is_backward(op):
-            return []
-        if is_control and why not in (Why.FUNCTION, Why.GOES_BACK, Why.MIXED):
-            return []
-        if why is Why.SOME_ROWS:
-            return [_Want(op, _OUTPUT, op.outputs[0], Partial(How.MEAN))] if op.type == "Mean" else []
-        if why is Why.MIXED and not self._rows.are_means and goes_on_linearly(op, self._facts):
-            return [_Want(op, _OUTPUT, op.outputs[0], Partial(How.SUM))]
-        numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not is_size(op, place)]
-        if not may_gather:  # an integer may be a number of rows, beside own ones; with its weight a rank changes gradients
-            numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer and inputs[place] != _WEIGHT]
-        if why is Why.MIXED and op.outputs[0].dtype.is_floating and self._rows.are_means:
-            return [_Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]
-        if numbers:
-            most = max(self.most_bytes, _FEW_BYTES)
-            fit = all(self._can_agree(x) and bytes_of(x, 0) <= most for x in (op.inputs[place] for place in numbers))
-            return [_Want(op, place, op.inputs[place], Replicate()) for place in numbers] if fit else []
-        own = [place for place, one in enumerate(inputs) if not isinstance(one, Replicate)]
-        can = may_gather and self.most_bytes > 0 and not is_control
-        can = can and all(self._can_gather(op.inputs[place], inputs[place]) for place in own)
-        return [_Want(op, place, op.inputs[place], Replicate(), is_of_rows=True) for place in own] if can else []
-
-    def _why(self, op: tf.Operation) -> Why | None:
-        return next((found.why for found in map(self._facts.of, op.outputs) if isinstance(found, Unknown)), None)
-
-    def _can_agree(self, number: tf.Tensor) -> bool:
-        """Whether `number` has one shape on all ranks: batches of several workers may be padded to different lengths."""
-        is_alone = len(self._program.communicator.local_ranks) == self._program.mesh.world_size
-        return number.shape.is_fully_defined() or is_alone and number.shape.rank is not None
-
-    def _can_gather(self, tensor: tf.Tensor, placement: Placement) -> bool:
-        """Whether `tensor`, of own rows or of their number, can be that of all where it stands."""
-        if isinstance(placement, Lengths):
-            return placement.is_even
-        if isinstance(placement, Places):
-            is_numbered = placement.are_all or (len(placement.rows) == 1 and placement.pieces == 1)
-            return is_numbered and tensor.shape.rank == 1 and self._program.outer is None
-        if isinstance(placement, Partial):
-            return self._can_agree(tensor)
-        is_known = isinstance(placement, Shard) and len(set(placement.rows)) <= 1 and bool(tensor.shape.rank)
-        return is_known and can_be_gathered(tensor) and bytes_of(tensor, placement.axis) <= self.most_bytes
-
     # What is done
 
     def _add_share(self, op: tf.Operation) -> None:
@@ -327,17 +217,17 @@ class Repair:
                 waiting.extend(y for y in x.op.inputs if self._facts.is_agreed(y))
         return found
 
-    def _mend(self, wants: Sequence[_Want], label: str, target: tf.Tensor) -> None:
+    def _mend(self, wants: Sequence[Want], label: str, target: tf.Tensor) -> None:
         redistribution = self._redistribution
         again = self._remaking
         begun_with = {again.op_now(one.op).name: one.op for one in wants}
         wants = [dataclasses.replace(one, op=again.op_now(one.op), tensor=again.now(one.tensor)) for one in wants]
         with self._working():
             agreed = []
-            for want in (one for one in wants if self._is_known(one.op.inputs[0] if one.place == _OUTPUT else one.tensor)):
+            for want in (one for one in wants if self._is_known(one.op.inputs[0] if one.place == OUTPUT else one.tensor)):
                 if want.becomes == Replicate():
                     agreed.append(want)
-                elif want.place != _OUTPUT:
+                elif want.place != OUTPUT:
                     weight = self._rows.weight()
                     mean = redistribution.make(lambda x, w: tf.math.divide_no_nan(x, tf.cast(w, x.dtype)), want.tensor, weight)
                     self._facts.declare(mean, Partial(How.MEAN))
@@ -382,7 +272,7 @@ class Repair:
 def begin(program: RankProgram, most_bytes: int) -> None:
     """Lets what is traced in `program` be looked at, from here on; at most `most_bytes` of rows are gathered."""
     if not program.is_eager and program.mesh.size("data") > 1:
-        program.attachment(Repair).most_bytes = most_bytes
+        program.attachment(RepairPlan).most_bytes = most_bytes
         program.at_close.append(lambda _: program.attachment(Repair).look())
 
 

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from tfdist.graphs import tape
 from tfdist.graphs.walks import before
-from tfdist.placements.facts import Facts, GraphFacts
+from tfdist.placements.facts import Facts
+from tfdist.placements.graph_facts import GraphFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.table import Linear, linear_inputs

@@ -1,0 +1,141 @@
+"""What must be read of other ranks so that a tensor is known: a plan of it, before anything is done.
+
+Each operation that makes of known inputs what is not known is asked for what it would have to read instead. That is assumed, and
+the next ones are asked, until the tensor is known. What nothing can be done about is lost, and taken for a rank's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+import tensorflow as tf
+
+from tfdist.collectives import RankProgram, can_be_gathered
+from tfdist.graphs import records, tape
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
+from tfdist.placements.rank_rows import RankRows
+from tfdist.placements.remaking import Remaking
+from tfdist.placements.surroundings import bytes_of, goes_on_linearly, is_size, readers_of
+
+OUTPUT = -1
+_CONTROL = ("Case", "If", "While")
+_WEIGHT = Partial(How.SHARE)
+_FEW_BYTES = 2**20  # of numbers that ranks agree on, whatever `most_bytes` is
+_MOST_WAVES = 100  # of numbers that are computed of agreed numbers, and need to be agreed on again
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Want:
+    """That `op` reads something else in the place of `tensor`, its input number `place`, or returns it."""
+
+    op: tf.Operation
+    place: int
+    tensor: tf.Tensor
+    becomes: Placement
+    is_of_rows: bool = False  # or of their number, and has another size then
+
+
+class RepairPlan:
+    """Plans for the graph of one rank's program; an attachment of the program, and of a branch's.
+
+    Attributes:
+        most_bytes: of rows that are gathered, on a rank; 0: none are.
+    """
+
+    IS_OF_BRANCH = True
+
+    def __init__(self, program: RankProgram):
+        self._program = program
+        self._facts: Facts = program.attachment(Facts)
+        self._rows: RankRows = program.attachment(RankRows)
+        self._remaking: Remaking = program.attachment(Remaking)
+        self.most_bytes = 0 if program.outer is None else program.outer.attachment(RepairPlan).most_bytes
+
+    def of(self, tensor: tf.Tensor, may_gather: bool) -> tuple[list[list[Want]], list[str]]:
+        """Returns what is to be read so that `tensor` is known, in the order in which it is needed; and what cannot be mended."""
+        barred: set[str] = set()  # operations that are not given rows of other ranks, since what reads them does not bear it
+        while True:
+            waves, lost = self._waves(tensor, may_gather, barred)
+            resized = {want.op.name: want.op for wants in waves for want in wants if want.is_of_rows}
+            names = {op.name for op in lost}
+            new = {name for name, op in resized.items() if not self._is_borne(op, names, tensor)}
+            if not new:
+                what = [self._facts.of(x).what for op in lost for x in op.outputs if isinstance(self._facts.of(x), Unknown)]
+                return waves, what
+            barred |= new
+
+    def _waves(self, tensor: tf.Tensor, may_gather: bool, barred: Collection[str]) -> tuple[list[list[Want]], list[tf.Operation]]:
+        waves: list[list[Want]] = []
+        lost: list[tf.Operation] = []
+        with self._facts.assuming() as assume:
+            while isinstance(self._facts.of(tensor), Unknown) and len(waves) < _MOST_WAVES:
+                wants = []
+                for op in self._facts.reasons_of(tensor):
+                    found = self._wants_of(op, may_gather and op.name not in barred)
+                    wants += found
+                    if not found:  # as if it were of a rank's own rows
+                        lost.append(op)
+                        has_rows = any(isinstance(one, Shard) for one in self._facts.inputs_of(op))
+                        for place in (place for place, x in enumerate(op.outputs) if isinstance(self._facts.of(x), Unknown)):
+                            assume(op, -1 - place, Shard() if has_rows and op.outputs[place].shape.rank else Partial(How.MEAN))
+                waves.append(wants)
+                for want in wants:
+                    assume(want.op, want.place, want.becomes)
+        return waves, lost
+
+    def _is_borne(self, op: tf.Operation, lost: Collection[str], tensor: tf.Tensor) -> bool:
+        """Whether what reads the result of `op`, on the way to `tensor`, bears that it is of the rows of all ranks."""
+        after = readers_of([op])
+        if any(one.name in lost for one in after):
+            return False
+        if self._remaking.is_needed():
+            return self._remaking.can_be_made([op], tensor)
+        has_effects = any(tape.has_an_effect(one) or not one.outputs for one in after)
+        return not has_effects and all(isinstance(self._facts.of(x), Unknown) for one in after for x in one.outputs)
+
+    def _wants_of(self, op: tf.Operation, may_gather: bool) -> list[Want]:
+        inputs, why = self._facts.inputs_of(op), self._why(op)
+        is_control = op.type.endswith(_CONTROL)
+        if op.graph is not self._program.graph or not records.has_gradient(op) or tape.is_backward(op):
+            return []
+        if is_control and why not in (Why.FUNCTION, Why.GOES_BACK, Why.MIXED):
+            return []
+        if why is Why.SOME_ROWS:
+            return [Want(op, OUTPUT, op.outputs[0], Partial(How.MEAN))] if op.type == "Mean" else []
+        if why is Why.MIXED and not self._rows.are_means and goes_on_linearly(op, self._facts):
+            return [Want(op, OUTPUT, op.outputs[0], Partial(How.SUM))]
+        numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not is_size(op, place)]
+        if not may_gather:  # an integer may be a number of rows, beside own ones; with its weight a rank changes gradients
+            numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer and inputs[place] != _WEIGHT]
+        if why is Why.MIXED and op.outputs[0].dtype.is_floating and self._rows.are_means:
+            return [Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]
+        if numbers:
+            most = max(self.most_bytes, _FEW_BYTES)
+            fit = all(self.can_agree(x) and bytes_of(x, 0) <= most for x in (op.inputs[place] for place in numbers))
+            return [Want(op, place, op.inputs[place], Replicate()) for place in numbers] if fit else []
+        own = [place for place, one in enumerate(inputs) if not isinstance(one, Replicate)]
+        can = may_gather and self.most_bytes > 0 and not is_control
+        can = can and all(self._can_gather(op.inputs[place], inputs[place]) for place in own)
+        return [Want(op, place, op.inputs[place], Replicate(), is_of_rows=True) for place in own] if can else []
+
+    def _why(self, op: tf.Operation) -> Why | None:
+        return next((found.why for found in map(self._facts.of, op.outputs) if isinstance(found, Unknown)), None)
+
+    def can_agree(self, number: tf.Tensor) -> bool:
+        """Whether `number` has one shape on all ranks: batches of several workers may be padded to different lengths."""
+        is_alone = len(self._program.communicator.local_ranks) == self._program.mesh.world_size
+        return number.shape.is_fully_defined() or is_alone and number.shape.rank is not None
+
+    def _can_gather(self, tensor: tf.Tensor, placement: Placement) -> bool:
+        """Whether `tensor`, of own rows or of their number, can be that of all where it stands."""
+        if isinstance(placement, Lengths):
+            return placement.is_even
+        if isinstance(placement, Places):
+            is_numbered = placement.are_all or (len(placement.rows) == 1 and placement.pieces == 1)
+            return is_numbered and tensor.shape.rank == 1 and self._program.outer is None
+        if isinstance(placement, Partial):
+            return self.can_agree(tensor)
+        is_known = isinstance(placement, Shard) and len(set(placement.rows)) <= 1 and bool(tensor.shape.rank)
+        return is_known and can_be_gathered(tensor) and bytes_of(tensor, placement.axis) <= self.most_bytes
