@@ -7,7 +7,6 @@ time up to the first one that returns one number, a sum, which reads what was ma
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +17,7 @@ from tfdist.graphs import records, tape
 from tfdist.graphs.walks import inputs_first
 from tfdist.placements.facts import Facts
 from tfdist.placements.redistribute import Redistribution
-from tfdist.placements.surroundings import WITH_SIZES, readers_of
+from tfdist.placements.surroundings import SIZES, readers_of, sizes_read
 
 _OF_THE_GRAPH = ("Shape", "ShapeN", "Size")
 
@@ -57,8 +56,7 @@ class Remaking:
             is_known = records.has_gradient(op) and op.type != "IdentityN" and not tape.is_backward(op)
             if not is_known or not tape.can_be_made_again(op) or _has_attribute_of_size(op):
                 return False
-            sizes = [_constants_in(x) for x in op.inputs if x.dtype.is_integer] if op.type in WITH_SIZES else []
-            if any(size > 0 and size % n == 0 for size in itertools.chain(*sizes) for n in rows):
+            if any(size > 0 and size % n == 0 for x in sizes_read(op) for size in _constants_in(x) for n in rows):
                 return False
         return True
 
@@ -75,7 +73,7 @@ class Remaking:
                 continue
             inputs = [reads.get((op.name, place), self.now(x)) for place, x in enumerate(op.inputs)]
             places = [place for place, x in enumerate(op.inputs) if not tape.same(inputs[place], x)]
-            if not places and op.type not in WITH_SIZES:  # of these the result may have another size now
+            if not places and op.type not in SIZES:  # of these the result may have another size now
                 continue
             # Other integers may be sizes, which TensorFlow has found out when they were made.
             if all(x.dtype.is_floating and x.shape.rank == 0 for x in op.outputs):
@@ -107,7 +105,8 @@ def _constants_in(sizes: tf.Tensor) -> list[int]:
         if x.op.type == "Const":
             found.extend(np.ravel(tf.get_static_value(x)).tolist())
         elif x.op.type not in _OF_THE_GRAPH:
-            waiting.extend(list(x.op.inputs)[: 1 if x.op.type == "StridedSlice" else None])
+            read = list(x.op.inputs)[: 1 if x.op.type == "StridedSlice" else None]
+            waiting.extend(y for y in read if y.dtype.is_integer and y.name not in {z.name for z in waiting})
     return found
 
 

@@ -16,10 +16,21 @@ from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.table import Linear, linear_inputs
 
 _MOST_ROWS = 1024  # of a rank, where their number is not known when the step is traced
-WITH_SIZES = frozenset(
-    "BroadcastTo Fill OneHot Pad PadV2 RandomStandardNormal RandomUniform RandomUniformInt Range Reshape ScatterNd Slice Split "
-    "SplitV StatelessRandomNormalV2 StatelessRandomUniformV2 StridedSlice Tile TruncatedNormal UnsortedSegmentSum".split()
-)
+_DRAWING = "RandomStandardNormal RandomUniform RandomUniformInt StatelessRandomNormalV2 StatelessRandomUniformV2 TruncatedNormal"
+# Which inputs of an operation say how large what it returns is.
+SIZES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Fill", *_DRAWING.split()), (0,)),
+    **dict.fromkeys("BroadcastTo OneHot Pad PadV2 Reshape SplitV Tile TopKV2".split(), (1,)),
+    **dict.fromkeys(("ScatterNd", "UnsortedSegmentSum"), (2,)),
+    **dict.fromkeys(("Range", "Slice", "Split", "StridedSlice"), (0, 1, 2, 3)),
+}
+
+
+def sizes_read(op: tf.Operation) -> list[tf.Tensor]:
+    """Returns the inputs of `op` that say how large what it returns is."""
+    is_cut = op.type in ("Slice", "StridedSlice")
+    places = [place for place in SIZES.get(op.type, ()) if place < len(op.inputs) and not (is_cut and place == 0)]
+    return [op.inputs[place] for place in places if op.inputs[place].dtype.is_integer]
 
 
 class MadeGoingBack(GraphFacts):
@@ -81,7 +92,7 @@ def is_size(op: tf.Operation, place: int) -> bool:
         return False
     waiting = [op]
     for reader in waiting:
-        if reader.type in WITH_SIZES:
+        if reader.type in SIZES:
             return True
         waiting.extend(one for x in reader.outputs if x.dtype.is_integer for one in x.consumers() if one not in waiting)
     return False
