@@ -56,7 +56,11 @@ class Remaking:
             is_known = records.has_gradient(op) and op.type != "IdentityN" and not tape.is_backward(op)
             if not is_known or not tape.can_be_made_again(op) or _has_attribute_of_size(op):
                 return False
-            if any(size > 0 and size % n == 0 for x in sizes_read(op) for size in _constants_in(x) for n in rows):
+            sizes = sizes_read(op)
+            if any(size > 0 and size % n == 0 for x in sizes for size in _constants_in(x) for n in rows):
+                return False
+            others = [x for x in op.inputs if not any(x is size for size in sizes)]
+            if any(x.op.type == "Const" and rows & set(x.shape.as_list()) for x in others):  # as many numbers as a rank has rows
                 return False
         return True
 

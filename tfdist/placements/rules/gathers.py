@@ -7,7 +7,7 @@ import numpy as np
 from tfdist.placements.call import Call
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Why
 from tfdist.placements.rules.joins import gathered_lengths
-from tfdist.placements.rules.meeting import is_zero, merged, moved, other_than_rows
+from tfdist.placements.rules.meeting import is_zero, merged, moved, other_than_rows, same_along_rows
 from tfdist.placements.rules.views import lengths_of
 
 _SCATTERED = {"Add": How.SUM, "Sub": How.SUM, "Max": How.MAX, "Min": How.MIN, "Sum": How.SUM}
@@ -84,6 +84,8 @@ def segments(call: Call) -> Placement:
     if how is None:
         return call.unknown(Why.SOME_ROWS if "Mean" in call.type else Why.FUNCTION)
     is_by_row = isinstance(given, Shard) and isinstance(numbers, Shard) and given.axis == numbers.axis
+    if isinstance(given, Replicate) and isinstance(numbers, Shard) and numbers.axis == 0 and call.shapes[0].rank:
+        is_by_row = same_along_rows(call, 0, -call.shapes[0].rank, call.shapes[1][0])
     is_open = call.type.startswith("Unsorted")  # else the greatest number that a rank has tells how many there are
     if is_by_row and isinstance(merged(call, [0, 1], 0), Shard):
         return Partial(how) if is_open else call.unknown(Why.SIZE)
