@@ -24,6 +24,8 @@ def recording(gradient_tape: tf.GradientTape) -> contextlib.AbstractContextManag
 
 def has_gradient(op: tf.Operation) -> bool:
     """Whether a tape can be told of `op` again: its type has a gradient function, or none to give."""
+    if not any(x.dtype.is_floating or x.dtype.is_complex or x.dtype == tf.variant for x in op.outputs):
+        return True
     try:
         ops.get_gradient_function(op)
     except LookupError:

@@ -17,7 +17,7 @@ from tfdist.placements.eager import KNOWN, EagerFacts
 from tfdist.placements.facts import has_static_rows
 from tfdist.placements.kinds import Replicate
 from tfdist.placements.replicas import ReplicaCount, ReplicaPart
-from tfdist.placements.telling import warn_of_number_read
+from tfdist.placements.telling import as_whole, warn_of_number_read
 from tfdist.runtime import coordination, out_of_memory
 from tfdist.sharding import ShardedVariable
 from tfdist.sharding.eager_sums import EagerSums
@@ -112,15 +112,26 @@ def _size(original: Callable[..., Any], input: Any, name: Any = None, optimize: 
     return original(input, name, optimize and not has_static_rows(input), out_type)
 
 
-@replaces("tensorflow.python.ops.custom_gradient", "_eager_mode_decorator")
+_GIVEN = (
+    """The gradient function finds what the function was given: numbers of a rank's own rows. So ranks agree on them first."""
+)
+
+
+@replaces("tensorflow.python.ops.custom_gradient", "_eager_mode_decorator", why=_GIVEN)
 def _custom_gradient(original: Callable[..., Any], f: Any, args: Any, kwargs: Any) -> Any:
-    """In an eager run the gradient function finds what the function was given: numbers of a rank's own rows. So ranks agree on
-    them first."""
-    program = rank_program()
-    if program is not None and program.is_eager and not (getattr(f, "__module__", None) or "").startswith("tfdist."):
-        whole = program.attachment(EagerFacts).whole
-        args, kwargs = tf.nest.map_structure(lambda x: whole(x) if tf.is_tensor(x) else x, (args, kwargs))
-    return original(f, args, kwargs)
+    return original(f, *_of_all_rows(f, (args, kwargs)))
+
+
+@replaces("tensorflow.python.ops.custom_gradient", "_graph_mode_decorator", why=_GIVEN)
+def _custom_gradient_in_graph(original: Callable[..., Any], f: Any, args: Any, kwargs: Any) -> Any:
+    return original(f, *_of_all_rows(f, (args, kwargs)))
+
+
+def _of_all_rows(function: Any, given: Any) -> Any:
+    program = rank_program(peers_on="data")
+    if program is None or (getattr(function, "__module__", None) or "").startswith("tfdist."):
+        return given
+    return tf.nest.map_structure(lambda x: as_whole(program, x) if tf.is_tensor(x) else x, given)
 
 
 @replaces("tensorflow.python.framework.ops._EagerTensorBase", "_numpy")

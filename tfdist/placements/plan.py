@@ -58,9 +58,10 @@ class RepairPlan:
         barred: set[str] = set()  # operations that are not given rows of other ranks, since what reads them does not bear it
         while True:
             waves, lost = self._waves(tensor, may_gather, barred)
-            resized = {want.op.name: want.op for wants in waves for want in wants if want.is_of_rows}
             names = {op.name for op in lost}
-            new = {name for name, op in resized.items() if not self._is_borne(op, names, tensor)}
+            # An integer may be a number of rows, which what reads rows must have, too.
+            sizes = [want for wants in waves for want in wants if want.is_of_rows or want.tensor.dtype.is_integer]
+            new = {want.op.name for want in sizes if not self._is_borne(want, names, tensor)}
             if not new:
                 what = [self._facts.of(x).what for op in lost for x in op.outputs if isinstance(self._facts.of(x), Unknown)]
                 return waves, what
@@ -85,11 +86,14 @@ class RepairPlan:
                     assume(want.op, want.place, want.becomes)
         return waves, lost
 
-    def _is_borne(self, op: tf.Operation, lost: Collection[str], tensor: tf.Tensor) -> bool:
-        """Whether what reads the result of `op`, on the way to `tensor`, bears that it is of the rows of all ranks."""
-        after = readers_of([op])
-        if any(one.name in lost for one in after):
+    def _is_borne(self, want: Want, lost: Collection[str], tensor: tf.Tensor) -> bool:
+        """Whether what reads the result of an operation, on the way to `tensor`, bears that it is of the rows of all ranks."""
+        op, after = want.op, readers_of([want.op])
+        is_loop_of_lost = op.type.endswith(_CONTROL) and any(x.op.name in lost for x in op.inputs)
+        if is_loop_of_lost or any(one.name in lost for one in after):
             return False
+        if not want.is_of_rows:
+            return True
         if self._remaking.is_needed():
             return self._remaking.can_be_made([op], tensor)
         has_effects = any(tape.has_an_effect(one) or not one.outputs for one in after)
@@ -107,7 +111,8 @@ class RepairPlan:
         if why is Why.MIXED and not self._rows.are_means and goes_on_linearly(op, self._facts):
             return [Want(op, OUTPUT, op.outputs[0], Partial(How.SUM))]
         numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not is_size(op, place)]
-        if not may_gather:  # an integer may be a number of rows, beside own ones; with its weight a rank changes gradients
+        loops_over_rows = is_control and any(isinstance(one, Lengths | Places | Shard) for one in inputs)
+        if not may_gather or loops_over_rows:  # an integer may be a number of rows, beside own ones; with its weight a rank changes gradients
             numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer and inputs[place] != _WEIGHT]
         if why is Why.MIXED and op.outputs[0].dtype.is_floating and self._rows.are_means:
             return [Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]

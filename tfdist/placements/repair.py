@@ -112,6 +112,12 @@ class Repair:
                     self._redistribution.gather(x, label)
         return [x if isinstance(p, Replicate) else self._redistribution.found(x) for x, p in pairs]
 
+    def as_whole(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
+        """Returns `tensor`, or what ranks have agreed on where it is a number that each has of its own rows."""
+        is_number = tensor.dtype.is_floating and isinstance(self.known(tensor, label), Partial)
+        whole = self.whole(tensor, label) if is_number else None
+        return self.now(tensor) if whole is None else self._handed_out(tensor, whole)
+
     def without_extremes(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor`, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""
         placement = self.known(tensor, label)

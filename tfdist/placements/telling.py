@@ -82,6 +82,16 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     return placement
 
 
+def as_whole(program: RankProgram, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns `tensor`, or what it is on one device where it is a number that each rank has of its own rows."""
+    if program.is_eager:
+        return program.attachment(EagerFacts).whole(tensor)
+    here = None if program.attachment(RankRows).are_of_slices else program.here()
+    if here is None or not (tf.is_symbolic_tensor(tensor) and here.exists_here(tensor)) or tensor.shape.rank is None:
+        return tensor
+    return here.attachment(Repair).as_whole(tensor, "custom_gradient")
+
+
 def of_layer(layer: Any, outputs: Any) -> Any:
     """Returns the `outputs` of a layer that was called, of a rank's own rows also where rows of the batch have met in it."""
     program = rank_program(peers_on="data")
