@@ -58,10 +58,10 @@ class RepairPlan:
         barred: set[str] = set()  # operations that are not given rows of other ranks, since what reads them does not bear it
         while True:
             waves, lost = self._waves(tensor, may_gather, barred)
-            names = {op.name for op in lost}
+            own = {x.name for op in readers_of(lost) for x in op.outputs if x.shape.rank != 0}  # of own rows, as it stays
             # An integer may be a number of rows, which what reads rows must have, too.
             sizes = [want for wants in waves for want in wants if want.is_of_rows or want.tensor.dtype.is_integer]
-            new = {want.op.name for want in sizes if not self._is_borne(want, names, tensor)}
+            new = {want.op.name for want in sizes if not self._is_borne(want, own, tensor)}
             if not new:
                 what = [self._facts.of(x).what for op in lost for x in op.outputs if isinstance(self._facts.of(x), Unknown)]
                 return waves, what
@@ -86,11 +86,10 @@ class RepairPlan:
                     assume(want.op, want.place, want.becomes)
         return waves, lost
 
-    def _is_borne(self, want: Want, lost: Collection[str], tensor: tf.Tensor) -> bool:
+    def _is_borne(self, want: Want, own: Collection[str], tensor: tf.Tensor) -> bool:
         """Whether what reads the result of an operation, on the way to `tensor`, bears that it is of the rows of all ranks."""
         op, after = want.op, readers_of([want.op])
-        is_loop_of_lost = op.type.endswith(_CONTROL) and any(x.op.name in lost for x in op.inputs)
-        if is_loop_of_lost or any(one.name in lost for one in after):
+        if any(x.name in own for one in after for x in (*one.inputs, *one.outputs)):
             return False
         if not want.is_of_rows:
             return True
@@ -112,7 +111,9 @@ class RepairPlan:
             return [Want(op, OUTPUT, op.outputs[0], Partial(How.SUM))]
         numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not is_size(op, place)]
         loops_over_rows = is_control and any(isinstance(one, Lengths | Places | Shard) for one in inputs)
-        if not may_gather or loops_over_rows:  # an integer may be a number of rows, beside own ones; with its weight a rank changes gradients
+        if (
+            not may_gather or loops_over_rows
+        ):  # an integer may be a number of rows, beside own ones; with its weight a rank changes gradients
             numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer and inputs[place] != _WEIGHT]
         if why is Why.MIXED and op.outputs[0].dtype.is_floating and self._rows.are_means:
             return [Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]

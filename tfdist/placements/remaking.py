@@ -16,6 +16,7 @@ from tfdist.collectives import RankProgram
 from tfdist.graphs import records, tape
 from tfdist.graphs.walks import inputs_first
 from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import Shard
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.surroundings import SIZES, readers_of, sizes_read
 
@@ -57,12 +58,23 @@ class Remaking:
             if not is_known or not tape.can_be_made_again(op) or _has_attribute_of_size(op):
                 return False
             sizes = sizes_read(op)
-            if any(size > 0 and size % n == 0 for x in sizes for size in _constants_in(x) for n in rows):
+            if any(map(self._may_be_of_rows, sizes, [op] * len(sizes))):
                 return False
             others = [x for x in op.inputs if not any(x is size for size in sizes)]
             if any(x.op.type == "Const" and rows & set(x.shape.as_list()) for x in others):  # as many numbers as a rank has rows
                 return False
         return True
+
+    def _may_be_of_rows(self, sizes: tf.Tensor, op: tf.Operation) -> bool:
+        """Whether a constant among `sizes`, which `op` reads, may be a number of rows that Python has read, or a multiple."""
+        rows, placement = self._facts.local_static_rows, self._facts.of(op.outputs[0])
+        value = tf.get_static_value(sizes)
+        if op.type in ("BroadcastTo", "Reshape") and isinstance(placement, Shard) and value is not None:
+            return value[placement.axis] > 0
+        is_cut = op.type in ("Slice", "StridedSlice")
+        return any(
+            size in rows or (size > 0 and not is_cut and any(size % n == 0 for n in rows)) for size in _constants_in(sizes)
+        )
 
     def read(self, changes: Sequence[Change], target: tf.Tensor) -> None:
         """Lets operations read what `changes` say, and makes what follows from them, up to `target`, of that."""

@@ -67,6 +67,8 @@ def same_along_rows(call: Call, place: int, axis: int, size: int | None) -> bool
         return shape[axis] == size
     if shape.rank < -axis or shape[axis] == 1:
         return True
+    if size is None and call.is_alike(place, axis):  # a number of rows that is not known here fits it
+        return True
     if size is None or shape[axis] != size:
         return False
     return (isinstance(placement, Replicate) and placement.is_drawn) or call.is_alike(place, axis)
