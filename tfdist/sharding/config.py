@@ -186,9 +186,9 @@ class ShardingConfig:
     gather_rows_bytes: int = _setting(
         64 * 2**20,
         _at_least(0),
-        "a loss in which rows of the batch meet (negatives of other rows, neighbours, the hardest row) is computed of the rows "
-        "of all devices, which are gathered, where a device has at most this many bytes of them (of 1,024 rows, where their "
-        "number is not known when the step is traced). 0: never. What is not gathered is warned of.",
+        "a loss or a layer in which rows of the batch meet (negatives of other rows, neighbours, the hardest row) is computed of "
+        "the rows of all devices, which are gathered, where a device has at most this many bytes of them (of 1,024 rows, where "
+        "their number is not known when the step is traced). 0: never. What is not gathered is warned of.",
     )
     use_kernels: bool | None = _setting(
         None,
