@@ -105,6 +105,8 @@ class RepairPlan:
             return []
         if is_control and why not in (Why.FUNCTION, Why.GOES_BACK, Why.MIXED):
             return []
+        if op.type == "RaggedTensorToTensor" and isinstance(inputs[1], Shard) and isinstance(inputs[2], Replicate):
+            return [Want(op, OUTPUT, op.outputs[0], Shard())]
         if why is Why.SOME_ROWS:
             return [Want(op, OUTPUT, op.outputs[0], Partial(How.MEAN))] if op.type == "Mean" else []
         if why is Why.MIXED and not self._rows.are_means and goes_on_linearly(op, self._facts):

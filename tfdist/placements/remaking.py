@@ -46,6 +46,13 @@ class Remaking:
         """Returns what was made in the place of `op`; itself, if nothing was."""
         return self.now(op.outputs[0]).op if op.outputs else op
 
+    def replace(self, old: tf.Tensor, new: tf.Tensor) -> None:
+        """Lets `new`, computed of `old`, be read in its place."""
+        for reader in [op for op in old.consumers() if not tape.is_backward(op) and new.op not in readers_of([op])]:
+            for place in (place for place, x in enumerate(reader.inputs) if tape.same(x, old)):
+                self._redistribution.reads(reader, place, new)
+        self._new[old.name] = new
+
     def is_needed(self) -> bool:
         """Whether operations have static sizes that gathered rows do not have."""
         return bool(self._facts.local_static_rows)

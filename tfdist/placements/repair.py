@@ -89,7 +89,7 @@ class Repair:
         if self.is_agreed(now) and now.shape.rank and now.shape[0] is None and self._facts.own_rows_first(tensor):
             with self._working():
                 return self._handed_out(tensor, self._redistribution.own_rows(now, tensor, label))
-        return tensor
+        return self.now(tensor)
 
     def _handed_out(self, old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
         """Returns `new`, which is about to be read in the place of `old`: tapes that follow that follow it, too."""
@@ -238,6 +238,8 @@ class Repair:
                     mean = redistribution.make(lambda x, w: tf.math.divide_no_nan(x, tf.cast(w, x.dtype)), want.tensor, weight)
                     self._facts.declare(mean, Partial(How.MEAN))
                     redistribution.reads(want.op, want.place, mean)
+                elif isinstance(want.becomes, Shard):
+                    again.replace(want.tensor, self._padded_to_the_longest(want.tensor, label))
                 elif want.becomes == Partial(How.MEAN):
                     self._count_some_rows(want.op, label)
                 else:
@@ -255,6 +257,18 @@ class Repair:
     def _is_known(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is what it was planned to be: not of something that could not be mended."""
         return not isinstance(self._facts.of(tensor), Unknown)
+
+    def _padded_to_the_longest(self, rows: tf.Tensor, label: str) -> tf.Tensor:
+        """Returns rows that are padded to the longest of this rank, padded to the longest of all."""
+        with self._program.outermost(), tape.stop_recording():
+            own = tf.shape(rows)[1:]
+            all_rows = all_reduce(own, "data", reduce_op="max", label=f"agree/{label}")
+            missing = tf.stack([tf.zeros_like(own), all_rows - own], 1)
+        padding = rows.op.inputs[2]
+        found = self._redistribution.make(lambda x: tf.pad(x, tf.concat([[[0, 0]], missing], 0), constant_values=padding), rows)
+        found.set_shape(rows.shape)
+        self._facts.declare(found, Shard())
+        return found
 
     def _count_some_rows(self, op: tf.Operation, label: str) -> None:
         """Lets a mean over some of the rank's rows be such that the ranks' own, by their weights, are that over all of them.

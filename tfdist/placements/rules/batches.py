@@ -116,7 +116,11 @@ def words(call: Call) -> list[Placement]:
 
 
 def padded(call: Call) -> Placement:
-    """Of RaggedTensorToTensor, which makes all rows as long as the longest."""
+    """Of RaggedTensorToTensor, which makes all rows as long as the longest, if their length is not given."""
+    sizes, values = call.elements(0), call.inputs[1]
+    is_of_rows = isinstance(values, Shard) and not values.axis and isinstance(call.inputs[2], Replicate)
+    if is_of_rows and sizes and None not in sizes[1:] and min(sizes[1:], default=-1) >= 0 and sizes[0] == -1:
+        return Shard()
     return call.unknown(Why.SIZE)
 
 
