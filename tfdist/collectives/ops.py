@@ -23,7 +23,7 @@ from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.results import noted
-from tfdist.collectives.where import current_program
+from tfdist.collectives.where import current_program, is_built_outside
 from tfdist.custom_gradients import with_adjoint
 
 _REDUCE_OPS = ("sum", "mean", "max", "min")
@@ -50,6 +50,8 @@ def all_reduce(x: tf.Tensor, mesh_axis: str = "data", *, reduce_op: str = "sum",
     """
     if reduce_op not in _REDUCE_OPS:
         raise errors.value_error(f"`reduce_op` must be one of {_REDUCE_OPS}.", reduce_op=reduce_op)
+    if is_built_outside():
+        return tf.identity(x)
     program, x, ranks = _enter("all_reduce", x, mesh_axis)
     group_ops.check_static("all_reduce", x)
     if reduce_op == "mean":
@@ -85,6 +87,9 @@ def all_gather(x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, l
         ValueError: `x` is a scalar, an inner dimension is not static, or a dtype that collectives do not carry.
         RuntimeError: called outside `strategy.run`, or ranks disagree on the shape.
     """
+    if is_built_outside():
+        x = tf.convert_to_tensor(x)
+        return tf.compat.v1.placeholder_with_default(x, [None, *x.shape[1:]])
     program, x, ranks = _enter("all_gather", x, mesh_axis)
     _check_rows("all_gather", x)
     if len(ranks) == 1:

@@ -60,6 +60,11 @@ def rank_program(*, peers_on: str | None = None) -> RankProgram | None:
     return program if program is None or peers_on is None or program.mesh.size(peers_on) > 1 else None
 
 
+def is_built_outside() -> bool:
+    """Whether Keras works out shapes of a layer that calls a collective, where no rank does: in a functional model's building."""
+    return in_symbolic_scope() and _program_here() is None
+
+
 def current_program(what: str = "A collective") -> RankProgram:
     """Returns the program of the rank that is being traced or runs eagerly, for what cannot be done without one.
 
