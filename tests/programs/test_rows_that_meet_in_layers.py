@@ -1,4 +1,4 @@
-"""Layers of a functional model in which rows of the batch meet: of all ranks, without a word, or told of, with a fix that works."""
+"""Layers of a functional model in which rows of the batch meet: of all ranks, without a word, or told of, with the fix for it."""
 
 import functools
 import warnings
