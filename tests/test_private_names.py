@@ -46,7 +46,7 @@ from tensorflow.python.training.saving import saveable_object
 
 from tfdist import custom_gradients
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
-from tfdist.graphs import eager_operations, tape
+from tfdist.graphs import eager_operations, records, tape
 from tfdist.sharding import keras_scope
 
 pytestmark = pytest.mark.timeout(120)
@@ -276,6 +276,30 @@ def test_update_input_rewires():
 
     result = in_graph(step, tf.TensorSpec([]), tf.TensorSpec([]))(tf.constant(1.0), tf.constant(10.0))
     assert float(result) == 11.0
+
+
+def test_a_tape_is_told_again_of_what_it_has_recorded():
+    """graphs/records.py: behind a tape's block, an operation that reads something else, and a function, are recorded anew."""
+
+    def step(x):
+        with tf.GradientTape(persistent=True) as tape_of_user:
+            tape_of_user.watch(x)
+            squared = tf.square(x)
+            found = tf.sqrt(squared)
+        three_times = tf.stop_gradient(3.0 * x)
+        tape.reconnect(found.op, squared, three_times)
+        assert records.has_gradient(found.op)
+        assert not records.has_gradient(tf.raw_ops.AdjustHue(images=tf.ones([1, 1, 3]) * x, delta=0.1).op)
+        with records.recording(tape_of_user):
+            assert records.is_recorded(found.op)
+            assert not records.is_recorded(three_times.op)
+            records.record_function([three_times], [x], lambda upstream: [3.0 * upstream], "Three")
+            records.record_again(found.op)
+        return found, tape_of_user.gradient(found, x)
+
+    value, slope = in_graph(step, tf.TensorSpec([]))(tf.constant(12.0))
+    assert float(value) == 6.0
+    assert float(slope) == 3.0 / (2.0 * 6.0)
 
 
 def test_an_operation_can_be_made_again():
