@@ -168,9 +168,7 @@ class Facts(GraphFacts):
             source = self._source(x)
             before = [source] if isinstance(source, tf.Tensor) else [] if source is not None else list(x.op.inputs)
             unknown = [y for y in before if isinstance(self.of(y), Unknown)]
-            if not unknown or self.of(x) not in map(self.of, unknown):  # what it ignores is no reason
-                unknown = []
-            if not unknown and source is None:
+            if source is None and self.of(x) not in map(self.of, unknown):  # beside inputs that its rule ignores, too
                 found[x.op.name] = x.op
             waiting.extend(y for y in unknown if y.name not in seen)
             seen.update(y.name for y in unknown)

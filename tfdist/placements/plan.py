@@ -60,8 +60,9 @@ class RepairPlan:
             waves, lost = self._waves(tensor, may_gather, barred)
             own = {x.name for op in readers_of(lost) for x in op.outputs if x.shape.rank != 0}  # of own rows, as it stays
             # An integer may be a number of rows, which what reads rows must have, too.
-            sizes = [want for wants in waves for want in wants if want.is_of_rows or want.tensor.dtype.is_integer]
-            new = {want.op.name for want in sizes if not self._is_borne(want, own, tensor)}
+            read = [want for wants in waves for want in wants if want.place != OUTPUT]
+            sizes = [want for want in read if want.is_of_rows or want.tensor.dtype.is_integer]
+            new = {want.op.name for want in sizes if not self._is_borne(want, own, tensor)} - barred
             if not new:
                 what = [self._facts.of(x).what for op in lost for x in op.outputs if isinstance(self._facts.of(x), Unknown)]
                 return waves, what
@@ -76,6 +77,8 @@ class RepairPlan:
                 for op in self._facts.reasons_of(tensor):
                     found = self._wants_of(op, may_gather and op.name not in barred)
                     wants += found
+                    if not found and any(isinstance(one, Unknown) for one in self._facts.inputs_of(op)):
+                        continue  # these are asked, too
                     if not found:  # as if it were of a rank's own rows
                         lost.append(op)
                         has_rows = any(isinstance(one, Shard) for one in self._facts.inputs_of(op))

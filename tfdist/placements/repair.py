@@ -48,6 +48,7 @@ class Repair:
         self._remaking: Remaking = program.attachment(Remaking)
         self._plan: RepairPlan = program.attachment(RepairPlan)
         self._given_up: set[str] = set()  # operations that nothing can be done about
+        self._looked_for: set[str] = set()  # those that `look` has found once
         self._looked_at = len(program.graph.get_operations())
         self._is_working = False
         self._is_looking = True
@@ -166,9 +167,11 @@ class Repair:
         with self._working():
             for op in operations[start:]:
                 if not tape.is_backward(op) and any(isinstance(self._facts.of(x), Shard) for x in op.inputs):
-                    for x in op.outputs:
-                        if x.dtype != tf.variant and isinstance(self._facts.of(x), Unknown):
+                    for x in (x for x in op.outputs if x.dtype != tf.variant):
+                        found = self._facts.of(x)
+                        if isinstance(found, Unknown) and found.what not in self._looked_for:
                             self._known(x, "layer", may_gather=False)
+                            self._looked_for.add(found.what)
 
     def not_looking(self) -> contextlib.AbstractContextManager[None]:
         """A block in which nothing is mended that is not asked for."""
