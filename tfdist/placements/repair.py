@@ -58,6 +58,8 @@ class Repair:
         """Returns the placement of `tensor`, mended if it must be; `Unknown`: that could not be done."""
         if not self._program.exists_here(tensor):
             return Unknown(Why.NO_RULE, f"{tensor.op.type} {tensor.op.name!r}")
+        if tape.in_vectorized_map():  # where nothing can be sent
+            return self._facts.of(tensor)
         self.look()
         with self._working():
             return self._known(tensor, label)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, rank_program
+from tfdist.graphs import tape
 from tfdist.graphs.walks import line_of_user
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
@@ -62,7 +63,7 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     here = program.here()
     rows, unknown = program.attachment(RankRows), None
     is_here = tf.is_symbolic_tensor(tensor) is not program.is_eager
-    if here is None or not is_here or rows.are_everywhere or program.mesh.size("data") == 1:
+    if here is None or not is_here or rows.are_everywhere or program.mesh.size("data") == 1 or tape.in_vectorized_map():
         return Replicate()
     if program.is_eager:
         placement, unknown = here.attachment(EagerFacts).of(tensor), here.attachment(EagerFacts).unknown(tensor)
@@ -95,7 +96,7 @@ def as_whole(program: RankProgram, tensor: tf.Tensor) -> tf.Tensor:
 def of_layer(layer: Any, outputs: Any) -> Any:
     """Returns the `outputs` of a layer that was called, of a rank's own rows also where rows of the batch have met in it."""
     program = rank_program(peers_on="data")
-    here = None if program is None or program.is_eager else program.here()
+    here = None if program is None or program.is_eager or tape.in_vectorized_map() else program.here()
     if here is None:
         return outputs
 
