@@ -14,14 +14,14 @@ import tfdist
 from tests.parity.comparison import BatchLogs, state
 from tests.programs.comparing import SHARDED, assert_as_on_one_device, run
 from tests.programs.test_custom_steps import BATCH, Model, fit
-from tfdist.losses import warning
+from tfdist.placements import telling
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(180), pytest.mark.usefixtures("float64")]
 
 
 @pytest.fixture(autouse=True)
 def nothing_told():
-    warning._told.clear()
+    telling._told.clear()
 
 
 def stepping(loss_of):

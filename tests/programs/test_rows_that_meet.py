@@ -12,7 +12,7 @@ from training import one_device, strategy_for
 
 from tests.parity.comparison import assert_same_tree, state
 from tests.programs.comparing import run
-from tfdist.losses import warning
+from tfdist.placements import telling
 
 BATCH = 4
 EQUAL, ALL = "equal batches", "all batches"  # of which rows cannot be gathered
@@ -169,7 +169,7 @@ def spectral():
 
 def fitted(strategy, build, loss, rows, told):
     """Returns what `fit` leaves behind, and adds what it warns of rows to `told`."""
-    warning._told.clear()
+    telling._told.clear()
     rng = np.random.default_rng(3)
     x, y = rng.normal(size=(rows, 8)).astype("float32"), rng.uniform(size=(rows, 3)).astype("float32")
     with strategy.scope():
