@@ -12,12 +12,13 @@ from collections.abc import Collection
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, can_be_gathered
-from tfdist.graphs import records, tape
+from tfdist.graphs import records, tape, walks
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.remaking import Remaking
 from tfdist.placements.surroundings import bytes_of, goes_on_linearly, is_size, readers_of
+from tfdist.placements.table import is_elementwise
 
 OUTPUT = -1
 _CONTROL = ("Case", "If", "While")
@@ -68,14 +69,20 @@ class RepairPlan:
                 return waves, what
             barred |= new
 
+    def _stays(self, tensor: tf.Tensor) -> set[str]:
+        """Returns what `tensor` is computed of that is the same on all ranks, and has the sizes that it has."""
+        before = (x for x, _ in walks.before(tensor) if isinstance(self._facts.of(x), Replicate))
+        return {x.name for x in before if not self._facts.is_agreed(x)}
+
     def _waves(self, tensor: tf.Tensor, may_gather: bool, barred: Collection[str]) -> tuple[list[list[Want]], list[tf.Operation]]:
         waves: list[list[Want]] = []
         lost: list[tf.Operation] = []
+        stays = self._stays(tensor) if may_gather else ()
         with self._facts.assuming() as assume:
             while isinstance(self._facts.of(tensor), Unknown) and len(waves) < _MOST_WAVES:
                 wants = []
                 for op in self._facts.reasons_of(tensor):
-                    found = self._wants_of(op, may_gather and op.name not in barred)
+                    found = self._wants_of(op, may_gather and op.name not in barred, stays)
                     wants += found
                     if not found and any(isinstance(one, Unknown) for one in self._facts.inputs_of(op)):
                         continue  # these are asked, too
@@ -101,7 +108,7 @@ class RepairPlan:
         has_effects = any(tape.has_an_effect(one) or not one.outputs for one in after)
         return not has_effects and all(isinstance(self._facts.of(x), Unknown) for one in after for x in one.outputs)
 
-    def _wants_of(self, op: tf.Operation, may_gather: bool) -> list[Want]:
+    def _wants_of(self, op: tf.Operation, may_gather: bool, stays: Collection[str]) -> list[Want]:
         inputs, why = self._facts.inputs_of(op), self._why(op)
         is_control = op.type.endswith(_CONTROL)
         if op.graph is not self._program.graph or not records.has_gradient(op) or tape.is_backward(op):
@@ -127,6 +134,10 @@ class RepairPlan:
             fit = all(self.can_agree(x) and bytes_of(x, 0) <= most for x in (op.inputs[place] for place in numbers))
             return [Want(op, place, op.inputs[place], Replicate()) for place in numbers] if fit else []
         own = [place for place, one in enumerate(inputs) if not isinstance(one, Replicate)]
+        axes = {one.axis - (op.inputs[place].shape.rank or 0) for place, one in enumerate(inputs) if isinstance(one, Shard)}
+        beside = [x.shape for x in op.inputs if x.name in stays and is_elementwise(op.type)]
+        if any(shape.rank and shape.rank >= -axis and shape[axis] != 1 for shape in beside for axis in axes):
+            return []  # as many numbers as a rank has rows
         can = may_gather and self.most_bytes > 0 and not is_control
         can = can and all(self._can_gather(op.inputs[place], inputs[place]) for place in own)
         return [Want(op, place, op.inputs[place], Replicate(), is_of_rows=True) for place in own] if can else []

@@ -20,6 +20,7 @@ from tfdist.placements.kinds import Shard
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.surroundings import SIZES, readers_of, sizes_read
 
+_ARITHMETIC = ("AddV2", "FloorDiv", "FloorMod", "Mul", "Sub")
 _OF_THE_GRAPH = ("Shape", "ShapeN", "Size")
 
 Change = tuple[tf.Operation, int, tf.Tensor]  # an operation, the number of one of its inputs, what it is to read there
@@ -129,6 +130,8 @@ def _constants_in(sizes: tf.Tensor) -> list[int]:
             found.extend(np.ravel(tf.get_static_value(x)).tolist())
         elif x.op.type not in _OF_THE_GRAPH:
             read = list(x.op.inputs)[: 1 if x.op.type == "StridedSlice" else None]
+            if x.op.type in _ARITHMETIC and not all(y.op.type == "Const" for y in read):  # of what is read from the graph
+                read = [y for y in read if y.op.type != "Const"]
             waiting.extend(y for y in read if y.dtype.is_integer and y.name not in {z.name for z in waiting})
     return found
 

@@ -58,11 +58,16 @@ class Repair:
         """Returns the placement of `tensor`, mended if it must be; `Unknown`: that could not be done."""
         if not self._program.exists_here(tensor):
             return Unknown(Why.NO_RULE, f"{tensor.op.type} {tensor.op.name!r}")
-        if tape.in_vectorized_map():  # where nothing can be sent
+        if tape.in_vectorized_map() or self._has_sent_to_one():  # where nothing can be sent; or ranks run different programs
             return self._facts.of(tensor)
         self.look()
         with self._working():
             return self._known(tensor, label)
+
+    def _has_sent_to_one(self) -> bool:
+        """Whether the user's code has sent something from one data rank to another."""
+        ranks = set(self._program.group_ranks("data"))
+        return any(one.op == "send" and ranks.issuperset(one.ranks) for one in self._program.plan.records[self._program.rank])
 
     def _known(self, tensor: tf.Tensor, label: str, *, may_gather: bool = True) -> Placement:
         tensor = self._remaking.now(tensor)
