@@ -123,7 +123,7 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         share = values if is_share else part.weigh(values)
     else:
         is_weighted = reduction == "mean_with_sample_weight" and weights is not None
-        values, is_of_all = _of_all_rows(values)
+        values, mask, is_of_all = _of_all_rows(values, mask)
         divisor = part.divisor(values, widened(weights) if is_weighted else None, mask)
         if is_of_all:
             program = rank_program()
@@ -173,17 +173,19 @@ def _mean_of_sum(total: Any) -> Any:
     return _part().mean_of_share(total) / tf.cast(copies, total.dtype)
 
 
-def _of_all_rows(values: tf.Tensor) -> tuple[tf.Tensor, bool]:
-    """Returns `values`, losses, or those of the rows of all ranks, which they have gathered since rows meet in them; and whether
-    these are it."""
+def _of_all_rows(values: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor | None, bool]:
+    """Returns `values`, losses, and their mask, or those of the rows of all ranks, which they have gathered since rows meet in
+    them; and whether these are it."""
     program = rank_program(peers_on="data")
     is_alone = program is None or program.is_eager or current_sliced_batch() is not None
     here = None if is_alone else program.here()
     if here is None:
-        return values, False
+        return values, mask, False
     known_of_loss(program, values)
-    values = here.attachment(Repair).now(values)
-    return values, here.attachment(Repair).is_agreed(values)
+    repair = here.attachment(Repair)
+    values = repair.now(values)
+    is_of_all = repair.is_agreed(values)
+    return values, repair.whole(mask, "loss/mask") if is_of_all and mask is not None else mask, is_of_all
 
 
 def _noted(loss: Any, how: How) -> Any:
