@@ -33,6 +33,7 @@ from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.placements.telling import known
 from tfdist.sharding import PartialSyncOnReadVariable, keras_scope
+from tfdist.sharding.gradient_numbers import GradientNumbers
 
 Update = Callable[..., Any]
 
@@ -105,17 +106,23 @@ def update(
                 _hold_whole(metric)
             elif program.mesh.coordinate(program.rank).data > 0:
                 return None
-            with whole_batch(), eager.own_use(program):
+            with whole_batch(), _own_use(program):
                 return own(*args, **kwargs)
         _hold_summands(metric)
         if arguments.have_no_rows and metric.variables:
             return None  # it adds nothing, and Keras's operations refuse it where they see it: in eager runs
         if _is_keras(own, "Mean.update_state", "Sum.update_state"):
             args, kwargs = _weighted(metric, own, args, kwargs, part, counted)
-        with eager.own_use(program):
+        with _own_use(program):
             updated = own(*args, **kwargs)
         _hold_summands(metric)  # also what it has made now
         return updated
+
+
+def _own_use(program: RankProgram) -> contextlib.AbstractContextManager[None]:
+    """A block of a metric's own operations: what they make of numbers of rows is no number that gradients meet."""
+    here = program.here()
+    return eager.own_use(program) if program.is_eager or here is None else here.attachment(GradientNumbers).own_use()
 
 
 def of_one_slice() -> contextlib.AbstractContextManager[None]:
