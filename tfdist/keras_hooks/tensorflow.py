@@ -109,7 +109,9 @@ def _shape(original: Callable[..., Any], input: Any, name: Any = None, optimize:
 def _size(original: Callable[..., Any], input: Any, name: Any = None, optimize: bool = True, out_type: Any = tf.int32) -> Any:
     if tf.executing_eagerly() and isinstance(input, tf.Tensor) and rank_program() is not None:
         return tf.raw_ops.Size(input=input, out_type=out_type)
-    return original(input, name, optimize and not has_static_rows(input), out_type)
+    # int32 lives in the memory of the host, where a GPU would have to send it for its size.
+    is_own = has_static_rows(input) and input.dtype != tf.int32
+    return original(input, name, optimize and not is_own, out_type)
 
 
 _GIVEN = (

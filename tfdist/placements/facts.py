@@ -58,9 +58,9 @@ class Facts(GraphFacts):
     def local_static_rows(self) -> frozenset[int]:
         """Numbers of rows of this process's ranks that are known when the graph is traced."""
         if self._program.sizes is not None:
-            return self._program.sizes - {0}
+            return self._program.sizes
         leaves = [x for x in tf.nest.flatten(self._program.arguments) if tf.is_tensor(x) and x.shape.rank]
-        return frozenset(x.shape[0] for x in leaves if x.shape[0] and self._program.is_dealt(x))
+        return frozenset(x.shape[0] for x in leaves if x.shape[0] is not None and self._program.is_dealt(x))
 
     def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> Call:
         call = call_of(op, inputs)

@@ -60,7 +60,7 @@ class Remaking:
 
     def can_be_made(self, operations: Sequence[tf.Operation], target: tf.Tensor) -> bool:
         """Whether what is computed of `operations`, up to `target`, bears other numbers of rows."""
-        rows = self._facts.local_static_rows
+        rows = self._facts.local_static_rows - {0}
         for op in self._between(operations, target):
             is_known = records.has_gradient(op) and op.type != "IdentityN" and not tape.is_backward(op)
             if not is_known or not tape.can_be_made_again(op) or _has_attribute_of_size(op):
@@ -75,7 +75,7 @@ class Remaking:
 
     def _may_be_of_rows(self, sizes: tf.Tensor, op: tf.Operation) -> bool:
         """Whether a constant among `sizes`, which `op` reads, may be a number of rows that Python has read, or a multiple."""
-        rows, placement = self._facts.local_static_rows, self._facts.of(op.outputs[0])
+        rows, placement = self._facts.local_static_rows - {0}, self._facts.of(op.outputs[0])
         value = tf.get_static_value(sizes)
         if op.type in ("BroadcastTo", "Reshape") and isinstance(placement, Shard) and value is not None:
             return value[placement.axis] > 0
