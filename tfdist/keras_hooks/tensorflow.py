@@ -109,9 +109,10 @@ def _shape(original: Callable[..., Any], input: Any, name: Any = None, optimize:
 def _size(original: Callable[..., Any], input: Any, name: Any = None, optimize: bool = True, out_type: Any = tf.int32) -> Any:
     if tf.executing_eagerly() and isinstance(input, tf.Tensor) and rank_program() is not None:
         return tf.raw_ops.Size(input=input, out_type=out_type)
-    # int32 lives in the memory of the host, where a GPU would have to send it for its size.
-    is_own = has_static_rows(input) and input.dtype != tf.int32
-    return original(input, name, optimize and not is_own, out_type)
+    program = rank_program()
+    # Between a GPU and its host int32 would be sent for its size.
+    is_sent = program is not None and not program.is_on_cpu and getattr(input, "dtype", None) == tf.int32
+    return original(input, name, optimize and (is_sent or not has_static_rows(input)), out_type)
 
 
 _GIVEN = (

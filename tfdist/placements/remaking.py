@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.graphs import records, tape
-from tfdist.graphs.walks import inputs_first
+from tfdist.graphs.walks import before, inputs_first
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Shard
 from tfdist.placements.redistribute import Redistribution
@@ -69,8 +69,8 @@ class Remaking:
             if any(map(self._may_be_of_rows, sizes, [op] * len(sizes))):
                 return False
             others = [x for x in op.inputs if not any(x is size for size in sizes)]
-            if any(x.op.type == "Const" and rows & set(x.shape.as_list()) for x in others):  # as many numbers as a rank has rows
-                return False
+            if any(x.shape.rank and rows & set(x.shape.as_list()) and _is_constant(x) for x in others):
+                return False  # as many numbers as a rank has rows
         return True
 
     def _may_be_of_rows(self, sizes: tf.Tensor, op: tf.Operation) -> bool:
@@ -119,6 +119,10 @@ class Remaking:
             if x.op.name in after:
                 found[x.op.name] = x.op
         return list(found.values())
+
+
+def _is_constant(tensor: tf.Tensor) -> bool:
+    return all(x.op.inputs or x.op.type == "Const" for x, _ in before(tensor))
 
 
 def _constants_in(sizes: tf.Tensor) -> list[int]:
