@@ -115,6 +115,7 @@ def _size(original: Callable[..., Any], input: Any, name: Any = None, optimize: 
     return original(input, name, optimize and (is_sent or not has_static_rows(input)), out_type)
 
 
+_LIBRARIES = ("keras.", "tensorflow.", "tfdist.")
 _GIVEN = (
     """The gradient function finds what the function was given: numbers of a rank's own rows. So ranks agree on them first."""
 )
@@ -132,7 +133,7 @@ def _custom_gradient_in_graph(original: Callable[..., Any], f: Any, args: Any, k
 
 def _of_all_rows(function: Any, given: Any) -> Any:
     program = rank_program(peers_on="data")
-    if program is None or (getattr(function, "__module__", None) or "").startswith("tfdist."):
+    if program is None or (getattr(function, "__module__", None) or "").startswith(_LIBRARIES):
         return given
     return tf.nest.map_structure(lambda x: as_whole(program, x) if tf.is_tensor(x) else x, given)
 
