@@ -216,3 +216,20 @@ def test_rows_that_are_compared_are_gathered_or_told(loss, compares, batch_size)
 
     silent = functools.wraps(program)(lambda strategy: silently(lambda: program(strategy)))
     assert_as_on_one_device(silent, 3)
+
+
+def largest_error(y_true, y_pred):
+    return tf.reduce_max(tf.square(y_true - y_pred))
+
+
+@pytest.mark.parametrize(("zero_stage", "run_eagerly"), [(0, True), (3, False)])
+def test_a_compiled_loss_that_is_an_extreme(zero_stage, run_eagerly):
+    def program(strategy):
+        x, y = vectors(13)
+        with strategy.scope():
+            model = Model()
+            model.compile(keras.optimizers.SGD(0.01), largest_error, run_eagerly=run_eagerly)
+        history = model.fit(x, one_hot(y), batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        return {"history": history, **state(model)}
+
+    assert_as_on_one_device(program, zero_stage)

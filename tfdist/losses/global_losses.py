@@ -33,9 +33,9 @@ Note: losses that are one number. A loss that returns a scalar has averaged its 
 `tf.reduce_mean`; `Dice` and `Tversky` without `axis`; `MeanSquaredError` of vectors). Keras does not scale such a loss, so that N
 ranks would train N times as fast as one; it divides `add_loss` and `activity_regularizer` by N. Here each of these losses is
 weighted by the rank's part of the batch's rows, which is exact if the loss is a mean over rows, or, as a weight's regularizer,
-has nothing to do with rows. The weighting is wrong for a loss that is no mean over rows: a sum (take the mean), or `Dice`, a
-ratio of sums. What `add_loss` gets from a Keras loss is a share already and stays one (a sum of such a share and of another mean,
-in one call, would be mistaken for a share: call `add_loss` twice).
+has nothing to do with rows. Of any other (a sum, `Dice`, a ratio of sums) the ranks agree on the numbers that it needs first (see
+`placements.repair`). What `add_loss` gets from a Keras loss is a share already and stays one (a sum of such a share and of another
+mean, in one call, would be mistaken for a share: call `add_loss` twice).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Replicate
 from tfdist.placements.repair import Repair
-from tfdist.placements.telling import is_sum, known_of_loss
+from tfdist.placements.telling import is_sum, known_of_loss, without_extremes
 
 _local = threading.local()
 
@@ -117,7 +117,7 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         placement = Replicate() if program is None else known_of_loss(program, values)
         is_share = is_sum(placement)
         if isinstance(placement, Partial) and placement.is_extreme:
-            values = program.here().attachment(Repair).without_extremes(values, "loss")
+            values = without_extremes(program, values)
         if step is not None:
             return _noted(part.mean_of_share(values) if is_share else values, How.MEAN)
         share = values if is_share else part.weigh(values)
@@ -185,7 +185,11 @@ def _of_all_rows(values: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, 
     repair = here.attachment(Repair)
     values = repair.now(values)
     is_of_all = repair.is_agreed(values)
-    return values, repair.whole(mask, "loss/mask") if is_of_all and mask is not None else mask, is_of_all
+    if is_of_all and mask is not None:
+        known_of_loss(program, mask)  # warns of one that is not known
+        whole = repair.whole(mask, "loss/mask")
+        mask = mask if whole is None else whole
+    return values, mask, is_of_all
 
 
 def _noted(loss: Any, how: How) -> Any:

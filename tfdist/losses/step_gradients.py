@@ -21,7 +21,7 @@ from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
-from tfdist.placements.telling import is_sum, known, warn_of_custom_gradient
+from tfdist.placements.telling import is_sum, known, warn_of_custom_gradient, without_extremes
 from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight
@@ -32,7 +32,7 @@ def weighted_in_gradient(loss: Any) -> Any:
     step = trainer_step()
     if step is None or loss is None:
         return loss
-    loss = _without_extremes(rank_program(), tf.convert_to_tensor(loss))
+    loss = without_extremes(rank_program(), tf.convert_to_tensor(loss))
     placement = _placement(step, rank_program(), loss)
     if isinstance(placement, Shard):
         return loss
@@ -57,7 +57,7 @@ def gradient_of_targets(
     if program is None or program.here() is None or not all(map(tf.is_tensor, targets)):
         return gradient(target, output_gradients)
     with records.recording(gradient_tape) if program.is_eager else contextlib.nullcontext():
-        targets = [_without_extremes(program, x) for x in targets]
+        targets = [without_extremes(program, x) for x in targets]
     weights = program.attachment(GradientWeight)
     if step is None:
         seeds = _seeds_of_shares(program, targets, output_gradients)
@@ -185,18 +185,6 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Ca
     repair.pass_over()
     if program.mesh.size("data") > 1 and not is_given_everywhere() and _has_custom_gradients(program):
         warn_of_custom_gradient(here, repair.unknown_since(start))
-
-
-def _without_extremes(program: RankProgram, target: tf.Tensor) -> tf.Tensor:
-    is_alone = program.mesh.size("data") == 1 or program.attachment(RankRows).are_of_slices
-    here = None if is_alone else program.here()
-    if here is None or is_given_everywhere():
-        return target
-    if program.is_eager:
-        return here.attachment(EagerFacts).without_extremes(target)
-    if not tf.is_symbolic_tensor(target) or not here.exists_here(target):
-        return target
-    return here.attachment(Repair).without_extremes(target, "loss")
 
 
 def _placement(step: TrainerStep, program: RankProgram, target: tf.Tensor) -> Placement:

@@ -23,7 +23,7 @@ from tfdist import temporary
 from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
 from tfdist.graphs import eager_operations, tape
-from tfdist.graphs.walks import line_that_runs, reader_of_numbers
+from tfdist.graphs.frames import line_that_runs, reader_of_numbers
 from tfdist.placements.call import Call
 from tfdist.placements.eager_call import eager_call
 from tfdist.placements.facts import given_placements

@@ -30,6 +30,7 @@ class RankRows:
         self.are_means = False
         self.are_everywhere = False
         self._weight: tf.Tensor | None = None
+        self._place: tuple[tf.Tensor, tf.Tensor, tf.Tensor] | None = None
         self._sends_rows_along = False
 
     @property
@@ -49,11 +50,15 @@ class RankRows:
         return self._weight_of(all_reduce(tf.cast(self.rows, tf.float64), "data", label="loss/rows"))
 
     def place(self, label: str) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Returns how many rows the ranks before this one have, it itself, and all; one message of 1 number of each rank."""
+        """Returns how many rows the ranks before this one have, it itself, and all; one message of 1 number of each rank, once a
+        trace."""
+        if self._place is not None:
+            return self._place
         with self._program.outermost():
             counts = all_gather(tf.reshape(self.rows, [1]), "data", label=f"{label}/rows")
             before = self._program.mesh.coordinate(self._program.rank).data
-            return tf.reduce_sum(counts[:before]), self.rows, tf.reduce_sum(counts)
+            self._place = tf.reduce_sum(counts[:before]), self.rows, tf.reduce_sum(counts)
+        return self._place
 
     def note_all_rows(self, all_rows: tf.Tensor) -> None:
         """Notes how many rows all data ranks have, so that `weight` needs no message."""
@@ -61,7 +66,7 @@ class RankRows:
 
     def those_of(self, rows: tf.Tensor, weight: tf.Tensor) -> contextlib.AbstractContextManager[None]:
         """A block whose losses are the ranks' own means over batches of which this rank has `rows` rows."""
-        return temporary.attributes(self, rows=tf.cast(rows, tf.int64), _weight=weight, are_means=True)
+        return temporary.attributes(self, rows=tf.cast(rows, tf.int64), _weight=weight, _place=None, are_means=True)
 
     def is_weight(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is what `weight` returns."""

@@ -46,8 +46,8 @@ _TOLD = {
     ),
     Why.MEET: (
         "Each device has a part of the rows, and lets them meet its own alone, where on one device all meet.",
-        "If they are few, let them be gathered: make the strategy with a larger `gather_rows_bytes`, and batches without "
-        "`drop_remainder=True`. Else " + _REDUCE[0].lower() + _REDUCE[1:],
+        "If they are few, let them be gathered: make the strategy with a larger `gather_rows_bytes`, and sizes of "
+        "`tf.shape(x)[0]` in the place of `x.shape[0]`. Else " + _REDUCE[0].lower() + _REDUCE[1:],
     ),
 }
 
@@ -85,12 +85,34 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
 
 def as_whole(program: RankProgram, tensor: tf.Tensor) -> tf.Tensor:
     """Returns `tensor`, or what it is on one device where it is a number that each rank has of its own rows."""
-    if program.is_eager:
-        return program.attachment(EagerFacts).whole(tensor)
-    here = None if program.attachment(RankRows).are_of_slices else program.here()
-    if here is None or not (tf.is_symbolic_tensor(tensor) and here.exists_here(tensor)) or tensor.shape.rank is None:
+    here = _where_known(program, tensor)
+    if here is None:
         return tensor
-    return here.attachment(Repair).as_whole(tensor, "custom_gradient")
+    return (
+        here.attachment(EagerFacts).whole(tensor)
+        if here.is_eager
+        else here.attachment(Repair).as_whole(tensor, "custom_gradient")
+    )
+
+
+def without_extremes(program: RankProgram, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns `tensor`, a loss, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""
+    here = _where_known(program, tensor)
+    if here is None:
+        return tensor
+    return (
+        here.attachment(EagerFacts).without_extremes(tensor)
+        if here.is_eager
+        else here.attachment(Repair).without_extremes(tensor, "loss")
+    )
+
+
+def _where_known(program: RankProgram, tensor: tf.Tensor) -> RankProgram | None:
+    """Returns the program that knows what `tensor` is of other ranks' rows; None: none does, or there are none."""
+    rows, here = program.attachment(RankRows), program.here()
+    is_alone = program.mesh.size("data") == 1 or rows.are_of_slices or rows.are_everywhere
+    is_here = here is not None and tf.is_symbolic_tensor(tensor) is not program.is_eager and here.exists_here(tensor)
+    return here if is_here and not is_alone else None
 
 
 def of_layer(layer: Any, outputs: Any) -> Any:
