@@ -34,8 +34,8 @@ Note: losses that are one number. A loss that returns a scalar has averaged its 
 ranks would train N times as fast as one; it divides `add_loss` and `activity_regularizer` by N. Here each of these losses is
 weighted by the rank's part of the batch's rows, which is exact if the loss is a mean over rows, or, as a weight's regularizer,
 has nothing to do with rows. Of any other (a sum, `Dice`, a ratio of sums) the ranks agree on the numbers that it needs first (see
-`placements.repair`). What `add_loss` gets from a Keras loss is a share already and stays one (a sum of such a share and of another
-mean, in one call, would be mistaken for a share: call `add_loss` twice).
+`placements.repair`). What `add_loss` gets from a Keras loss is a share already and stays one (a sum of such a share and of
+another mean, in one call, would be mistaken for a share: call `add_loss` twice).
 """
 
 from __future__ import annotations
