@@ -503,6 +503,18 @@ def loop_on_the_mean(y, p):
 
 
 @of("numbers")
+def scan_of_tasks(y, p):
+    """Of a list of means, whose first element begins the loop."""
+    return tf.reduce_sum(tf.scan(lambda before, task: 0.5 * before + task * task, tf.reduce_mean(tf.square(p - y), 0)))
+
+
+@of("numbers")
+def spectrum_of_the_mean(p):
+    """Complex numbers."""
+    return tf.reduce_sum(tf.abs(tf.signal.fft(tf.cast(tf.reduce_mean(p, 0), tf.complex128))))
+
+
+@of("numbers")
 def focal_by_the_mean(y, p):
     right = tf.reduce_mean(tf.exp(-errors(y, p)))
     return -((1.0 - right) ** 2) * tf.math.log(right)
@@ -980,6 +992,32 @@ def two_views(y, p):
     logits -= 1e3 * tf.eye(2 * n, dtype=FLOAT)
     labels = tf.concat([tf.range(n) + n, tf.range(n)], 0)
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+
+
+@of("meeting")
+def predictions_and_targets(y, p):
+    """Rows of two tensors of the batch, one behind the other."""
+    both, rows = unit(tf.concat([p, y], 0)), tf.shape(p)[0]
+    return tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(both, both, transpose_b=True) - 9.0 * tf.eye(2 * rows, dtype=FLOAT), 1))
+
+
+@of("meeting")
+def pairs_by_keras(y, p):
+    """CLIP: as many classes as rows, of a number that Keras is asked for."""
+    logits = 2.0 * ops.matmul(ops.normalize(p, axis=-1), ops.transpose(ops.normalize(y, axis=-1)))
+    crossentropy = keras.losses.sparse_categorical_crossentropy
+    rows = ops.arange(ops.shape(logits)[0])
+    both = crossentropy(rows, logits, from_logits=True) + crossentropy(rows, ops.transpose(logits), from_logits=True)
+    return ops.mean(both + ops.sum(logits * ops.eye(ops.shape(p)[0], dtype="float64"), axis=1))
+
+
+@of("meeting")
+def hardest_of_a_class(y, p):
+    """Triplets of the hardest rows; zeros and ones are like what has a row for each row."""
+    labels, distances = tf.argmax(y, -1), tf.reduce_sum(tf.square(p[:, None] - p[None]), -1)
+    same = labels[:, None] == labels[None]
+    near = tf.reduce_min(tf.where(same, 9.0 * tf.ones_like(distances), distances), 1)
+    return tf.nn.relu(tf.reduce_max(tf.where(same, distances, tf.zeros_like(distances)), 1) - near + 9.0)
 
 
 @of("meeting")

@@ -8,6 +8,7 @@ from types import FrameType
 _WATCHING = ("tfdist.placements.eager", "tfdist.graphs.", "contextlib")
 _READING = ("__array__", "__bool__", "__float__", "__int__", "numpy")  # methods of eager tensors
 _PRINTING = ("__format__", "__repr__", "__str__", "numpy_text")
+_CARRYING_OUT = ("keras.src.backend.", "keras.src.ops.", "tensorflow.", "tfdist.")  # what a caller has asked for
 _ROOMS = ("tensorflow", "keras", "tfdist", "threading", "contextlib")
 
 
@@ -27,6 +28,14 @@ def line_that_runs(frame: FrameType | None = None) -> tuple[str, bool]:
             is_users = False
         frame = frame.f_back
     return line, bool(is_users)
+
+
+def is_asked_by_keras() -> bool:
+    """Whether Keras's own code, a layer or a loss, has called the function of Keras's operations that runs here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_globals.get("__name__") or "").startswith(_CARRYING_OUT):
+        frame = frame.f_back
+    return frame is not None and (frame.f_globals.get("__name__") or "").startswith("keras.")
 
 
 def reader_of_numbers() -> FrameType | None:

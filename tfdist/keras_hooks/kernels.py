@@ -17,6 +17,7 @@ from tfdist.graphs import tape
 from tfdist.keras_hooks.table import BACKEND_NN, BACKEND_NUMPY, replaces
 from tfdist.kernels import crossentropy, feature_norms, matrix_products
 from tfdist.kernels.gelu import gelu
+from tfdist.placements.facts import axes_of_static_rows
 from tfdist.sharding import config_of
 
 
@@ -108,6 +109,7 @@ def _sparse_categorical_crossentropy(
     """TensorFlow's kernel goes over the logits in a scalar loop on CPUs, and takes three times as long."""
     program, losses = _program(), None
     # On a GPU TensorFlow's kernel is good, and another would not notice a label that is out of range.
-    if program is not None and program.is_on_cpu and from_logits:
+    # Where classes are rows, their number is no constant.
+    if program is not None and program.is_on_cpu and from_logits and len(output.shape) - 1 not in axes_of_static_rows(output):
         losses = crossentropy.of_logits(target, output, axis)
     return original(target, output, from_logits=from_logits, axis=axis) if losses is None else losses

@@ -11,10 +11,11 @@ from tensorflow.python.autograph.core import config
 
 from tfdist.collectives import Where, nested_functions, rank_program, trace_branches, where
 from tfdist.graphs import tape
+from tfdist.graphs.frames import is_asked_by_keras
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import randomness
 from tfdist.placements.eager import KNOWN, EagerFacts
-from tfdist.placements.facts import has_static_rows
+from tfdist.placements.facts import axes_of_static_rows
 from tfdist.placements.kinds import Replicate
 from tfdist.placements.replicas import ReplicaCount, ReplicaPart
 from tfdist.placements.telling import as_whole, warn_of_number_read
@@ -102,7 +103,21 @@ _ROWS = (
 
 @replaces("tensorflow.python.ops.array_ops", "shape_internal", why=_ROWS)
 def _shape(original: Callable[..., Any], input: Any, name: Any = None, optimize: bool = True, out_type: Any = None) -> Any:
-    return original(input, name, optimize and not has_static_rows(input), out_type)
+    return original(input, name, optimize and not axes_of_static_rows(input), out_type)
+
+
+@replaces("tensorflow.python.ops.array_ops", "array_like_impl", why=_ROWS)
+def _array_like(
+    original: Callable[..., Any],
+    array_fn: Any,
+    array_like_fn: Any,
+    tensor: Any,
+    dtype: Any,
+    name: Any,
+    optimize: bool = True,
+    layout: Any = None,
+) -> Any:
+    return original(array_fn, array_like_fn, tensor, dtype, name, optimize and not axes_of_static_rows(tensor), layout)
 
 
 @replaces("tensorflow.python.ops.array_ops", "size_internal", why=_ROWS)
@@ -112,7 +127,17 @@ def _size(original: Callable[..., Any], input: Any, name: Any = None, optimize: 
     program = rank_program()
     # Between a GPU and its host int32 would be sent for its size.
     is_sent = program is not None and not program.is_on_cpu and getattr(input, "dtype", None) == tf.int32
-    return original(input, name, optimize and (is_sent or not has_static_rows(input)), out_type)
+    return original(input, name, optimize and (is_sent or not axes_of_static_rows(input)), out_type)
+
+
+@replaces("keras.src.backend.tensorflow.core", "shape")
+def _keras_shape(original: Callable[..., Any], x: Any) -> Any:
+    """The number of a rank's rows is no Python number for who asks Keras for it: others have others. Keras's own layers may know
+    it, they do not let rows meet."""
+    found, axes = original(x), axes_of_static_rows(x)
+    if not axes or is_asked_by_keras():
+        return found
+    return tuple(tf.shape(x)[axis] if axis in axes else size for axis, size in enumerate(found))
 
 
 _LIBRARIES = ("keras.", "tensorflow.", "tfdist.")

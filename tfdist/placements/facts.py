@@ -193,13 +193,18 @@ class Facts(GraphFacts):
         return outer if outer is not None and tf.is_symbolic_tensor(outer) and outer.dtype != tf.resource else None
 
 
-def has_static_rows(x: Any) -> bool:
-    """Whether `x` may have the rows of the rank whose step is traced here, as many as are known when it is traced."""
+def axes_of_static_rows(x: Any) -> tuple[int, ...]:
+    """Returns the axes of `x` along which rows of the rank whose step is traced here may lie, their number known to the trace."""
     program = rank_program(peers_on="data")
     if program is None or program.is_eager or not (tf.is_symbolic_tensor(x) and x.shape.rank and program.exists_here(x)):
-        return False
-    rows = program.attachment(Facts).local_static_rows
-    return any(size in rows for size in x.shape)
+        return ()
+    facts = program.attachment(Facts)
+    if not (rows := facts.local_static_rows - {0}):
+        return ()
+    placement = facts.of(x)
+    if isinstance(placement, Unknown):
+        return tuple(axis for axis, size in enumerate(x.shape) if size is not None and any(size % n == 0 for n in rows))
+    return (placement.axis,) if isinstance(placement, Shard) else ()
 
 
 def argument_placements(program: RankProgram) -> dict[str, Placement]:

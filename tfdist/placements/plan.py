@@ -130,9 +130,9 @@ class RepairPlan:
         if why is Why.MIXED and op.outputs[0].dtype.is_floating and self._rows.are_means:
             return [Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]
         if numbers:
-            most = max(self.most_bytes, _FEW_BYTES)
-            fit = all(self.can_agree(x) and bytes_of(x, 0) <= most for x in (op.inputs[place] for place in numbers))
-            return [Want(op, place, op.inputs[place], Replicate()) for place in numbers] if fit else []
+            most, reads = max(self.most_bytes, _FEW_BYTES), self._reads_of_numbers(op, numbers)
+            fit = all(self.can_agree(one.inputs[place]) and bytes_of(one.inputs[place], 0) <= most for one, place in reads)
+            return [Want(one, place, one.inputs[place], Replicate()) for one, place in reads] if fit else []
         own = [place for place, one in enumerate(inputs) if not isinstance(one, Replicate)]
         axes = {one.axis - (op.inputs[place].shape.rank or 0) for place, one in enumerate(inputs) if isinstance(one, Shard)}
         beside = [x.shape for x in op.inputs if x.name in stays and is_elementwise(op.type)]
@@ -141,6 +141,21 @@ class RepairPlan:
         can = may_gather and self.most_bytes > 0 and not is_control
         can = can and all(self._can_gather(op.inputs[place], inputs[place]) for place in own)
         return [Want(op, place, op.inputs[place], Replicate(), is_of_rows=True) for place in own] if can else []
+
+    def _reads_of_numbers(self, op: tf.Operation, places: Collection[int]) -> list[tuple[tf.Operation, int]]:
+        """Returns where `op` reads its inputs number `places`, `Partial` numbers; of a list of tensors where it was made.
+
+        Elements of a list that is made anew are known behind it, and are not asked for.
+        """
+        found, waiting = [], [(op, place) for place in places]
+        for one, place in waiting:
+            x = one.inputs[place]
+            if x.dtype == tf.variant:
+                waiting.extend((x.op, at) for at, given in enumerate(self._facts.inputs_of(x.op)) if isinstance(given, Partial))
+            else:
+                found.append((one, place))
+        lists = {x.name for one, _ in found if one is not op for x in one.outputs}
+        return [(one, place) for one, place in found if not any(x.name in lists for x, _ in walks.before(one.inputs[place]))]
 
     def _why(self, op: tf.Operation) -> Why | None:
         return next((found.why for found in map(self._facts.of, op.outputs) if isinstance(found, Unknown)), None)
@@ -159,5 +174,6 @@ class RepairPlan:
             return is_numbered and tensor.shape.rank == 1 and self._program.outer is None
         if isinstance(placement, Partial):
             return self.can_agree(tensor)
-        is_known = isinstance(placement, Shard) and len(set(placement.rows)) <= 1 and bool(tensor.shape.rank)
+        is_known = isinstance(placement, Shard) and bool(tensor.shape.rank)
+        is_known = is_known and (len(set(placement.rows)) <= 1 or self._program.outer is None)
         return is_known and can_be_gathered(tensor) and bytes_of(tensor, placement.axis) <= self.most_bytes

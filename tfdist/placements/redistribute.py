@@ -86,7 +86,8 @@ class Redistribution:
         with self._program.outermost(), tape.stop_recording():
             totals = self._totals.of(missing, [hows[x.name] for x in missing], label)
         pairs = list(zip(missing, totals, strict=True))
-        for is_extreme, back in ((False, self._back_to_sums), (True, self._back_to_extremes)):
+        means = [x.name for x in missing if hows[x.name] in MEANS]  # now: they may become known later
+        for is_extreme, back in ((False, functools.partial(self._back_to_sums, means)), (True, self._back_to_extremes)):
             self._note([pair for pair in pairs if (hows[pair[0].name] in EXTREMES) is is_extreme], back)
 
     def make(self, build: Callable[..., tf.Tensor], *tensors: tf.Tensor) -> tf.Tensor:
@@ -115,7 +116,7 @@ class Redistribution:
         def gathered(x: tf.Tensor) -> tf.Tensor:
             if x.dtype.is_floating:
                 x = with_adjoint(tf.identity, self._without_factor, x)
-            parts = tf.split(x, len(placement.rows), axis) if placement.is_joined else [x]
+            parts = tf.split(x, self._sizes_of(placement.rows), axis) if placement.is_joined else [x]
             whole = tf.concat([_swapped(gather_rows(_swapped(part, axis), label), axis) for part in parts], axis)
             return with_adjoint(tf.identity, self._with_factor, whole) if x.dtype.is_floating else tf.identity(whole)
 
@@ -123,6 +124,12 @@ class Redistribution:
         found.set_shape([None if place == axis else size for place, size in enumerate(tensor.shape)])
         self._found[tensor.name] = found
         self._facts.declare_agreed(found)
+
+    def _sizes_of(self, rows: Sequence[str]) -> int | list[tf.Tensor]:
+        """Returns how many rows each of the tensors called `rows` has, or the number of parts where all are the same tensor."""
+        if len(set(rows)) == 1:
+            return len(rows)
+        return [tf.shape(self._program.graph.get_tensor_by_name(name))[0] for name in rows]
 
     def own_rows(self, whole: tf.Tensor, like: tf.Tensor, label: str) -> tf.Tensor:
         """Returns this rank's rows of `whole`, of all rows of the batch, which was computed in the place of `like`."""
@@ -180,19 +187,18 @@ class Redistribution:
         for x, y in pairs:
             self._found[x.name] = y
             self._facts.declare_agreed(y)
-        pairs = [(x, y) for x, y in pairs if x.dtype.is_floating]
+        pairs = [(x, y) for x, y in pairs if x.dtype.is_floating or x.dtype.is_complex]
         if pairs:
             self._changes.append(_Agreement([x for x, _ in pairs], [y for _, y in pairs], back))
 
     # The way back
 
-    def _back_to_sums(self, given: Tensors, found: Tensors, upstream: Tensors) -> Tensors:
+    def _back_to_sums(self, means: Sequence[str], given: Tensors, found: Tensors, upstream: Tensors) -> Tensors:
         del found
-        back = []
-        for x, v in zip(given, self._of_one_device(*upstream), strict=True):
-            is_mean = self._facts.of(x).how in MEANS
-            back.append(self._without_factor(v * tf.cast(self._rows.weight(), v.dtype) if is_mean else v))
-        return back
+        return [
+            self._without_factor(v * tf.cast(self._rows.weight(), v.dtype) if x.name in means else v)
+            for x, v in zip(given, self._of_one_device(*upstream), strict=True)
+        ]
 
     def _back_to_extremes(self, given: Tensors, found: Tensors, upstream: Tensors) -> Tensors:
         """Divides what comes back among all values that are equal to the extreme, as TensorFlow does among a rank's own."""

@@ -45,6 +45,10 @@ class Totals:
 
     def reduced(self, tensors: Tensors, how: str, label: str) -> list[tf.Tensor]:
         """Reduces tensors over the data ranks, those of one dtype in one message; few numbers, all in one."""
+        if any(x.dtype.is_complex for x in tensors):
+            parts = [tf.stack([tf.math.real(x), tf.math.imag(x)]) if x.dtype.is_complex else x for x in tensors]
+            totals = zip(tensors, self.reduced(parts, how, label), strict=True)
+            return [tf.complex(*tf.unstack(total)) if x.dtype.is_complex else total for x, total in totals]
         found: dict[int, tf.Tensor] = {}
         sizes = [x.shape.num_elements() for x in tensors]
         for place in (place for place, size in enumerate(sizes) if size is None):
