@@ -19,8 +19,10 @@ from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Shard
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.surroundings import SIZES, readers_of, sizes_read
+from tfdist.placements.table import RULES, Kind
 
 _ARITHMETIC = ("AddV2", "FloorDiv", "FloorMod", "Mul", "Sub")
+_NAMES_AXES = (Kind.REDUCTION, Kind.SCAN, Kind.VIEW)
 _OF_THE_GRAPH = ("Shape", "ShapeN", "Size")
 
 Change = tuple[tf.Operation, int, tf.Tensor]  # an operation, the number of one of its inputs, what it is to read there
@@ -65,10 +67,13 @@ class Remaking:
             is_known = records.has_gradient(op) and op.type != "IdentityN" and not tape.is_backward(op)
             if not is_known or not tape.can_be_made_again(op) or _has_attribute_of_size(op):
                 return False
-            sizes = sizes_read(op)
+            is_of_a_shape = bool(op.inputs) and op.inputs[0].op.type in _OF_THE_GRAPH  # it counts axes
+            sizes = [] if is_of_a_shape else sizes_read(op)
             if any(map(self._may_be_of_rows, sizes, [op] * len(sizes))):
                 return False
-            others = [x for x in op.inputs if not any(x is size for size in sizes)]
+            row = RULES.get(op.type)
+            ends = 1 if row is not None and row.kind in _NAMES_AXES else None  # behind it are axes, orders, paddings
+            others = [x for x in list(op.inputs)[:ends] if not any(x is size for size in sizes)]
             if any(x.shape.rank and rows & set(x.shape.as_list()) and _is_constant(x) for x in others):
                 return False  # as many numbers as a rank has rows
         return True
@@ -81,7 +86,7 @@ class Remaking:
             return value[placement.axis] > 0
         is_cut = op.type in ("Slice", "StridedSlice")
         return any(
-            size in rows or (size > 0 and not is_cut and any(size % n == 0 for n in rows)) for size in _constants_in(sizes)
+            size in rows or (size > 0 and not is_cut and any(size % n == 0 for n in rows - {1})) for size in _constants_in(sizes)
         )
 
     def read(self, changes: Sequence[Change], target: tf.Tensor) -> None:

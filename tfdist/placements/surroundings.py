@@ -28,8 +28,8 @@ SIZES: dict[str, tuple[int, ...]] = {
 
 def sizes_read(op: tf.Operation) -> list[tf.Tensor]:
     """Returns the inputs of `op` that say how large what it returns is."""
-    is_cut = op.type in ("Slice", "StridedSlice")
-    places = [place for place in SIZES.get(op.type, ()) if place < len(op.inputs) and not (is_cut and place == 0)]
+    data_and_strides = {"Range": (2,), "Slice": (0,), "StridedSlice": (0, 3)}.get(op.type, ())
+    places = [place for place in SIZES.get(op.type, ()) if place < len(op.inputs) and place not in data_and_strides]
     return [op.inputs[place] for place in places if op.inputs[place].dtype.is_integer]
 
 
