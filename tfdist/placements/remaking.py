@@ -18,10 +18,10 @@ from tfdist.graphs.walks import before, inputs_first
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Shard
 from tfdist.placements.redistribute import Redistribution
-from tfdist.placements.surroundings import SIZES, readers_of, sizes_read
+from tfdist.placements.surroundings import readers_of, sizes_read
+from tfdist.placements.table import is_shape, size_inputs
 
 _ARITHMETIC = ("AddV2", "FloorDiv", "FloorMod", "Mul", "Sub")
-_OF_THE_GRAPH = ("Shape", "ShapeN", "Size")
 
 Change = tuple[tf.Operation, int, tf.Tensor]  # an operation, the number of one of its inputs, what it is to read there
 
@@ -97,7 +97,7 @@ class Remaking:
                 continue
             inputs = [reads.get((op.name, place), self.now(x)) for place, x in enumerate(op.inputs)]
             places = [place for place, x in enumerate(op.inputs) if not tape.same(inputs[place], x)]
-            if not places and op.type not in SIZES:  # of these the result may have another size now
+            if not places and not size_inputs(op.type):  # of these the result may have another size now
                 continue
             # Other integers may be sizes, which TensorFlow has found out when they were made.
             if all(x.dtype.is_floating and x.shape.rank == 0 for x in op.outputs):
@@ -132,7 +132,7 @@ def _constants_in(sizes: tf.Tensor) -> list[int]:
     for x in waiting:
         if x.op.type == "Const":
             found.extend(np.ravel(tf.get_static_value(x)).tolist())
-        elif x.op.type not in _OF_THE_GRAPH:
+        elif not is_shape(x.op.type):
             read = list(x.op.inputs)[: 1 if x.op.type == "StridedSlice" else None]
             if x.op.type in _ARITHMETIC and not all(y.op.type == "Const" for y in read):  # of what is read from the graph
                 read = [y for y in read if y.op.type != "Const"]
