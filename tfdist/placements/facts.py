@@ -145,7 +145,7 @@ class Facts(GraphFacts):
         if divisor is None or divisor.size != 1 or not self.static_rows or float(divisor.reshape(-1)[0]) <= 1:
             return False
         sizes = set(self.static_rows)
-        for x, _ in before(op.inputs[0], lambda one: not is_elementwise(one.type)):
+        for x in before(op.inputs[0], lambda one: not is_elementwise(one.type)):
             summed = x.op.inputs[0].shape if x.op.inputs else None
             if not is_elementwise(x.op.type) and summed is not None and summed.is_fully_defined() and summed.rank:
                 sizes |= {summed.num_elements()} if summed[0] in self.static_rows else set()

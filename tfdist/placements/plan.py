@@ -70,7 +70,7 @@ class RepairPlan:
 
     def _stays(self, tensor: tf.Tensor) -> set[str]:
         """Returns what `tensor` is computed of that is the same on all ranks, and has the sizes that it has."""
-        before = (x for x, _ in walks.before(tensor) if isinstance(self._facts.of(x), Replicate))
+        before = (x for x in walks.before(tensor) if isinstance(self._facts.of(x), Replicate))
         return {x.name for x in before if not self._facts.is_agreed(x)}
 
     def _waves(self, tensor: tf.Tensor, may_gather: bool, barred: Collection[str]) -> tuple[list[list[Want]], list[tf.Operation]]:

@@ -122,7 +122,7 @@ class Remaking:
 
 
 def _is_constant(tensor: tf.Tensor) -> bool:
-    return all(x.op.inputs or x.op.type == "Const" for x, _ in before(tensor))
+    return all(x.op.inputs or x.op.type == "Const" for x in before(tensor))
 
 
 def _constants_in(sizes: tf.Tensor) -> list[int]:

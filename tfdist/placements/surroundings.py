@@ -52,7 +52,7 @@ def readers_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 def reads_variables(tensor: tf.Tensor) -> bool:
-    return any(x.op.type == "ReadVariableOp" for x, _ in before(tensor))
+    return any(x.op.type == "ReadVariableOp" for x in before(tensor))
 
 
 def goes_on_linearly(op: tf.Operation, facts: Facts) -> bool:

@@ -291,6 +291,9 @@ RULES = {
 }
 
 
+_NOTHING = Row(meeting.met, Kind.MEETING)
+
+
 def row_of(kind: str) -> Row | None:
     """Returns what is known of the operations of a type; None: nothing."""
     return RULES.get(kind)
@@ -298,33 +301,28 @@ def row_of(kind: str) -> Row | None:
 
 def is_elementwise(kind: str) -> bool:
     """Whether each element of what such an operation returns depends on the same element of its inputs, and on scalars."""
-    row = RULES.get(kind)
-    return row is not None and row.kind is Kind.POINTWISE
+    return RULES.get(kind, _NOTHING).kind is Kind.POINTWISE
+
+
+def is_shape(kind: str) -> bool:
+    """Whether such an operation returns a shape, or a number of elements."""
+    return RULES.get(kind, _NOTHING).rule in (pointwise.shape_of, pointwise.size_of)
+
+
+def is_quotient(kind: str) -> bool:
+    """Whether such an operation divides floats."""
+    return RULES.get(kind, _NOTHING).rule is pointwise.divide
 
 
 def linear_inputs(kind: str) -> Linear | None:
     """Returns in which of its inputs such an operation is linear, nothing else being added; None: in none, or it is not
     known."""
-    row = RULES.get(kind)
-    return None if row is None else row.linear
+    return RULES.get(kind, _NOTHING).linear
 
 
 def size_inputs(kind: str) -> Sequence[int]:
     """Returns which of its inputs say how large what such an operation returns is."""
-    row = RULES.get(kind)
-    return () if row is None else row.sizes
-
-
-def is_shape(kind: str) -> bool:
-    """Whether such an operation returns a shape, or a number of elements."""
-    row = RULES.get(kind)
-    return row is not None and row.rule in (pointwise.shape_of, pointwise.size_of)
-
-
-def is_quotient(kind: str) -> bool:
-    """Whether such an operation divides floats."""
-    row = RULES.get(kind)
-    return row is not None and row.rule is pointwise.divide
+    return RULES.get(kind, _NOTHING).sizes
 
 
 def placements_of(call: Call) -> list[Placement]:

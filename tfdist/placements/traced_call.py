@@ -15,6 +15,7 @@ from tfdist.placements.table import is_elementwise
 
 _MOST_ALIKE = 64  # operations that are looked back through
 _REPEATING = ("BroadcastTo", "Tile")
+_OF_OTHER_AXES = ("Bitcast", "Select")  # elementwise ones whose inputs may have fewer axes, or more, at the end
 
 
 class TracedCall(Call):
@@ -43,7 +44,7 @@ class TracedCall(Call):
                 continue
             if x.op.type in _REPEATING and x.op.inputs[0].shape.rank is not None:
                 waiting.append(x.op.inputs[0])
-            elif x.op.type == "BiasAdd" or (is_elementwise(x.op.type) and x.op.type != "Select"):  # whose first is by rows
+            elif x.op.type == "BiasAdd" or (is_elementwise(x.op.type) and x.op.type not in _OF_OTHER_AXES):
                 waiting.extend(x.op.inputs)
             elif x.op.type == "MatMul" and axis == -2 and not x.op.get_attr("transpose_a"):
                 waiting.append(x.op.inputs[0])

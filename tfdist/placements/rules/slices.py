@@ -17,17 +17,18 @@ def strided_slice(call: Call) -> Placement:
     specs = call.shapes[1][0] if call.shapes[1].rank == 1 else None
     if isinstance(given, Partial) or specs is None:
         return of_numbers(call)
-    axes, shrunk = _taken(call, specs)
     if isinstance(given, Places):
-        return _of_places(call, given, axes, shrunk)
+        return _of_places(call, given, *_taken(call, specs, 0))
     given = call.rows(0)
-    spec, new = axes.get(given.axis, (None, _place_behind(axes, given.axis)))
-    call.need(given.axis not in shrunk and new is not None and _is_apart(call, spec))
+    axes, _ = _taken(call, specs, given.axis)
+    spec, new = axes.get(given.axis, (None, None))
+    call.need(new is not None and _is_apart(call, spec))
     return moved(given, new) if spec is None else dataclasses.replace(given, axis=new, rows=_part(call, given, spec))
 
 
-def _taken(call: Call, specs: int) -> tuple[dict[int, tuple[int | None, int]], dict[int, int]]:
-    """Returns, by axis of the input, which of `specs` slices it and its axis in the result; of those that vanish, which spec."""
+def _taken(call: Call, specs: int, last: int) -> tuple[dict[int, tuple[int | None, int]], dict[int, int]]:
+    """Returns, by axis of the input, as far as `last`, which of `specs` slices it and its axis in the result; of those that
+    vanish, which spec."""
     dots, added, gone = (call.attribute(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis"))
     call.need(not dots or call.shapes[0].rank is not None)
     axis = new = 0
@@ -45,13 +46,8 @@ def _taken(call: Call, specs: int) -> tuple[dict[int, tuple[int | None, int]], d
             for _ in range(1 if is_one else call.shapes[0].rank - used):
                 axes[axis] = (spec if is_one else None, new)
                 axis, new = axis + 1, new + 1
-    axes[axis] = (None, new)  # and so on
+    axes |= {axis + further: (None, new + further) for further in range(last + 1)}
     return axes, shrunk
-
-
-def _place_behind(axes: dict[int, tuple[int | None, int]], axis: int) -> int | None:
-    last = max(axes)
-    return axes[last][1] + axis - last if axis > last else None
 
 
 def _is_apart(call: Call, spec: int | None) -> bool:
