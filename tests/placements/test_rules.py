@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.placements import cases_of_parts, cases_of_rows  # noqa: F401
 from tests.placements.cases import CASES
 from tests.placements.worlds import World, holds
-from tfdist.placements.rules import pointwise
+from tfdist.placements.rules import meeting
 from tfdist.placements.table import RULES, Kind
 
 # Operations of which no case is known, or none can be made.
@@ -44,7 +44,7 @@ def test_a_rule_holds(name):
     known = []
 
     row, number = RULES[name], SETTINGS.max_examples
-    if row.rule is pointwise.pointwise:  # the one rule that two hundred operations share
+    if row.rule is meeting.aligned:  # the one rule that two hundred operations share
         number //= 3
     elif row.kind is Kind.VIEW:  # of most settings
         number *= 6

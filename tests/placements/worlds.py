@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from tfdist.placements.call import call_of
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown
 from tfdist.placements.table import placements_of
+from tfdist.placements.traced_call import TracedCall
 
 # Rows of each rank. One without rows, ranks of as many, of one.
 RANKS = ((3, 2), (2, 2), (1, 3), (0, 4), (2, 0, 3), (1, 2, 3), (1, 1), (4, 2))
@@ -312,7 +312,7 @@ def _claims(case: Case, world: World, rank: int | None) -> list[Placement]:
     with tf.Graph().as_default():
         result = getattr(tf.raw_ops, case.type)(**{name: _mapped(x, traced) for name, x in case.given.items()})
         op = tf.nest.flatten(result)[0].op
-        return placements_of(call_of(op, tuple(known.get(x.name, Replicate()) for x in op.inputs)))
+        return placements_of(TracedCall(op, [known.get(x.name, Replicate()) for x in op.inputs]))
 
 
 def _mapped(x: Any, function: Callable[[Given], Any]) -> Any:

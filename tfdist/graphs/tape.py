@@ -21,7 +21,8 @@ from tensorflow.python.ops.parallel_for import pfor
 from tfdist.custom_gradients import as_read
 
 LOOPS = ("While", "StatelessWhile")
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+BRANCHES = ("Case", "If", "StatelessCase", "StatelessIf")
+READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 _WITHOUT_VALUE = "_tfdist_is_without_value"  # of variables that hold none
 _RECONNECTED = "_tfdist_reconnected"  # of graphs
@@ -312,7 +313,7 @@ def run_all_after(operations: Sequence[tf.Operation], others: Sequence[tf.Operat
 
 def has_a_turn(operation: tf.Operation) -> bool:
     """Whether TensorFlow orders `operation` after those made before it: it writes a variable, or is a collective on a chain."""
-    return operation.type not in _READS and any(tensor.dtype == tf.resource for tensor in operation.inputs)
+    return operation.type not in READS and any(tensor.dtype == tf.resource for tensor in operation.inputs)
 
 
 def has_an_effect(operation: tf.Operation) -> bool:
@@ -351,7 +352,7 @@ def _does_the_same_again(operation: tf.Operation) -> bool:
         return operation.get_attr("dtype").is_integer
     if _calls_functions(operation):  # loops and branches, too: one would have to look through what they call
         return False
-    return operation.type in _READS or not auto_control_deps.op_is_stateful(operation)
+    return operation.type in READS or not auto_control_deps.op_is_stateful(operation)
 
 
 def _calls_functions(operation: tf.Operation) -> bool:

@@ -40,25 +40,15 @@ def inputs_first(
             yield current
 
 
-def before(
-    tensor: tf.Tensor,
-    is_end: Callable[[tf.Operation], bool] = lambda _: False,
-    inputs_of: Callable[[tf.Tensor], Sequence[tf.Tensor]] = lambda x: x.op.inputs,
-) -> Iterator[tuple[tf.Tensor, str | None]]:
-    """Yields `tensor` and what it is computed of, the nearest first, but not beyond operations where `is_end`.
-
-    With each comes the name of a tensor that is computed of it, None with `tensor` itself.
-    """
-    waiting: list[tuple[tf.Tensor, str | None]] = [(tensor, None)]
-    seen = {tensor.name}
-    for x, reader in waiting:
-        yield x, reader
-        if is_end(x.op):
-            continue
-        for source in inputs_of(x):
-            if source.name not in seen:
-                seen.add(source.name)
-                waiting.append((source, x.name))
+def before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool] = lambda _: False) -> Iterator[tf.Tensor]:
+    """Yields `tensor` and what it is computed of, the nearest first, but not beyond operations where `is_end`."""
+    waiting, seen = [tensor], {tensor.name}
+    for x in waiting:
+        yield x
+        if not is_end(x.op):
+            new = {source.name: source for source in x.op.inputs if source.name not in seen}
+            seen.update(new)
+            waiting.extend(new.values())
 
 
 def line_of_user(graph: tf.Graph, what: str) -> str:

@@ -36,7 +36,7 @@ class Shares:
         if not self._program.exists_here(value):
             return False
         seen = set()
-        for tensor, _ in before(value, lambda op: op.name in self._others):
+        for tensor in before(value, lambda op: op.name in self._others):
             if tensor.name in self._names:
                 return True
             seen.add(tensor.op.name)

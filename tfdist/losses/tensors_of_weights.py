@@ -28,4 +28,4 @@ def is_of_weights(source: Any, program: RankProgram) -> bool:
         return program.is_eager and program.attachment(EagerFacts).is_of_weights(source)
     if not program.exists_here(source) or program.attachment(Facts).of(source) != Replicate():
         return False
-    return any(x.op.type == "ReadVariableOp" for x, _ in before(source))
+    return any(x.op.type == "ReadVariableOp" for x in before(source))

@@ -13,7 +13,6 @@ run the same operations, as they must run the same collectives. What Python has 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,17 +23,14 @@ from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
 from tfdist.graphs import eager_operations, tape
 from tfdist.graphs.frames import line_that_runs, reader_of_numbers
-from tfdist.placements.call import Call
-from tfdist.placements.eager_call import eager_call
+from tfdist.placements.eager_call import EagerCall
 from tfdist.placements.facts import given_placements
-from tfdist.placements.graph_facts import DIVIDING
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
-from tfdist.placements.table import Kind, placements_of, row_of
+from tfdist.placements.table import Kind, is_quotient, placements_of, row_of
 from tfdist.placements.totals import EXTREMES, MEANS, Totals
 
 KNOWN, _AGREED, _SUMMED = "_tfdist_known", "_tfdist_agreed", "_tfdist_summed"  # of eager tensors
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _RANDOM = (Kind.RANDOM, Kind.SAMPLER)
 
 
@@ -102,25 +98,24 @@ class EagerFacts:
 
     def not_seen(self) -> contextlib.AbstractContextManager[None]:
         """A block of operations that are not looked at."""
-        return self._working()
+        return temporary.attributes(self, _is_busy=True)
 
     def whole(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what `tensor`, if it is a number of each rank, is on one device."""
-        with self._working():
+        with self.not_seen():
             is_number = self._is_mending and isinstance(self.of(tensor), Partial)
             return self._agreed([tensor])[0] if is_number else tensor
 
     def without_extremes(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns `tensor`, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""
         placement = self.of(tensor)
-        is_extreme = isinstance(placement, Partial) and (placement.how in EXTREMES or placement.how is How.REPLICAS)
-        return self.whole(tensor) if is_extreme else tensor
+        return self.whole(tensor) if isinstance(placement, Partial) and placement.is_extreme else tensor
 
     def as_mean(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns `tensor` such that the ranks' own, by their weights, make up what one device has, as far as that is known."""
         tensor = self.without_extremes(tensor)
         placement = self.of(tensor)
-        with self._working():
+        with self.not_seen():
             return self._over_weight(tensor) if isinstance(placement, Partial) and placement.is_sum else tensor
 
     # What runs
@@ -131,25 +126,23 @@ class EagerFacts:
             return
         row = row_of(kind)
         known = [self._of(x) for x in inputs]
-        if kind in _READS and isinstance(known[-1].placement, Replicate):
+        if kind in tape.READS and isinstance(known[-1].placement, Replicate):
             found = [_Known(self._run, Replicate(), is_of_weights=True)]
         elif all(x is self._constant for x in known) and (row is None or row.kind not in _RANDOM):
             return
         else:
-            with self._working():
+            with self.not_seen():
                 are_constant = [x is self._constant for x in known]
-                call = eager_call(kind, [x.placement for x in known], are_constant, inputs, attributes, outputs)
-                found = self._found(call, known, inputs, attributes, outputs if may_replace else None)
+                call = EagerCall(kind, [x.placement for x in known], are_constant, inputs, attributes, outputs)
+                found = self._found(call, known, outputs if may_replace else None)
         for x, one in zip(outputs, found, strict=True):
             self._set(x, one)
         if kind == "Sum" and isinstance(known[0].placement, Shard):
             setattr(outputs[0], _SUMMED, inputs[0].shape.num_elements())
 
-    def _found(
-        self, call: Call, known: Sequence[_Known], inputs: Sequence[Any], attributes: Sequence[Any], outputs: list[Any] | None
-    ) -> list[_Known]:
-        placements = _placements(call, inputs)
-        if call.type in DIVIDING and placements == [Partial(How.SUM)] and self._divides_by_own_rows(call, inputs):
+    def _found(self, call: EagerCall, known: Sequence[_Known], outputs: list[Any] | None) -> list[_Known]:
+        placements = _placements(call)
+        if is_quotient(call.type) and placements == [Partial(How.SUM)] and self._divides_by_own_rows(call):
             placements = [Unknown(Why.OWN_ROWS)]
         numbers = [place for place, x in enumerate(known) if isinstance(x.placement, Partial) and not x.is_gradient]
         is_gradient = any(x.is_gradient for x in known)
@@ -163,7 +156,7 @@ class EagerFacts:
         if reason is not None or Unknown(Why.OWN_ROWS) in placements:  # ranks may differ in what they have: nothing is sent
             can_mend = can_mend and unknown is not None and unknown.why is Why.MIXED
         if (is_first or meets) and can_mend:
-            mended = self._mended(call, unknown, numbers if is_gradient else [], inputs, attributes, outputs)
+            mended = self._mended(call, unknown, numbers if is_gradient else [], outputs)
             if mended is not None:
                 placements, is_agreed = mended, True
         unknown = next((x for x in placements if isinstance(x, Unknown)), None)
@@ -176,56 +169,49 @@ class EagerFacts:
         of_weights = any(x.is_of_weights for x in known)
         return [_Known(self._run, x, is_agreed, is_gradient, of_weights, reason) for x in placements]
 
-    def _divides_by_own_rows(self, call: Call, inputs: Sequence[Any]) -> bool:
+    def _divides_by_own_rows(self, call: EagerCall) -> bool:
         """Whether a sum over rows is divided by the rank's own number of them, which Python has read, or a constant like it."""
         divisor = call.value(1)
         is_number = self._rows.are_means and divisor is not None and divisor.size == 1
-        return is_number and float(divisor.reshape(-1)[0]) in (int(self._rows.rows), getattr(inputs[0], _SUMMED, None))
+        return is_number and float(divisor.reshape(-1)[0]) in (int(self._rows.rows), getattr(call.read[0], _SUMMED, None))
 
     def _mended(
-        self,
-        call: Call,
-        unknown: Unknown | None,
-        first: Sequence[int],
-        inputs: Sequence[Any],
-        attributes: Sequence[Any],
-        outputs: list[Any],
+        self, call: EagerCall, unknown: Unknown | None, first: Sequence[int], outputs: list[Any]
     ) -> list[Placement] | None:
         """Runs an operation again of what it is to read, those number `first` before others; None: that does not help."""
         why = None if unknown is None else unknown.why
         if why is Why.SOME_ROWS and call.type == "Mean":
-            outputs[0] = self._mean_of_some(call, inputs, outputs[0])
+            outputs[0] = self._mean_of_some(call, outputs[0])
             return [Partial(How.MEAN)]
         is_mixed = why is Why.MIXED and outputs[0].dtype.is_floating
         if is_mixed and not self._rows.are_means:
             return [Partial(How.SUM)]
         numbers = {place: x for place, x in enumerate(call.inputs) if isinstance(x, Partial)}
         sums = [place for place, x in numbers.items() if x.is_sum]
-        can_agree = not any(inputs[place].dtype.is_integer and x.how is How.COUNT for place, x in numbers.items())
+        can_agree = not any(call.dtypes[place].is_integer and x.how is How.COUNT for place, x in numbers.items())
         for wanted in (sums,) if is_mixed else (first, list(numbers)) if can_agree else ():
             placement = Partial(How.MEAN) if is_mixed else Replicate()
             new = tuple(placement if place in wanted else x for place, x in enumerate(call.inputs))
-            placements = _placements(dataclasses.replace(call, inputs=new), inputs)
+            placements = _placements(call.given(new))
             if wanted and not any(isinstance(x, Unknown) for x in placements):
-                tensors = [inputs[place] for place in wanted]
+                tensors = [call.read[place] for place in wanted]
                 made = [self._over_weight(x) for x in tensors] if is_mixed else self._agreed(tensors)
                 read = dict(zip(wanted, made, strict=True))
-                outputs[:] = eager_operations.run_again(
-                    call.type, [read.get(place, x) for place, x in enumerate(inputs)], attributes, len(outputs)
-                )
+                inputs = [read.get(place, x) for place, x in enumerate(call.read)]
+                outputs[:] = eager_operations.run_again(call.type, inputs, call.attributes, len(outputs))
                 return placements
         return None
 
-    def _mean_of_some(self, call: Call, inputs: Sequence[Any], mean: tf.Tensor) -> tf.Tensor:
+    def _mean_of_some(self, call: EagerCall, mean: tf.Tensor) -> tf.Tensor:
         """Returns a mean over some of the rank's rows such that the ranks' own, by their weights, are that over all of them."""
-        given = inputs[0]
+        given, axes = call.read
         with tape.stop_recording():
             weight, elements = self._rows.weight(), tf.cast(tf.size(given), tf.float64)
             (total,) = self._totals.reduced([elements], "sum", "agree/step")
             factor = tf.math.divide_no_nan(elements, weight * total)
             numbers = tf.cast(tf.size(mean), tf.float64)
             factor = tf.math.divide_no_nan(factor * numbers, elements)
-        return tf.reduce_sum(given, inputs[1], keepdims=call.attribute("keep_dims")) * tf.cast(factor, given.dtype)
+        return tf.reduce_sum(given, axes, keepdims=call.attribute("keep_dims")) * tf.cast(factor, given.dtype)
 
     def _over_weight(self, x: tf.Tensor) -> tf.Tensor:
         with tape.stop_recording():
@@ -272,7 +258,7 @@ class EagerFacts:
     ) -> list[tf.Tensor]:
         """What comes back to a rank's numbers from what all ranks have read of those agreed on: see `redistribute`."""
         extremes = [place for place, how in enumerate(hows) if how in EXTREMES]
-        with self._working():
+        with self.not_seen():
             equal = [tf.cast(tf.equal(given[place], found[place]), given[place].dtype) for place in extremes]
             has_rows = self._rows.rows > 0  # without any it may be NaN
             parts = [tf.math.multiply_no_nan(x, tf.cast(has_rows, x.dtype)) for x in map(tf.convert_to_tensor, upstream)]
@@ -304,18 +290,11 @@ class EagerFacts:
             placement = Replicate() if is_same else Unknown(Why.NO_RULE, "a collective")
             self._set(found, _Known(self._run, placement))
 
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        with temporary.attributes(self, _is_busy=True):
-            yield
 
-
-def _placements(call: Call, inputs: Sequence[Any]) -> list[Placement]:
+def _placements(call: EagerCall) -> list[Placement]:
     """Returns the placements of what a call returns: with numbers of rows that differ, if that is enough, else as they are."""
     found = placements_of(call)
-    if any(isinstance(x, Unknown) for x in found):
-        found = placements_of(dataclasses.replace(call, shapes=tuple(x.shape for x in inputs)))
-    return found
+    return placements_of(call.with_own_rows()) if any(isinstance(x, Unknown) for x in found) else found
 
 
 def own_use(program: RankProgram) -> contextlib.AbstractContextManager[None]:

@@ -8,7 +8,6 @@ rule of each operation is followed, through branches, loops and functions too, e
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,11 +19,11 @@ from tfdist.collectives.results import Results
 from tfdist.graphs import tape
 from tfdist.graphs.constants import value_of
 from tfdist.graphs.walks import before, inputs_first
-from tfdist.placements.call import Call, call_of
-from tfdist.placements.graph_facts import DIVIDING, GraphFacts
+from tfdist.placements.graph_facts import GraphFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
-from tfdist.placements.table import is_elementwise
+from tfdist.placements.table import is_elementwise, is_quotient
+from tfdist.placements.traced_call import TracedCall
 
 
 class Facts(GraphFacts):
@@ -36,17 +35,17 @@ class Facts(GraphFacts):
         super().__init__(program.attachment(Results))
         self._program = program
         self._rows: RankRows = program.attachment(RankRows)
-        self._declared: dict[str, Placement] = {} if program.outer is not None else argument_placements(program)
+        given = given_placements(program) if program.outer is None else []
+        self._declared: dict[str, Placement] = {x.name: placement for x, placement in given if tf.is_symbolic_tensor(x)}
         self._captured: dict[str, tf.Tensor] = {}
-        self._num_reconnected = 0
+        self._reconnected, self._num_reconnected = tape.reconnected(program.graph), 0
         self._agreed: dict[str, bool] = {}
         self._assumed: dict[tuple[str, int], Placement] = {}
 
     def of(self, tensor: tf.Tensor) -> Placement:
-        reconnected = tape.reconnected(self._program.graph)
-        if len(reconnected) > self._num_reconnected:
-            new = reconnected[self._num_reconnected :]
-            self._num_reconnected = len(reconnected)
+        if len(self._reconnected) > self._num_reconnected:
+            new = self._reconnected[self._num_reconnected :]
+            self._num_reconnected = len(self._reconnected)
             self.forget([x for op in new for x in op.outputs])
         return super().of(tensor)
 
@@ -62,17 +61,8 @@ class Facts(GraphFacts):
         leaves = [x for x in tf.nest.flatten(self._program.arguments) if tf.is_tensor(x) and x.shape.rank]
         return frozenset(x.shape[0] for x in leaves if x.shape[0] is not None and self._program.is_dealt(x))
 
-    def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> Call:
-        call = call_of(op, inputs)
-        if self._program.are_sizes_equal:
-            return call
-        shapes = tuple(
-            tf.TensorShape([None if axis == x.axis else size for axis, size in enumerate(shape)])
-            if isinstance(x, Shard) and shape.rank
-            else shape
-            for x, shape in zip(inputs, call.shapes, strict=True)
-        )
-        return dataclasses.replace(call, shapes=shapes)
+    def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> TracedCall:
+        return TracedCall(op, inputs, are_sizes_equal=self._program.are_sizes_equal)
 
     def own_rows_first(self, tensor: tf.Tensor) -> bool:
         """Whether the first axis of `tensor` may be the rank's rows: their number, or one that is not known."""
@@ -124,7 +114,8 @@ class Facts(GraphFacts):
                 self.forget(op.outputs)
 
     def _read_by(self, op: tf.Operation) -> tuple[Placement, ...]:
-        return tuple(self._assumed.get((op.name, place), self._known[x.name]) for place, x in enumerate(op.inputs))
+        read = super()._read_by(op)
+        return tuple(self._assumed.get((op.name, place), x) for place, x in enumerate(read)) if self._assumed else read
 
     def forget(self, tensors: Iterable[tf.Tensor]) -> None:
         """Forgets the placements of `tensors` and of what is computed of them: something in front of them has changed."""
@@ -143,7 +134,7 @@ class Facts(GraphFacts):
 
     def _look(self, op: tf.Operation) -> list[Placement]:
         found = super()._look(op)
-        if op.type in DIVIDING and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
+        if is_quotient(op.type) and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
             return [Partial(How.MEAN)]
         return found
 
@@ -154,7 +145,7 @@ class Facts(GraphFacts):
         if divisor is None or divisor.size != 1 or not self.static_rows or float(divisor.reshape(-1)[0]) <= 1:
             return False
         sizes = set(self.static_rows)
-        for x, _ in before(op.inputs[0], lambda one: not is_elementwise(one.type)):
+        for x in before(op.inputs[0], lambda one: not is_elementwise(one.type)):
             summed = x.op.inputs[0].shape if x.op.inputs else None
             if not is_elementwise(x.op.type) and summed is not None and summed.is_fully_defined() and summed.rank:
                 sizes |= {summed.num_elements()} if summed[0] in self.static_rows else set()
@@ -205,11 +196,6 @@ def axes_of_static_rows(x: Any) -> tuple[int, ...]:
     if isinstance(placement, Unknown):
         return tuple(axis for axis, size in enumerate(x.shape) if size is not None and any(size % n == 0 for n in rows))
     return (placement.axis,) if isinstance(placement, Shard) else ()
-
-
-def argument_placements(program: RankProgram) -> dict[str, Placement]:
-    """Returns the placements of the tensors that the function of a rank is given, by name."""
-    return {x.name: placement for x, placement in given_placements(program) if tf.is_symbolic_tensor(x)}
 
 
 def given_placements(program: RankProgram) -> list[tuple[tf.Tensor, Placement]]:

@@ -14,14 +14,11 @@ from tfdist.collectives.results import Results
 from tfdist.graphs import tape
 from tfdist.graphs.constants import value_of
 from tfdist.graphs.walks import inputs_first
-from tfdist.placements.call import Call, call_of
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.table import placements_of
+from tfdist.placements.traced_call import TracedCall
 
-_BRANCHING = ("Case", "If", "StatelessCase", "StatelessIf")
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-DIVIDING = ("Div", "DivNoNan", "RealDiv")
-_READS = ("ReadVariableOp", "VarHandleOp")
+_LEAVES = ("Placeholder", "ReadVariableOp", "VarHandleOp")
 
 
 class GraphFacts(abc.ABC):
@@ -36,15 +33,26 @@ class GraphFacts(abc.ABC):
 
     def of(self, tensor: tf.Tensor) -> Placement:
         """Returns the placement of `tensor`, of this graph."""
-        for current in inputs_first(tensor, self._inputs, self._known):
-            source = self._source(current)
+        if tensor.name in self._known:
+            return self._known[tensor.name]
+        like: dict[str, tf.Tensor] = {}
+
+        def inputs_of(x: tf.Tensor) -> Sequence[tf.Tensor]:
+            source = self._source(x)
+            if source is None:
+                return x.op.inputs
             if isinstance(source, tf.Tensor):
-                self._known[current.name] = self._known[source.name]
-            elif source is not None:
-                self._known[current.name] = source
-            else:
-                for output, placement in zip(current.op.outputs, self._look(current.op), strict=True):
-                    self._known.setdefault(output.name, placement)
+                like[x.name] = source
+                return [source]
+            self._known[x.name] = source
+            return []
+
+        for current in inputs_first(tensor, inputs_of, self._known):
+            if current.name in like:
+                self._known[current.name] = self._known[like[current.name].name]
+                continue
+            for output, placement in zip(current.op.outputs, self._look(current.op), strict=True):
+                self._known.setdefault(output.name, placement)
         return self._known[tensor.name]
 
     def inputs_of(self, op: tf.Operation) -> tuple[Placement, ...]:
@@ -58,8 +66,8 @@ class GraphFacts(abc.ABC):
         """Numbers of rows of a rank that are known when the graph is traced."""
         return self._given_rows
 
-    def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> Call:
-        return call_of(op, inputs)
+    def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> TracedCall:
+        return TracedCall(op, inputs)
 
     @abc.abstractmethod
     def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
@@ -76,32 +84,29 @@ class GraphFacts(abc.ABC):
         return Unknown(Why.NO_RULE, _named(tensor.op)) if self._results.is_of_all(tensor) else None
 
     def _source(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
-        if tensor.op.type == "IdentityN" and (found := self._leaf(tensor)) is None:  # the end of a custom gradient
+        found = self._leaf(tensor)
+        if found is None and tensor.op.type == "IdentityN":  # the end of a custom gradient
             return tensor.op.inputs[tensor.value_index]
-        elif tensor.op.type == "IdentityN":
-            return found
-        return self._leaf(tensor)
+        return found
 
     def _inputs(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+        """Returns what the placement of `tensor` is computed of."""
         source = self._source(tensor)
-        return list(tensor.op.inputs) if source is None else [source] if isinstance(source, tf.Tensor) else []
+        return tensor.op.inputs if source is None else [source] if isinstance(source, tf.Tensor) else []
 
     def _read_by(self, op: tf.Operation) -> tuple[Placement, ...]:
         return tuple(self._known[x.name] for x in op.inputs)
 
     def _look(self, op: tf.Operation) -> list[Placement]:
         inputs = self._read_by(op)
-        count = len(op.outputs)
-        if op.type in _READS or (not op.inputs and op.type == "Placeholder"):
-            return [Replicate()] * count
-        if op.type in _BRANCHING:
+        if op.type in _LEAVES:
+            return [Replicate()] * len(op.outputs)
+        if op.type in tape.BRANCHES:
             return _joined_branches(self, op, inputs)
         if op.type in tape.LOOPS:
             return self._out_of_loop(op, inputs)
-        if op.type in _CALLS:
-            graph = tape.called(op)
-            return [Unknown(Why.NO_RULE, _named(op))] * count if graph is None else self.out_of(graph, inputs)
-        return placements_of(self._call_of(op, inputs))
+        called = tape.called(op)
+        return placements_of(self._call_of(op, inputs)) if called is None else self.out_of(called, inputs)
 
     def out_of(self, graph: tf.Graph, given: Sequence[Placement]) -> list[Placement]:
         """Returns the placements of what a function, traced as `graph`, returns for inputs with the placements `given`."""
@@ -146,20 +151,17 @@ class _FunctionFacts(GraphFacts):
         return self._given.get(tensor.name, self._of_collective(tensor))
 
 
-class TracedFacts(GraphFacts):
+class TracedFacts(_FunctionFacts):
     """Those of a function that was traced by itself: its arguments are rows, what it captures of other graphs is not known."""
 
     def __init__(self, graph: tf.Graph) -> None:
-        super().__init__()
-        self._captured = {inner.name: outer for outer, inner in graph.captures}
-
-    def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
-        if tensor.op.type != "Placeholder":
-            return None
-        if tensor.name in self._captured:
-            is_of_a_graph = tf.is_symbolic_tensor(self._captured[tensor.name])
-            return Unknown(Why.GIVEN, tensor.op.name) if is_of_a_graph else Replicate()
-        return Shard(0, (tensor.name,)) if tensor.shape.rank else Unknown(Why.GIVEN, tensor.op.name)
+        given: list[Placement] = []
+        captured = {inner.name: outer for outer, inner in graph.captures}
+        for x in graph.inputs:
+            is_constant = x.name in captured and not tf.is_symbolic_tensor(captured[x.name])
+            is_rows = x.name not in captured and x.shape.rank
+            given.append(Replicate() if is_constant else Shard(0, (x.name,)) if is_rows else Unknown(Why.GIVEN, x.op.name))
+        super().__init__(graph, given, None, ())
 
 
 def _joined_branches(facts: GraphFacts, op: tf.Operation, inputs: tuple[Placement, ...]) -> list[Placement]:

@@ -59,8 +59,8 @@ class Replicate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
-    """Rows: the ranks' values, one behind the other along `axis`, are that of one device.
+class _OfRows:
+    """What `Shard` and `Lengths` say of rows.
 
     Attributes:
         axis: along which the rows lie, 0 or more. Of a list of tensors (a `TensorList`): of each of its elements.
@@ -74,6 +74,10 @@ class Shard:
     rows: tuple[str, ...] = ()
     is_even: bool = True
     pieces: int | None = 1
+
+
+class Shard(_OfRows):
+    """Rows: the ranks' values, one behind the other along `axis`, are that of one device."""
 
     @property
     def is_joined(self) -> bool:
@@ -105,19 +109,11 @@ class Partial:
         return self.how in (How.MAX, How.MIN, How.REPLICAS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lengths:
+class Lengths(_OfRows):
     """The shape of a tensor of rows, or a vector like it: element `axis` is the number of rows, the others the same on all ranks.
 
-    Attributes:
-        axis: the place of the number of rows.
-        rows, is_even, pieces: as in `Shard`. If even, the number is a COUNT, else a SUM.
+    If it is even, the number is a COUNT, else a SUM.
     """
-
-    axis: int = 0
-    rows: tuple[str, ...] = ()
-    is_even: bool = True
-    pieces: int | None = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,6 @@ from tfdist.placements.surroundings import bytes_of, goes_on_linearly, is_size, 
 from tfdist.placements.table import is_elementwise
 
 OUTPUT = -1
-_CONTROL = ("Case", "If", "While")
 _WEIGHT = Partial(How.SHARE)
 _FEW_BYTES = 2**20  # of numbers that ranks agree on, whatever `most_bytes` is
 _MOST_WAVES = 100  # of numbers that are computed of agreed numbers, and need to be agreed on again
@@ -71,7 +70,7 @@ class RepairPlan:
 
     def _stays(self, tensor: tf.Tensor) -> set[str]:
         """Returns what `tensor` is computed of that is the same on all ranks, and has the sizes that it has."""
-        before = (x for x, _ in walks.before(tensor) if isinstance(self._facts.of(x), Replicate))
+        before = (x for x in walks.before(tensor) if isinstance(self._facts.of(x), Replicate))
         return {x.name for x in before if not self._facts.is_agreed(x)}
 
     def _waves(self, tensor: tf.Tensor, may_gather: bool, barred: Collection[str]) -> tuple[list[list[Want]], list[tf.Operation]]:
@@ -109,8 +108,9 @@ class RepairPlan:
         return not has_effects and all(isinstance(self._facts.of(x), Unknown) for one in after for x in one.outputs)
 
     def _wants_of(self, op: tf.Operation, may_gather: bool, stays: Collection[str]) -> list[Want]:
-        inputs, why = self._facts.inputs_of(op), self._why(op)
-        is_control = op.type.endswith(_CONTROL)
+        inputs, found = self._facts.inputs_of(op), map(self._facts.of, op.outputs)
+        why = next((x.why for x in found if isinstance(x, Unknown)), None)
+        is_control = op.type in (*tape.BRANCHES, *tape.LOOPS)
         if op.graph is not self._program.graph or not records.has_gradient(op) or tape.is_backward(op):
             return []
         if is_control and why not in (Why.FUNCTION, Why.GOES_BACK, Why.MIXED):
@@ -155,10 +155,7 @@ class RepairPlan:
             else:
                 found.append((one, place))
         lists = {x.name for one, _ in found if one is not op for x in one.outputs}
-        return [(one, place) for one, place in found if not any(x.name in lists for x, _ in walks.before(one.inputs[place]))]
-
-    def _why(self, op: tf.Operation) -> Why | None:
-        return next((found.why for found in map(self._facts.of, op.outputs) if isinstance(found, Unknown)), None)
+        return [(one, place) for one, place in found if not any(x.name in lists for x in walks.before(one.inputs[place]))]
 
     def can_agree(self, number: tf.Tensor) -> bool:
         """Whether `number` has one shape on all ranks: batches of several workers may be padded to different lengths."""

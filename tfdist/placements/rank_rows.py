@@ -47,7 +47,7 @@ class RankRows:
         """Returns the rank's rows over those of all data ranks, a float64 scalar; one message of 1 number, once a trace."""
         if self._weight is not None:
             return self._weight
-        return self._weight_of(all_reduce(tf.cast(self.rows, tf.float64), "data", label="loss/rows"))
+        return self.note_all_rows(all_reduce(tf.cast(self.rows, tf.float64), "data", label="loss/rows"))
 
     def place(self, label: str) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns how many rows the ranks before this one have, it itself, and all; one message of 1 number of each rank, once a
@@ -60,9 +60,12 @@ class RankRows:
             self._place = tf.reduce_sum(counts[:before]), self.rows, tf.reduce_sum(counts)
         return self._place
 
-    def note_all_rows(self, all_rows: tf.Tensor) -> None:
-        """Notes how many rows all data ranks have, so that `weight` needs no message."""
-        self._weight_of(tf.cast(all_rows, tf.float64))
+    def note_all_rows(self, all_rows: tf.Tensor) -> tf.Tensor:
+        """Notes how many rows all data ranks have, so that `weight` needs no message; returns that."""
+        weight = tf.math.divide_no_nan(tf.cast(self.rows, tf.float64), tf.cast(all_rows, tf.float64))
+        if self._program.exists_here(weight):
+            self._weight = weight
+        return weight
 
     def those_of(self, rows: tf.Tensor, weight: tf.Tensor) -> contextlib.AbstractContextManager[None]:
         """A block whose losses are the ranks' own means over batches of which this rank has `rows` rows."""
@@ -73,11 +76,6 @@ class RankRows:
         if self._weight is None or not tf.is_symbolic_tensor(tensor):
             return tensor is self._weight
         return tensor.graph is self._weight.graph and tensor.name == self._weight.name
-
-    def looks_like_rows(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor` has as many rows as a tensor of the batch: all that is known of one in an eager run."""
-        leaves = [x for x in tf.nest.flatten(self._program.arguments) if tf.is_tensor(x) and x.shape.rank]
-        return bool(tensor.shape.rank) and tensor.shape[0] in {x.shape[0] for x in leaves}
 
     def send_rows_along(self) -> None:
         """Lets the first message of sums count all ranks' rows, too, so that `weight` needs none of its own."""
@@ -90,14 +88,8 @@ class RankRows:
             return tf.unstack(all_reduce(tf.stack(scalars), "data", label=label))
         numbers = [tf.cast(scalar, tf.float64) for scalar in (*scalars, self.rows)]
         *sums, all_rows = tf.unstack(all_reduce(tf.stack(numbers), "data", label=label))
-        self._weight_of(tf.stop_gradient(all_rows))
+        self.note_all_rows(tf.stop_gradient(all_rows))
         return [tf.cast(total, dtype) for total in sums]
-
-    def _weight_of(self, all_rows: tf.Tensor) -> tf.Tensor:
-        weight = tf.math.divide_no_nan(tf.cast(self.rows, tf.float64), all_rows)
-        if self._program.exists_here(weight):
-            self._weight = weight
-        return weight
 
 
 def _rows(arguments: Any) -> tf.Tensor:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -37,23 +36,7 @@ from tfdist.placements.totals import EXTREMES, MEANS, Tensors, Totals, wide
 class _Agreement:
     inputs: Tensors
     outputs: Tensors
-    back: Callable[[Tensors, Tensors, Tensors], Tensors]  # of given, found and upstream: what comes back to given
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Made:
-    op: tf.Operation
-
-    @property
-    def inputs(self) -> Tensors:
-        return list(self.op.inputs)
-
-    @property
-    def outputs(self) -> Tensors:
-        return list(self.op.outputs)
-
-
-_Change: TypeAlias = _Agreement | _Made | tf.Operation
+    back: Callable[..., Tensors]  # of what comes back to outputs: what comes back to inputs
 
 
 class Redistribution:
@@ -71,7 +54,8 @@ class Redistribution:
         self._rows: RankRows = program.attachment(RankRows)
         self._totals: Totals = program.attachment(Totals)
         self._found: dict[str, tf.Tensor] = {}
-        self._changes: list[_Change] = []  # of which tapes must be told
+        self._changes: list[_Agreement | tf.Operation] = []  # of which tapes must be told
+        self._made: set[tf.Operation] = set()  # which they have not seen
         self._told: dict[int, tuple[tf.GradientTape, int]] = {}  # how many, by the id of a tape, which stays its own
         self.factor: Callable[[], tf.Tensor | None] = lambda: None
 
@@ -95,22 +79,27 @@ class Redistribution:
         with self._program.outermost(), tape.stop_recording():
             start = tape.operations_so_far()
             made = build(*tensors)
-            self._changes.extend(_Made(op) for op in tape.operations_since(start) if op.inputs)
+            for op in tape.operations_since(start):
+                if op.inputs:
+                    self.note_made(op)
         return made
 
     def note_made(self, op: tf.Operation) -> None:
         """Notes that `op` was made, for tapes to go back through."""
-        self._changes.append(_Made(op))
+        self._changes.append(op)
+        self._made.add(op)
 
     def gather(self, tensor: tf.Tensor, label: str) -> None:
         """Gathers the rows of `tensor`, a `Shard`, from all data ranks; the way back sums what readers of all ranks send. Of
         `Places` and `Lengths` the number of rows of all ranks is known behind it."""
         if tensor.name in self._found:
             return
+        is_number = isinstance(self._facts.of(tensor), Places | Lengths)
+        self._found[tensor.name] = self._counted(tensor, label) if is_number else self._gathered(tensor, label)
+        self._facts.declare_agreed(self._found[tensor.name])
+
+    def _gathered(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         placement = self._facts.of(tensor)
-        if isinstance(placement, Places | Lengths):
-            self._count(tensor, placement, label)
-            return
         axis = placement.axis
 
         def gathered(x: tf.Tensor) -> tf.Tensor:
@@ -122,8 +111,7 @@ class Redistribution:
 
         found = self.make(gathered, tensor)
         found.set_shape([None if place == axis else size for place, size in enumerate(tensor.shape)])
-        self._found[tensor.name] = found
-        self._facts.declare_agreed(found)
+        return found
 
     def _sizes_of(self, rows: Sequence[str]) -> int | list[tf.Tensor]:
         """Returns how many rows each of the tensors called `rows` has, or the number of parts where all are the same tensor."""
@@ -144,23 +132,18 @@ class Redistribution:
         self._facts.declare(found, Shard())
         return found
 
-    def _count(self, tensor: tf.Tensor, placement: Places | Lengths, label: str) -> None:
+    def _counted(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
+        placement = self._facts.of(tensor)
         with self._program.outermost(), tape.stop_recording():
-            if isinstance(placement, Places) and not placement.are_all:
-                numbered = tf.shape(self._program.graph.get_tensor_by_name(placement.rows[0]), tensor.dtype)[:1]
-                before = all_gather(numbered, "data", label=f"{label}/rows")[
-                    : self._program.mesh.coordinate(self._program.rank).data
-                ]
-                found = gather_rows(tensor + tf.reduce_sum(before), label)
-            elif isinstance(placement, Places):
-                own = tf.size(tensor, out_type=tensor.dtype)
-                found = tf.range(all_reduce(own, "data", label=label))
-            else:
-                own = tensor[placement.axis]
-                total = all_reduce(own, "data", label=label)
-                found = tf.concat([tensor[: placement.axis], [total], tensor[placement.axis + 1 :]], 0)
-        self._found[tensor.name] = found
-        self._facts.declare_agreed(found)
+            if isinstance(placement, Lengths):
+                total = all_reduce(tensor[placement.axis], "data", label=label)
+                return tf.concat([tensor[: placement.axis], [total], tensor[placement.axis + 1 :]], 0)
+            if placement.are_all:
+                return tf.range(all_reduce(tf.size(tensor, out_type=tensor.dtype), "data", label=label))
+            numbered = tf.shape(self._program.graph.get_tensor_by_name(placement.rows[0]), tensor.dtype)[:1]
+            counts = all_gather(numbered, "data", label=f"{label}/rows")
+            before = counts[: self._program.mesh.coordinate(self._program.rank).data]
+            return gather_rows(tensor + tf.reduce_sum(before), label)
 
     def reads(self, op: tf.Operation, place: int, new: tf.Tensor) -> None:
         """Makes `op` read `new` at one place, and tapes take the way back through that."""
@@ -176,31 +159,29 @@ class Redistribution:
         with records.recording(gradient_tape):
             for change in _inputs_first(self._changes[told:]):
                 if isinstance(change, _Agreement):
-                    back = functools.partial(_back_of, change)
-                    records.record_function(change.outputs, change.inputs, back, "Redistribute")
-                elif isinstance(change, _Made):
-                    records.record_again(change.op)
-                elif records.is_recorded(change):
+                    records.record_function(change.outputs, change.inputs, change.back, "Redistribute")
+                elif change in self._made or records.is_recorded(change):
                     records.record_again(change)
 
-    def _note(self, pairs: Sequence[tuple[tf.Tensor, tf.Tensor]], back: Callable[[Tensors, Tensors, Tensors], Tensors]) -> None:
+    def _note(self, pairs: Sequence[tuple[tf.Tensor, tf.Tensor]], back: Callable[..., Tensors]) -> None:
         for x, y in pairs:
             self._found[x.name] = y
             self._facts.declare_agreed(y)
         pairs = [(x, y) for x, y in pairs if x.dtype.is_floating or x.dtype.is_complex]
         if pairs:
-            self._changes.append(_Agreement([x for x, _ in pairs], [y for _, y in pairs], back))
+            given, found = zip(*pairs, strict=True)
+            self._changes.append(_Agreement(given, found, functools.partial(back, given, found)))
 
     # The way back
 
-    def _back_to_sums(self, means: Sequence[str], given: Tensors, found: Tensors, upstream: Tensors) -> Tensors:
+    def _back_to_sums(self, means: Sequence[str], given: Tensors, found: Tensors, *upstream: tf.Tensor) -> Tensors:
         del found
         return [
             self._without_factor(v * tf.cast(self._rows.weight(), v.dtype) if x.name in means else v)
             for x, v in zip(given, self._of_one_device(*upstream), strict=True)
         ]
 
-    def _back_to_extremes(self, given: Tensors, found: Tensors, upstream: Tensors) -> Tensors:
+    def _back_to_extremes(self, given: Tensors, found: Tensors, *upstream: tf.Tensor) -> Tensors:
         """Divides what comes back among all values that are equal to the extreme, as TensorFlow does among a rank's own."""
         wholes = self._of_one_device(*upstream)
         equal = []
@@ -244,15 +225,10 @@ class Redistribution:
         return x if factor is None else tf.math.divide_no_nan(x, tf.cast(factor, x.dtype))
 
 
-def _back_of(agreement: _Agreement, *upstream: tf.Tensor) -> Tensors:
-    return agreement.back(agreement.inputs, agreement.outputs, upstream)
-
-
-def _inputs_first(changes: Sequence[_Change]) -> list[_Change]:
+def _inputs_first(changes: Sequence[_Agreement | tf.Operation]) -> list[_Agreement | tf.Operation]:
     """Returns each of `changes` once, behind those that have made what it reads now."""
-    made = {x.name: change for change in changes for x in change.outputs}  # of an operation the last
-    made.update((x.name, change) for change in changes if isinstance(change, _Made) for x in change.outputs)
-    found: dict[int, _Change] = {}
+    made = {x.name: change for change in changes for x in change.outputs}
+    found: dict[int, _Agreement | tf.Operation] = {}
     for last in dict.fromkeys(made.values()):
         before = inputs_first(last, lambda one: [made[x.name] for x in one.inputs if x.name in made], found, id)
         for change in before:

@@ -18,12 +18,10 @@ from tfdist.graphs.walks import before, inputs_first
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Shard
 from tfdist.placements.redistribute import Redistribution
-from tfdist.placements.surroundings import SIZES, readers_of, sizes_read
-from tfdist.placements.table import RULES, Kind
+from tfdist.placements.surroundings import readers_of, sizes_read
+from tfdist.placements.table import is_shape, names_axes, size_inputs
 
 _ARITHMETIC = ("AddV2", "FloorDiv", "FloorMod", "Mul", "Sub")
-_NAMES_AXES = (Kind.REDUCTION, Kind.SCAN, Kind.VIEW)
-_OF_THE_GRAPH = ("Shape", "ShapeN", "Size")
 
 Change = tuple[tf.Operation, int, tf.Tensor]  # an operation, the number of one of its inputs, what it is to read there
 
@@ -67,13 +65,12 @@ class Remaking:
             is_known = records.has_gradient(op) and op.type != "IdentityN" and not tape.is_backward(op)
             if not is_known or not tape.can_be_made_again(op) or _has_attribute_of_size(op):
                 return False
-            is_of_a_shape = bool(op.inputs) and op.inputs[0].op.type in _OF_THE_GRAPH  # it counts axes
-            sizes = [] if is_of_a_shape else sizes_read(op)
+            counts_axes = bool(op.inputs) and is_shape(op.inputs[0].op.type)
+            sizes = [] if counts_axes else sizes_read(op)
             if any(map(self._may_be_of_rows, sizes, [op] * len(sizes))):
                 return False
-            row = RULES.get(op.type)
-            ends = 1 if row is not None and row.kind in _NAMES_AXES else None  # behind it are axes, orders, paddings
-            others = [x for x in list(op.inputs)[:ends] if not any(x is size for size in sizes)]
+            read = list(op.inputs)[: 1 if names_axes(op.type) else None]
+            others = [x for x in read if not any(x is size for size in sizes)]
             if any(x.shape.rank and rows & set(x.shape.as_list()) and _is_constant(x) for x in others):
                 return False  # as many numbers as a rank has rows
         return True
@@ -102,7 +99,7 @@ class Remaking:
                 continue
             inputs = [reads.get((op.name, place), self.now(x)) for place, x in enumerate(op.inputs)]
             places = [place for place, x in enumerate(op.inputs) if not tape.same(inputs[place], x)]
-            if not places and op.type not in SIZES:  # of these the result may have another size now
+            if not places and not size_inputs(op.type):  # of these the result may have another size now
                 continue
             # Other integers may be sizes, which TensorFlow has found out when they were made.
             if all(x.dtype.is_floating and x.shape.rank == 0 for x in op.outputs):
@@ -127,7 +124,7 @@ class Remaking:
 
 
 def _is_constant(tensor: tf.Tensor) -> bool:
-    return all(x.op.inputs or x.op.type == "Const" for x, _ in before(tensor))
+    return all(x.op.inputs or x.op.type == "Const" for x in before(tensor))
 
 
 def _constants_in(sizes: tf.Tensor) -> list[int]:
@@ -137,7 +134,7 @@ def _constants_in(sizes: tf.Tensor) -> list[int]:
     for x in waiting:
         if x.op.type == "Const":
             found.extend(np.ravel(tf.get_static_value(x)).tolist())
-        elif x.op.type not in _OF_THE_GRAPH:
+        elif not is_shape(x.op.type):
             read = list(x.op.inputs)[: 1 if x.op.type == "StridedSlice" else None]
             if x.op.type in _ARITHMETIC and not all(y.op.type == "Const" for y in read):  # of what is read from the graph
                 read = [y for y in read if y.op.type != "Const"]

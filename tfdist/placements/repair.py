@@ -30,7 +30,7 @@ from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.remaking import Remaking
 from tfdist.placements.surroundings import MadeGoingBack, reads_variables
-from tfdist.placements.table import Linear, is_elementwise, linear_inputs
+from tfdist.placements.table import Linear, ignored_inputs, is_elementwise, linear_inputs
 
 _MOST_PLANS = 4  # since what is made again may have other static shapes, and then need more
 
@@ -190,7 +190,7 @@ class Repair:
         What a tape has given them counts as rows, where it has as many.
         """
         made = [op for op in self._program.graph.get_operations()[start:] if not tape.is_backward(op)]
-        facts = MadeGoingBack(made, self._facts, self._rows)
+        facts = MadeGoingBack(made, self._facts)
         found = (facts.of(x) for op in made for x in op.outputs)
         return next((x for x in found if isinstance(x, Unknown) and x.why is not Why.NO_RULE), None)
 
@@ -240,7 +240,10 @@ class Repair:
         wants = [dataclasses.replace(one, op=again.op_now(one.op), tensor=again.now(one.tensor)) for one in wants]
         with self._working():
             agreed = []
-            for want in (one for one in wants if self._is_known(one.op.inputs[0] if one.place == OUTPUT else one.tensor)):
+            lost = {want.op.name for want in wants if any(isinstance(self._facts.of(x), Unknown) for x in _read_by(want))}
+            for want in wants:
+                if want.op.name in lost:
+                    continue  # of something that could not be mended
                 if want.becomes == Replicate():
                     agreed.append(want)
                 elif want.place != OUTPUT:
@@ -263,10 +266,6 @@ class Repair:
                 redistribution.reads(want.op, want.place, redistribution.found(want.tensor))
             rows = [want for want in agreed if want.is_of_rows]
             again.read([(begun_with[x.op.name], x.place, redistribution.found(x.tensor)) for x in rows], target)
-
-    def _is_known(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor` is what it was planned to be: not of something that could not be mended."""
-        return not isinstance(self._facts.of(tensor), Unknown)
 
     def _padded_to_the_longest(self, rows: tf.Tensor, label: str) -> tf.Tensor:
         """Returns rows that are padded to the longest of this rank, padded to the longest of all."""
@@ -297,6 +296,13 @@ class Repair:
 
         self._redistribution.reads(op, 0, self._redistribution.make(counted, given, factor))
         self._facts.declare(op.outputs[0], Partial(How.MEAN))
+
+
+def _read_by(want: Want) -> list[tf.Tensor]:
+    """Returns what must be known where `want` is done."""
+    if want.place != OUTPUT:
+        return [want.tensor]
+    return [x for place, x in enumerate(want.op.inputs) if place not in ignored_inputs(want.op.type)]
 
 
 def begin(program: RankProgram, most_bytes: int) -> None:

@@ -12,33 +12,23 @@ from tfdist.graphs.walks import before
 from tfdist.placements.facts import Facts
 from tfdist.placements.graph_facts import GraphFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown
-from tfdist.placements.rank_rows import RankRows
-from tfdist.placements.table import Linear, linear_inputs
+from tfdist.placements.table import Linear, linear_inputs, size_inputs
 
 _MOST_ROWS = 1024  # of a rank, where their number is not known when the step is traced
-_DRAWING = "RandomStandardNormal RandomUniform RandomUniformInt StatelessRandomNormalV2 StatelessRandomUniformV2 TruncatedNormal"
-# Which inputs of an operation say how large what it returns is.
-SIZES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("Fill", *_DRAWING.split()), (0,)),
-    **dict.fromkeys("BroadcastTo OneHot Pad PadV2 Reshape SplitV Tile TopKV2".split(), (1,)),
-    **dict.fromkeys(("ScatterNd", "UnsortedSegmentSum"), (2,)),
-    **dict.fromkeys(("Range", "Slice", "Split", "StridedSlice"), (0, 1, 2, 3)),
-}
 
 
 def sizes_read(op: tf.Operation) -> list[tf.Tensor]:
     """Returns the inputs of `op` that say how large what it returns is."""
-    data_and_strides = {"Range": (2,), "Slice": (0,), "StridedSlice": (0, 3)}.get(op.type, ())
-    places = [place for place in SIZES.get(op.type, ()) if place < len(op.inputs) and place not in data_and_strides]
+    places = [place for place in size_inputs(op.type) if place < len(op.inputs)]
     return [op.inputs[place] for place in places if op.inputs[place].dtype.is_integer]
 
 
 class MadeGoingBack(GraphFacts):
     """The placements of what gradient functions of the user's have made while a tape went back."""
 
-    def __init__(self, made: Sequence[tf.Operation], facts: Facts, rows: RankRows):
+    def __init__(self, made: Sequence[tf.Operation], facts: Facts):
         super().__init__()
-        self._names, self._facts, self._rows = {op.name for op in made}, facts, rows
+        self._names, self._facts = {op.name for op in made}, facts
 
     def _leaf(self, tensor: tf.Tensor) -> Placement | None:
         if tensor.op.name in self._names:
@@ -46,8 +36,7 @@ class MadeGoingBack(GraphFacts):
         found = self._facts.of(tensor)
         if not isinstance(found, Unknown):
             return found
-        has_rows = bool(tensor.shape.rank) and (tensor.shape[0] is None or self._rows.looks_like_rows(tensor))
-        return Shard() if has_rows else Replicate()
+        return Shard() if self._facts.own_rows_first(tensor) else Replicate()
 
 
 def readers_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
@@ -62,7 +51,7 @@ def readers_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 def reads_variables(tensor: tf.Tensor) -> bool:
-    return any(x.op.type == "ReadVariableOp" for x, _ in before(tensor))
+    return any(x.op.type == "ReadVariableOp" for x in before(tensor))
 
 
 def goes_on_linearly(op: tf.Operation, facts: Facts) -> bool:
@@ -90,11 +79,13 @@ def is_size(op: tf.Operation, place: int) -> bool:
     """Whether the input number `place` of `op`, or what follows from it, says how large something is: own rows then fit it."""
     if not op.inputs[place].dtype.is_integer:
         return False
-    waiting = [op]
-    for reader in waiting:
-        if reader.type in SIZES:
+    waiting, seen = [(op, place)], {op.name}
+    for reader, at in waiting:
+        if at in size_inputs(reader.type):
             return True
-        waiting.extend(one for x in reader.outputs if x.dtype.is_integer for one in x.consumers() if one not in waiting)
+        for x in (x for x in reader.outputs if x.dtype.is_integer and x.name not in seen):
+            seen.add(x.name)
+            waiting.extend((one, at) for one in x.consumers() for at, y in enumerate(one.inputs) if tape.same(x, y))
     return False
 
 

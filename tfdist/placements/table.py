@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
-from tfdist.placements.call import Call, Rule
+from tfdist.placements.call import Call, NotKnown, Rule
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Unknown, Why
-from tfdist.placements.rules import batches, drawing, gathers, joins, pointwise, products, reductions, slices, views
+from tfdist.placements.rules import batches, drawing, gathers, joins, meeting, pointwise, products, reductions, slices, views
+
+T = TypeVar("T")
 
 
 class Kind(enum.Enum):
@@ -55,6 +58,208 @@ class Linear(enum.Enum):
         return found[place] and sum(found) == 1
 
 
+_RULES: dict[Kind, dict[Rule, str]] = {
+    Kind.POINTWISE: {
+        meeting.aligned: """
+        Abs Acos Acosh Angle ApproximateEqual Asin Asinh AsString Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e
+        BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Betainc BitwiseAnd BitwiseOr BitwiseXor
+        Bucketize Ceil ClipByValue Complex ComplexAbs Cos Cosh DecodeBase64 Dawsn Digamma Elu EncodeBase64 Erf Erfc Erfinv Exp
+        Expint Expm1 FakeQuantWithMinMaxArgs FakeQuantWithMinMaxArgsGradient FakeQuantWithMinMaxVars
+        FakeQuantWithMinMaxVarsPerChannel Floor FloorMod FresnelCos FresnelSin GreaterEqual Igamma IgammaGradA Igammac Inv
+        Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less LessEqual Lgamma Log Log1p Mod Ndtri NextAfter Polygamma
+        PopulationCount Pow QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 RandomGammaGrad
+        RegexFullMatch RegexReplace Reciprocal Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus
+        Softsign Spence Sqrt Square SquaredDifference StaticRegexFullMatch StaticRegexReplace StringJoin StringLength
+        StringLower StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper
+        Substr Tan Tanh TruncateMod UnicodeScript UnicodeTranscode Xdivy Xlog1py Xlogy Zeta
+        """,
+        pointwise.linear: """
+        Bitcast Conj EluGrad Imag LeakyReluGrad Real Relu6Grad ReluGrad SeluGrad SoftplusGrad SoftsignGrad
+        """,
+        partial(pointwise.linear, place=1): "InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad",
+        pointwise.alike: "OnesLike ZerosLike",
+        pointwise.same: "CheckNumerics EnsureShape Identity PreventGradient Snapshot StopGradient",
+        pointwise.cast: "Cast",
+        partial(pointwise.linear, factor=-1): "LogicalNot Neg",
+        pointwise.add: "Add AddN AddV2 Sub",
+        pointwise.multiply: "Mul MulNoNan",
+        pointwise.divide: "Div DivNoNan RealDiv",
+        pointwise.divide_integers: "FloorDiv TruncateDiv",
+        partial(pointwise.extreme, how=How.MAX): "LogicalOr Maximum",
+        partial(pointwise.extreme, how=How.MIN): "LogicalAnd Minimum",
+        pointwise.compared: "Equal Greater NotEqual",
+        pointwise.select: "Select SelectV2",
+    },
+    Kind.SIZE: {
+        pointwise.shape_of: "Shape ShapeN",
+        pointwise.size_of: "Size",
+        meeting.met: "BroadcastGradientArgs Rank",  # which ignore all that they are given
+        joins.broadcast_shape: "BroadcastArgs",
+        joins.concat_offset: "ConcatOffset",
+        joins.stitch: "DynamicStitch ParallelDynamicStitch",
+        views.numbers_up_to: "Range",
+    },
+    Kind.REDUCTION: {
+        reductions.reduction: "All Any EuclideanNorm Max Mean Min Prod Sum",
+        reductions.arg_reduction: "ArgMax ArgMin",
+        reductions.squares: "L2Loss",
+        reductions.bias_gradient: "BiasAddGrad",
+        reductions.counts: "Bincount DenseBincount HistogramFixedWidth",
+    },
+    Kind.SCAN: {reductions.scan: "CumulativeLogsumexp Cumprod Cumsum"},
+    Kind.PRODUCT: {
+        products.einsum: "Einsum",
+        products.matmul: "BatchMatMul BatchMatMulV2 BatchMatMulV3 MatMul",
+        products.bias_add: "BiasAdd",
+        batches.batch: "Conv2D Conv3D DepthwiseConv2dNative Dilation2D",
+        partial(batches.batch, rows=(2,)): "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
+        products.filter_gradient: "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter",
+    },
+    Kind.VIEW: {
+        views.reshape: "Reshape",
+        views.transpose: "ConjugateTranspose Transpose",
+        views.expand_dims: "ExpandDims",
+        views.squeeze: "Squeeze",
+        views.tile: "Tile",
+        views.broadcast_to: "BroadcastTo",
+        views.fill: "Fill",
+        views.pad: "MirrorPad Pad PadV2",
+        partial(views.along_axes, place=1): "ReverseV2",
+        partial(views.along_axes, place=2): "Roll",
+        views.reverse_sequence: "ReverseSequence",
+        slices.strided_slice: "StridedSlice",
+        slices.plain_slice: "Slice",
+        slices.split: "Split SplitV",
+        views.unpack: "Unpack",
+        views.one_hot: "OneHot",
+        slices.slice_gradient: "StridedSliceGrad",
+    },
+    Kind.GATHER: {
+        gathers.gather: "Gather GatherV2 ResourceGather",
+        gathers.gather_nd: "GatherNd ResourceGatherNd",
+        views.places_where: "Where",
+        gathers.partition: "DynamicPartition",
+        partial(views.by_rows, first=1): "LookupTableFind LookupTableFindV2",
+    },
+    Kind.SCATTER: {
+        gathers.segments: """
+        SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd
+        UnsortedSegmentSum
+        """,
+        gathers.scatter: "ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate",
+        gathers.to_dense: "SparseToDense",
+        gathers.sparse_product: "SparseTensorDenseMatMul",
+    },
+    Kind.JOIN: {
+        joins.pack: "Pack",
+        joins.concat: "ConcatV2",
+        meeting.met: "EmptyTensorList TensorListLength TensorListReserve",  # of a size that is not the same on all ranks
+        joins.list_of_parts: "TensorListFromTensor",
+        joins.list_with: "TensorListPushBack TensorListSetItem",
+        joins.list_item: "TensorListGetItem TensorListResize",
+        pointwise.same: "TensorListPopBack",
+        joins.list_stacked: "TensorListStack",
+        joins.list_gathered: "TensorListGather",
+        joins.list_joined: "TensorListConcatV2",
+        joins.list_shape: "TensorListElementShape",
+        joins.optional: "OptionalFromValue OptionalGetValue OptionalNone",
+    },
+    Kind.ROWWISE: {
+        batches.batch: """
+        AdjustContrastv2 AdjustHue AdjustSaturation AvgPool AvgPool3D DepthToSpace ExtractImagePatches ExtractVolumePatches
+        LRN MaxPool MaxPool3D MaxPoolV2 ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor ResizeNearestNeighborGrad
+        ScaleAndTranslate SpaceToDepth
+        """,
+        partial(batches.batch, rows=(1,)): "AvgPool3DGrad AvgPoolGrad",
+        partial(batches.batch, rows=(0, 1)): """
+        InTopK InTopKV2 LowerBound ResizeBicubicGrad ResizeBilinearGrad ScaleAndTranslateGrad SparseSoftmaxCrossEntropyWithLogits
+        UpperBound
+        """,
+        partial(batches.batch, rows=(0, 1, 2)): """
+        LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradV2
+        """,
+        batches.along_last: "LogSoftmax Softmax SoftmaxCrossEntropyWithLogits",
+        partial(views.by_rows, inner=1): "NthElement TopKV2 FFT IFFT IRFFT RFFT MatrixDiag MatrixDiagV2 MatrixDiagV3",
+        partial(views.by_rows, inner=2): """
+        Cholesky Eig FFT2D IFFT2D IRFFT2D LogMatrixDeterminant Lu MatrixBandPart MatrixDeterminant MatrixDiagPart MatrixDiagPartV2
+        MatrixDiagPartV3 MatrixInverse MatrixLogarithm MatrixSquareRoot Qr RFFT2D SelfAdjointEigV2 Svd
+        """,
+        partial(views.by_rows, inner=3): "FFT3D IFFT3D IRFFT3D RFFT3D RGBToHSV HSVToRGB",
+        batches.matrices: """
+        CholeskyGrad MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3 MatrixSolve MatrixSolveLs MatrixTriangularSolve
+        """,
+        batches.normalized: "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3",
+        batches.normalized_gradient: "FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3",
+        batches.to_blocks: "SpaceToBatchND",
+        batches.from_blocks: "BatchToSpaceND",
+        batches.transformed: "ImageProjectiveTransformV2 ImageProjectiveTransformV3",
+        batches.cropped: "CropAndResize",
+        batches.words: "StringSplitV2",
+    },
+    Kind.MEETING: {
+        batches.padded: "RaggedTensorToTensor",
+        meeting.met: """
+        BatchToSpace InvertPermutation LinSpace NonMaxSuppressionV5 SpaceToBatch Unique UniqueV2 UniqueWithCounts
+        UniqueWithCountsV2
+        """,
+    },
+    Kind.RANDOM: {
+        drawing.drawn: """
+        ParameterizedTruncatedNormal RandomGamma RandomPoissonV2 RandomStandardNormal RandomUniform RandomUniformInt
+        StatelessParameterizedTruncatedNormal StatelessRandomBinomial StatelessRandomGammaV2 StatelessRandomGammaV3
+        StatelessRandomNormal StatelessRandomNormalV2 StatelessRandomPoisson StatelessRandomUniform StatelessRandomUniformFullInt
+        StatelessRandomUniformFullIntV2 StatelessRandomUniformInt StatelessRandomUniformIntV2 StatelessRandomUniformV2
+        StatelessTruncatedNormal StatelessTruncatedNormalV2 TruncatedNormal
+        """,
+        partial(drawing.drawn, shape=2): """
+        StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt
+        """,
+        drawing.key: "RngReadAndSkip StatelessRandomGetAlg StatelessRandomGetKeyCounter StatelessRandomGetKeyCounterAlg",
+        drawing.classes: "Multinomial StatelessMultinomial",
+        drawing.shuffled: "RandomShuffle StatelessShuffle",
+    },
+    Kind.SAMPLER: {
+        drawing.candidates: """
+        FixedUnigramCandidateSampler LearnedUnigramCandidateSampler LogUniformCandidateSampler ThreadUnsafeUnigramCandidateSampler
+        UniformCandidateSampler
+        """,
+    },
+    Kind.WRITE: {
+        meeting.met: """
+        Assert AssignAddVariableOp AssignSubVariableOp AssignVariableOp NoOp ResourceApplyGradientDescent ResourceScatterAdd
+        ResourceScatterMax ResourceScatterMin ResourceScatterMul ResourceScatterSub ResourceScatterUpdate
+        """,
+    },
+}
+_LINEAR = {
+    Linear.TOGETHER: "Add AddN AddV2 Pack Sub",
+    Linear.ONE: "BatchMatMulV2 Einsum MatMul Mul",
+    Linear.FIRST: """
+    BroadcastTo Cast Div DivNoNan ExpandDims Gather GatherV2 Identity Mean MulNoNan Neg Pad RealDiv Reshape ReverseV2 Slice SplitV
+    Squeeze StopGradient StridedSlice Sum Tile Transpose Unpack UnsortedSegmentSum
+    """,
+    Linear.SECOND: "Split",
+    Linear.BUT_LAST: "ConcatV2",
+}
+_IGNORED = {
+    (0,): "EmptyTensorList Rank TensorListLength TensorListReserve",
+    (0, 1): "BroadcastGradientArgs",
+    (1,): "Bincount DenseBincount TensorListConcatV2 TensorListFromTensor TensorListPopBack TensorListStack",
+    (2,): "TensorListGather TensorListGetItem",
+    (3, 4, 5): "FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3",
+    tuple(range(3, 16)): "RaggedTensorToTensor",  # where rows begin is each rank's own
+}
+_SIZES = {
+    (0,): """
+    Fill RandomStandardNormal RandomUniform RandomUniformInt StatelessRandomNormalV2 StatelessRandomUniformV2 TruncatedNormal
+    """,
+    (1,): "BroadcastTo OneHot Pad PadV2 Reshape SplitV Tile TopKV2",
+    (2,): "ScatterNd UnsortedSegmentSum",
+    (0, 1): "Range",
+    (1, 2): "Slice StridedSlice",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """What is known of a type of operation.
@@ -64,263 +269,30 @@ class Row:
         kind: of which kind it is.
         linear: in which inputs it is linear; None: in none, or it is not known.
         ignores: inputs that make nothing unknown, since it does not look at their numbers, or its rule knows better.
+        sizes: inputs that say how large what it returns is, or from where on it is taken.
     """
 
     rule: Rule
     kind: Kind
     linear: Linear | None = None
-    ignores: frozenset[int] = frozenset()
+    ignores: Sequence[int] = ()
+    sizes: Sequence[int] = ()
 
 
-RULES: dict[str, Row] = {}
-_OF_SHAPES = ("OnesLike", "Shape", "ShapeN", "Size", "ZerosLike")  # which of a number all ranks make the same
+def _by_type(column: Mapping[T, str]) -> dict[str, T]:
+    return {name: value for value, names in column.items() for name in names.split()}
 
 
-def _add(kind: Kind, rule: Rule, types: str, linear: Linear | None = None, ignores: Sequence[int] = ()) -> None:
-    for name in types.split():
-        RULES[name] = Row(rule, kind, linear, frozenset(ignores))
+_OF_SHAPES = (pointwise.alike, pointwise.shape_of, pointwise.size_of)  # which of a number all ranks make the same
+_linear, _ignored, _sizes = _by_type(_LINEAR), _by_type(_IGNORED), _by_type(_SIZES)
+RULES = {
+    name: Row(rule, kind, _linear.get(name), _ignored.get(name, ()), _sizes.get(name, ()))
+    for kind, rules in _RULES.items()
+    for name, rule in _by_type(rules).items()
+}
 
 
-_add(
-    Kind.POINTWISE,
-    pointwise.pointwise,
-    """
-    Abs Acos Acosh Angle ApproximateEqual Asin Asinh AsString Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0
-    BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Betainc BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil
-    ClipByValue Complex ComplexAbs Cos Cosh DecodeBase64 Dawsn Digamma Elu EncodeBase64 Erf Erfc Erfinv Exp Expint Expm1
-    FakeQuantWithMinMaxArgs FakeQuantWithMinMaxArgsGradient FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsPerChannel Floor
-    FloorMod FresnelCos FresnelSin GreaterEqual Igamma IgammaGradA Igammac Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift
-    Less LessEqual Lgamma Log Log1p Mod Ndtri NextAfter NotEqual OnesLike Polygamma PopulationCount Pow QuantizeAndDequantizeV2
-    QuantizeAndDequantizeV3 QuantizeAndDequantizeV4 RandomGammaGrad RegexFullMatch RegexReplace Reciprocal Relu Relu6 RightShift
-    Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Spence Sqrt Square SquaredDifference StaticRegexFullMatch
-    StaticRegexReplace StringJoin StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast
-    StringToHashBucketStrong StringToNumber StringUpper Substr Tan Tanh TruncateMod UnicodeScript UnicodeTranscode Xdivy Xlog1py
-    Xlogy ZerosLike Zeta
-    """,
-)
-_add(
-    Kind.POINTWISE,
-    functools.partial(pointwise.way_back, place=0),
-    "EluGrad LeakyReluGrad Relu6Grad ReluGrad SeluGrad SoftplusGrad SoftsignGrad",
-)
-_add(
-    Kind.POINTWISE,
-    functools.partial(pointwise.way_back, place=1),
-    "InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad",
-)
-_add(Kind.POINTWISE, pointwise.alike, "OnesLike ZerosLike", ignores=())
-_add(Kind.POINTWISE, pointwise.same, "Identity StopGradient", Linear.FIRST)
-_add(
-    Kind.POINTWISE,
-    pointwise.same,
-    "CheckNumerics EnsureShape PreventGradient Snapshot",
-)
-_add(Kind.POINTWISE, pointwise.cast, "Cast", Linear.FIRST)
-_add(Kind.POINTWISE, pointwise.linear, "Bitcast Conj Imag Real")
-_add(Kind.POINTWISE, pointwise.negative, "Neg", Linear.FIRST)
-_add(Kind.POINTWISE, pointwise.negative, "LogicalNot")
-_add(Kind.POINTWISE, pointwise.add, "Add AddN AddV2 Sub", Linear.TOGETHER)
-_add(Kind.POINTWISE, pointwise.multiply, "Mul", Linear.ONE)
-_add(Kind.POINTWISE, pointwise.multiply, "MulNoNan", Linear.FIRST)
-_add(Kind.POINTWISE, pointwise.divide, "Div DivNoNan RealDiv", Linear.FIRST)
-_add(Kind.POINTWISE, pointwise.divide_integers, "FloorDiv TruncateDiv")
-_add(Kind.POINTWISE, pointwise.greatest, "LogicalOr Maximum")
-_add(Kind.POINTWISE, pointwise.least, "LogicalAnd Minimum")
-_add(Kind.POINTWISE, pointwise.compared, "Equal Greater NotEqual")
-_add(Kind.POINTWISE, pointwise.select, "Select SelectV2")
-
-_add(Kind.SIZE, pointwise.shape_of, "Shape ShapeN")
-_add(Kind.SIZE, pointwise.size_of, "Size")
-_add(Kind.SIZE, joins.list_length, "Rank", ignores=[0])
-_add(Kind.SIZE, joins.list_length, "BroadcastGradientArgs", ignores=[0, 1])
-_add(Kind.SIZE, joins.broadcast_shape, "BroadcastArgs")
-_add(Kind.SIZE, joins.concat_offset, "ConcatOffset")
-_add(Kind.SIZE, joins.stitch, "DynamicStitch ParallelDynamicStitch")
-_add(Kind.SIZE, views.numbers_up_to, "Range")
-
-_add(Kind.REDUCTION, reductions.reduction, "Mean Sum", Linear.FIRST)
-_add(Kind.REDUCTION, reductions.reduction, "All Any EuclideanNorm Max Min Prod")
-_add(Kind.REDUCTION, reductions.arg_reduction, "ArgMax ArgMin")
-_add(Kind.REDUCTION, reductions.squares, "L2Loss")
-_add(Kind.REDUCTION, reductions.bias_gradient, "BiasAddGrad")
-_add(Kind.REDUCTION, reductions.counts, "Bincount DenseBincount", ignores=[1])
-_add(Kind.REDUCTION, reductions.counts, "HistogramFixedWidth")
-_add(Kind.SCAN, reductions.scan, "CumulativeLogsumexp Cumprod Cumsum")
-
-_add(Kind.PRODUCT, products.einsum, "Einsum", Linear.ONE)
-_add(Kind.PRODUCT, products.matmul, "BatchMatMulV2 MatMul", Linear.ONE)
-_add(Kind.PRODUCT, products.matmul, "BatchMatMul BatchMatMulV3")
-_add(Kind.PRODUCT, products.bias_add, "BiasAdd")
-_add(Kind.PRODUCT, batches.batch, "Conv2D Conv3D DepthwiseConv2dNative Dilation2D")
-_add(
-    Kind.PRODUCT,
-    functools.partial(batches.batch, rows=(2,)),
-    "Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput",
-)
-_add(
-    Kind.PRODUCT,
-    products.filter_gradient,
-    "Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter",
-)
-
-_add(Kind.VIEW, views.reshape, "Reshape", Linear.FIRST)
-_add(Kind.VIEW, views.transpose, "Transpose", Linear.FIRST)
-_add(Kind.VIEW, views.transpose, "ConjugateTranspose")
-_add(Kind.VIEW, views.expand_dims, "ExpandDims", Linear.FIRST)
-_add(Kind.VIEW, views.squeeze, "Squeeze", Linear.FIRST)
-_add(Kind.VIEW, views.tile, "Tile", Linear.FIRST)
-_add(Kind.VIEW, views.broadcast_to, "BroadcastTo", Linear.FIRST)
-_add(Kind.VIEW, views.fill, "Fill")
-_add(Kind.VIEW, views.pad, "Pad", Linear.FIRST)
-_add(Kind.VIEW, views.pad, "MirrorPad PadV2")
-_add(Kind.VIEW, functools.partial(views.along_axes, place=1), "ReverseV2", Linear.FIRST)
-_add(Kind.VIEW, functools.partial(views.along_axes, place=2), "Roll")
-_add(Kind.VIEW, views.reverse_sequence, "ReverseSequence")
-_add(Kind.VIEW, slices.strided_slice, "StridedSlice", Linear.FIRST)
-_add(Kind.VIEW, slices.plain_slice, "Slice", Linear.FIRST)
-_add(Kind.VIEW, slices.split, "SplitV", Linear.FIRST)
-_add(Kind.VIEW, slices.split, "Split", Linear.SECOND)
-_add(Kind.VIEW, views.unpack, "Unpack", Linear.FIRST)
-_add(Kind.VIEW, views.one_hot, "OneHot")
-_add(Kind.VIEW, slices.slice_gradient, "StridedSliceGrad")
-
-_add(Kind.GATHER, gathers.gather, "Gather GatherV2", Linear.FIRST)
-_add(Kind.GATHER, gathers.gather, "ResourceGather")
-_add(Kind.GATHER, gathers.gather_nd, "GatherNd ResourceGatherNd")
-_add(Kind.GATHER, views.places_where, "Where")
-_add(Kind.GATHER, gathers.partition, "DynamicPartition")
-_add(Kind.GATHER, batches.looked_up, "LookupTableFind LookupTableFindV2")
-_add(Kind.SCATTER, gathers.segments, "UnsortedSegmentSum", Linear.FIRST)
-_add(
-    Kind.SCATTER,
-    gathers.segments,
-    "SegmentMax SegmentMean SegmentMin SegmentProd SegmentSum UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd",
-)
-_add(
-    Kind.SCATTER,
-    gathers.scatter,
-    "ScatterNd TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub TensorScatterUpdate",
-)
-_add(Kind.SCATTER, gathers.to_dense, "SparseToDense")
-_add(Kind.SCATTER, gathers.sparse_product, "SparseTensorDenseMatMul")
-
-_add(Kind.JOIN, joins.pack, "Pack", Linear.TOGETHER)
-_add(Kind.JOIN, joins.concat, "ConcatV2", Linear.BUT_LAST)
-_add(Kind.JOIN, joins.fresh_list, "EmptyTensorList TensorListReserve", ignores=[0])
-_add(Kind.JOIN, joins.list_of_parts, "TensorListFromTensor", ignores=[1])
-_add(Kind.JOIN, joins.list_with, "TensorListPushBack TensorListSetItem")
-_add(Kind.JOIN, joins.list_item, "TensorListGetItem", ignores=[2])
-_add(Kind.JOIN, joins.list_popped, "TensorListPopBack", ignores=[1])
-_add(Kind.JOIN, joins.list_stacked, "TensorListStack", ignores=[1])
-_add(Kind.JOIN, joins.list_gathered, "TensorListGather", ignores=[2])
-_add(Kind.JOIN, joins.list_joined, "TensorListConcatV2", ignores=[1])
-_add(Kind.JOIN, joins.list_length, "TensorListLength", ignores=[0])
-_add(Kind.JOIN, joins.list_shape, "TensorListElementShape")
-_add(Kind.JOIN, joins.list_item, "TensorListResize")
-_add(Kind.JOIN, joins.optional, "OptionalFromValue OptionalGetValue OptionalNone")
-
-_add(
-    Kind.ROWWISE,
-    batches.batch,
-    """
-    AdjustContrastv2 AdjustHue AdjustSaturation AvgPool AvgPool3D DepthToSpace ExtractImagePatches ExtractVolumePatches
-    LRN MaxPool MaxPool3D MaxPoolV2 ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor
-    ScaleAndTranslate SpaceToDepth
-    """,
-)
-_add(Kind.ROWWISE, functools.partial(batches.batch, rows=(1,)), "AvgPool3DGrad AvgPoolGrad")
-_add(Kind.ROWWISE, batches.batch, "ResizeNearestNeighborGrad")
-_add(Kind.ROWWISE, functools.partial(batches.batch, rows=(0, 1)), "ResizeBicubicGrad ResizeBilinearGrad ScaleAndTranslateGrad")
-_add(
-    Kind.ROWWISE,
-    functools.partial(batches.batch, rows=(0, 1, 2)),
-    "LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad MaxPoolGradV2",
-)
-_add(Kind.ROWWISE, functools.partial(batches.batch, rows=(0, 1)), "InTopK InTopKV2 SparseSoftmaxCrossEntropyWithLogits")
-_add(Kind.ROWWISE, batches.along_last, "LogSoftmax Softmax SoftmaxCrossEntropyWithLogits")
-_add(
-    Kind.ROWWISE,
-    functools.partial(views.by_rows, inner=1),
-    "NthElement TopKV2 FFT IFFT IRFFT RFFT MatrixDiag MatrixDiagV2 MatrixDiagV3",
-)
-_add(
-    Kind.ROWWISE,
-    functools.partial(views.by_rows, inner=2),
-    """
-    Cholesky Eig FFT2D IFFT2D IRFFT2D LogMatrixDeterminant Lu MatrixBandPart MatrixDeterminant MatrixDiagPart MatrixDiagPartV2
-    MatrixDiagPartV3 MatrixInverse MatrixLogarithm MatrixSquareRoot Qr RFFT2D SelfAdjointEigV2 Svd
-    """,
-)
-_add(Kind.ROWWISE, functools.partial(views.by_rows, inner=3), "FFT3D IFFT3D IRFFT3D RFFT3D RGBToHSV HSVToRGB")
-_add(
-    Kind.ROWWISE,
-    functools.partial(batches.matrices, inner=2, inputs=2),
-    "CholeskyGrad MatrixSolve MatrixSolveLs MatrixTriangularSolve",
-)
-_add(Kind.ROWWISE, batches.set_diagonal, "MatrixSetDiag MatrixSetDiagV2 MatrixSetDiagV3")
-_add(Kind.ROWWISE, batches.normalized, "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3")
-_add(
-    Kind.ROWWISE,
-    batches.normalized_gradient,
-    "FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3",
-    ignores=[3, 4, 5],
-)
-_add(Kind.ROWWISE, batches.to_blocks, "SpaceToBatchND")
-_add(Kind.ROWWISE, batches.from_blocks, "BatchToSpaceND")
-_add(Kind.ROWWISE, batches.transformed, "ImageProjectiveTransformV2 ImageProjectiveTransformV3")
-_add(Kind.ROWWISE, batches.cropped, "CropAndResize")
-_add(Kind.ROWWISE, batches.found_places, "LowerBound UpperBound")
-_add(Kind.ROWWISE, batches.words, "StringSplitV2")
-_add(Kind.MEETING, batches.padded, "RaggedTensorToTensor", ignores=range(3, 16))  # where rows begin is each rank's own
-_add(
-    Kind.MEETING,
-    batches.meeting,
-    """
-    BatchToSpace InvertPermutation LinSpace NonMaxSuppressionV5 SpaceToBatch Unique UniqueV2 UniqueWithCounts
-    UniqueWithCountsV2
-    """,
-)
-
-_add(
-    Kind.RANDOM,
-    drawing.drawn,
-    """
-    ParameterizedTruncatedNormal RandomGamma RandomPoissonV2 RandomStandardNormal RandomUniform RandomUniformInt
-    StatelessParameterizedTruncatedNormal StatelessRandomBinomial StatelessRandomGammaV2 StatelessRandomGammaV3
-    StatelessRandomNormal StatelessRandomNormalV2 StatelessRandomPoisson StatelessRandomUniform StatelessRandomUniformFullInt
-    StatelessRandomUniformFullIntV2 StatelessRandomUniformInt StatelessRandomUniformIntV2 StatelessRandomUniformV2
-    StatelessTruncatedNormal StatelessTruncatedNormalV2 TruncatedNormal
-    """,
-)
-_add(
-    Kind.RANDOM,
-    functools.partial(drawing.drawn, shape=2),
-    "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt StatefulUniformInt",
-)
-_add(
-    Kind.RANDOM,
-    drawing.key,
-    "RngReadAndSkip StatelessRandomGetAlg StatelessRandomGetKeyCounter StatelessRandomGetKeyCounterAlg",
-)
-_add(Kind.RANDOM, drawing.classes, "Multinomial StatelessMultinomial")
-_add(Kind.RANDOM, drawing.shuffled, "RandomShuffle StatelessShuffle")
-_add(
-    Kind.SAMPLER,
-    drawing.candidates,
-    """
-    FixedUnigramCandidateSampler LearnedUnigramCandidateSampler LogUniformCandidateSampler ThreadUnsafeUnigramCandidateSampler
-    UniformCandidateSampler
-    """,
-)
-_add(
-    Kind.WRITE,
-    batches.meeting,
-    """
-    Assert AssignAddVariableOp AssignSubVariableOp AssignVariableOp NoOp ResourceApplyGradientDescent ResourceScatterAdd
-    ResourceScatterMax ResourceScatterMin ResourceScatterMul ResourceScatterSub
-    ResourceScatterUpdate
-    """,
-)
+_NOTHING = Row(meeting.met, Kind.MEETING)
 
 
 def row_of(kind: str) -> Row | None:
@@ -330,15 +302,38 @@ def row_of(kind: str) -> Row | None:
 
 def is_elementwise(kind: str) -> bool:
     """Whether each element of what such an operation returns depends on the same element of its inputs, and on scalars."""
-    row = RULES.get(kind)
-    return row is not None and row.kind is Kind.POINTWISE
+    return RULES.get(kind, _NOTHING).kind is Kind.POINTWISE
+
+
+def is_shape(kind: str) -> bool:
+    """Whether such an operation returns a shape, or a number of elements."""
+    return RULES.get(kind, _NOTHING).rule in (pointwise.shape_of, pointwise.size_of)
+
+
+def is_quotient(kind: str) -> bool:
+    """Whether such an operation divides floats."""
+    return RULES.get(kind, _NOTHING).rule is pointwise.divide
 
 
 def linear_inputs(kind: str) -> Linear | None:
     """Returns in which of its inputs such an operation is linear, nothing else being added; None: in none, or it is not
     known."""
-    row = RULES.get(kind)
-    return None if row is None else row.linear
+    return RULES.get(kind, _NOTHING).linear
+
+
+def ignored_inputs(kind: str) -> Sequence[int]:
+    """Returns which of its inputs make nothing unknown of what such an operation returns."""
+    return RULES.get(kind, _NOTHING).ignores
+
+
+def names_axes(kind: str) -> bool:
+    """Whether integers behind the first input of such an operation are axes, their order, or what is added along them."""
+    return RULES.get(kind, _NOTHING).kind in (Kind.REDUCTION, Kind.SCAN, Kind.VIEW)
+
+
+def size_inputs(kind: str) -> Sequence[int]:
+    """Returns which of its inputs say how large what such an operation returns is."""
+    return RULES.get(kind, _NOTHING).sizes
 
 
 def placements_of(call: Call) -> list[Placement]:
@@ -347,20 +342,22 @@ def placements_of(call: Call) -> list[Placement]:
     number = len(call.results)
     looked_at = [place for place in range(len(found)) if row is None or place not in row.ignores]
     for place in looked_at:
-        is_scalar = call.type in _OF_SHAPES and call.shapes[place].rank == 0
-        if isinstance(found[place], Unknown) and not is_scalar:
-            return [found[place]] * number
         if isinstance(found[place], Unknown):
+            is_scalar = row is not None and row.rule in _OF_SHAPES and call.shapes[place].rank == 0
+            if not is_scalar:
+                return [found[place]] * number
             found[place] = Replicate()
     is_random = row is not None and row.kind in (Kind.RANDOM, Kind.SAMPLER)
     seen = [found[place] for place in looked_at]
-    if all(isinstance(x, Replicate) for x in seen) and (row is not None or call.is_pure) and not is_random:
+    if all(isinstance(x, Replicate) for x in seen) and not is_random and (row is not None or call.is_pure):
         return [Replicate(any(x.is_drawn for x in seen if isinstance(x, Replicate)))] * number
     if row is None:
         return [call.unknown(Why.NO_RULE)] * number
     if Partial(How.ALIKE) in seen:  # what a rank without rows has counts nowhere
-        found = [Replicate() if x == Partial(How.ALIKE) else x for x in found]
-        results = placements_of(dataclasses.replace(call, inputs=tuple(found)))
+        results = placements_of(call.given([Replicate() if x == Partial(How.ALIKE) else x for x in found]))
         return [Partial(How.ALIKE) if isinstance(x, Replicate) else x for x in results]
-    result = row.rule(dataclasses.replace(call, inputs=tuple(found)))
+    try:
+        result = row.rule(call.given(found))
+    except NotKnown as error:
+        result = call.unknown(error.why)
     return result if isinstance(result, list) else [result] * number

@@ -20,16 +20,7 @@ from tfdist.placements.kinds import Partial, Placement, Replicate, Shard, Unknow
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 
-
-class _Told:
-    """Whether a rank's program has been told of; an attachment of the program."""
-
-    def __init__(self, program: RankProgram):
-        del program
-        self.is_told = False
-
-
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
+_told: weakref.WeakSet[Any] = weakref.WeakSet()  # of what has been told: models, functions, strategies, programs of ranks
 _local = threading.local()
 
 _OWN = "Each device computes it of its own rows, and what it is of all rows cannot be told."
@@ -86,25 +77,17 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
 def as_whole(program: RankProgram, tensor: tf.Tensor) -> tf.Tensor:
     """Returns `tensor`, or what it is on one device where it is a number that each rank has of its own rows."""
     here = _where_known(program, tensor)
-    if here is None:
-        return tensor
-    return (
-        here.attachment(EagerFacts).whole(tensor)
-        if here.is_eager
-        else here.attachment(Repair).as_whole(tensor, "custom_gradient")
-    )
+    if here is not None and here.is_eager:
+        return here.attachment(EagerFacts).whole(tensor)
+    return tensor if here is None else here.attachment(Repair).as_whole(tensor, "custom_gradient")
 
 
 def without_extremes(program: RankProgram, tensor: tf.Tensor) -> tf.Tensor:
     """Returns `tensor`, a loss, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""
     here = _where_known(program, tensor)
-    if here is None:
-        return tensor
-    return (
-        here.attachment(EagerFacts).without_extremes(tensor)
-        if here.is_eager
-        else here.attachment(Repair).without_extremes(tensor, "loss")
-    )
+    if here is not None and here.is_eager:
+        return here.attachment(EagerFacts).without_extremes(tensor)
+    return tensor if here is None else here.attachment(Repair).without_extremes(tensor, "loss")
 
 
 def _where_known(program: RankProgram, tensor: tf.Tensor) -> RankProgram | None:
@@ -139,16 +122,10 @@ def of_layer(layer: Any, outputs: Any) -> Any:
 def warn_of_number_read(tensor: tf.Tensor) -> None:
     """Warns, once for a strategy, where the user's code lets Python read an eager `tensor` of a rank's own rows."""
     program, owner = rank_program(peers_on="data"), tf.distribute.get_strategy()
-    if (
-        program is None
-        or not program.is_eager
-        or program.local_index
-        or owner in _told
-        or program.attachment(RankRows).are_everywhere
-    ):
+    if program is None or not program.is_eager or program.local_index or owner in _told:
         return
     line = program.attachment(EagerFacts).line_that_reads(tensor)
-    if line is not None:
+    if line is not None and not program.attachment(RankRows).are_everywhere:
         _told.add(owner)
         warnings.warn(
             errors.message(
@@ -163,10 +140,9 @@ def warn_of_number_read(tensor: tf.Tensor) -> None:
 
 def warn_of_custom_gradient(program: RankProgram, unknown: Unknown | None) -> None:
     """Warns, once for a trace, where a gradient function of the user's looks at the rows of a rank together."""
-    told = program.attachment(_Told)
-    if unknown is None or told.is_told or program.local_index:
+    if unknown is None or program.root in _told or program.local_index:
         return
-    told.is_told = True
+    _told.add(program.root)
     where = line_of_user(program.graph, unknown.what)
     warnings.warn(
         errors.message(

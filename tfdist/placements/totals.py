@@ -76,24 +76,21 @@ class Totals:
 
     def _sums(self, tensors: Tensors, are_means: Sequence[bool], label: str) -> list[tf.Tensor]:
         """Returns the sums and the means over all ranks; the first means count the rows of all ranks, too."""
-        if self._rows.is_counted or not any(are_means):
-            shares = [self._weighed(x) if is_mean else self._of_rows(x) for x, is_mean in zip(tensors, are_means, strict=True)]
+        counts, shares = any(are_means) and not self._rows.is_counted, []
+        for x, is_mean in zip(tensors, are_means, strict=True):
+            if is_mean:  # of no rows it is NaN, and counts nothing
+                factor = self._rows.rows if counts else self._rows.weight()
+                shares.append(tf.math.multiply_no_nan(_floating(x), tf.cast(factor, _floating(x).dtype)))
+            else:
+                shares.append(self._of_rows(x))
+        if not counts:
             return self.reduced(shares, "sum", label)
-        own = tf.cast(self._rows.rows, next(_floating(x).dtype for x, is_mean in zip(tensors, are_means, strict=True) if is_mean))
-        shares = [
-            tf.math.multiply_no_nan(_floating(x), tf.cast(own, _floating(x).dtype)) if is_mean else self._of_rows(x)
-            for x, is_mean in zip(tensors, are_means, strict=True)
-        ]
+        own = tf.cast(self._rows.rows, shares[are_means.index(True)].dtype)
         *totals, all_rows = self.reduced([*shares, own], "sum", label)
         self._rows.note_all_rows(all_rows)
         return [
             total / tf.cast(all_rows, total.dtype) if is_mean else total for total, is_mean in zip(totals, are_means, strict=True)
         ]
-
-    def _weighed(self, mean: tf.Tensor) -> tf.Tensor:
-        """Returns the rank's share of a mean; of no rows it is NaN, and counts nothing."""
-        wide = _floating(mean)
-        return tf.math.multiply_no_nan(wide, tf.cast(self._rows.weight(), wide.dtype))
 
     def _of_rows(self, total: tf.Tensor) -> tf.Tensor:
         """Returns a rank's part of a sum; of no rows it may be NaN, and is 0."""

@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from tfdist.placements.call import Call
 from tfdist.placements.kinds import Placement, Replicate, Shard, Why
+from tfdist.placements.rules.meeting import moved, rows_of
 from tfdist.placements.rules.views import lengths_of
 
 
 def drawn(call: Call, shape: int = 0) -> Placement:
     """Of one that draws as many numbers as input number `shape` says."""
     lengths = lengths_of(call, shape)
-    others = [x for place, x in enumerate(call.inputs) if place != shape or lengths is None]
-    if not all(isinstance(x, Replicate) for x in others):
-        return _by_rows(call, shape)
-    return Replicate(True) if lengths is None else Shard(lengths.axis, lengths.rows, lengths.is_even, lengths.pieces)
-
-
-def _by_rows(call: Call, shape: int) -> Placement:
-    """Of one whose parameters, the last inputs, are rows: it draws so many for each of them."""
-    given, size = call.inputs[-1], call.shapes[shape][0] if call.shapes[shape].rank == 1 else None
-    is_of_each = (
-        call.type in ("RandomGamma", "RandomPoissonV2") and isinstance(given, Shard) and isinstance(call.inputs[shape], Replicate)
-    )
-    if is_of_each and size is not None and isinstance(given, Shard):
-        return dataclasses.replace(given, axis=given.axis + size)
-    return call.unknown(Why.MEET)
+    others = [place for place in range(len(call.inputs)) if place != shape or lengths is None]
+    if call.are_same(*others):
+        return Replicate(True) if lengths is None else rows_of(lengths)
+    # One whose parameters, the last inputs, are rows: it draws so many for each of them.
+    given = call.rows(len(call.inputs) - 1)
+    size = call.shapes[shape][0] if call.shapes[shape].rank == 1 else None
+    call.need(call.type in ("RandomGamma", "RandomPoissonV2") and call.are_same(shape) and size is not None)
+    return moved(given, given.axis + size)
 
 
 def key(call: Call) -> Placement:
     """Of what the next numbers are drawn by."""
-    is_same = call.type == "RngReadAndSkip" or all(isinstance(x, Replicate) for x in call.inputs)  # skips as many as it draws
-    return Replicate(True) if is_same else call.unknown(Why.MEET)
+    is_same = call.are_same(*range(len(call.inputs)))
+    call.need(is_same or call.type == "RngReadAndSkip")  # which skips as many as it draws
+    return Replicate(True)
 
 
 def classes(call: Call) -> Placement:
     """Of Multinomial: classes drawn for each row."""
-    given = call.inputs[0]
-    if isinstance(given, Replicate):
+    if call.are_same(0):
         return key(call)
-    is_row = isinstance(given, Shard) and given.axis == 0 and all(isinstance(x, Replicate) for x in call.inputs[1:])
-    return given if is_row else call.unknown(Why.MEET)
+    given = call.rows(0)
+    call.need(given.axis == 0 and call.are_same(*range(1, len(call.inputs))))
+    return given
 
 
 def shuffled(call: Call) -> Placement:
     given = call.inputs[0]
-    if isinstance(given, Shard):
-        return given if given.axis else call.unknown(Why.MEET)
-    return key(call)
+    if not isinstance(given, Shard):
+        return key(call)
+    call.need(given.axis > 0)
+    return given
 
 
 def candidates(call: Call) -> list[Placement]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
 
 from tfdist.placements.call import Call
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Why
@@ -15,39 +18,38 @@ from tfdist.placements.rules.views import as_lengths
 def pack(call: Call) -> Placement:
     found, axis, rank = call.inputs, call.attribute("axis"), call.results[0].rank
     if any(isinstance(x, Places) for x in found):
-        return _beside_places(call, list(range(len(found)))) if axis in (1, -1) and rank == 2 else call.unknown(Why.MEET)
+        return _beside_places(call, found, axis)
     if any(isinstance(x, Shard) for x in found):
         rows = aligned(call)
-        if not isinstance(rows, Shard) or rank is None:
-            return call.unknown(Why.MEET) if isinstance(rows, Shard) else rows
+        call.need(rank is not None)
         return moved(rows, rows.axis + (axis % rank <= rows.axis))
     if rank == 1 and (lengths := _lengths_among(call, list(range(len(found))))) is not None:
         return lengths
     together = combined(call)
-    if together == Partial(How.COUNT) or together == Partial(How.SUM):
+    if rank == 1 and len(found) > 1 and together in (Partial(How.COUNT), Partial(How.SUM)):
         names = [x.rows for x in found if isinstance(x, Partial) and x.how is How.COUNT and len(x.rows) == 1]
-        return Partial(How.COUNT, sum(names, ())) if rank == 1 and len(names) == len(found) > 1 else together
+        return Partial(How.COUNT, sum(names, ())) if len(names) == len(found) else together
     return together
 
 
 def concat(call: Call) -> Placement:
     """Of ConcatV2, whose last input is the axis."""
     places, axis, rank = list(range(len(call.inputs) - 1)), call.value(len(call.inputs) - 1), call.results[0].rank
-    found = [call.inputs[place] for place in places]
-    shards = [x for x in found if isinstance(x, Shard)]
+    found = call.inputs[:-1]
     if any(isinstance(x, Places) for x in found):
-        return _beside_places(call, places) if axis is not None and axis in (1, -1) and rank == 2 else call.unknown(Why.MEET)
+        return _beside_places(call, found, axis)
+    shards = [x for x in found if isinstance(x, Shard)]
     if not shards:
         lengths = _lengths_among(call, places) if rank == 1 else None
         return combined(call, places) if lengths is None else lengths
-    if axis is None or rank is None:
-        return call.unknown(Why.MEET)
+    call.need(axis is not None and rank is not None)
     if int(axis) % rank != shards[0].axis:
         return aligned(call, places)
-    is_joinable = all(isinstance(x, Shard) and x.axis == shards[0].axis and x.rows for x in found)
-    if len(found) > 1 and not (is_joinable and all(x.is_even and x.pieces == 1 for x in shards)):
-        return call.unknown(Why.MEET)
-    return Shard(shards[0].axis, sum((x.rows for x in shards), ())) if len(found) > 1 else shards[0]
+    if len(found) == 1:
+        return shards[0]
+    call.need(len(shards) == len(found))
+    call.need(all(x.axis == shards[0].axis and x.rows and x.is_even and x.pieces == 1 for x in shards))
+    return Shard(shards[0].axis, sum((x.rows for x in shards), ()))
 
 
 def _lengths_among(call: Call, places: list[int]) -> Lengths | None:
@@ -69,94 +71,82 @@ def _lengths_among(call: Call, places: list[int]) -> Lengths | None:
     return found
 
 
-def _beside_places(call: Call, places: list[int]) -> Placement:
+def _beside_places(call: Call, found: Sequence[Placement], axis: np.ndarray | int | None) -> Placement:
     """Returns numbers of rows in the first column, and in others what is of the rows."""
-    first, others = call.inputs[places[0]], [call.inputs[place] for place in places[1:]]
-    if not isinstance(first, Places) or not all(isinstance(x, Shard | Places) for x in others) or not first.are_all:
+    first = found[0]
+    call.need(axis is not None and axis in (1, -1) and call.results[0].rank == 2)
+    if not isinstance(first, Places) or not first.are_all:
         return call.unknown(Why.MEET)
-    alike = all(
-        isinstance(x, Shard) and x.axis == 0 and x.is_even and (x.rows == first.rows or not (x.is_joined or len(first.rows) > 1))
-        for x in others
-    )
-    return first if alike else call.unknown(Why.MEET)
+    rows = [x for x in found[1:] if isinstance(x, Shard)]
+    call.need(len(rows) == len(found) - 1 and all(x.axis == 0 and x.is_even for x in rows))
+    call.need(all(x.rows == first.rows or not (x.is_joined or len(first.rows) > 1) for x in rows))
+    return first
 
 
 def stitch(call: Call) -> Placement:
     """Of DynamicStitch: of a shape in which some elements were replaced by numbers that are the same on all ranks."""
     half = len(call.inputs) // 2
+    call.need(call.are_same(*range(half)))
     result: Placement = Replicate()
-    for place in range(half):
-        numbers, given = call.value(place), call.inputs[half + place]
-        if numbers is None or not isinstance(call.inputs[place], Replicate):
-            return call.unknown(Why.MEET)
+    for place, given in enumerate(call.inputs[half:]):
+        numbers = call.value(place)
+        call.need(numbers is not None)
         if isinstance(given, Lengths):
-            if not isinstance(result, Replicate):
-                return call.unknown(Why.MEET)
+            call.need(isinstance(result, Replicate))
             result = dataclasses.replace(given, axis=int(numbers.reshape(-1)[given.axis]))
-        elif not isinstance(given, Replicate):
-            return call.unknown(Why.MEET)
-        elif isinstance(result, Lengths) and result.axis in numbers:
+            continue
+        call.need(isinstance(given, Replicate))
+        if isinstance(result, Lengths) and result.axis in numbers:
             result = Replicate()
     return result
 
 
 def concat_offset(call: Call) -> Placement:
     axis = call.value(0)
-    is_apart = axis is not None and all(
-        isinstance(x, Replicate) or (isinstance(x, Lengths) and x.axis != axis) for x in call.inputs
-    )
-    return Replicate() if is_apart else call.unknown(Why.MEET)
+    call.need(axis is not None)
+    call.need(all(isinstance(x, Replicate) or (isinstance(x, Lengths) and x.axis != axis) for x in call.inputs))
+    return Replicate()
 
 
 def broadcast_shape(call: Call) -> Placement:
     """Of BroadcastArgs: the shape of what two tensors make element by element."""
-    lengths, other = call.inputs if isinstance(call.inputs[0], Lengths) else call.inputs[::-1]
-    known = call.value(1 if lengths is call.inputs[0] else 0)
-    ranks = [shape[0] for shape in call.shapes if shape.rank == 1]
-    if not isinstance(lengths, Lengths) or len(ranks) != 2 or None in ranks:
+    place = 0 if isinstance(call.inputs[0], Lengths) else 1
+    lengths, other, known = call.inputs[place], call.inputs[1 - place], call.value(1 - place)
+    sizes = [shape[0] if shape.rank == 1 else None for shape in call.shapes]
+    if not isinstance(lengths, Lengths) or None in sizes:
         return call.unknown(Why.MEET)
-    own = call.shapes[0 if lengths is call.inputs[0] else 1][0]
-    at = lengths.axis - own  # from the end
-    new = dataclasses.replace(lengths, axis=max(ranks) + at)
+    at = lengths.axis - sizes[place]  # from the end
+    new = dataclasses.replace(lengths, axis=max(sizes) + at)
     if isinstance(other, Lengths):
-        is_same = new == dataclasses.replace(other, axis=max(ranks) + other.axis - call.shapes[1][0])
-        return new if is_same else call.unknown(Why.MEET)
-    is_short = isinstance(other, Replicate) and (sum(ranks) - own < -at or (known is not None and known[at] == 1))
-    return new if is_short else call.unknown(Why.MEET)
-
-
-def fresh_list(call: Call) -> Placement:
-    """Of a list of tensors in which there is none yet."""
-    is_sized = all(isinstance(x, Replicate) for x in call.inputs[1:])
-    return Replicate() if is_sized else call.unknown(Why.MEET)
+        call.need(new == dataclasses.replace(other, axis=max(sizes) + other.axis - sizes[1]))
+    else:
+        call.need(isinstance(other, Replicate) and (sizes[1 - place] < -at or (known is not None and known[at] == 1)))
+    return new
 
 
 def list_of_parts(call: Call) -> Placement:
     """Of TensorListFromTensor, which cuts along axis 0."""
-    given = call.inputs[0]
-    if isinstance(given, Shard):
-        return moved(given, given.axis - 1) if given.axis else call.unknown(Why.MEET)
-    return Partial(given.how) if isinstance(given, Partial) else call.unknown(Why.MEET)
+    if isinstance(call.inputs[0], Partial):
+        return Partial(call.inputs[0].how)
+    given = call.rows(0)
+    call.need(given.axis > 0)
+    return moved(given, given.axis - 1)
 
 
 def list_with(call: Call) -> Placement:
     """Of a list into which one more tensor, the last input, is put."""
     tensors, given = call.inputs[0], call.inputs[-1]
-    if not all(isinstance(x, Replicate) for x in call.inputs[1:-1]):
-        return call.unknown(Why.MEET)
+    call.need(all(isinstance(x, Replicate) for x in call.inputs[1:-1]))
     if isinstance(tensors, Replicate):
         return Partial(given.how) if isinstance(given, Partial) else given
     if isinstance(tensors, Partial) and isinstance(given, Partial | Replicate):
         return combined(call, [0, len(call.inputs) - 1])
-    return tensors if tensors == given else call.unknown(Why.MEET)
+    call.need(tensors == given)
+    return tensors
 
 
 def list_item(call: Call) -> Placement:
-    is_chosen = isinstance(call.inputs[1], Replicate)
-    return call.inputs[0] if is_chosen else call.unknown(Why.MEET)
-
-
-def list_popped(call: Call) -> Placement:
+    call.need(call.are_same(1))
     return call.inputs[0]
 
 
@@ -166,34 +156,32 @@ def list_stacked(call: Call) -> Placement:
 
 
 def list_gathered(call: Call) -> Placement:
-    return list_stacked(call) if isinstance(call.inputs[1], Replicate) else call.unknown(Why.MEET)
+    call.need(call.are_same(1))
+    return list_stacked(call)
 
 
-def list_joined(call: Call) -> Placement | list[Placement]:
+def list_joined(call: Call) -> list[Placement]:
     """Of TensorListConcatV2, along axis 0, and the lengths of the parts."""
     given = call.inputs[0]
-    is_rows = isinstance(given, Shard) and given.axis == 0
-    return [call.unknown(Why.MEET), call.unknown(Why.MEET)] if is_rows else [given, Replicate()]
-
-
-def list_length(call: Call) -> Placement:
-    return Replicate()
+    call.need(not isinstance(given, Shard) or given.axis > 0)
+    return [given, Replicate()]
 
 
 def list_shape(call: Call) -> Placement:
-    return call.unknown(Why.SIZE) if isinstance(call.inputs[0], Shard) else Replicate()
+    call.need(not isinstance(call.inputs[0], Shard), Why.SIZE)
+    return Replicate()
 
 
 def optional(call: Call) -> Placement:
     """Of OptionalFromValue, which holds one tensor, or more."""
-    return call.inputs[0] if len(call.inputs) == 1 else call.unknown(Why.MEET)
+    call.need(len(call.inputs) == 1)
+    return call.inputs[0]
 
 
 def gathered_lengths(call: Call, lengths: Lengths) -> Placement:
     """Returns what elements of a shape, whose numbers are the second input, are."""
     numbers = call.value(1)
-    if numbers is None or not isinstance(call.inputs[1], Replicate) or numbers.ndim > 1:
-        return call.unknown(Why.MEET)
-    return (
-        taken(lengths, numbers.tolist(), call) if numbers.ndim else element(lengths) if numbers == lengths.axis else Replicate()
-    )
+    call.need(numbers is not None and call.are_same(1) and numbers.ndim <= 1)
+    if numbers.ndim:
+        return taken(lengths, numbers.tolist(), call)
+    return element(lengths) if numbers == lengths.axis else Replicate()

@@ -7,24 +7,24 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tfdist.placements.call import Call
-from tfdist.placements.kinds import Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
+from tfdist.placements.call import Call, NotKnown
+from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Why
 
 
-def aligned(call: Call, places: Iterable[int] | None = None) -> Placement:
-    """Returns what inputs number `places` (all), of which some are rows, make element by element, or stacked."""
+def aligned(call: Call, places: Iterable[int] | None = None) -> Shard:
+    """Returns what inputs number `places` (all), of which some are rows, make element by element, or stacked.
+
+    This is all that is known of most operations on each element.
+    """
     places = list(range(len(call.inputs)) if places is None else places)
-    if (other := other_than_rows(call, places)) is not None:
-        return other
-    ranks = [call.shapes[place].rank for place in places]
-    if None in ranks:
-        return call.unknown(Why.MEET)
-    from_end = {shard.axis - call.shapes[place].rank for place, shard in shards_among(call, places).items()}
-    if len(from_end) != 1:
-        return call.unknown(Why.MEET)
+    only_rows(call, places)
+    shards, ranks = shards_among(call, places), [call.shapes[place].rank for place in places]
+    call.need(None not in ranks)
+    from_end = {shard.axis - call.shapes[place].rank for place, shard in shards.items()}
+    call.need(len(from_end) == 1)
     (axis,) = from_end
-    if not all(same_along_rows(call, place, axis, _row_size(call, places, axis)) for place in places):
-        return call.unknown(Why.MEET)
+    size = next(call.shapes[place][axis] for place in shards)
+    call.need(all(same_along_rows(call, place, axis, size) for place in places))
     return merged(call, places, max(ranks) + axis)
 
 
@@ -33,26 +33,36 @@ def shards_among(call: Call, places: Iterable[int]) -> dict[int, Shard]:
     return {place: given for place in places if isinstance(given := call.inputs[place], Shard)}
 
 
-def merged(call: Call, places: Iterable[int], axis: int) -> Shard | Unknown:
+def merged(call: Call, places: Iterable[int], axis: int) -> Shard:
     """Returns the rows that those among inputs number `places` are together, along `axis`; they are as many in each."""
     shards = list(shards_among(call, places).values())
     names = {shard.rows for shard in shards}
     are_even = all(shard.is_even for shard in shards)
-    if any(shard.is_joined for shard in shards) and (len(names) > 1 or (not are_even and len(shards) > 1)):
-        return call.unknown(Why.MEET)
+    if any(shard.is_joined for shard in shards):
+        call.need(len(names) == 1 and (are_even or len(shards) == 1))
     rows = next((shard.rows for shard in shards if shard.rows), ())
     pieces = {shard.pieces for shard in shards if shard.rows == rows}
     return Shard(axis, rows, are_even, pieces.pop() if len(pieces) == 1 else None)
 
 
-def other_than_rows(call: Call, places: Iterable[int]) -> Unknown | None:
-    """Returns what rows are together with something that is none and not the same on all ranks; None: there is none such."""
+def only_rows(call: Call, places: Iterable[int]) -> None:
+    """Raises NotKnown if there is something among inputs number `places` that is neither rows nor the same on all ranks."""
     found = [call.inputs[place] for place in places]
-    if any(isinstance(x, Lengths | Places) for x in found):
-        return call.unknown(Why.MEET)
-    if any(isinstance(x, Partial) for x in found):
-        return call.unknown(Why.GOES_BACK if any(isinstance(x, Shard) for x in found) else Why.FUNCTION)
-    return None
+    call.need(not any(isinstance(x, Lengths | Places) for x in found))
+    has_rows = any(isinstance(x, Shard) for x in found)
+    call.need(not any(isinstance(x, Partial) for x in found), Why.GOES_BACK if has_rows else Why.FUNCTION)
+
+
+def met(call: Call) -> Placement:
+    """Of an operation that compares, or puts together, all that it is given."""
+    only_rows(call, range(len(call.inputs)))
+    raise NotKnown(Why.MEET)
+
+
+def linear_in(call: Call, given: Partial) -> Partial:
+    """Returns what a linear function makes of numbers of all rows."""
+    call.need(given.how not in (How.MAX, How.MIN), Why.FUNCTION)
+    return Partial(given.how)
 
 
 def same_along_rows(call: Call, place: int, axis: int, size: int | None) -> bool:
@@ -85,5 +95,14 @@ def moved(shard: Shard, axis: int) -> Shard:
     return dataclasses.replace(shard, axis=axis)
 
 
-def _row_size(call: Call, places: list[int], axis: int) -> int | None:
-    return next((call.shapes[p][axis] for p in places if isinstance(call.inputs[p], Shard)), None)
+def rows_of(given: Lengths | Places | Shard) -> Shard:
+    """Returns the rows whose number, or numbers, are `given`."""
+    if isinstance(given, Places):
+        return Shard(0, given.rows, given.are_all, given.pieces if given.are_all else None)
+    return Shard(given.axis, given.rows, given.is_even, given.pieces)
+
+
+def axis_of(axis: np.ndarray | int | None, rank: int | None) -> int | None:
+    """Returns `axis`, one number, counted from the start; None: it is not known."""
+    place = None if axis is None else int(np.reshape(axis, -1)[0])
+    return place if place is None or place >= 0 else None if rank is None else place + rank

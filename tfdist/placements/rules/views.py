@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.placements.call import Call
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Why
-from tfdist.placements.rules.meeting import moved
+from tfdist.placements.rules.meeting import axis_of, moved, rows_of
 
 
 def of_numbers(call: Call) -> Placement:
@@ -18,21 +18,16 @@ def of_numbers(call: Call) -> Placement:
     given, others = call.inputs[0], call.inputs[1:]
     if not isinstance(given, Partial):
         return call.unknown(Why.MEET)
-    if not all(isinstance(x, Replicate) for x in others):
-        return call.unknown(Why.GOES_BACK if any(isinstance(x, Shard | Lengths) for x in others) else Why.FUNCTION)
+    goes_back = any(isinstance(x, Shard | Lengths) for x in others)
+    call.need(all(isinstance(x, Replicate) for x in others), Why.GOES_BACK if goes_back else Why.FUNCTION)
     is_one = call.shapes[0].num_elements() == 1 == call.results[0].num_elements()
     return Partial(given.how, given.rows if is_one else ())
 
 
 def lengths_of(call: Call, place: int) -> Lengths | None:
     """Returns input number `place` as a shape of rows; None: it is none."""
-    given = call.inputs[place]
-    if (
-        isinstance(given, Partial)
-        and call.shapes[place].rank == 1
-        and call.shapes[place][0] == 1
-        and call.dtypes[place].is_integer
-    ):
+    given, shape = call.inputs[place], call.shapes[place]
+    if isinstance(given, Partial) and shape.rank == 1 and shape[0] == 1 and call.dtypes[place].is_integer:
         return as_lengths(given, 0)
     return given if isinstance(given, Lengths) else None
 
@@ -47,17 +42,21 @@ def as_lengths(number: Partial, axis: int) -> Lengths | None:
 def reshape(call: Call) -> Placement:
     given = call.inputs[0]
     if isinstance(given, Places):
-        is_column = all(shape.rank == 1 or (shape.rank == 2 and shape[1] == 1) for shape in (call.shapes[0], call.results[0]))
-        return given if is_column else call.unknown(Why.MEET)
+        call.need(all(shape.rank == 1 or (shape.rank == 2 and shape[1] == 1) for shape in (call.shapes[0], call.results[0])))
+        return given
     if not isinstance(given, Shard):
         return given if isinstance(given, Lengths) and call.results[0].rank == 1 else of_numbers(call)
     lengths, before = lengths_of(call, 1), 1 if given.axis == 0 else _number(call.shapes[0], 0, given.axis)
-    if before is None or (lengths is None and not isinstance(call.inputs[1], Replicate)):
-        return call.unknown(Why.MEET)
+    call.need(before is not None and (lengths is not None or call.are_same(1)))
     axis = _reshaped_axis(call, given, before) if lengths is None else lengths.axis
-    if axis is None or _number(call.results[0], 0, axis) != before:
-        return call.unknown(Why.MEET)
-    return _reshaped(call, given, axis, lengths)
+    call.need(axis is not None and _number(call.results[0], 0, axis) == before)
+    if lengths is not None and lengths.rows and lengths.rows == given.rows and lengths.pieces is not None:
+        return Shard(axis, given.rows, given.is_even and lengths.is_even, lengths.pieces)
+    old, new = _number(call.shapes[0], given.axis + 1), _number(call.results[0], axis + 1)
+    is_split = bool(old and new and old % new == 0)
+    pieces = given.pieces * old // new if given.pieces and old and new and given.pieces * old % new == 0 else None
+    call.need(not given.is_joined or pieces is not None or is_split)
+    return Shard(axis, given.rows, given.is_even, pieces)
 
 
 def _reshaped_axis(call: Call, given: Shard, before: int) -> int | None:
@@ -80,17 +79,6 @@ def _reshaped_axis(call: Call, given: Shard, before: int) -> int | None:
     return found[0] if found and new[found[0]] % rows == 0 else None
 
 
-def _reshaped(call: Call, given: Shard, axis: int, lengths: Lengths | None) -> Placement:
-    """Returns the rows behind a reshape that has left what is before them as it is."""
-    if lengths is not None and lengths.rows and lengths.rows == given.rows and lengths.pieces is not None:
-        return Shard(axis, given.rows, given.is_even and lengths.is_even, lengths.pieces)
-    old, new = _number(call.shapes[0], given.axis + 1), _number(call.results[0], axis + 1)
-    pieces = given.pieces * old // new if given.pieces and old and new and given.pieces * old % new == 0 else None
-    if given.is_joined and pieces is None and not (old and new and old % new == 0):
-        return call.unknown(Why.MEET)
-    return Shard(axis, given.rows, given.is_even, pieces)
-
-
 def _number(shape: tf.TensorShape, start: int, stop: int | None = None) -> int | None:
     """Returns how many elements axes `start` to `stop` have together; None: it is not known."""
     sizes = None if shape.rank is None else shape.as_list()[start:stop]
@@ -101,37 +89,36 @@ def transpose(call: Call) -> Placement:
     given, order = call.inputs[0], call.value(1)
     if not isinstance(given, Shard):
         return of_numbers(call)
-    return call.unknown(Why.MEET) if order is None else moved(given, [int(axis) for axis in order].index(given.axis))
+    call.need(order is not None)
+    return moved(given, order.tolist().index(given.axis))
 
 
 def expand_dims(call: Call) -> Placement:
-    given, axis, rank = call.inputs[0], call.value(1), call.shapes[0].rank
+    given, rank = call.inputs[0], call.shapes[0].rank
     if isinstance(given, Partial):
         return of_numbers(call)
-    if axis is None or (axis < 0 and rank is None):
-        return call.unknown(Why.MEET)
-    place = int(axis.reshape(-1)[0]) if axis >= 0 else int(axis.reshape(-1)[0]) + rank + 1
-    if isinstance(given, Places) and rank == 1 and place == 1:
+    axis = axis_of(call.value(1), None if rank is None else rank + 1)
+    if isinstance(given, Places) and rank == axis == 1:
         return given
-    return moved(given, given.axis + (place <= given.axis)) if isinstance(given, Shard) else call.unknown(Why.MEET)
+    given = call.rows(0)
+    call.need(axis is not None)
+    return moved(given, given.axis + (axis <= given.axis))
 
 
 def squeeze(call: Call) -> Placement:
     given, axes, rank = call.inputs[0], list(call.attribute("squeeze_dims")), call.shapes[0].rank
     if isinstance(given, Partial):
         return of_numbers(call)
-    if rank is None and (not axes or min(axes) < 0):
-        return call.unknown(Why.MEET)
+    call.need(rank is not None or (bool(axes) and min(axes) >= 0))
     if not axes:
-        axis = given.axis if isinstance(given, Shard) else 0
-        if any(size is None for size in call.shapes[0]) or call.shapes[0][axis] == 1:
-            return call.unknown(Why.MEET)  # one row would lose its axis
+        is_one = call.shapes[0][given.axis if isinstance(given, Shard) else 0] == 1  # row, which would lose its axis
+        call.need(call.shapes[0].is_fully_defined() and not is_one)
         axes = [place for place, size in enumerate(call.shapes[0]) if size == 1]
     axes = [axis % rank if axis < 0 else axis for axis in axes]
     if isinstance(given, Places) and rank == 2 and axes == [1]:
         return given
-    if not isinstance(given, Shard) or given.axis in axes:
-        return call.unknown(Why.MEET)
+    given = call.rows(0)
+    call.need(given.axis not in axes)
     return moved(given, given.axis - sum(axis < given.axis for axis in axes))
 
 
@@ -139,112 +126,102 @@ def tile(call: Call) -> Placement:
     given, times, lengths = call.inputs[0], call.elements(1), lengths_of(call, 1)
     if isinstance(given, Replicate) and lengths is not None:
         size = call.shapes[0][lengths.axis] if call.shapes[0].rank is not None else None
-        is_repeated = size == 1 or (size is not None and len(lengths.rows) < 2)
-        pieces = size * lengths.pieces if lengths.pieces and size else None
-        return dataclasses.replace(_filled(lengths), pieces=pieces) if is_repeated else call.unknown(Why.MEET)
+        call.need(size == 1 or (size is not None and len(lengths.rows) < 2))
+        return dataclasses.replace(rows_of(lengths), pieces=size * lengths.pieces if lengths.pieces and size else None)
     if not isinstance(given, Shard):
         return of_numbers(call)
-    is_alone = isinstance(call.inputs[1], Replicate) and times is not None and times[given.axis] == 1
-    return given if is_alone else call.unknown(Why.MEET)
+    call.need(call.are_same(1) and times is not None and times[given.axis] == 1)
+    return given
 
 
 def fill(call: Call) -> Placement:
     lengths, value = lengths_of(call, 0), call.inputs[1]
     if lengths is not None:
-        is_same = isinstance(value, Replicate)
-        return _filled(lengths) if is_same else call.unknown(Why.GOES_BACK if isinstance(value, Partial) else Why.MEET)
-    return value if isinstance(call.inputs[0], Replicate) and isinstance(value, Partial) else call.unknown(Why.SIZE)
+        call.need(isinstance(value, Replicate), Why.GOES_BACK if isinstance(value, Partial) else Why.MEET)
+        return rows_of(lengths)
+    call.need(call.are_same(0) and isinstance(value, Partial), Why.SIZE)
+    return value
 
 
 def broadcast_to(call: Call) -> Placement:
     given, lengths, rank, new = call.inputs[0], lengths_of(call, 1), call.shapes[0].rank, call.results[0].rank
-    if isinstance(given, Partial) or rank is None or (lengths is None and not isinstance(call.inputs[1], Replicate)):
+    if isinstance(given, Partial) or rank is None or (lengths is None and not call.are_same(1)):
         return of_numbers(call)
     if lengths is not None and isinstance(given, Replicate):
         axis = None if new is None else lengths.axis - new + rank
         is_repeated = rank == 0 or (axis is not None and (axis < 0 or call.shapes[0][axis] == 1))
-        is_repeated = is_repeated or (axis is not None and call.is_alike(0, axis - rank))
-        return _filled(lengths) if is_repeated else call.unknown(Why.MEET)
-    if not isinstance(given, Shard) or new is None:
-        return call.unknown(Why.MEET)
+        call.need(is_repeated or (axis is not None and call.is_alike(0, axis - rank)))
+        return rows_of(lengths)
+    given = call.rows(0)
+    call.need(new is not None)
     axis, size = given.axis - rank + new, call.shapes[0][given.axis]
-    if lengths is not None:
-        are_one_by_one = given.rows == lengths.rows or not (given.is_joined or len(lengths.rows) > 1)
-        are_one_by_one = given.rows == lengths.rows or not (given.is_joined or len(lengths.rows) > 1)
-        is_as_long = axis == lengths.axis and given.is_even and lengths.is_even and are_one_by_one
-        return moved(given, axis) if is_as_long else call.unknown(Why.MEET)
-    return moved(given, axis) if size is not None and size == call.results[0][axis] else call.unknown(Why.MEET)
-
-
-def _filled(lengths: Lengths) -> Shard:
-    return Shard(lengths.axis, lengths.rows, lengths.is_even, lengths.pieces)
+    if lengths is None:
+        call.need(size is not None and size == call.results[0][axis])
+    else:
+        call.need(axis == lengths.axis and given.is_even and lengths.is_even)
+        call.need(given.rows == lengths.rows or not (given.is_joined or len(lengths.rows) > 1))
+    return moved(given, axis)
 
 
 def pad(call: Call) -> Placement:
     given, around = call.inputs[0], call.value(1)
     if isinstance(given, Shard):
-        is_free = around is not None and not np.any(around[given.axis]) and isinstance(call.inputs[-1], Replicate)
-        return given if is_free else call.unknown(Why.MEET)
-    if call.type == "PadV2" and isinstance(given, Partial) and given.is_sum and np.any(call.value(2) != 0):
-        return call.unknown(Why.MIXED)
+        call.need(around is not None and not np.any(around[given.axis]) and call.are_same(len(call.inputs) - 1))
+        return given
+    is_mixed = call.type == "PadV2" and isinstance(given, Partial) and given.is_sum and np.any(call.value(2) != 0)
+    call.need(not is_mixed, Why.MIXED)
     return of_numbers(call)
 
 
-def along_axes(call: Call, place: int, first: int = 0) -> Placement:
+def along_axes(call: Call, place: int) -> Placement:
     """Of what changes the order of numbers along the axes that input number `place` names."""
-    given, axes, rank = call.inputs[first], call.value(place), call.shapes[first].rank
+    given, axes, rank = call.inputs[0], call.value(place), call.shapes[0].rank
     if not isinstance(given, Shard):
         return of_numbers(call)
-    if axes is None or rank is None or not all(isinstance(x, Replicate) for x in call.inputs if x is not given):
-        return call.unknown(Why.MEET)
-    return call.unknown(Why.MEET) if given.axis in {int(axis) % rank for axis in axes.reshape(-1)} else given
+    call.need(axes is not None and rank is not None and call.are_same(*range(1, len(call.inputs))))
+    call.need(given.axis not in {int(axis) % rank for axis in axes.reshape(-1)})
+    return given
 
 
 def reverse_sequence(call: Call) -> Placement:
-    given, lengths = call.inputs
-    is_by_row = isinstance(given, Shard) and given.axis == call.attribute("batch_dim") and lengths == moved(given, 0)
-    is_apart = isinstance(given, Shard) and isinstance(lengths, Replicate) and given.axis != call.attribute("batch_dim")
-    is_free = isinstance(given, Shard) and given.axis != call.attribute("seq_dim")
-    return given if (is_by_row or is_apart) and is_free else call.unknown(Why.MEET)
+    given, lengths, axis = call.rows(0), call.inputs[1], call.attribute("batch_dim")
+    call.need(lengths == moved(given, 0) if given.axis == axis else isinstance(lengths, Replicate))
+    call.need(given.axis != call.attribute("seq_dim"))
+    return given
 
 
-def by_rows(call: Call, inner: int = 0) -> Placement:
-    """Of one that takes the last `inner` axes of its first input together, and all before them one by one."""
-    given, rank = call.inputs[0], call.shapes[0].rank
-    is_outer = isinstance(given, Shard) and rank is not None and given.axis < rank - inner
-    others = all(isinstance(x, Replicate) for x in call.inputs[1:])
-    return given if is_outer and others else call.unknown(Why.MEET if isinstance(given, Shard) else Why.FUNCTION)
+def by_rows(call: Call, inner: int = 0, first: int = 0) -> Placement:
+    """Of one that takes the last `inner` axes of input number `first` together, and all before them one by one."""
+    given, rank = call.rows(first, Why.FUNCTION), call.shapes[first].rank
+    call.need(not inner or (rank is not None and given.axis < rank - inner))
+    call.need(call.are_same(*range(first + 1, len(call.inputs))))
+    return given
 
 
 def numbers_up_to(call: Call) -> Placement:
     """Of Range: the numbers of rows, from 0 to how many there are."""
-    start, stop, step = (call.value(place) for place in range(3))
-    limit = call.inputs[1]
-    is_of_rows = start is not None and start == 0 and step is not None and step == 1
-    if isinstance(limit, Partial) and limit.how is How.COUNT and limit.rows and is_of_rows:
-        return Places(True, limit.rows)
-    return call.unknown(Why.SIZE)
+    start, limit, step = call.value(0), call.inputs[1], call.value(2)
+    if not isinstance(limit, Partial) or limit.how is not How.COUNT or not limit.rows:
+        return call.unknown(Why.SIZE)
+    call.need(start is not None and start == 0 and step is not None and step == 1, Why.SIZE)
+    return Places(True, limit.rows)
 
 
 def places_where(call: Call) -> Placement:
-    given = call.inputs[0]
-    if not isinstance(given, Shard) or given.axis:
-        return call.unknown(Why.MEET)
+    given = call.rows(0)
+    call.need(given.axis == 0)
     return Places(False, given.rows, given.pieces)
 
 
 def one_hot(call: Call) -> Placement:
-    given, axis = call.inputs[0], call.attribute("axis")
-    if not isinstance(given, Shard) or not all(isinstance(x, Replicate) for x in call.inputs[1:]):
-        return call.unknown(Why.MEET if isinstance(given, Shard) else Why.FUNCTION)
+    given, axis = call.rows(0, Why.FUNCTION), call.attribute("axis")
+    call.need(call.are_same(*range(1, len(call.inputs))))
     return moved(given, given.axis + (0 <= axis <= given.axis))
 
 
 def unpack(call: Call) -> Placement:
-    given, axis, rank = call.inputs[0], call.attribute("axis"), call.shapes[0].rank
-    if isinstance(given, Partial):
-        return Partial(given.how)
-    if not isinstance(given, Shard) or (axis < 0 and rank is None):
-        return call.unknown(Why.MEET)
-    axis = axis + rank if axis < 0 else axis
-    return call.unknown(Why.MEET) if axis == given.axis else moved(given, given.axis - (axis < given.axis))
+    if isinstance(call.inputs[0], Partial):
+        return Partial(call.inputs[0].how)
+    given, axis = call.rows(0), axis_of(call.attribute("axis"), call.shapes[0].rank)
+    call.need(axis is not None and axis != given.axis)
+    return moved(given, given.axis - (axis < given.axis))
