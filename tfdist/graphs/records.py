@@ -24,7 +24,7 @@ def recording(gradient_tape: tf.GradientTape) -> contextlib.AbstractContextManag
 
 def has_gradient(op: tf.Operation) -> bool:
     """Whether a tape can be told of `op` again: its type has a gradient function, or none to give."""
-    if not any(x.dtype.is_floating or x.dtype.is_complex or x.dtype == tf.variant for x in op.outputs):
+    if not any(map(bears_gradients, op.outputs)):
         return True
     try:
         ops.get_gradient_function(op)
@@ -35,7 +35,12 @@ def has_gradient(op: tf.Operation) -> bool:
 
 def is_recorded(op: tf.Operation) -> bool:
     """Whether the tapes that record now know that something they watch has gone into `op`."""
-    return tape.tapes_watching([x for x in op.outputs if x.dtype.is_floating or x.dtype == tf.variant]) > 0
+    return tape.tapes_watching(list(filter(bears_gradients, op.outputs))) > 0
+
+
+def bears_gradients(x: tf.Tensor) -> bool:
+    """Whether a derivative by `x`, or by the tensors of a list, has a meaning."""
+    return x.dtype.is_floating or x.dtype.is_complex or x.dtype == tf.variant
 
 
 def record_again(op: tf.Operation) -> None:

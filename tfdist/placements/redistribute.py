@@ -167,7 +167,7 @@ class Redistribution:
         for x, y in pairs:
             self._found[x.name] = y
             self._facts.declare_agreed(y)
-        pairs = [(x, y) for x, y in pairs if x.dtype.is_floating or x.dtype.is_complex]
+        pairs = [(x, y) for x, y in pairs if records.bears_gradients(x)]
         if pairs:
             given, found = zip(*pairs, strict=True)
             self._changes.append(_Agreement(given, found, functools.partial(back, given, found)))
