@@ -85,9 +85,16 @@ def execution_order(
         if not running:
             return order, [_may_end(number, end, order, began, before, seconds, chance) for number, end in enumerate(ends)]
         now, thread, number = heapq.heappop(running)
-        ends[number] = len(order) - 1
-        _make_ready(order[number], after, missing, inline, queues[thread], pools[thread])
-        if order[number] not in travels:
+        place, ends[number] = order[number], len(order) - 1
+        for other in after[place]:
+            missing[other] -= 1
+        ready = [other for other in after[place] if not missing[other]]
+        queues[thread].extend(other for other in ready if inline[other])
+        expensive = [other for other in ready if not inline[other]]
+        if expensive and not queues[thread]:
+            queues[thread].append(expensive.pop())
+        pools[thread].extendleft(expensive)
+        if place not in travels:
             idle.add(thread)
 
 
@@ -113,30 +120,3 @@ def _may_end(
         if began[last][1] != thread and own not in before[order[last]]:
             end = last
     return end
-
-
-def _make_ready(
-    place: int,
-    after: Sequence[Sequence[int]],
-    missing: list[int],
-    inline: Sequence[bool],
-    queue: collections.deque[int],
-    pool: collections.deque[int],
-) -> None:
-    """Hands what waited for `place` alone to its thread's queue, or to the pool."""
-    expensive = -1
-    for other in after[place]:
-        missing[other] -= 1
-        if missing[other]:
-            continue
-        if inline[other]:
-            queue.append(other)
-            continue
-        if expensive >= 0:
-            pool.appendleft(expensive)
-        expensive = other
-    if expensive >= 0:
-        if queue:
-            pool.appendleft(expensive)
-        else:
-            queue.append(expensive)
