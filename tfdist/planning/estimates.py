@@ -74,12 +74,8 @@ class Estimates:
 
     def tensor_sizes(self, most: int) -> list[int]:
         """Returns over how many tensor ranks the model can be sharded: divisors of `most` for which a plan saves something."""
-        found = [1]
-        for size in divisors(most)[1:]:
-            plan = self.tensor_plan(size)
-            if plan is not None and plan.saved_bytes > 0:
-                found.append(size)
-        return found
+        plans = {size: self.tensor_plan(size) for size in divisors(most)}
+        return [size for size, plan in plans.items() if size == 1 or plan is not None and plan.saved_bytes > 0]
 
     def pipeline_sizes(self, most: int) -> list[int]:
         """Returns how many stages the model can be cut in, among the divisors of `most`."""
