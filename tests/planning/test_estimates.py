@@ -32,7 +32,7 @@ def estimates():
 
 
 def test_what_the_model_can_be_cut_in(estimates):
-    assert estimates.blocks == "block"
+    assert estimates.traced.block_pattern == "block"
     assert estimates.tensor_sizes(8) == [1, 2, 4, 8]
     assert estimates.pipeline_sizes(16) == [1, 2, 4, 8]  # nine layers: embedding, six blocks, norm, head
     assert estimates.tokens_per_example == 32
@@ -83,5 +83,5 @@ def test_a_model_without_blocks():
         return keras.Sequential([keras.Input((12,)), keras.layers.Dense(5), keras.layers.Dense(3)])
 
     estimates = Estimates(trace(build), 8, from_sheet("h100"), 8)
-    assert estimates.blocks == "" and estimates.tokens_per_example == 1
+    assert estimates.traced.block_pattern is None and estimates.tokens_per_example == 1
     assert estimates.tensor_sizes(4) == [1] and estimates.pipeline_sizes(4) == [1, 2]

@@ -205,7 +205,7 @@ def test_a_row_layer_that_is_given_its_input_whole_keeps_its_part(activation):
     found, rows, tensor = trace(build), 256, 4
     sharding = LayerSharding(found.model.layers[1], "row", ROW, gather_output=False, input_is_parallel=False)
     whole = found._buffers(rows)
-    of_rank = on_tensor_rank(whole, found.first_trace, found._sweep, [sharding], tensor)
+    of_rank = on_tensor_rank(whole, found.traces[0], found._sweep(True), [sharding], tensor)
     begin = found.profile(rows).forward
     alive = [one.sizes[(one.births < begin) & (one.deaths >= begin)].max() for one in (whole, of_rank)]
     size = 4 * rows * 1024

@@ -7,6 +7,7 @@ from training import mlp
 
 from tfdist.planning.equal_layers import FEWEST_ALIKE
 from tfdist.planning.traced_model import trace
+from tfdist.planning.work import work_of
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -58,17 +59,24 @@ def test_a_model_of_a_terabyte_is_traced():
     assert "not compiled" in traced.assumed[0]
 
 
+def flops_of_calls(traced):
+    """Returns the FLOPs of forward of one example, of each call that was traced or of the one in its place."""
+    work = work_of(traced.traces)
+    flops = (work.figures[1, 0] - work.figures[0, 0])[work.is_forward] / (work.batch_sizes[1] - work.batch_sizes[0])
+    return np.bincount(work.calls[work.is_forward], flops, len(work.stands_for))[list(work.stands_for)]
+
+
 def test_weights_slots_and_blocks_are_those_of_the_model():
     traced, model = trace(blocks()), blocks()()
     model.optimizer.build(model.trainable_variables)
     assert [weight.shape for weight in traced.weights] == [tuple(v.shape) for v in model.variables]
     assert [slot.shape for slot in traced.slots] == [tuple(v.shape) for v in model.optimizer.variables]
     assert {slot.of for slot in traced.slots} == {None, *range(len(traced.trained))}
-    assert [(block.name, block.count) for block in traced.blocks] == [("inputs", 1), ("block_0", 6), ("head", 1)]
-    assert sum(block.count * block.weight_bytes for block in traced.blocks) == 4 * model.count_params()
-    block = traced.blocks[1]
-    assert block.layers == tuple(f"block_{index}" for index in range(6))
-    assert block.flops == pytest.approx(2 * 8 * 160**2, rel=0.02) and block.output.at(8) == 8 * 160 * 4
+    names = [f"block_{index}" for index in range(6)]
+    assert [call.layer and call.layer.name for call in traced.calls] == [None, *names, "head"]
+    assert [traced.calls[place].layer.name for place in traced.recomputed_calls] == names
+    assert sum(weight.bytes for weight in traced.weights) == 4 * model.count_params()
+    assert flops_of_calls(traced)[1] == pytest.approx(2 * 8 * 160**2, rel=0.02) and traced.output_bytes(1, 8) == 8 * 160 * 4
 
 
 def test_layers_passed_over_count_as_if_they_were_traced(monkeypatch):
@@ -82,18 +90,18 @@ def test_layers_passed_over_count_as_if_they_were_traced(monkeypatch):
     assert ours.kept.sum() == pytest.approx(theirs.kept.sum(), rel=0.03)
     assert ours.activations.max() == pytest.approx(theirs.activations.max(), rel=0.05)
     assert (ours.gradients >= 0).all() and len(ours.gradients) == len(theirs.gradients)
-    for one, other in zip(few.blocks, every.blocks, strict=True):
-        assert (one.count, one.weights, one.flops) == (other.count, other.weights, pytest.approx(other.flops))
-        assert one.kept.at(64) == pytest.approx(other.kept.at(64), rel=0.03)
+    assert few.recomputed_calls == every.recomputed_calls and few.weights == every.weights
+    assert flops_of_calls(few) == pytest.approx(flops_of_calls(every))
+    assert few.profile(64).kept == pytest.approx(every.profile(64).kept, rel=0.03)
 
 
 def test_what_forward_keeps_is_linear_in_the_batch():
     """Of each Dense its input is kept, and what its activation needs of its own."""
     traced = trace(lambda: keras.Sequential([keras.Input((300,)), keras.layers.Dense(500, "relu"), keras.layers.Dense(200)]))
-    hidden, head = traced.blocks[1:]
-    assert hidden.kept.at(100) == pytest.approx(100 * 500 * 4, rel=0.01)  # what ReLU returns, which the next layer takes, too
-    assert head.output.at(100) == 100 * 200 * 4
-    assert traced.profile(200).kept.sum() == pytest.approx(2 * traced.profile(100).kept.sum(), rel=0.02)
+    kept = traced.profile(100).kept
+    assert kept[1] == pytest.approx(100 * 500 * 4, rel=0.01)  # what ReLU returns, which the next layer takes, too
+    assert traced.output_bytes(2, 100) == 100 * 200 * 4
+    assert traced.profile(200).kept.sum() == pytest.approx(2 * kept.sum(), rel=0.02)
 
 
 def not_a_model():
@@ -151,7 +159,7 @@ def test_builds_that_cannot_be_traced(build, said):
 
 def test_open_sizes_are_given():
     traced = trace(open_size, sequence_length=11)
-    assert traced.blocks[1].output.at(2) == 2 * 11 * 3 * 4
+    assert traced.output_bytes(1, 2) == 2 * 11 * 3 * 4
 
 
 def test_unknown_optimizers_are_refused():

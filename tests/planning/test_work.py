@@ -33,7 +33,7 @@ def test_products_of_an_mlp():
 
 def test_tensor_ranks_share_products():
     traced = trace(mlp)
-    work, divided = work_of(traced.traces), np.array([one.type == "MatMul" for one in traced.first_trace.graph.get_operations()])
+    work, divided = work_of(traced.traces), np.array([one.type == "MatMul" for one in traced.traces[0].graph.get_operations()])
     whole, shared = (work.seconds(8, COUNTS, divided=one, ranks=4).forward.sum() for one in (None, divided))
     assert shared == pytest.approx(whole / 4)
     slow = dataclasses.replace(COUNTS, matmul={"float32": [(1.0, float("inf"))]}, bytes_per_second=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -28,13 +29,7 @@ def named_builder(name: str, arguments: Mapping[str, Any] | None = None) -> Call
         ValueError: there is no such module or attribute, or it cannot be called.
     """
     found = _found(name)
-    given = dict(arguments or {})
-
-    def build() -> keras.Model:
-        return found(**given)
-
-    build.__name__ = getattr(found, "__name__", "build")
-    return build if given else found
+    return functools.update_wrapper(functools.partial(found, **arguments), found, ("__name__",), ()) if arguments else found
 
 
 def _found(name: str) -> Any:

@@ -102,21 +102,17 @@ class Candidate:
 
     def name(self) -> str:
         """Returns it in words, such as "zero 3, tensor 8, recompute"."""
-        words = [f"zero {self.zero_stage}"]
-        if self.sharding_group_size not in (None, self.data):
-            words.append(f"groups of {self.sharding_group_size}")
-        if self.tensor > 1:
-            words.append(f"tensor {self.tensor}")
-        if self.pipeline > 1:
-            stages = f" of {self.stages} stages" if self.stages_per_rank > 1 else ""
-            words.append(f"pipeline {self.pipeline} {self.schedule} x {self.microbatches}{stages}")
-        if self.recompute:
-            words.append("recompute")
-        if self.gradient_compression:
-            words.append(f"{self.gradient_compression} gradients")
-        if self.parameter_compression:
-            words.append(f"{self.parameter_compression} parameters")
-        return ", ".join(words)
+        stages = f" of {self.stages} stages" if self.stages_per_rank > 1 else ""
+        words = {
+            f"zero {self.zero_stage}": True,
+            f"groups of {self.sharding_group_size}": self.sharding_group_size not in (None, self.data),
+            f"tensor {self.tensor}": self.tensor > 1,
+            f"pipeline {self.pipeline} {self.schedule} x {self.microbatches}{stages}": self.pipeline > 1,
+            "recompute": self.recompute,
+            f"{self.gradient_compression} gradients": self.gradient_compression,
+            f"{self.parameter_compression} parameters": self.parameter_compression,
+        }
+        return ", ".join(text for text, is_so in words.items() if is_so)
 
     def python(self, *, hosts: int = 1, blocks: str = "block") -> str:
         """Returns the lines of Python that train the model of `build` so.

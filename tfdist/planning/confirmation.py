@@ -18,10 +18,7 @@ def with_best_confirmed(
 ) -> list[Estimated]:
     """Returns the plans, the best of which a dry run has confirmed; of those before it, it has been told why they are not.
 
-    Args:
-        found: the plans, the best first.
-        run: makes the dry run of a candidate, for devices of so many bytes.
-        tell: is given a line for each dry run.
+    `run` makes the dry run of a candidate, for devices of so many bytes; `tell` is given a line for each.
     """
     plans = list(found)
     for _ in range(_TRIES):

@@ -18,8 +18,6 @@ L40S 25 GB/s are assumed.
 
 from __future__ import annotations
 
-import dataclasses
-
 from tfdist import errors
 from tfdist.planning.hardware import BUS_FACTORS, Collective, Hardware
 
@@ -35,52 +33,26 @@ _UPDATE_BYTES = 30 * 4
 _SMALL_FLOPS = 1e9
 
 
-@dataclasses.dataclass(frozen=True)
-class DataSheet:
-    """A device as its data sheet has it: peaks.
-
-    Attributes:
-        name: in words.
-        tflops: 10^12 dense FLOP/s by dtype; "float32" is what TensorFlow multiplies it with, TensorFloat-32 where there is one.
-        memory_bytes: of the device.
-        memory_bandwidth: bytes per second.
-        link: bytes per second and direction to other devices of the host.
-        network: bytes per second and direction to other hosts, for each device.
-        source: the sheet.
-    """
-
-    name: str
-    tflops: dict[str, float]
-    memory_bytes: float
-    memory_bandwidth: float
-    link: float
-    network: float
-    source: str
-
-    def hardware(self) -> Hardware:
-        """Returns what may be expected of it; nothing of it is measured."""
-        matmul = {dtype: [(_SMALL_FLOPS, OF_PEAK * 1e12 * peak)] for dtype, peak in self.tflops.items()}
-        links = {
-            kind: dict.fromkeys(BUS_FACTORS, Collective(_ALPHA_SECONDS[kind], OF_BANDWIDTH * speed))
-            for kind, speed in (("within", self.link), ("between", self.network))
-        }
-        return Hardware(
-            name=self.name,
-            matmul=matmul,
-            bytes_per_second=OF_BANDWIDTH * self.memory_bandwidth,
-            operation_seconds=_OPERATION_SECONDS,
-            links=links,
-            overlap=_OVERLAP,
-            update_seconds=_UPDATE_BYTES / (OF_BANDWIDTH * self.memory_bandwidth),
-            source=f"{self.source}; not measured",
-            memory_bytes=self.memory_bytes,
-        )
-
-
-def _nvidia(name: str, half: float, single: float, sizes: tuple[float, float, float, float], sheet: str) -> DataSheet:
+def _nvidia(name: str, half: float, single: float, sizes: tuple[float, float, float, float], sheet: str) -> Hardware:
+    """Returns what may be expected of a device by the peaks of its data sheet; nothing of it is measured."""
     memory, bandwidth, link, network = (1e9 * size for size in sizes)
+    # What TensorFlow multiplies float32 with is TensorFloat-32, where there is one.
     tflops = {"float16": half, "bfloat16": half, "float32": single}
-    return DataSheet(f"NVIDIA {name}", tflops, memory, bandwidth, link, network, f"NVIDIA {sheet} data sheet")
+    links = {
+        kind: dict.fromkeys(BUS_FACTORS, Collective(_ALPHA_SECONDS[kind], OF_BANDWIDTH * speed))
+        for kind, speed in (("within", link), ("between", network))
+    }
+    return Hardware(
+        name=f"NVIDIA {name}",
+        matmul={dtype: [(_SMALL_FLOPS, OF_PEAK * 1e12 * peak)] for dtype, peak in tflops.items()},
+        bytes_per_second=OF_BANDWIDTH * bandwidth,
+        operation_seconds=_OPERATION_SECONDS,
+        links=links,
+        overlap=_OVERLAP,
+        update_seconds=_UPDATE_BYTES / (OF_BANDWIDTH * bandwidth),
+        source=f"NVIDIA {sheet} data sheet; not measured",
+        memory_bytes=memory,
+    )
 
 
 # Dense TFLOP/s in half precision and of float32; GB of memory, and GB/s of memory, of the link (one direction), of the network.
@@ -99,4 +71,4 @@ def from_sheet(name: str) -> Hardware:
     if sheet is None:
         fix = "Measure it: `python -m tfdist calibrate --out FILE`."
         raise errors.value_error(f"`hardware` must be one of {', '.join(DATA_SHEETS)}.", hardware=name, fix=fix)
-    return sheet.hardware()
+    return sheet

@@ -92,8 +92,7 @@ def decoder_model(config: DecoderConfig, sequence_length: int | None = None) -> 
     Raises:
         ValueError: `sequence_length` is not a positive integer, or longer than the table of positions.
     """
-    length = config.max_sequence_length if sequence_length is None else sequence_length
-    check_sequence_length(config, length)
+    length = _length(config, sequence_length)
     tokens = keras.Input((length,), dtype="int32", name="tokens")
     embedding = (keras.layers.ReversibleEmbedding if config.is_tied else keras.layers.Embedding)(
         config.vocabulary_size, config.width, name="embedding"
@@ -113,24 +112,26 @@ def decoder_model(config: DecoderConfig, sequence_length: int | None = None) -> 
 
 def decoder_builder(config: DecoderConfig, sequence_length: int | None = None) -> Callable[[], keras.Model]:
     """Returns a `build` for `tfdist.plan`: the model of the same arguments, compiled with AdamW and the loss of next tokens."""
-    check_sequence_length(config, config.max_sequence_length if sequence_length is None else sequence_length)
+    length = _length(config, sequence_length)
 
     def build() -> keras.Model:
-        model = decoder_model(config, sequence_length)
+        model = decoder_model(config, length)
         model.compile(optimizer="adamw", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         return model
 
     return build
 
 
-def check_sequence_length(config: DecoderConfig, length: int) -> None:
-    """Raises ValueError when the model of `config` takes no examples of so many tokens."""
+def _length(config: DecoderConfig, sequence_length: int | None) -> int:
+    """Returns the tokens of an example. Raises ValueError when the model of `config` takes none of so many."""
+    length = config.max_sequence_length if sequence_length is None else sequence_length
     errors.check_integer("sequence_length", length, 1)
     if config.has_positions and length > config.max_sequence_length:
         raise errors.value_error(
             f"`sequence_length` must be at most {config.max_sequence_length}: {config.name} has a vector for each position.",
             sequence_length=length,
         )
+    return length
 
 
 def _norm(config: DecoderConfig, name: str) -> keras.layers.Layer:

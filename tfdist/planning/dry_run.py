@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,13 @@ import tensorflow as tf
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.device_memory import DeviceMemory
 from tfdist.planning.lifetimes import Sweep
-from tfdist.planning.memory import on_gpu_besides
+from tfdist.planning.memory import in_step
+from tfdist.planning.operations import travels
 from tfdist.planning.rank_trace import Job, RankTrace, trace_rank
 from tfdist.planning.sent_bytes import sent_of
+from tfdist.planning.step_memory import StepMemory
 from tfdist.tensor_plans.tables import size_text
 
-_NOTHING = DeviceMemory(0, 0, 0)
 # What gathers layers, carries gradients and passes between stages is made in scopes with the names of the plan's labels.
 _MESSAGES = re.compile(r"(^|/)(unshard|reduce_scatter|all_gather|all_reduce|pipe)/")
 
@@ -42,7 +42,7 @@ class DryRun:
         failure: why there was no trace that could be read; "": there was.
     """
 
-    memory: DeviceMemory
+    memory: DeviceMemory = DeviceMemory(0, 0, 0)
     sent_bytes: tuple[float, ...] = ()
     passed_bytes: tuple[float, ...] = ()
     planned_bytes: tuple[float, ...] = ()
@@ -76,32 +76,27 @@ class DryRun:
         return {**dataclasses.asdict(self), "memory": memory}
 
     def _sent(self) -> str:
-        pairs = [(sent + passed, planned) for sent, passed, planned in zip(*self._bytes(), strict=True)]
+        found = zip(self.sent_bytes, self.passed_bytes, self.planned_bytes, strict=True)
+        pairs = [(sent + passed, planned) for sent, passed, planned in found]
         sent, planned = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
         if sent == planned:
             return f"sent bytes equal ({size_text(max(pair[0] for pair in pairs))} a step)"
         return f"sent bytes {size_text(sent)} a step (planned {size_text(planned)}, {sent - planned:+,.0f} bytes)"
 
-    def _bytes(self) -> tuple[tuple[float, ...], ...]:
-        return self.sent_bytes, self.passed_bytes, self.planned_bytes
-
 
 def dry_run_of(job: Job, candidate: Candidate, limit: float = math.inf) -> DryRun:
     """Traces a plan's step on the first rank at each place of the pipeline, without running it, and reads what it takes.
 
-    Args:
-        job: the model, and what it is to be trained on.
-        candidate: the plan.
-        limit: bytes of a device: once a rank needs more, the others are left out.
+    Once a rank needs more than `limit`, the bytes of a device, the others are left out.
     """
     found: list[tuple[DeviceMemory, int, RankTrace]] = []
     for pipe in range(candidate.pipeline):
         try:
             alone = trace_rank(job, candidate, pipe)
         except (NotImplementedError, ValueError) as error:
-            return DryRun(_NOTHING, refusal=_first_line(error))
+            return DryRun(refusal=_first_line(error))
         except Exception as error:  # whatever a user's model raises
-            return DryRun(_NOTHING, failure=f"{type(error).__name__}: {_first_line(error)}")
+            return DryRun(failure=f"{type(error).__name__}: {_first_line(error)}")
         memory, unknown = memory_of_trace(alone, on_gpu=job.kind == "GPU")
         found.append((memory, unknown, alone))
         if memory.together > limit:
@@ -121,29 +116,18 @@ def _first_line(error: Exception) -> str:
 
 
 def memory_of_trace(alone: RankTrace, *, on_gpu: bool = False) -> tuple[DeviceMemory, int]:
-    """Returns what a rank's device holds in a step, and how many tensors have sizes that are not known.
-
-    Its parts are those of `memory_of`: what is full when a step's gradients are not, is not counted twice.
-    """
+    """Returns what a rank's device holds in a step, in the parts of `memory_of`, and how many tensors have unknown sizes."""
     graph = alone.graph
     sweep = Sweep([graph], [1], [x.name for x in graph.outputs], [one.name for one in graph.control_outputs], on_gpu=on_gpu)
     buffers = sweep.at(1)
     live = buffers.live()
-    fullest = int(np.argmax(live)) if len(live) else 0
+    fullest = int(np.argmax(live))
     is_there = (buffers.births <= fullest) & (buffers.deaths >= fullest)
-    is_message = np.array([_is_message(sweep.ops[maker]) for maker in buffers.makers], bool)
+    makers = [sweep.ops[maker] for maker in buffers.makers]
+    is_message = np.array([travels(one) or _MESSAGES.search(one.name) is not None for one in makers], bool)
     messages = int(buffers.sizes[is_there & is_message].sum())
-    given, state = _given_bytes(graph.inputs), alone.state
-    held = DeviceMemory(state.parameter_bytes + state.exact_bytes, state.gradient_bytes, state.optimizer_bytes)
-    peak = int(live[fullest]) + given + (on_gpu_besides(held, given) if on_gpu else 0) if len(live) else 0
-    activations = max(peak - held.gradients - messages, 0)
-    return dataclasses.replace(held, activations=activations, buffers=messages), sweep.unknown
-
-
-def _is_message(operation: tf.Operation) -> bool:
-    return operation.type.startswith("Collective") or _MESSAGES.search(operation.name) is not None
-
-
-def _given_bytes(inputs: Sequence[tf.Tensor]) -> int:
-    """Returns the bytes of the batch; variables are not counted."""
-    return sum(math.prod(x.shape) * x.dtype.size for x in inputs if x.dtype != tf.resource)
+    given = sum(math.prod(x.shape) * x.dtype.size for x in graph.inputs if x.dtype != tf.resource)  # the batch
+    held = DeviceMemory(
+        alone.state.parameter_bytes + alone.state.exact_bytes, alone.state.gradient_bytes, alone.state.optimizer_bytes
+    )
+    return in_step(held, StepMemory(int(live[fullest]), messages), given, on_gpu), sweep.unknown

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +84,6 @@ def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
             noted[-1].within.append((layer, start, tape.operations_so_far()))
             return output
         call = LayerCall(layer, tape.operations_so_far())
-        call.within.append((layer, call.start, call.start))  # until it is known where it stops
         noted.append(call)
         group = alike.get(id(layer), [])
         second = seconds.get(id(group[0])) if group else None
@@ -101,29 +101,19 @@ def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
             if group and layer is group[1] and len(args) > 0:
                 seconds.setdefault(id(group[0]), (call, given, _specs((output,))))
         call.stop = tape.operations_so_far()
-        call.within[0] = (layer, call.start, call.stop)
+        call.within.insert(0, (layer, call.start, call.stop))
         call.output = sum(tensor_bytes(x) or 0 for x in tf.nest.flatten(output) if tf.is_tensor(x))
         return output
 
-    replaced = []
-    try:
+    with contextlib.ExitStack() as before:
         inner = [one for layer in layers for one in layers_within(layer)[1:] if one.weights]
         for layer in {id(one): one for one in (*layers, *inner)}.values():
-            original = layer.call
-            own = "call" in vars(layer)
-            layer.call = _bound(called, layer, original)
-            replaced.append((layer, original, own))
-        yield noted
-    finally:
-        for layer, original, own in replaced:
-            if own:
-                layer.call = original
+            if "call" in vars(layer):
+                before.callback(setattr, layer, "call", layer.call)
             else:
-                del layer.call
-
-
-def _bound(called: Callable[..., Any], layer: keras.Layer, original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: called(layer, original, *args, **kwargs)
+                before.callback(delattr, layer, "call")
+            layer.call = functools.partial(called, layer, layer.call)
+        yield noted
 
 
 def _passed_on(x: tf.Tensor, call: LayerCall) -> tf.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from tfdist.collectives import assign_buckets
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.hardware import Hardware
-from tfdist.planning.parts import parts_at
+from tfdist.planning.parts import parts_by_pipe
 from tfdist.planning.search import divisors
 from tfdist.planning.step_time import Step, StepTime, step_time
 from tfdist.planning.traced_model import TracedModel
@@ -21,6 +20,8 @@ from tfdist.planning.work import Seconds, work_of
 from tfdist.sharding import ShardingConfig
 from tfdist.tensor_plans import SuggestedPlan
 from tfdist.tensor_plans.suggest import suggest_plan_of
+
+_DEFAULTS = ShardingConfig()
 
 
 class Estimates:
@@ -40,10 +41,6 @@ class Estimates:
         self.devices_per_host = devices_per_host
         self.work = work_of(traced.traces)
         self.assumed: list[str] = []
-        self._settings: Any = ShardingConfig()
-        self._seconds = functools.lru_cache(maxsize=256)(self._seconds_of)
-        self._known_trained: dict[tuple[bool, int, int, int], tuple[float, float, int]] = {}
-        self._plans: dict[int, SuggestedPlan | None] = {}
 
     def time(self, candidate: Candidate) -> StepTime:
         """Returns how long a step takes."""
@@ -55,8 +52,9 @@ class Estimates:
         plan = self.tensor_plan(candidate.tensor)
         seconds = self._seconds(rows, candidate.tensor)
         costs = seconds.forward + seconds.backward
-        stages = self._stages(candidate)
-        size, elements, messages = self._trained(candidate)
+        stages = self.traced.calls_of_stages(candidate.stages)
+        sizes = candidate.tensor, candidate.pipeline, candidate.stages_per_rank
+        size, elements, messages = self._trained(candidate.zero_stage == 3, *sizes)
         forward = float(seconds.forward.sum())
         blocks = float(seconds.again[self.traced.recomputed_calls].sum())
         whole_stages = candidate.pipeline > 1
@@ -68,19 +66,16 @@ class Estimates:
             parameters=elements,
             messages=messages,
             tensor_bytes=rows * plan.moved_bytes if plan is not None else 0.0,
-            tensor_messages=_messages_of(plan) if plan is not None else 0,
+            # Of a pair of layers one forward and one backward, of any other two.
+            tensor_messages=sum(2 - one.is_paired for one in plan.shardings if one.moved_bytes) if plan is not None else 0,
             border_bytes=max((self.traced.output_bytes(stage[-1], rows) for stage in stages[:-1] if stage), default=0),
             recomputed=(1.0 if whole_stages else blocks / forward if forward else 0.0) if candidate.recompute else 0.0,
         )
 
     def tensor_sizes(self, most: int) -> list[int]:
         """Returns over how many tensor ranks the model can be sharded: divisors of `most` for which a plan saves something."""
-        found = [1]
-        for size in divisors(most)[1:]:
-            plan = self.tensor_plan(size)
-            if plan is not None and plan.saved_bytes > 0:
-                found.append(size)
-        return found
+        plans = {size: self.tensor_plan(size) for size in divisors(most)}
+        return [size for size, plan in plans.items() if size == 1 or plan is not None and plan.saved_bytes > 0]
 
     def pipeline_sizes(self, most: int) -> list[int]:
         """Returns how many stages the model can be cut in, among the divisors of `most`."""
@@ -93,29 +88,23 @@ class Estimates:
         is_graph = isinstance(model, keras.Sequential) or hasattr(model, "_nodes_by_depth")
         return max(len(self.traced.calls) - 1, 1) if is_graph else 1
 
+    @functools.cache  # noqa: B019  as long as the model
     def tensor_plan(self, size: int) -> SuggestedPlan | None:
         """Returns what `tfdist.suggest_plan` says for so many tensor ranks and one example; None for one, or if it cannot."""
         if size == 1:
             return None
-        if size not in self._plans:
-            try:
-                self._plans[size] = suggest_plan_of(self.traced.model, self.traced.layouts.graph, size)
-            except ValueError as error:
-                self._plans[size] = None
-                self.assumed.append(f"No tensor ranks: {error}")
-        return self._plans[size]
-
-    @property
-    def blocks(self) -> str:
-        """The regular expression of the model's blocks, which are recomputed; "" if there are none."""
-        return self.traced.block_pattern or ""
+        try:
+            return suggest_plan_of(self.traced.model, self.traced.layouts.graph, size)
+        except ValueError as error:
+            self.assumed.append(f"No tensor ranks: {error}")
+            return None
 
     @functools.cached_property
     def flops_per_example(self) -> float:
         """FLOPs of forward and backward of one example."""
         low, high = self.work.batch_sizes
         times = np.bincount(self.work.stands_for, minlength=len(self.work.stands_for))[self.work.calls]
-        flops = (self.work.flops[1] - self.work.flops[0]) / (high - low)
+        flops = (self.work.figures[1, 0] - self.work.figures[0, 0]) / (high - low)
         return float((flops * times)[self.work.is_product].sum())
 
     @functools.cached_property
@@ -126,47 +115,31 @@ class Estimates:
                 return int(one.shape[1] or self.traced.sequence_length or 1)
         return 1
 
-    def _seconds_of(self, rows: int, tensor: int) -> Seconds:
+    @functools.lru_cache(maxsize=256)  # noqa: B019  as long as the model
+    def _seconds(self, rows: int, tensor: int) -> Seconds:
         divided = self.traced.divided_work(tensor) if tensor > 1 else None
         return self.work.seconds(rows, self.hardware, divided=divided, ranks=tensor)
 
-    def _trained(self, candidate: Candidate) -> tuple[float, float, int]:
-        """Returns bytes and elements of what a rank trains, and in how many messages it travels once: whole layers at stage 3.
+    @functools.cache  # noqa: B019  as long as the model
+    def _trained(self, by_layer: bool, *sizes: int) -> tuple[float, float, int]:
+        """Returns bytes and elements of what a rank trains, and in how many messages it travels once: `by_layer`, whole layers.
 
         Of devices that share a processor what counts is what all of them do, here the mean; of others what the fullest does.
         """
-        by_layer = candidate.zero_stage == 3
-        key = by_layer, candidate.tensor, candidate.pipeline, candidate.stages_per_rank
-        if key not in self._known_trained:
-            found = [self._trained_at(candidate, by_layer, pipe) for pipe in range(candidate.pipeline)]
-            of_all = [sum(x) / len(x) if self.hardware.is_shared else max(x) for x in zip(*found, strict=True)]
-            self._known_trained[key] = of_all[0], of_all[1], math.ceil(of_all[2])
-        return self._known_trained[key]
-
-    def _trained_at(self, candidate: Candidate, by_layer: bool, pipe: int) -> tuple[int, int, int]:
-        trained = parts_at(self.traced, candidate, pipe).trained
-        sizes: dict[str, int] = {}
-        for place, part in trained.items():
-            key = part.weight.path.rpartition("/")[0] if by_layer else str(place)
-            sizes[key] = sizes.get(key, 0) + part.bytes
-        limit = self._settings.group_bytes if by_layer else self._settings.bucket_bytes
-        messages = len(assign_buckets(list(sizes.values()), limit))
-        return sum(sizes.values()), sum(part.local for part in trained.values()), messages
+        limit = _DEFAULTS.group_bytes if by_layer else _DEFAULTS.bucket_bytes
+        found = []
+        for rank in parts_by_pipe(self.traced, 1, *sizes):
+            together: dict[str, int] = {}
+            for place, part in rank.trained.items():
+                key = part.weight.path.rpartition("/")[0] if by_layer else str(place)
+                together[key] = together.get(key, 0) + part.bytes
+            messages = len(assign_buckets(list(together.values()), limit))
+            found.append((sum(together.values()), sum(part.local for part in rank.trained.values()), messages))
+        size, elements, count = (sum(x) / len(x) if self.hardware.is_shared else max(x) for x in zip(*found, strict=True))
+        return size, elements, math.ceil(count)
 
     def _stage_share(self, candidate: Candidate, shares: Sequence[float]) -> float:
         """Returns the share of a stage on the rank that computes most, of several stages the mean; of devices that share a
         processor, the mean of all."""
         ranks = [shares[pipe :: candidate.pipeline] for pipe in range(candidate.pipeline)]
         return 1 / len(shares) if self.hardware.is_shared else max(sum(one) / len(one) for one in ranks)
-
-    def _stages(self, candidate: Candidate) -> list[list[int]]:
-        """Returns the places of the calls of each stage."""
-        if candidate.stages == 1:
-            return [list(range(len(self.traced.calls)))]
-        return self.traced.calls_of_stages(candidate.stages)
-
-
-def _messages_of(plan: Any) -> int:
-    """Returns how often tensor ranks send in a step: of a pair of layers one forward and one backward, of any other two."""
-    moving = [one for one in plan.shardings if one.moved_bytes]
-    return sum(1 if one.is_paired else 2 for one in moving)

@@ -80,63 +80,34 @@ def execution_order(
             began.append((now, thread))
         return True
 
+    def may_end(number: int, end: int) -> int:
+        """Returns the place of the last operation that may begin before that at `number` ends: on another thread, on which one
+        began with it that ends about when it does, and not for it."""
+        own, (start, thread) = order[number], began[number]
+        margin, usual = chance * seconds[own], start + seconds[own]
+        beside = next((place for place in range(end, -1, -1) if began[place][1] != thread), None)
+        if beside is None or abs(began[beside][0] - start) > margin or began[beside][0] + seconds[order[beside]] < usual - margin:
+            return end
+        last = end
+        while last + 1 < len(order) and began[last + 1][0] < usual + margin:
+            last += 1
+            if began[last][1] != thread and own not in before[order[last]]:
+                end = last
+        return end
+
     while True:
         idle = {thread for thread in sorted(idle) if not begin(thread)}
         if not running:
-            return order, [_may_end(number, end, order, began, before, seconds, chance) for number, end in enumerate(ends)]
+            return order, [may_end(number, end) for number, end in enumerate(ends)]
         now, thread, number = heapq.heappop(running)
-        ends[number] = len(order) - 1
-        _make_ready(order[number], after, missing, inline, queues[thread], pools[thread])
-        if order[number] not in travels:
+        place, ends[number] = order[number], len(order) - 1
+        for other in after[place]:
+            missing[other] -= 1
+        ready = [other for other in after[place] if not missing[other]]
+        queues[thread].extend(other for other in ready if inline[other])
+        expensive = [other for other in ready if not inline[other]]
+        if expensive and not queues[thread]:
+            queues[thread].append(expensive.pop())
+        pools[thread].extendleft(expensive)
+        if place not in travels:
             idle.add(thread)
-
-
-def _may_end(
-    number: int,
-    end: int,
-    order: Sequence[int],
-    began: Sequence[tuple[float, int]],
-    before: Sequence[Sequence[int]],
-    seconds: Sequence[float],
-    chance: float,
-) -> int:
-    """Returns the place of the last operation that may begin before that at `number` ends: on another thread, on which one began
-    with it that ends about when it does, and not for it."""
-    own, (start, thread) = order[number], began[number]
-    margin, usual = chance * seconds[own], start + seconds[own]
-    beside = next((place for place in range(end, -1, -1) if began[place][1] != thread), None)
-    if beside is None or abs(began[beside][0] - start) > margin or began[beside][0] + seconds[order[beside]] < usual - margin:
-        return end
-    last = end
-    while last + 1 < len(order) and began[last + 1][0] < usual + margin:
-        last += 1
-        if began[last][1] != thread and own not in before[order[last]]:
-            end = last
-    return end
-
-
-def _make_ready(
-    place: int,
-    after: Sequence[Sequence[int]],
-    missing: list[int],
-    inline: Sequence[bool],
-    queue: collections.deque[int],
-    pool: collections.deque[int],
-) -> None:
-    """Hands what waited for `place` alone to its thread's queue, or to the pool."""
-    expensive = -1
-    for other in after[place]:
-        missing[other] -= 1
-        if missing[other]:
-            continue
-        if inline[other]:
-            queue.append(other)
-            continue
-        if expensive >= 0:
-            pool.appendleft(expensive)
-        expensive = other
-    if expensive >= 0:
-        if queue:
-            pool.appendleft(expensive)
-        else:
-            queue.append(expensive)

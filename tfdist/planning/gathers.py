@@ -40,14 +40,6 @@ class Gather:
     first_use: float = float("inf")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Read:
-    """A read of a weight in forward, and the first operation of backward that reads what it returned; None: there is none."""
-
-    path: str
-    backward: float | None
-
-
 def gathers_of(
     model: keras.Model,
     trace: StepTrace,
@@ -71,22 +63,20 @@ def gathers_of(
     layers = _layers_in_order(model, local_bytes, made_anew)
     groups: dict[str, tuple[str, ...]] = {}
     gathers: list[Gather] = []
-    live: list[Gather] = []
-    for read in _reads(model, trace, recomputed):
-        if read.path not in local_bytes:
+    for path, backward in _reads(model, trace, recomputed):
+        if path not in local_bytes:
             continue
-        found = next((one for one in reversed(live) if read.path in one.paths), None)
+        found = next((one for one in reversed(gathers[-prefetch - 1 :]) if path in one.paths), None)
         if found is None:
-            if read.path not in groups:
-                members = _new_group(read.path, layers, groups, local_bytes, group_bytes)
+            if path not in groups:
+                members = _new_group(path, layers, groups, local_bytes, group_bytes)
                 groups.update(dict.fromkeys(members, members))
-            found = Gather(groups[read.path])
+            found = Gather(groups[path])
             gathers.append(found)
-            live = [*live, found][-prefetch - 1 :]
-        found.reduced.add(read.path)
-        if read.backward is not None:
-            found.again.add(read.path)
-            found.first_use = min(found.first_use, read.backward)
+        found.reduced.add(path)
+        if backward is not None:
+            found.again.add(path)
+            found.first_use = min(found.first_use, backward)
     used = [one for one in gathers if one.again]
     if used and min(used, key=lambda one: one.first_use) is gathers[-1]:
         gathers[-1].again.clear()
@@ -128,8 +118,11 @@ def _new_group(
     return tuple(members)
 
 
-def _reads(model: keras.Model, trace: StepTrace, recomputed: Collection[int]) -> Iterator[_Read]:
-    """Yields the reads of weights in forward, in order; of a call that was passed over, as in the equal one that was traced."""
+def _reads(model: keras.Model, trace: StepTrace, recomputed: Collection[int]) -> Iterator[tuple[str, float | None]]:
+    """Yields the reads of weights in forward, in order; of a call that was passed over, as in the equal one that was traced.
+
+    Each is the weight's path, and the number of the first operation of backward that reads what it returned; None: there is none.
+    """
     paths = {id(variable.value.handle): variable.path for variable in model.variables}
     inside = {inner.name: paths[id(outer)] for outer, inner in trace.graph.captures if id(outer) in paths}
     operations = trace.graph.get_operations()
@@ -145,9 +138,7 @@ def _reads(model: keras.Model, trace: StepTrace, recomputed: Collection[int]) ->
             readers = [one.operation for one in readers_of(operation.outputs[0], 0, reads)]
             used = [numbers[one.name] for one in readers if tape.is_backward(one)]
             first: float | None = min((*used, *(begins for one in readers if one in again)), default=None)
-            if source is not call:
-                first = None if first is None else float("inf")
-            yield _Read(renamed.get(path, path), first)
+            yield renamed.get(path, path), first if source is call or first is None else math.inf
 
 
 def _computed_again(

@@ -19,6 +19,8 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tfdist import errors
 
 # Which k of N ranks makes the bytes S of a collective comparable with the speed of a link. S: all_reduce, reduce_scatter and
@@ -108,13 +110,8 @@ class Hardware:
         points = self.matmul.get(dtype)
         if not points:
             raise errors.value_error(f"`dtype` must be one of {', '.join(self.matmul)} on {self.name}.", dtype=dtype)
-        below = [point for point in points if point[0] <= flops]
-        above = [point for point in points if point[0] > flops]
-        if not below or not above:
-            return (points[0] if not below else points[-1])[1]
-        (low, slow), (high, fast) = below[-1], above[0]
-        part = math.log(max(flops, 1.0) / low) / math.log(high / low)
-        return slow + (fast - slow) * part
+        sizes, rates = zip(*points, strict=True)
+        return float(np.interp(math.log(max(flops, 1.0)), np.log(sizes), rates))
 
     def collective_seconds(self, name: str, size: float, ranks: int, link: str = "within") -> float:
         """Returns how long a collective takes.
@@ -179,22 +176,11 @@ def fitted(rows: Sequence[Mapping[str, float]], name: str, ranks: int) -> Collec
     """
     if len({row["bytes"] for row in rows}) < 2:
         raise errors.value_error("`rows` must have two sizes or more.", rows=len(rows))
-    factor = BUS_FACTORS[name](ranks)
-    xs = [row["bytes"] * factor for row in rows]
-    weights = [1 / row["seconds"] ** 2 for row in rows]
-    times = [row["seconds"] for row in rows]
-    one, x, xx, t, xt = (
-        math.fsum(weight * value for weight, value in zip(weights, values, strict=True))
-        for values in (
-            [1.0] * len(xs),
-            xs,
-            [value * value for value in xs],
-            times,
-            [value * time for value, time in zip(xs, times, strict=True)],
-        )
-    )
-    slope = (one * xt - x * t) / (one * xx - x * x)
-    alpha = (t - slope * x) / one
-    if alpha < 0 or slope <= 0:  # one of them is lost in the noise: the other alone
-        return Collective(0.0, xx / xt) if alpha < 0 else Collective(t / one, math.inf)
+    sizes, times = (np.array([row[column] for row in rows], float) for column in ("bytes", "seconds"))
+    xs = sizes * BUS_FACTORS[name](ranks)
+    slope, alpha = map(float, np.polyfit(xs, times, 1, w=1 / times))
+    if alpha < 0:  # one of them is lost in the noise: the other alone
+        return Collective(0.0, float(np.sum((xs / times) ** 2) / np.sum(xs / times)))
+    if slope <= 0:
+        return Collective(float(np.sum(1 / times) / np.sum(1 / times**2)), math.inf)
     return Collective(alpha, 1 / slope)

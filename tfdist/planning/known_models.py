@@ -107,9 +107,14 @@ def _llama3(name: str, **sizes: Any) -> DecoderConfig:
     )
 
 
-def _gpt(name: str, **sizes: Any) -> DecoderConfig:
+def _gpt(name: str, width: int, num_heads: int, **sizes: Any) -> DecoderConfig:
     return DecoderConfig(
         name=name,
+        width=width,
+        num_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_size=width // num_heads,
+        mlp_width=4 * width,
         vocabulary_size=50257,
         is_gated=False,
         activation="gelu",
@@ -122,33 +127,13 @@ def _gpt(name: str, **sizes: Any) -> DecoderConfig:
     )
 
 
+_GPT2 = "Radford et al. 2019, Language Models are Unsupervised Multitask Learners, table 2"
+_GPT3 = "Brown et al. 2020, Language Models are Few-Shot Learners, table 2.1"
 KNOWN_MODELS = {
     config.name: config
     for config in (
-        _gpt(
-            "gpt2-xl",
-            num_layers=48,
-            width=1600,
-            num_heads=25,
-            num_key_value_heads=25,
-            head_size=64,
-            mlp_width=6400,
-            max_sequence_length=1024,
-            published_parameters=1.5e9,
-            source="Radford et al. 2019, Language Models are Unsupervised Multitask Learners, table 2",
-        ),
-        _gpt(
-            "gpt3-175b",
-            num_layers=96,
-            width=12288,
-            num_heads=96,
-            num_key_value_heads=96,
-            head_size=128,
-            mlp_width=49152,
-            max_sequence_length=2048,
-            published_parameters=175e9,
-            source="Brown et al. 2020, Language Models are Few-Shot Learners, table 2.1",
-        ),
+        _gpt("gpt2-xl", 1600, 25, num_layers=48, max_sequence_length=1024, published_parameters=1.5e9, source=_GPT2),
+        _gpt("gpt3-175b", 12288, 96, num_layers=96, max_sequence_length=2048, published_parameters=175e9, source=_GPT3),
         DecoderConfig(
             name="palm-540b",
             num_layers=118,

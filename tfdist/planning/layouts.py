@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import keras
 
@@ -11,7 +10,6 @@ from tfdist import errors
 from tfdist.layers.sharded_weights import ShardedWeights
 from tfdist.pipeline.schedules.dataflow import held_activations
 from tfdist.pipeline.schedules.make_schedule import make_schedule
-from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.balance import balanced_split_points
 from tfdist.pipeline.stages.split_points import node_weights, resolve_split_points
 from tfdist.pipeline.stages.staged_model import StagedModel
@@ -66,15 +64,9 @@ class ModelLayouts:
         return {variable.path: axis for variable, axis in pairs if axis is not None}
 
     @functools.cache  # noqa: B019  as long as the model
-    def moved_bytes(self, tensor: int, pipeline: int = 1, stages_per_rank: int = 1, pipe: int = 0) -> float:
-        """Returns the bytes that sharded layers send over so many tensor ranks in a step, for one example of a replica.
-
-        Args:
-            tensor: how many tensor ranks.
-            pipeline: how many ranks share the layers.
-            stages_per_rank: how many stages each of them has.
-            pipe: the rank whose layers are meant.
-        """
+    def moved_bytes(self, tensor: int, pipeline: int, stages_per_rank: int, pipe: int) -> float:
+        """Returns the bytes that the sharded layers of rank `pipe` of a pipeline send over so many tensor ranks in a step, of one
+        example of a replica."""
         moved = 0.0
         uses = {id(known.layer): known.uses for known in self.graph.layers}
         owners = self.owners(pipeline, stages_per_rank) if pipeline > 1 else {}
@@ -102,7 +94,10 @@ class ModelLayouts:
                 model=self._model.name,
                 fix="Plan it without a pipeline; `tfdist.PipelineModel(model, blocks=...)` trains it in one.",
             )
-        return StagedModel(module, self._split_points(module, stages), make_schedule("gpipe", stages, 1))
+        weights = self._node_weights(module)
+        if stages > len(weights):
+            resolve_split_points(module, None, stages)  # which raises
+        return StagedModel(module, balanced_split_points(weights, stages), make_schedule("gpipe", stages, 1))
 
     @functools.cache  # noqa: B019  as long as the model
     def owners(self, pipeline: int, stages_per_rank: int = 1) -> dict[str, tuple[int, ...]]:
@@ -113,30 +108,16 @@ class ModelLayouts:
                 found.setdefault(variable.path, set()).add(stage.index % pipeline)
         return {path: tuple(sorted(ranks)) for path, ranks in found.items()}
 
-    def _split_points(self, module: keras.Model, stages: int) -> Sequence[int]:
-        if stages not in self._known_split_points:
-            if stages > len(self._node_weights(module)):
-                resolve_split_points(module, None, stages)  # which raises
-            self._known_split_points[stages] = balanced_split_points(self._node_weights(module), stages)
-        return self._known_split_points[stages]
-
     @functools.cache  # noqa: B019  as long as the model
     def _node_weights(self, module: keras.Model) -> list[int]:
         return node_weights(module)
 
-    @functools.cached_property
-    def _known_split_points(self) -> dict[int, Sequence[int]]:
-        return {}
+
+schedule_of = functools.lru_cache(maxsize=256)(make_schedule)
 
 
 @functools.lru_cache(maxsize=256)
-def schedule_of(schedule: str, pipeline: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Returns a schedule by its name."""
-    return make_schedule(schedule, pipeline * stages_per_rank, microbatches, stages_per_rank)
-
-
-@functools.lru_cache(maxsize=256)
-def held_at_most(schedule: str, pipeline: int, microbatches: int, stages_per_rank: int = 1) -> tuple[int, ...]:
+def held_at_most(schedule: str, pipeline: int, microbatches: int, stages_per_rank: int) -> tuple[int, ...]:
     """Returns of how many (stage, microbatch) each rank of a pipeline holds activations at most."""
-    made = schedule_of(schedule, pipeline, microbatches, stages_per_rank)
+    made = schedule_of(schedule, pipeline * stages_per_rank, microbatches, stages_per_rank)
     return tuple(max(held_activations(made.actions(rank)), default=1) for rank in range(pipeline))

@@ -6,8 +6,10 @@ the order of the trace: see `execution_order`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -50,6 +52,18 @@ class Buffers:
         return np.cumsum(changes)[: len(self.steps)]
 
 
+@dataclasses.dataclass(eq=False)
+class _Buffer:
+    """A buffer while the graph is swept: as in `Buffers`, and how often it will be read yet."""
+
+    size: int
+    birth: int
+    death: int
+    maker: int
+    waiting: int = 0
+    readers: list[int] = dataclasses.field(default_factory=list)
+
+
 class Sweep:
     """A graph that is ready to be swept, at any size of the batch.
 
@@ -80,47 +94,39 @@ class Sweep:
         on_gpu: bool = False,
     ):
         every = [graph.get_operations() for graph in graphs]
-        kinds = [[one.type for one in ops] for ops in every]
-        if any(kind != kinds[0] for kind in kinds):
-            raise ValueError("The traces differ in their operations.")
         ops = every[0]
+        if any([one.type for one in other] != [one.type for one in ops] for other in every):
+            raise ValueError("The traces differ in their operations.")
         numbers = {one: number for number, one in enumerate(ops)}
         roots = [graphs[0].get_tensor_by_name(name) for name in results]
         roots += [graphs[0].get_operation_by_name(name) for name in effects]
         needed = tape.ancestors(roots, ops)
-        needed |= {one if isinstance(one, tf.Operation) else one.op for one in roots}
         self.ops = ops
-        self.count = len(ops)
         self.runs = [one in needed for one in ops]
-        self.results = list(results)
         tensors: dict[str, int] = {}
-        self.outputs: list[list[int]] = []
-        for one in ops:
-            self.outputs.append([tensors.setdefault(x.name, len(tensors)) for x in one.outputs])
-        self.tensors = tensors
+        self._outputs = [[tensors.setdefault(x.name, len(tensors)) for x in one.outputs] for one in ops]
+        self._results = {name: tensors[name] for name in results}
         inputs = {one: list(one.inputs) for one in ops} | dict(pushed_down(ops) if is_one_graph else ())
-        self.inputs = [[tensors[x.name] for x in inputs[one]] for one in ops]
+        self._inputs = [[tensors[x.name] for x in inputs[one]] for one in ops]
         self.before = [sorted({numbers[x.op] for x in inputs[one]} | {numbers[x] for x in one.control_inputs}) for one in ops]
-        self.aliases = [
-            [_alias_of(one, number) if self.runs[place] else None for number in range(len(one.outputs))]
-            for place, one in enumerate(ops)
+        self._aliases = [
+            [_alias_of(one, number) if runs else None for number in range(len(one.outputs))]
+            for one, runs in zip(ops, self.runs, strict=True)
         ]
         self._on_gpu = on_gpu
         self._called: dict[str, int] = {}
         self._travels = {place for place, one in enumerate(ops) if operations.travels(one)}
-        self._batch_sizes = (batch_sizes[0], batch_sizes[-1])
-        self._measured = [self._measure(one) for one in (every[0], every[-1])]
-        self.unknown = self._measured[0][1]
+        self._batch_sizes = batch_sizes
+        self._measured, unknown = zip(*(self._measure(one) for one in (every[0], every[-1])), strict=True)
+        self.unknown = unknown[0]
 
     def _measure(self, ops: Sequence[tf.Operation]) -> tuple[list[np.ndarray], int]:
         """Returns, of one trace, bytes by tensor, bytes of scratch and FLOPs by operation; and how many sizes are not known."""
-        sizes: list[int | None] = []
-        for place, one in enumerate(ops):
-            sizes.extend(operations.output_bytes(one) if self.runs[place] else [0] * len(one.outputs))
-        scratch = [self._scratch_bytes(one) if self.runs[place] else 0 for place, one in enumerate(ops)]
-        flops = [flops_of_operation(one) if self.runs[place] else 0 for place, one in enumerate(ops)]
-        known = [np.array([size or 0 for size in sizes], float), np.array(scratch, float), np.array(flops, float)]
-        return known, sum(size is None for size in sizes)
+        ran = list(zip(ops, self.runs, strict=True))
+        sizes = [size for one, runs in ran for size in (operations.output_bytes(one) if runs else [0] * len(one.outputs))]
+        scratch = [self._scratch_bytes(one) if runs else 0 for one, runs in ran]
+        flops = [flops_of_operation(one) if runs else 0 for one, runs in ran]
+        return [np.array(one, float) for one in ([size or 0 for size in sizes], scratch, flops)], sizes.count(None)
 
     def _scratch_bytes(self, operation: tf.Operation) -> int:
         """Returns the bytes that an operation holds while it runs, besides its inputs and outputs: of a call its function's."""
@@ -136,94 +142,65 @@ class Sweep:
 
     def at(self, batch_size: int, chance: float = CHANCE) -> Buffers:
         """Returns the buffers of a run with so many examples; `chance` as for `execution_order`."""
-        first, last = self._batch_sizes
-        part = (batch_size - first) / (last - first) if last > first else 0.0
-        pairs = zip(self._measured[0][0], self._measured[1][0], strict=True)
-        sizes, scratch, flops = (np.maximum(np.rint(low + (high - low) * part), 0).astype(np.int64) for low, high in pairs)
-        return self._run(sizes, scratch, flops, chance)
-
-    def flops(self, batch_size: int) -> np.ndarray:
-        """Returns the FLOPs of each operation with so many examples, float64 (operations,)."""
-        first, last = self._batch_sizes
-        low, high = self._measured[0][0][2], self._measured[1][0][2]
-        return low + (high - low) * (batch_size - first) / max(last - first, 1)
-
-    def _run(self, sizes: np.ndarray, scratch: np.ndarray, flops: np.ndarray, chance: float) -> Buffers:
+        figures = (between(pair, self._batch_sizes, batch_size) for pair in zip(*self._measured, strict=True))
+        sizes, scratch, flops = (np.rint(one).astype(np.int64) for one in figures)
         steps, ends = self._order(sizes, flops, chance)
-        reads = np.zeros(len(self.tensors), np.int64)
-        for place in steps:
-            for tensor in self.inputs[place]:
-                reads[tensor] += 1
-        kept = {self.tensors[name] for name in self.results}
-        for tensor in kept:
-            reads[tensor] += 1
-        held = np.full(len(self.tensors), -1, np.int64)  # the buffer that holds a tensor
-        waiting: list[int] = []  # by buffer, how often it will be read
-        found: list[int] = []  # by buffer, its bytes
-        births: list[int] = []
-        deaths: list[int] = []
-        makers: list[int] = []
-        readers: list[list[int]] = []
-
-        def made(size: int, step: int, place: int) -> int:
-            for values, value in ((found, size), (births, step), (deaths, ends[step]), (makers, place), (waiting, 0)):
-                values.append(value)
-            readers.append([])
-            return len(found) - 1
-
+        reads = collections.Counter(tensor for place in steps for tensor in self._inputs[place])
+        reads.update(self._results.values())
+        held: dict[int, _Buffer | None] = {}  # by tensor
+        made: list[_Buffer] = []
         for step, place in enumerate(steps):
-            own = self.inputs[place]
-            for number, tensor in enumerate(self.outputs[place]):
-                alias = self.aliases[place][number]
-                if alias is not None and alias < len(own):
-                    buffer = int(held[own[alias]])
-                else:
-                    buffer = self._taken_over(place, number, sizes, held, waiting, found)
-                if alias is None and buffer < 0 and sizes[tensor]:
-                    buffer = made(int(sizes[tensor]), step, place)
+            own = self._inputs[place]
+            for number, tensor in enumerate(self._outputs[place]):
+                alias = self._aliases[place][number]
+                buffer = self._taken_over(place, number, sizes, held) if alias is None else held[own[alias]]
+                if alias is None and buffer is None and sizes[tensor]:
+                    buffer = _Buffer(sizes[tensor], step, ends[step], place)
+                    made.append(buffer)
                 held[tensor] = buffer
-                if buffer >= 0:
-                    waiting[buffer] += int(reads[tensor])
+                if buffer is not None:
+                    buffer.waiting += reads[tensor]
             if scratch[place]:
-                made(int(scratch[place]), step, place)
-            for tensor in own:
-                buffer = int(held[tensor])
-                if buffer >= 0:
-                    waiting[buffer] -= 1
-                    readers[buffer].append(place)
-                    deaths[buffer] = max(deaths[buffer], ends[step])
-        for tensor in kept:
-            if held[tensor] >= 0:
-                deaths[int(held[tensor])] = len(steps)
-        holding = {name: int(held[self.tensors[name]]) for name in self.results}
-        sized, born, died, by = (np.array(values, np.int64) for values in (found, births, deaths, makers))
-        return Buffers(sized, born, died, by, readers, steps, holding)
+                made.append(_Buffer(scratch[place], step, ends[step], place))
+            for buffer in (held[tensor] for tensor in own):
+                if buffer is not None:
+                    buffer.waiting -= 1
+                    buffer.readers.append(place)
+                    buffer.death = max(buffer.death, ends[step])
+        holding = {name: held[tensor] for name, tensor in self._results.items()}
+        for buffer in holding.values():
+            if buffer is not None:
+                buffer.death = len(steps)
+        numbers: dict[_Buffer | None, int] = {None: -1} | {one: number for number, one in enumerate(made)}
+        rows = np.array([(one.size, one.birth, one.death, one.maker) for one in made], np.int64).reshape(-1, 4)
+        readers, held_by = [one.readers for one in made], {name: numbers[one] for name, one in holding.items()}
+        sized, born, died, by = rows.T
+        return Buffers(sized, born, died, by, readers, steps, held_by)
 
-    def _taken_over(
-        self, place: int, number: int, sizes: np.ndarray, held: np.ndarray, waiting: list[int], found: list[int]
-    ) -> int:
-        """Returns the buffer of an input that the output may be written into; -1: none."""
-        operation, own = self.ops[place], self.inputs[place]
-        if not operations.may_take_over(operation) or number != operations.taking_output(operation):
-            return -1
-        size = sizes[self.outputs[place][number]]
-        for tensor in own:
-            buffer = int(held[tensor])
-            if buffer >= 0 and found[buffer] == size and sum(held[other] == buffer for other in own) == waiting[buffer]:
-                return buffer
-        return -1
+    def _taken_over(self, place: int, number: int, sizes: np.ndarray, held: Mapping[int, _Buffer | None]) -> _Buffer | None:
+        """Returns the buffer of an input that the output may be written into; None: there is none."""
+        operation, own = self.ops[place], [held[tensor] for tensor in self._inputs[place]]
+        if number == operations.taking_output(operation):
+            size = sizes[self._outputs[place][number]]
+            for one in own:
+                if one is not None and one.size == size and own.count(one) == one.waiting:
+                    return one
+        return None
 
     def _order(self, sizes: np.ndarray, flops: np.ndarray, chance: float) -> tuple[list[int], list[int]]:
-        moved = [float(sum(sizes[x] for x in (*self.inputs[place], *self.outputs[place]))) for place in range(self.count)]
-        inline = [self._on_gpu or operations.is_inline(self.ops[place], moved[place]) for place in range(self.count)]
-        seconds = [
-            operations.travel_seconds(moved[place])
-            if place in self._travels
-            else operations.seconds_of(moved[place], float(flops[place]))
-            for place in range(self.count)
-        ]
+        moved = [float(sum(sizes[x] for x in (*read, *made))) for read, made in zip(self._inputs, self._outputs, strict=True)]
+        inline, seconds = [], []
+        for one, size, count in zip(self.ops, moved, flops.tolist(), strict=True):
+            inline.append(self._on_gpu or operations.is_inline(one, size))
+            seconds.append(operations.seconds_of(one, size, count))
         threads = 1 if self._on_gpu else THREADS
         return execution_order(self.before, self.runs, inline, seconds, self._travels, threads, chance)
+
+
+def between(figures: Any, batch_sizes: Sequence[int], batch_size: float) -> Any:
+    """Returns what `figures` of two traces are for so many examples: on the line through both, and at least 0."""
+    low, high = batch_sizes[0], batch_sizes[-1]
+    return np.maximum(figures[0] + (figures[1] - figures[0]) * (batch_size - low) / max(high - low, 1), 0)
 
 
 def _alias_of(operation: tf.Operation, number: int) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -27,7 +26,7 @@ _IN_PLACE = frozenset(
         "Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Sub Tanh TanhGrad Xdivy Xlogy"
     ).split()
 )
-_CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 _INLINE = frozenset(
     (
         "BroadcastGradientArgs Const ControlTrigger EnsureShape ExpandDims Identity IdentityN NoOp Placeholder PreventGradient "
@@ -55,14 +54,12 @@ def alias_of(operation: tf.Operation, number: int) -> int | None:
     return None
 
 
-def may_take_over(operation: tf.Operation) -> bool:
-    """Whether the operation may write an output, `taking_output`, into an input that nobody else needs."""
-    return operation.type in _IN_PLACE or operation.type in _CROSSENTROPIES
-
-
-def taking_output(operation: tf.Operation) -> int:
-    """Returns the number of the output that takes over an input: of a cross-entropy the gradient, over its logits."""
-    return 1 if operation.type in _CROSSENTROPIES else 0
+def taking_output(operation: tf.Operation) -> int | None:
+    """Returns the number of the output that the operation may write into an input that nobody else needs: of a cross-entropy the
+    gradient, over its logits; None: none."""
+    if operation.type in CROSSENTROPIES:
+        return 1
+    return 0 if operation.type in _IN_PLACE else None
 
 
 def is_inline(operation: tf.Operation, moved_bytes: float) -> bool:
@@ -70,32 +67,28 @@ def is_inline(operation: tf.Operation, moved_bytes: float) -> bool:
     return operation.type in _INLINE or moved_bytes < INLINE_BYTES
 
 
-def seconds_of(moved_bytes: float, flops: float) -> float:
-    """Returns about how long an operation runs: what the order of operations on several threads depends on."""
-    return _SECONDS + max(moved_bytes / _BYTES_PER_SECOND, flops / _FLOPS_PER_SECOND)
-
-
 def travels(operation: tf.Operation) -> bool:
     """Whether bytes of the operation go to other devices, or come from there, for which no thread waits."""
     return operation.type.startswith("Collective")
 
 
-def travel_seconds(moved_bytes: float) -> float:
-    """Returns about how long a collective takes, beside what `seconds_of` says of others."""
-    return _SECONDS + moved_bytes / _LINK_BYTES_PER_SECOND
+def seconds_of(operation: tf.Operation, moved_bytes: float, flops: float) -> float:
+    """Returns about how long an operation runs, or a collective takes: what the order of operations on several threads depends
+    on."""
+    if travels(operation):
+        return _SECONDS + moved_bytes / _LINK_BYTES_PER_SECOND
+    return _SECONDS + max(moved_bytes / _BYTES_PER_SECOND, flops / _FLOPS_PER_SECOND)
 
 
 def output_bytes(operation: tf.Operation) -> list[int | None]:
     """Returns the bytes of each output that is no other's; None where a size is known only when it runs."""
-    if operation.type in GIVEN:
+    if operation.type in GIVEN or operation.type == "BroadcastGradientArgs":  # which returns numbers of axes
         return [0] * len(operation.outputs)
     if operation.type in tape.LOOPS:
         return [_of_loop(operation, number) for number in range(len(operation.outputs))]
     if operation.type == "CollectiveReduceScatterV2":  # of its shape TensorFlow does not know how many share it
         whole, ranks = tensor_bytes(operation.inputs[0]), tf.get_static_value(operation.inputs[1])
         return [None if whole is None or ranks is None else whole // int(ranks)]
-    if operation.type == "BroadcastGradientArgs":  # numbers of axes
-        return [0] * len(operation.outputs)
     if operation.type == "TensorListFromTensor":  # copies its rows
         return [tensor_bytes(operation.inputs[0])]
     if operation.type == "ZerosLike" and operation.outputs[0].dtype == tf.variant:
@@ -134,13 +127,8 @@ def scratch_bytes(operation: tf.Operation) -> int:
     """Returns the bytes of what the body of a loop holds besides what it returns: all its tensors, which is the most."""
     if operation.type not in tape.LOOPS:
         return 0
-    return sum(tensor_bytes(x) or 0 for one in _computing(tape.body(operation)) for x in one.outputs)
-
-
-def _computing(body: tf.Graph) -> Iterator[tf.Operation]:
-    for operation in body.get_operations():
-        if operation.type not in GIVEN and operation.type not in _ALIASES:
-            yield operation
+    inside = [one for one in tape.body(operation).get_operations() if one.type not in GIVEN and one.type not in _ALIASES]
+    return sum(tensor_bytes(x) or 0 for one in inside for x in one.outputs)
 
 
 def _of_loop(loop: tf.Operation, number: int) -> int | None:
@@ -153,8 +141,8 @@ def _of_loop(loop: tf.Operation, number: int) -> int | None:
     if output.dtype != tf.variant:
         return tensor_bytes(output)
     inside = tape.body(loop)
-    item = _put(inside, number)
-    if item is None or any(_is_put_too(inside, other, item) for other in range(number + 1, len(loop.outputs))):
+    item, *later = (_put(inside, place) for place in range(number, len(loop.outputs)))
+    if item is None or any(other is not None and tape.same(other, item) for other in later):
         return 0
     times, size = trips(loop), tensor_bytes(item)
     return None if times is None or size is None else size * times
@@ -178,8 +166,3 @@ def _put(body: tf.Graph, number: int) -> tf.Tensor | None:
         else:
             return None if item.op.type in GIVEN else item
     return None  # what was there before the loop
-
-
-def _is_put_too(body: tf.Graph, number: int, item: tf.Tensor) -> bool:
-    other = _put(body, number) if body.outputs[number].dtype == tf.variant else None
-    return other is not None and tape.same(other, item)

@@ -22,30 +22,21 @@ class Slot:
 
     Attributes:
         shape: its shape.
-        dtype: the name of its dtype.
+        dtype: its dtype.
         of: the place of the parameter in `model.trainable_variables` that it is state of; None: of none.
     """
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: tf.DType
     of: int | None
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * tf.as_dtype(self.dtype).size
+        return math.prod(self.shape) * self.dtype.size
 
 
-def slots_of(model: keras.Model, optimizer: Any) -> tuple[str, tuple[Slot, ...], bool]:
-    """Returns the name of an optimizer, its variables for a model, and whether it may run on shards.
-
-    Args:
-        model: the model.
-        optimizer: a Keras optimizer, which is left as it is, or its name; None: that of the compiled model, or "adam".
-
-    Raises:
-        ValueError: it is no Keras optimizer, or fails on the model.
-    """
-    made = new_optimizer(optimizer if optimizer is not None else getattr(model, "optimizer", None) or "adam")
+def slots_of(model: keras.Model, made: keras.optimizers.Optimizer) -> tuple[Slot, ...]:
+    """Builds an optimizer for a model, and returns its variables. Raises ValueError if it fails on the model."""
     inner = getattr(made, "inner_optimizer", made)
     references: dict[int, int] = {}
     places = {id(variable): place for place, variable in enumerate(model.trainable_variables)}
@@ -66,17 +57,16 @@ def slots_of(model: keras.Model, optimizer: Any) -> tuple[str, tuple[Slot, ...],
         raise errors.value_error(expected, optimizer=type(made).__name__, model=model.name) from error
     finally:
         del inner.add_variable_from_reference
-    slots = [
-        Slot(_shape(variable), tf.as_dtype(variable.dtype).name, references.get(id(variable))) for variable in made.variables
-    ]
-    return type(inner).__name__, tuple(slots), is_elementwise(inner)
+    return tuple(
+        Slot(tuple(map(int, variable.shape)), tf.as_dtype(variable.dtype), references.get(id(variable)))
+        for variable in made.variables
+    )
 
 
-def updates_each_alone(optimizer: Any) -> bool:
-    """Whether an optimizer, or that of a name, updates each weight when its gradient is there, whatever the others are."""
-    made = new_optimizer(optimizer)
+def updates_each_alone(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer updates each weight when its gradient is there, whatever the others are."""
     of_all = ("inner_optimizer", "global_clipnorm", "clipnorm", "gradient_accumulation_steps")
-    return is_elementwise(made) and not any(getattr(made, setting, None) for setting in of_all)
+    return is_elementwise(optimizer) and not any(getattr(optimizer, setting, None) for setting in of_all)
 
 
 def new_optimizer(given: Any) -> keras.optimizers.Optimizer:
@@ -87,7 +77,3 @@ def new_optimizer(given: Any) -> keras.optimizers.Optimizer:
         return keras.optimizers.get(given)
     except (ValueError, TypeError) as error:
         raise errors.value_error(f"`optimizer` is no optimizer of Keras: {error}", optimizer=given, fix=_FIX) from None
-
-
-def _shape(variable: keras.Variable) -> tuple[int, ...]:
-    return tuple(int(size) for size in variable.shape)

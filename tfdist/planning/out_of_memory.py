@@ -80,7 +80,8 @@ def explained(model: keras.Model, message: str) -> str:
     local = model.distribute_strategy.extended.communicator.local_ranks
     failed = _DEVICE.search(message)
     names = [short_name(config.mesh.devices[rank]) for rank in local]
-    rank = local[names.index(failed[1])] if failed and failed[1] in names else max(local, key=_bytes_of(report))
+    fullest = max(local, key=lambda rank: report.devices[rank].total_bytes)
+    rank = local[names.index(failed[1])] if failed and failed[1] in names else fullest
     device, state = short_name(config.mesh.devices[rank]), report.devices[rank]
     used, asked = _most_in_use(device), _asked(message)
     held = DeviceMemory(state.parameter_bytes + state.exact_bytes, state.gradient_bytes, state.optimizer_bytes)
@@ -102,11 +103,11 @@ def _lines(name: str, device: str, used: int | None, asked: int, held: DeviceMem
     rows = [[f"  {part}", size_text(parts[part]), "the most" if part == order[0] else ""] for part in order]
     if used is None:
         rows.append(["  activations and buffers", "not known", ""])
-    yield from (line.rstrip() for line in table_lines(rows, "<><"))
+    yield from table_lines(rows, "<><")
     if savings:
         yield "What would take less on each device:"
         rows = [[f"  {one.setting}", f"about {size_text(one.bytes)} less", one.remark] for one in savings]
-        yield from (line.rstrip() for line in table_lines(rows, "<><"))
+        yield from table_lines(rows, "<><")
     yield "`tfdist.plan(build, ...)` says of every way to spread the model, before it runs, whether it fits."
 
 
@@ -190,10 +191,6 @@ def _half_of_batch(saved: float, sums: float) -> Saving:
 
 def _higher_stage(stage: int, now: int, saved: float) -> Saving:
     return Saving(f"zero_stage={stage}", saved, f"instead of {now}" + ("; more is sent" if stage == 3 else ""))
-
-
-def _bytes_of(report: MemoryReport) -> Callable[[int], int]:
-    return lambda rank: report.devices[rank].total_bytes
 
 
 def _most_in_use(device: str) -> int | None:

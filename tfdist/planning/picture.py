@@ -18,19 +18,8 @@ _COLOURS = {
 _INCHES_PER_PLAN = 0.42
 
 
-def draw(plans: Sequence[Estimated], limit: float, path: str | os.PathLike[str], *, title: str = "") -> None:
-    """Draws a bar for each plan and writes the picture to a file.
-
-    Args:
-        plans: the plans, from top to bottom.
-        limit: bytes that a device has.
-        path: the file; its suffix says in which format.
-        title: a line above the picture.
-
-    Raises:
-        ValueError: matplotlib does not know the suffix.
-        ImportError: matplotlib is not installed.
-    """
+def draw(plans: Sequence[Estimated], limit: float, path: str | os.PathLike[str], *, title: str) -> None:
+    """Draws a bar for each plan, from top to bottom, and what a device has, and writes the picture to a file: `Plans.draw`."""
     # A figure of its own, not one of pyplot's: those belong to the user's program and its windows.
     figure = matplotlib_figure().Figure(figsize=(9.0, 1.6 + _INCHES_PER_PLAN * len(plans)), layout="constrained")
     axes = figure.add_subplot()

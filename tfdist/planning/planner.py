@@ -121,7 +121,7 @@ def plan(
         zero_stages=zero_stages,
         tensor_sizes=estimates.tensor_sizes(devices // hosts),
         pipeline_sizes=estimates.pipeline_sizes(devices),
-        recompute=bool(estimates.blocks),
+        recompute=traced.block_pattern is not None,
         sharding_group_sizes=(devices // hosts,) if hosts > 1 else (),
         gradient_compressions=gradient_compressions,
         parameter_compressions=parameter_compressions,
@@ -135,7 +135,7 @@ def plan(
         run = functools.partial(dry_run_of, Job(build, traced, batch_size, optimizer, hosts, kind))
         found = with_best_confirmed(found, run, tell)
     return Plans(
-        model=traced.name,
+        model=traced.model.name,
         parameters=traced.parameters,
         devices=devices,
         hosts=hosts,
@@ -144,7 +144,7 @@ def plan(
         optimizer=traced.optimizer,
         candidates=found,
         hardware=known,
-        blocks=estimates.blocks,
+        blocks=traced.block_pattern or "",
         assumed=(*traced.assumed, *estimates.assumed),
         is_lower_bound=traced.is_lower_bound,
         training=_training(estimates, found, tokens, flops),

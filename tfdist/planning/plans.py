@@ -14,8 +14,6 @@ from tfdist.planning.scaling import Training, count_text
 from tfdist.planning.search import Estimated
 from tfdist.tensor_plans.tables import size_text, table_lines
 
-_PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plans:
@@ -97,13 +95,7 @@ class Plans:
         """Returns what JSON can carry."""
         return {
             "format": 1,
-            "model": self.model,
-            "parameters": self.parameters,
-            "devices": self.devices,
-            "hosts": self.hosts,
-            "memory_per_device": self.memory_per_device,
-            "batch_size": self.batch_size,
-            "optimizer": self.optimizer,
+            **{name: getattr(self, name) for name in _TOLD},
             "best": self._json(self.fitting[0]) if self.fitting else None,
             "is_lower_bound": self.is_lower_bound,
             "candidates": [self._json(one) for one in self.candidates],
@@ -146,12 +138,12 @@ class Plans:
 
     def _table(self) -> list[str]:
         measured = "" if self.hardware.measured else " *"
-        rows = [["plan", *_PARTS, "together", f"step{measured}", "fits"]]
+        rows = [["plan", *_ADVICE, "together", f"step{measured}", "fits"]]
         for one in self._shown():
             parts = one.memory.parts()
             step = f"{_duration(one.time.together)}{measured}" if one.time is not None else ""
             least = ">= " if self.is_lower_bound else ""
-            sizes = [(least if name == "activations" else "") + size_text(parts[name]) for name in _PARTS]
+            sizes = [(least if name == "activations" else "") + size_text(parts[name]) for name in _ADVICE]
             rows.append([one.candidate.name(), *sizes, least + size_text(one.memory.together), step, self._verdict(one)])
         header, *lines = table_lines(rows, "<>>>>>>><")
         left = len(self.candidates) - len(self._shown())
@@ -206,6 +198,7 @@ class Plans:
         return [*self.assumed, *told]
 
 
+_TOLD = ("model", "parameters", "devices", "hosts", "memory_per_device", "batch_size", "optimizer")
 _SMALL = 1e5  # bytes: who has so little means gigabytes
 _ADVICE = {
     "parameters": "more devices, or an optimizer with less state, help.",

@@ -101,7 +101,7 @@ def trace_rank(job: Job, candidate: Candidate, pipe: int = 0) -> RankTrace:
 
 def _data(traced: TracedModel, rows: int) -> tuple[Any, Any]:
     """Returns the specs of one replica's inputs and targets."""
-    trace = traced.first_trace
+    trace = traced.traces[0]
 
     def of_rows(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
         is_batch = spec is not None and spec.shape.rank and spec.shape[0] == trace.batch_size

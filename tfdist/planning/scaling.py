@@ -54,12 +54,6 @@ def _time_text(days: float) -> str:
     return f"{days:,.1f} days" if days >= 1 else f"{24 * days:,.2g} hours"
 
 
-def days(flops: float, flops_per_second: float) -> float:
-    """Returns how many days so many operations take. Raises ValueError when a number is not positive."""
-    _check_positive(flops=flops, flops_per_second=flops_per_second)
-    return flops / flops_per_second / _SECONDS_PER_DAY
-
-
 @dataclasses.dataclass(frozen=True)
 class Training:
     """A training from beginning to end. Prints as a few lines.
@@ -120,7 +114,10 @@ def training(
     elif tokens is None:
         tokens = optimal_tokens(parameters)
     total = training_flops(parameters, tokens, attention_flops_per_token=attention_flops_per_token)
-    return Training(parameters, tokens, total, None if flops_per_second is None else days(total, flops_per_second))
+    if flops_per_second is None:
+        return Training(parameters, tokens, total)
+    _check_positive(flops_per_second=flops_per_second)
+    return Training(parameters, tokens, total, total / flops_per_second / _SECONDS_PER_DAY)
 
 
 def count_text(count: float) -> str:

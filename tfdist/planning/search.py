@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -94,14 +95,9 @@ class Choices:
 
         With one replica all stages are one, and stand as 0.
         """
-        for tensor in self.tensor_sizes:
-            for pipeline in self.pipeline_sizes:
-                ranks = tensor * pipeline
-                if self.devices % ranks:
-                    continue
-                data = self.devices // ranks
-                if self.batch_size % data:
-                    continue
+        for tensor, pipeline in itertools.product(self.tensor_sizes, self.pipeline_sizes):
+            data, left = divmod(self.devices, tensor * pipeline)
+            if left == 0 and self.batch_size % data == 0:
                 for cut in self._cuts(pipeline, self.batch_size // data):
                     yield from self._sharded(data, tensor, pipeline, cut)
 
@@ -118,33 +114,25 @@ class Choices:
 
     def _sharded(self, data: int, tensor: int, pipeline: int, cut: tuple[str | None, int, int]) -> Iterator[Candidate]:
         schedule, microbatches, stages = cut
+        again = (False, True) if self.recompute else (False,)
+        gradients = self.gradient_compressions if data > 1 else (None,)
         for zero_stage in self.zero_stages if data > 1 else self.zero_stages[:1]:
             groups = [size for size in self.sharding_group_sizes if 1 < size < data and data % size == 0] if zero_stage else []
-            for recompute in (False, True) if self.recompute else (False,):
-                for group in (None, *groups):
-                    for gradients, parameters in self._compressions(zero_stage, data):
-                        yield Candidate(
-                            zero_stage=zero_stage,
-                            data=data,
-                            tensor=tensor,
-                            pipeline=pipeline,
-                            schedule=schedule,
-                            microbatches=microbatches,
-                            recompute=recompute,
-                            sharding_group_size=group,
-                            gradient_compression=gradients,
-                            parameter_compression=parameters,
-                            stages_per_rank=stages,
-                        )
-
-    def _compressions(self, zero_stage: int, data: int) -> Iterator[tuple[str | None, str | None]]:
-        """Yields how gradients and parameters travel."""
-        if data == 1:
-            yield None, None
-            return
-        for gradients in self.gradient_compressions:
-            for parameters in self.parameter_compressions if zero_stage == 3 else (None,):
-                yield gradients, parameters
+            parameters = self.parameter_compressions if data > 1 and zero_stage == 3 else (None,)
+            for recompute, group, gradient, parameter in itertools.product(again, (None, *groups), gradients, parameters):
+                yield Candidate(
+                    zero_stage=zero_stage,
+                    data=data,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    schedule=schedule,
+                    microbatches=microbatches,
+                    recompute=recompute,
+                    sharding_group_size=group,
+                    gradient_compression=gradient,
+                    parameter_compression=parameter,
+                    stages_per_rank=stages,
+                )
 
 
 def search(
@@ -153,13 +141,7 @@ def search(
     memory_of: Callable[[Candidate], DeviceMemory],
     time_of: Callable[[Candidate], StepTime],
 ) -> list[Estimated]:
-    """Returns all candidates: those that fit, the fastest first, then the others, that first which lacks least.
-
-    Args:
-        choices: what is enumerated.
-        limit: bytes that a device has.
-        memory_of: what the fullest device holds.
-        time_of: what a step takes; asked for what fits only.
+    """Returns all candidates in the order of `ranked`; `time_of` is asked for those that fit in `limit` bytes of a device.
 
     Raises:
         ValueError: no sizes divide both devices and batch.

@@ -18,14 +18,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfdist.compression import Compressor, compressor_of
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.gathers import Gather, gathers_of
-from tfdist.planning.parts import Part, parts_of
+from tfdist.planning.parts import Part, parts_at
 from tfdist.planning.traced_model import TracedModel
 from tfdist.sharding import ShardingConfig, travels_exactly
 
@@ -60,30 +59,35 @@ def sent_of(
 def _over_data(traced: TracedModel, candidate: Candidate, pipe: int, config: ShardingConfig) -> float:
     size = candidate.shards
     part = (size - 1) / size
-    parts = [one for one in parts_of(traced, candidate) if pipe in one.owners]
-    trained = [one for one in parts if one.weight.trainable]
+    parts = parts_at(traced, candidate, pipe).parts
+    trained = reduced = [one for one in parts if one.weight.trainable]
     compressor = compressor_of("gradient_compression", candidate.gradient_compression)
     rounding = compressor_of("parameter_compression", candidate.parameter_compression)
     gradients = compressor if candidate.data == size else None  # of several groups what these send each other is compressed
-    reduced = _reduced(traced, candidate, trained, config) if candidate.zero_stage == 3 else trained
+    gathered = {one.weight.path: _bytes(one, rounding, size) for one in parts if one.weight.is_parameter}
+    whole = sum(gathered.values())
+    if candidate.zero_stage == 3 and candidate.pipeline == 1:
+        gathers = _gathers(traced, candidate.tensor, config.group_bytes, config.prefetch, candidate.recompute)
+        whole = sum(gathered[path] for one in gathers for path in (*one.paths, *one.again))
+        reads = collections.Counter(path for one in gathers for path in one.reduced)  # as often its gradient is reduced
+        reduced = [one for one in trained for _ in range(max(reads[one.weight.path], 1))]
     padded = sum(_bytes(one, gradients, size) for one in reduced)
-    exact = sum(one.shard * one.itemsize * size for one in trained)
+    exact = sum(one.stored(True) * size for one in trained)
     if candidate.zero_stage == 3:
-        sent = padded * part + _gathered(traced, candidate, parts, config) * part
+        sent = padded * part + whole * part
     elif candidate.zero_stage == 0:
-        whole = sum(one.local * one.itemsize for one in trained)
-        sent = 2 * (whole if gradients is None else padded) * part
+        sent = 2 * (sum(one.bytes for one in trained) if gradients is None else padded) * part
     else:
         sent = (padded + sum(_bytes(one, rounding, size) for one in trained)) * part
     if not traced.is_elementwise and candidate.zero_stage:  # shards are gathered again, and owners send what they have updated
         sent += exact * part * (1 if candidate.zero_stage == 3 else 0) + exact / size
-    return sent + _between_groups(reduced, compressor, candidate.data // size) + _small(traced, candidate, candidate.data, pipe)
+    return sent + _between_groups(reduced, compressor, candidate.data // size) + _small(traced, candidate, parts)
 
 
 def _between_groups(trained: Sequence[Part], compressor: Compressor | None, groups: int) -> float:
     """Returns the bytes of the all-reduce of a rank's shards over the sharding groups."""
     pieces = [dataclasses.replace(one, shard=-(-one.shard // groups)) for one in trained]
-    whole = sum(one.shard * one.itemsize for one in trained)
+    whole = sum(one.stored(True) for one in trained)
     padded = whole if compressor is None else sum(_bytes(one, compressor, groups) for one in pieces)
     return 2 * padded * (groups - 1) / groups
 
@@ -91,43 +95,23 @@ def _between_groups(trained: Sequence[Part], compressor: Compressor | None, grou
 def _bytes(part: Part, compressor: Compressor | None, size: int) -> int:
     """Returns the bytes of the rows for all ranks in which a weight or its gradient travels."""
     if compressor is None or travels_exactly(part.weight.shape):
-        return part.shard * part.itemsize * size
+        return part.stored(True) * size
     return compressor.bytes_of(part.shard) * size
-
-
-def _gathered(traced: TracedModel, candidate: Candidate, parts: Sequence[Part], config: ShardingConfig) -> int:
-    """Returns the bytes, of all ranks' shards together, of the gathers of a step of stage 3."""
-    compressor = compressor_of("parameter_compression", candidate.parameter_compression)
-    size = candidate.shards
-    sizes = {part.weight.path: _bytes(part, compressor, size) for part in parts if part.is_parameter}
-    if candidate.pipeline > 1:
-        return sum(sizes.values())
-    gathers = _gathers(traced, candidate.tensor, config.group_bytes, config.prefetch, candidate.recompute)
-    return sum(sizes[path] for one in gathers for path in (*one.paths, *one.again))
-
-
-def _reduced(traced: TracedModel, candidate: Candidate, trained: Sequence[Part], config: ShardingConfig) -> list[Part]:
-    """Returns the weights whose gradients are reduced at stage 3, one that is read in several gathers as often."""
-    if candidate.pipeline > 1:
-        return list(trained)
-    gathers = _gathers(traced, candidate.tensor, config.group_bytes, config.prefetch, candidate.recompute)
-    reads = collections.Counter(path for one in gathers for path in one.reduced)
-    return [part for part in trained for _ in range(max(reads[part.weight.path], 1))]
 
 
 @functools.lru_cache(maxsize=64)
 def _gathers(traced: TracedModel, tensor: int, group_bytes: int, prefetch: int, recompute: bool) -> list[Gather]:
-    parts = parts_of(traced, Candidate(tensor=tensor))
-    local = {part.weight.path: part.local * part.itemsize for part in parts if part.is_parameter}
+    parts = parts_at(traced, Candidate(tensor=tensor), 0).parts
+    local = {part.weight.path: part.bytes for part in parts if part.weight.is_parameter}
     made_anew = tuple(traced.layouts.axes(tensor)) if tensor > 1 else ()
     recomputed = traced.recomputed_calls if recompute else ()
-    return gathers_of(traced.model, traced.first_trace, local, group_bytes, prefetch, made_anew, recomputed)
+    return gathers_of(traced.model, traced.traces[0], local, group_bytes, prefetch, made_anew, recomputed)
 
 
-def _small(traced: TracedModel, candidate: Candidate, size: int, pipe: int) -> float:
+def _small(traced: TracedModel, candidate: Candidate, parts: Sequence[Part]) -> float:
     """Returns the bytes of sums over the replicas besides gradients: how many rows each has, and running statistics."""
-    part = 2 * (size - 1) / size
-    statistics = [one for one in parts_of(traced, candidate) if one.weight.path in traced.statistics and pipe in one.owners]
+    part = 2 * (candidate.data - 1) / candidate.data
+    statistics = [one for one in parts if one.weight.path in traced.statistics]
     sent = part * _FLOAT * (sum(one.local for one in statistics) + len(statistics))
     if candidate.pipeline > 1:
         return sent + part * (_DOUBLE * candidate.microbatches + _FLOAT)
@@ -139,12 +123,9 @@ def _over_pipe(traced: TracedModel, candidate: Candidate, rows: int, pipe: int) 
     staged = traced.layouts.staged(candidate.stages)
     sent = 0.0
     for stage in staged.stages[:-1]:
-        passing = sum(_example_bytes(x) for x in stage.stage_outputs) * rows
+        sizes = [math.prod(size or 1 for size in x.shape[1:]) * tf.as_dtype(x.dtype).size for x in stage.stage_outputs]
+        passing = sum(sizes) * rows
         here, there = stage.index % candidate.pipeline, (stage.index + 1) % candidate.pipeline
         if here != there:
             sent += passing * (here == pipe) + passing * (there == pipe)
     return sent + _FLOAT * 2 * (candidate.pipeline - 1) / candidate.pipeline
-
-
-def _example_bytes(tensor: Any) -> int:
-    return math.prod(size or 1 for size in tensor.shape[1:]) * tf.as_dtype(tensor.dtype).size

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tfdist.collectives import assign_buckets
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.layouts import held_at_most
 from tfdist.planning.parts import Part, RankParts, parts_at
@@ -38,21 +37,20 @@ def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe
     profile = traced.profile(microbatch, candidate.tensor, runs)
     if candidate.pipeline > 1:
         return _of_stages(traced, candidate, profile, pipe)
-    trained = parts_at(traced, candidate, pipe).trained
     live = _recomputed(traced, profile) if candidate.recompute else profile.activations
     buffers = np.zeros(len(live), np.int64)
     if candidate.data > 1:
         sent = _gathered if candidate.zero_stage == 3 else _messages
         buffers = sent(traced, profile, candidate.tensor)
-    together = live + _gradients(traced, candidate, profile, trained) + buffers
+    together = live + _gradients(traced, candidate, profile) + buffers
     fullest = int(np.argmax(together))
     return StepMemory(int(together[fullest]), int(buffers[fullest]))
 
 
-def _gradients(traced: TracedModel, candidate: Candidate, profile: StepProfile, trained: Mapping[int, Part]) -> np.ndarray:
+def _gradients(traced: TracedModel, candidate: Candidate, profile: StepProfile) -> np.ndarray:
     """Returns the bytes of gradients during each operation: whole, or of shards that have been reduced."""
     is_sharded = isinstance(placements_of(candidate.zero_stage).gradient, Shard)
-    sizes = {place: (x.shard if is_sharded else x.local) * x.itemsize for place, x in trained.items()}
+    sizes = {place: part.stored(is_sharded) for place, part in parts_at(traced, candidate, 0).trained.items()}
     if candidate.zero_stage < 3 or candidate.data == 1 or not traced.updates_each_alone:
         return _made(profile, sizes)
     return _made(profile, sizes) - _updated(traced, candidate, profile, sizes)
@@ -64,13 +62,11 @@ def _updated(traced: TracedModel, candidate: Candidate, profile: StepProfile, si
     A shard is there until it has been reduced, and then updates its weights: by the time at which the gradients of the second
     group after it are made, which wait for it.
     """
-    rank = parts_at(traced, candidate, 0)
-    paths = {part.weight.path: place for place, part in rank.trained.items()}
-    groups = _groups(traced, rank)
+    groups = _groups(traced, parts_at(traced, candidate, 0))
     gone = np.zeros(len(profile.activations) + 2, np.int64)
     for group, later in zip(groups[2:], groups, strict=False):
         end = _window(profile, later.calls)[3]
-        for place in (paths[path] for path in group.paths if path in paths and profile.gradients[paths[path]] >= 0):
+        for place in (part.place for part in group.parts if part.place is not None and profile.gradients[part.place] >= 0):
             gone[max(end, int(profile.gradients[place])) + 1] += sizes[place]
     return np.cumsum(gone)[: len(profile.activations)]
 
@@ -99,20 +95,10 @@ def _messages(traced: TracedModel, profile: StepProfile, tensor: int) -> np.ndar
     """Returns the bytes, during each operation, of the message in which gradients are summed over the replicas: packed, and what
     arrives. The first leaves when all its gradients are there."""
     most = np.zeros(len(profile.activations), np.int64)
-    trained = parts_at(traced, Candidate(tensor=tensor), 0).trained
-    for bucket in _buckets(tuple((place, part.bytes) for place, part in trained.items())):
-        ready = max(0, *(int(profile.gradients[place]) for place in bucket))
-        message = 2 * sum(trained[place].bytes for place in bucket)
-        most[ready:] = np.maximum(most[ready:], message)
+    for bucket in parts_at(traced, Candidate(tensor=tensor), 0).buckets:
+        ready = max(0, *(int(profile.gradients[part.place]) for part in bucket))
+        most[ready:] = np.maximum(most[ready:], 2 * sum(part.bytes for part in bucket))
     return most
-
-
-@functools.lru_cache(maxsize=1024)
-def _buckets(sizes: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns the places of the gradients of each message, the last ones first."""
-    last_first = sizes[::-1]
-    buckets = assign_buckets([size for _, size in last_first], _DEFAULTS.bucket_bytes)
-    return tuple(tuple(last_first[number][0] for number in bucket) for bucket in buckets)
 
 
 @functools.lru_cache(maxsize=64)
@@ -151,30 +137,30 @@ def _window(profile: StepProfile, calls: Sequence[int]) -> tuple[int, int, int, 
 
 @dataclasses.dataclass
 class _Group:
-    """Layers that are gathered together: the places of their calls, the paths of their weights, and their bytes."""
+    """Layers that are gathered together: the places of their calls, their weights, and their bytes."""
 
-    calls: list[int]
-    paths: list[str]
-    size: int
+    calls: list[int] = dataclasses.field(default_factory=list)
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    size: int = 0
 
 
 def _groups(traced: TracedModel, rank: RankParts) -> list[_Group]:
     """Returns what is gathered at once: a layer, or small ones that follow each other."""
-    by_path = {part.weight.path: part for part in rank.parts}
+    by_path = rank.by_path
     groups: list[_Group] = []
     seen: set[str] = set()
     for place, call in enumerate(traced.calls):
-        for layer in layers_within(call.layer) if call.layer is not None else ():
+        for layer in layers_within(call.layer):
             own = [by_path[v.path] for v in layer._trainable_variables if v.path in by_path and v.path not in seen]
             seen.update(part.weight.path for part in own)
-            size = sum(part.bytes for part in own if part.is_parameter)
-            paths = [part.weight.path for part in own]
-            if size and groups and groups[-1].size + size <= _DEFAULTS.group_bytes:
-                groups[-1].size += size
-                groups[-1].calls.append(place)
-                groups[-1].paths += paths
-            elif size:
-                groups.append(_Group([place], paths, size))
+            size = sum(part.bytes for part in own if part.weight.is_parameter)
+            if not size:
+                continue
+            if not groups or groups[-1].size + size > _DEFAULTS.group_bytes:
+                groups.append(_Group())
+            groups[-1].calls.append(place)
+            groups[-1].parts += own
+            groups[-1].size += size
     return groups
 
 
@@ -183,7 +169,7 @@ def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, 
     that are not added up yet, and their sums, which are whole until the last microbatch is through."""
     calls = traced.calls_of_stages(candidate.stages)
     rank = parts_at(traced, candidate, pipe)
-    gradients = sum(rank.gradient_sizes)
+    gradients = rank.gradient_bytes
     kept, peaks, passing = [], [], 0
     for stage in range(pipe, candidate.stages, candidate.pipeline):
         most, whole = _of_calls(traced, profile, candidate.tensor, tuple(calls[stage]))
@@ -198,8 +184,7 @@ def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, 
     during = passing + (rank.parameter_bytes if candidate.zero_stage == 3 and candidate.data > 1 else 0)
     after = 0  # the sums travel when the last microbatch is through
     if candidate.data > 1 and candidate.zero_stage < 3:
-        buckets = _buckets(tuple((place, part.bytes) for place, part in rank.trained.items()))
-        after = max((2 * sum(rank.trained[place].bytes for place in bucket) for bucket in buckets), default=0)
+        after = max((2 * sum(part.bytes for part in bucket) for bucket in rank.buckets), default=0)
     if activations + during >= after:
         return StepMemory(activations + gradients + during, during)
     return StepMemory(gradients + after, after)
@@ -213,12 +198,12 @@ def _of_calls(traced: TracedModel, profile: StepProfile, tensor: int, calls: tup
     """
     if not calls:
         return 0, 0
-    trained = parts_at(traced, Candidate(tensor=tensor), 0).trained
-    by_path = {part.weight.path: place for place, part in trained.items() if profile.gradients[place] >= 0}
+    by_path = dict(parts_at(traced, Candidate(tensor=tensor), 0).by_path)
     made: list[tuple[int, dict[int, int]]] = []  # of each layer, when the last of its gradients is made, and their bytes
     for layer in (traced.calls[place].layer for place in calls):
         paths = [variable.path for variable in layer.trainable_variables] if layer is not None else []
-        sizes = {place: trained[place].bytes for path in paths if (place := by_path.pop(path, None)) is not None}
+        own = [by_path.pop(path) for path in paths if path in by_path]
+        sizes = {x.place: x.bytes for x in own if x.place is not None and profile.gradients[x.place] >= 0}
         made += [(int(profile.gradients[list(sizes)].max()), sizes)] if sizes else []
     gradients = np.zeros(len(profile.activations), np.int64)
     made.sort(key=lambda one: one[0])

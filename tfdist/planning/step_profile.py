@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tfdist.planning.equal_layers import LayerCall
 from tfdist.planning.lifetimes import Buffers, Sweep
 from tfdist.planning.step_trace import StepTrace
 
@@ -41,14 +40,7 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
     """Returns the profile of a step.
 
     Calls that were passed over hold what the equal call before them holds that was traced, from their place in forward to their
-    place in backward, and make its gradients there.
-
-    Args:
-        trace: the trace.
-        sweep: what was swept.
-        buffers: the buffers of one run of it.
-        paths: the paths of the trainable weights.
-        batch_size: the examples that it is of.
+    place in backward, and make its gradients there. `paths` are those of the trainable weights.
     """
     calls, steps = trace.calls, len(buffers.steps)
     step_of = {place: step for step, place in enumerate(buffers.steps)}
@@ -62,9 +54,9 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
     # What gradients need of forward's tensors alone is computed in forward, too.
     is_kept = ~is_backward[buffers.makers] & ~is_gradient & (buffers.deaths >= backward)
     is_for_later = is_kept & ~_is_read_by_own(sweep, buffers, owners, is_backward)
-    kept, for_later = np.zeros(len(calls), np.int64), np.zeros(len(calls), np.int64)
-    for one, chosen in ((kept, is_kept), (for_later, is_for_later)):
-        np.add.at(one, owner[chosen], buffers.sizes[chosen])
+    kept, for_later = (
+        np.bincount(owner[chosen], buffers.sizes[chosen], len(calls)).astype(np.int64) for chosen in (is_kept, is_for_later)
+    )
     of_calls = np.stack([buffers.live((owner == place) & ~is_gradient) for place in range(len(calls))])
     windows = _windows(trace, buffers, owners, is_backward)
     born = np.full(len(paths), -1, np.int64)
@@ -75,7 +67,7 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
     for place, call in enumerate(calls):
         if call.stands_for is None or call.layer is None:
             continue
-        source = next(number for number, other in enumerate(calls) if other is call.stands_for)
+        source = calls.index(call.stands_for)
         kept[place], for_later[place] = kept[source], for_later[source]
         first = step_of.get(number_of[call.passed], 0)
         last = step_of.get(number_of[call.backward], steps - 1) if call.backward else first
@@ -86,11 +78,6 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
     return StepProfile(batch_size, of_calls.sum(axis=0), born, backward, of_calls, windows, kept, for_later)
 
 
-def end_of(calls: Sequence[LayerCall], place: int, forward: int) -> int:
-    """Returns the number of the operation with which what follows a call ends: the next call begins there."""
-    return calls[place + 1].start if place + 1 < len(calls) else forward
-
-
 def owners_of(trace: StepTrace) -> np.ndarray:
     """Returns for each operation of the graph the place of the call that it belongs to.
 
@@ -99,11 +86,12 @@ def owners_of(trace: StepTrace) -> np.ndarray:
     ops = trace.graph.get_operations()
     owners = np.zeros(len(ops), np.int64)
     for place, call in enumerate(trace.calls):
-        owners[call.start : end_of(trace.calls, place, trace.forward)] = place
+        owners[call.start :] = place
     scopes = _owners_of_scopes({one.name: int(owners[number]) for number, one in enumerate(ops[: trace.forward])})
     current = len(trace.calls) - 1
     for number in range(trace.forward, len(ops)):
-        current = _owner_by_name(ops[number].name, scopes, current)
+        found = of_name(ops[number].name, scopes)
+        current = current if found is None else found
         owners[number] = current
     return owners
 
@@ -117,10 +105,12 @@ def _owners_of_scopes(owners: Mapping[str, int]) -> dict[str, int]:
     return {name: next(iter(found)) for name, found in of_scopes.items() if len(found) == 1} | dict(owners)
 
 
-def _owner_by_name(name: str, scopes: dict[str, int], otherwise: int) -> int:
+def of_name(name: str, known: Mapping[str, int]) -> int | None:
+    """Returns what is known of the operation of forward that one of backward is named after, else of the innermost scope; None:
+    nothing."""
     parts = name.removeprefix("gradient_tape/").split("/")
     prefixes = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((scopes[prefix] for prefix in prefixes if prefix in scopes), otherwise)
+    return next((known[prefix] for prefix in prefixes if prefix in known), None)
 
 
 def _is_backward(trace: StepTrace, sweep: Sweep, owners: np.ndarray) -> np.ndarray:
@@ -153,9 +143,7 @@ def _is_read_by_own(sweep: Sweep, buffers: Buffers, owners: np.ndarray, is_backw
 
 def _windows(trace: StepTrace, buffers: Buffers, owners: np.ndarray, is_backward: np.ndarray) -> np.ndarray:
     steps = len(buffers.steps)
-    windows = np.zeros((len(trace.calls), 4), np.int64)
-    windows[:, (0, 2)] = steps
-    windows[:, (1, 3)] = -1
+    windows = np.tile(np.array([steps, -1, steps, -1], np.int64), (len(trace.calls), 1))
     for step, place in enumerate(buffers.steps):
         if place >= trace.forward and not is_backward[place]:
             continue

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 from tfdist.pipeline.schedules.actions import Phase
 from tfdist.pipeline.schedules.simulation import simulate
@@ -83,17 +82,10 @@ class Step:
 
 
 def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_host: int) -> StepTime:
-    """Returns how long a step takes. Sums up what the module's docstring says.
-
-    Args:
-        step: what a replica computes and sends.
-        candidate: how it is spread.
-        hardware: devices and links.
-        devices_per_host: how many devices of one host take part.
-    """
-    links = _Links(candidate, hardware, devices_per_host)
+    """Returns how long a step takes that is spread over so many devices of each host, as the module's docstring says."""
+    links = _Links(step, candidate, hardware, devices_per_host)
     forward, backward = step.forward, step.backward + step.recomputed * step.forward
-    computed, bubble, border = _pipelined(step, candidate, hardware, links, forward, backward)
+    computed, bubble, border = _pipelined(links, forward, backward)
     # The gradients of each microbatch but the first are added to the sum: both are read, and it is written.
     computed += 3 * step.parameter_bytes * (candidate.microbatches - 1) / hardware.bytes_per_second
     # Messages are packed, and what arrives is unpacked: each is read and written.
@@ -104,10 +96,10 @@ def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_
     compressing = (
         _COMPRESSION_PASSES * step.parameter_bytes / hardware.bytes_per_second if candidate.gradient_compression else 0.0
     )
-    reduce, gather = links.reduce(step), links.gather(step)
+    reduce, gather = links.reduce(), links.gather()
     update = step.parameters / (candidate.shards if candidate.zero_stage else 1) * hardware.update_seconds
     beside_forward, beside_backward, behind = {
-        0: (0.0, links.all_reduce(step), 0.0),
+        0: (0.0, reduce, 0.0),
         1: (0.0, reduce, gather),
         2: (0.0, reduce + gather, 0.0),
         3: (gather, gather * gathers_again + reduce, 0.0),
@@ -115,7 +107,7 @@ def step_time(step: Step, candidate: Candidate, hardware: Hardware, devices_per_
     parts = ((computed * (1 - part), beside_forward), (computed * part + compressing + packing, beside_backward))
     passed = sum(_beside(compute, messages, hardware.overlap) for compute, messages in parts)
     share = step.stage_share * candidate.stages_per_rank
-    exposed = behind + links.tensor(step, candidate.microbatches) * share
+    exposed = behind + links.tensor(candidate.microbatches) * share
     communication = beside_forward + beside_backward + exposed + border
     compute = computed + compressing + packing + update
     together = passed + exposed + update + bubble + hardware.step_seconds
@@ -128,15 +120,14 @@ def _beside(compute: float, messages: float, overlap: float) -> float:
     return max(compute, messages) + min(overlap - 1, 1.0) * min(compute, messages)
 
 
-def _pipelined(
-    step: Step, candidate: Candidate, hardware: Hardware, links: _Links, forward: float, backward: float
-) -> tuple[float, float, float]:
+def _pipelined(links: _Links, forward: float, backward: float) -> tuple[float, float, float]:
     """Returns what the slowest device computes of all microbatches, what it waits, and its messages to the next stage."""
+    step, candidate, hardware = links.step, links.candidate, links.hardware
     count = candidate.microbatches
     if candidate.pipeline == 1 or candidate.schedule is None:
         return (forward + backward) * count, 0.0, 0.0
     stage_forward, stage_backward = forward * step.stage_share, backward * step.stage_share
-    between = links.tensor(step, 1) * step.stage_share  # what tensor ranks of a stage send each other
+    between = links.tensor(1) * step.stage_share  # what tensor ranks of a stage send each other
     busy = (stage_forward + stage_backward) * count * candidate.stages_per_rank
     start, message = links.message(0.0), links.message(step.border_bytes)
     alone = 1 / hardware.sharing
@@ -165,36 +156,34 @@ def _simulated(
         Phase.BACKWARD_INPUT: max(backward / 2, 1e-12),
         Phase.BACKWARD_WEIGHT: max(backward / 2, 1e-12),
     }
-    return simulate(schedule_of(schedule, ranks, microbatches, stages_per_rank), durations, message).total_time
+    return simulate(schedule_of(schedule, ranks * stages_per_rank, microbatches, stages_per_rank), durations, message).total_time
 
 
 @dataclasses.dataclass(frozen=True)
 class _Links:
-    """Which links the groups of a mesh use, and what messages over them take."""
+    """What the messages of a step take, over the links that the groups of a mesh use."""
 
+    step: Step
     candidate: Candidate
     hardware: Hardware
     devices_per_host: int
 
-    def all_reduce(self, step: Step) -> float:
-        return self._over_data(step, ("all_reduce",), self.candidate.data)
+    def reduce(self) -> float:
+        """The gradients: summed; or scattered over the shards, and among groups of them summed."""
+        candidate, size = self.candidate, self.step.parameter_bytes
+        ratio = COMPRESSED.get(candidate.gradient_compression, 1.0)
+        if candidate.zero_stage == 0:
+            return self._over_data("all_reduce", size * ratio, candidate.data, candidate.data)
+        groups = candidate.data // candidate.shards
+        among_groups = self._over_data("all_reduce", size / candidate.shards * ratio, groups, candidate.data)
+        return self._over_data("reduce_scatter", size * ratio, candidate.shards, candidate.shards) + among_groups
 
-    def reduce(self, step: Step) -> float:
-        """The gradients: scattered over the shards, and among groups of them summed."""
-        seconds = self._over_data(step, ("reduce_scatter",), self.candidate.shards)
-        groups = self.candidate.data // self.candidate.shards
-        if groups > 1:
-            size = step.parameter_bytes / self.candidate.shards * COMPRESSED.get(self.candidate.gradient_compression, 1.0)
-            seconds += self._several("all_reduce", size, step.messages, groups, self._span(self.candidate.data))
-        return seconds
-
-    def gather(self, step: Step) -> float:
+    def gather(self) -> float:
         """The parameters, once."""
-        ratio = COMPRESSED.get(self.candidate.parameter_compression, 1.0)
-        shards = self.candidate.shards
-        return self._several("all_gather", step.parameter_bytes * ratio, step.messages, shards, self._span(shards))
+        size = self.step.parameter_bytes * COMPRESSED.get(self.candidate.parameter_compression, 1.0)
+        return self._over_data("all_gather", size, self.candidate.shards, self.candidate.shards)
 
-    def tensor(self, step: Step, microbatches: int) -> float:
+    def tensor(self, microbatches: int) -> float:
         if self.candidate.tensor == 1:
             return 0.0
         link = self._link(self.candidate.tensor)
@@ -202,29 +191,23 @@ class _Links:
         start = known("all_reduce", 0.0, self.candidate.tensor, link)
         bytes_each = known("all_reduce", 1e6, self.candidate.tensor, link) - start
         factor = 2 * (self.candidate.tensor - 1) / self.candidate.tensor
-        once = step.tensor_messages * start + step.tensor_bytes / factor * bytes_each / 1e6
-        return once * (1 + step.recomputed / 2) * microbatches
+        once = self.step.tensor_messages * start + self.step.tensor_bytes / factor * bytes_each / 1e6
+        return once * (1 + self.step.recomputed / 2) * microbatches
 
     def message(self, size: float) -> float:
         """From one stage to the next."""
         return self.hardware.collective_seconds("send", size, 2, self._link(self.candidate.tensor * 2))
 
-    def _over_data(self, step: Step, names: Sequence[str], ranks: int) -> float:
-        ratio = COMPRESSED.get(self.candidate.gradient_compression, 1.0)
-        size = step.parameter_bytes * ratio
-        return sum(self._several(name, size, step.messages, ranks, self._span(ranks)) for name in names)
-
-    def _several(self, name: str, size: float, messages: int, ranks: int, span: int) -> float:
+    def _over_data(self, name: str, size: float, ranks: int, span: int) -> float:
+        """All messages of one kind together, among `ranks` of `span` data ranks; tensor and pipe ranks lie between them."""
         if ranks == 1 or size == 0:
             return 0.0
-        count = max(1, messages)
-        return count * self.hardware.collective_seconds(name, size / count, ranks, self._link(span))
-
-    def _span(self, ranks: int) -> int:
-        """Over how many neighbouring devices so many data ranks are spread: tensor and pipe ranks lie between them."""
-        return ranks * self.candidate.tensor * self.candidate.pipeline
+        count = max(1, self.step.messages)
+        link = self._link(span * self.candidate.tensor * self.candidate.pipeline)
+        return count * self.hardware.collective_seconds(name, size / count, ranks, link)
 
     def _link(self, span: int) -> str:
+        """Returns which link a group uses that is spread over `span` neighbouring devices."""
         if span > self.devices_per_host:
             return "between"
         return "staged" if self.candidate.pipeline > 1 else "within"

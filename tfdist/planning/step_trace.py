@@ -59,7 +59,7 @@ def trace_step(model: keras.Model, batch_size: int, sequence_length: int | None 
     """
     assumed: list[str] = []
     inputs = _inputs(model, batch_size, sequence_length)
-    noted: dict[str, Any] = {}
+    found: list[StepTrace] = []
 
     def step(x: Any) -> None:
         variables = [variable.value for variable in model.trainable_variables]
@@ -72,14 +72,25 @@ def trace_step(model: keras.Model, batch_size: int, sequence_length: int | None 
                 predicted = model(*args, training=True, **kwargs)
             loss, targets = _loss(model, args, predicted, assumed)
             loss = model.optimizer.scale_loss(loss) if getattr(model, "optimizer", None) is not None else loss
-        noted["calls"], noted["forward"] = calls, len(graph.get_operations())
-        noted["targets"] = tf.nest.map_structure(lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), targets)
+        forward = len(graph.get_operations())
         gradients = tape.gradient(loss, variables)
         dense = [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
-        noted["gradients"] = {one.name: place for place, one in enumerate(dense) if one is not None}
+        found.append(
+            StepTrace(
+                graph=graph,
+                batch_size=batch_size,
+                calls=calls,
+                inputs=sum(math.prod(spec.shape) * spec.dtype.size for spec in tf.nest.flatten(inputs)),
+                given=inputs,
+                targets=tf.nest.map_structure(lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), targets),
+                forward=forward,
+                gradients={one.name: place for place, one in enumerate(dense) if one is not None},
+                assumed=tuple(assumed),
+            )
+        )
 
     try:
-        traced = tf.function(step, autograph=False).get_concrete_function(inputs)
+        tf.function(step, autograph=False).get_concrete_function(inputs)
     except Exception as error:  # whatever a user's model raises
         raise errors.value_error(
             f"`build` returned a model that cannot be traced without data: {type(error).__name__}: {error}",
@@ -87,18 +98,7 @@ def trace_step(model: keras.Model, batch_size: int, sequence_length: int | None 
             model=model.name,
             batch_size=batch_size,
         ) from error
-    given = sum(math.prod(spec.shape) * spec.dtype.size for spec in tf.nest.flatten(inputs))
-    return StepTrace(
-        graph=traced.graph,
-        batch_size=batch_size,
-        calls=noted["calls"],
-        inputs=given,
-        given=inputs,
-        targets=noted["targets"],
-        forward=noted["forward"],
-        gradients=noted["gradients"],
-        assumed=tuple(assumed),
-    )
+    return found[-1]
 
 
 def _inputs(model: keras.Model, batch_size: int, sequence_length: int | None) -> Any:
@@ -116,21 +116,16 @@ def _inputs(model: keras.Model, batch_size: int, sequence_length: int | None) ->
         shapes = [tuple(x.shape) for x in known]
         fix = "Give `sequence_length`, or a model whose inputs have sizes."
         raise errors.value_error("A size of the model's inputs is not known.", inputs=shapes, fix=fix)
-    sizes = {size for _, size in calls if size}
+    structure, _ = calls[0]
+    stand_ins = {size for _, size in calls if size}
+    flat = iter(known)  # whose shapes say which axes are open
 
     def spec(symbol: Any) -> tf.TensorSpec:
-        open_sizes = [sequence_length if size in sizes and sequence_length else size for size in symbol.shape[1:]]
-        return tf.TensorSpec((batch_size, *open_sizes), symbol.dtype)
+        sizes = tuple(next(flat).shape)[1:] if known else [None if size in stand_ins else size for size in symbol.shape[1:]]
+        pairs = zip(sizes, symbol.shape[1:], strict=True)
+        filled = [(sequence_length or stand_in) if size is None else size for size, stand_in in pairs]
+        return tf.TensorSpec((batch_size, *filled), symbol.dtype)
 
-    structure, _ = calls[0]
-    if known:  # which axes are open is known of these
-        flat = iter(known)
-
-        def of_known(symbol: Any) -> tf.TensorSpec:
-            shape = tuple(next(flat).shape)[1:]
-            return tf.TensorSpec((batch_size, *(sequence_length if size is None else size for size in shape)), symbol.dtype)
-
-        return keras.tree.map_structure(of_known, structure)
     return keras.tree.map_structure(spec, structure)
 
 
@@ -149,11 +144,7 @@ def _loss(model: keras.Model, args: Sequence[Any], predicted: Any, assumed: list
 
 
 def _generic_target(output: tf.Tensor) -> tf.Tensor | None:
-    if not output.dtype.is_floating:
-        return None
-    if output.shape.rank > 1 and output.shape[-1] > 1:
-        return tf.compat.v1.placeholder(tf.int32, output.shape[:-1])
-    return tf.compat.v1.placeholder(output.dtype, output.shape)
+    return _target(output, output.shape.rank > 1 and output.shape[-1] > 1) if output.dtype.is_floating else None
 
 
 def _generic_loss(target: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
@@ -164,19 +155,21 @@ def _generic_loss(target: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
 
 def _targets(model: keras.Model, predicted: Any) -> Any:
     """Returns what stands for the targets: of the outputs' shapes, or of integers without the last axis for a sparse loss."""
-    given = model._compile_loss._user_loss  # noqa: SLF001  tests/planning/test_step_trace.py fails when it changes
+    given = model._compile_loss._user_loss  # noqa: SLF001  tests/planning/test_traced_model.py fails when it changes
     outputs = tf.nest.flatten(predicted)
     names = getattr(model, "output_names", None)
     of_each = [given.get(name) for name in names] if isinstance(given, dict) and names else tf.nest.flatten(given)
     of_each = of_each * len(outputs) if len(of_each) == 1 else of_each
-    made = [_target(output, loss) for output, loss in zip(outputs, of_each, strict=False)]
+    made = [None if loss is None else _target(output, _is_sparse(loss)) for output, loss in zip(outputs, of_each, strict=False)]
     return tf.nest.pack_sequence_as(predicted, made) if len(made) == len(outputs) else made
 
 
-def _target(output: tf.Tensor, loss: Any) -> tf.Tensor | None:
-    if loss is None:
-        return None
-    name = loss if isinstance(loss, str) else getattr(loss, "__name__", None) or type(loss).__name__
-    if "sparse" in name.lower() or "VocabParallel" in name:
+def _target(output: tf.Tensor, is_sparse: bool) -> tf.Tensor:
+    if is_sparse:
         return tf.compat.v1.placeholder(tf.int32, output.shape[:-1])
     return tf.compat.v1.placeholder(output.dtype, output.shape)
+
+
+def _is_sparse(loss: Any) -> bool:
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", None) or type(loss).__name__
+    return "sparse" in name.lower() or "VocabParallel" in name

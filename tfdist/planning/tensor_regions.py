@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import keras
 import numpy as np
 
 from tfdist.planning.lifetimes import Buffers, Sweep
+from tfdist.planning.step_profile import of_name
 from tfdist.planning.step_trace import StepTrace
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, is_attention
 from tfdist.tensor_plans.layer_shardings import LayerSharding
@@ -30,10 +32,9 @@ def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: 
     """
     divided = divided_operations(trace, sweep, shardings)
     sizes = np.where(divided[buffers.makers], -(-buffers.sizes // tensor), buffers.sizes)
-    gathering = {id(one.layer) for one in shardings if one.gather_output and not is_attention(one.layer)}
-    ranges = [(start, stop) for call in trace.calls for layer, start, stop in call.within if id(layer) in gathering]
+    gathering = [one.layer for one in shardings if one.gather_output and not is_attention(one.layer)]
     arriving = []
-    for start, stop in ranges:
+    for start, stop in _ranges(trace, gathering):
         own = np.flatnonzero((buffers.makers >= start) & (buffers.makers < stop))
         arriving += [own[np.argmax(sizes[own])]] if len(own) else []
     splits = _splits(buffers, trace, sweep, shardings)
@@ -53,8 +54,7 @@ def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: 
 
 def _splits(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> dict[int, tuple[int, int]]:
     """Returns, of each buffer that a row layer splits and nobody reads later, the step and the number of the layer's product."""
-    splitting = {id(one.layer) for one in shardings if one.role == ROW and not one.input_is_parallel}
-    ranges = [(start, stop) for call in trace.calls for layer, start, stop in call.within if id(layer) in splitting]
+    ranges = _ranges(trace, [one.layer for one in shardings if one.role == ROW and not one.input_is_parallel])
     names = {one.name: place for place, one in enumerate(sweep.ops[: trace.forward])} if ranges else {}
     step_of = {place: step for step, place in enumerate(buffers.steps)}
     found = {}
@@ -63,12 +63,18 @@ def _splits(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequenc
         given = max(read, key=lambda one: buffers.sizes[one] * (buffers.makers[one] < start), default=None)
         if given is None or not 0 <= buffers.makers[given] < start:
             continue
-        sources = {place: _forward_of(sweep.ops[place].name, names) for place in buffers.readers[given]}
+        sources = {place: of_name(sweep.ops[place].name, names) for place in buffers.readers[given]}
         product = max(place for place in sources if start <= place < stop)
         others = [place for place, source in sources.items() if source is None or not start <= source < stop]
         if all(step_of[place] <= step_of[product] for place in others):
             found[given] = (step_of[product], product)
     return found
+
+
+def _ranges(trace: StepTrace, layers: Sequence[keras.Layer]) -> list[tuple[int, int]]:
+    """Returns where calls of `layers` start and stop."""
+    known = {id(layer) for layer in layers}
+    return [(start, stop) for call in trace.calls for layer, start, stop in call.within if id(layer) in known]
 
 
 def divided_work(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> np.ndarray:
@@ -88,7 +94,7 @@ def divided_work(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerShardi
             scopes.setdefault("/".join(parts[:length]), place)
     products = np.zeros(len(sweep.ops), bool)
     for place, operation in enumerate(sweep.ops):
-        source = place if place < trace.forward else _forward_of(operation.name, scopes)
+        source = place if place < trace.forward else of_name(operation.name, scopes)
         if any(kind in operation.type for kind in _PRODUCTS):
             products[place] = source is not None and within[source]
         elif source is not None and place >= trace.forward:
@@ -104,7 +110,7 @@ def divided_operations(trace: StepTrace, sweep: Sweep, shardings: Sequence[Layer
     divided = np.isin(region, (_COLUMN, _LOCAL, _HEADS))
     names = {sweep.ops[place].name: place for place in range(trace.forward)}
     for place in range(trace.forward, len(sweep.ops)):
-        source = _forward_of(sweep.ops[place].name, names)
+        source = of_name(sweep.ops[place].name, names)
         if source is not None:
             is_product = any(kind in sweep.ops[place].type for kind in _PRODUCTS)
             divided[place] = region[source] in (_LOCAL, _HEADS) or region[source] == (_ROW if is_product else _COLUMN)
@@ -133,9 +139,3 @@ def _region(sharding: LayerSharding) -> int:
     if sharding.role == COLUMN:
         return _WHOLE if sharding.gather_output else _COLUMN
     return _ROW if sharding.role == ROW and sharding.input_is_parallel else _WHOLE
-
-
-def _forward_of(name: str, names: dict[str, int]) -> int | None:
-    parts = name.removeprefix("gradient_tape/").split("/")
-    prefixes = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((names[prefix] for prefix in prefixes if prefix in names), None)

@@ -38,9 +38,8 @@ def weightless(strategy: tf.distribute.Strategy | None = None) -> Iterator[None]
         if callable(initial):
             shape, dtype = _spec(initial, scratch)
             is_statistic = settings.get("trainable") is False and shape.num_elements() <= _MOST_ELEMENTS
-            if is_statistic and strategy is None:
-                return next_creator(**settings)
-            settings["initial_value"] = tf.TensorSpec(shape, settings.get("dtype") or dtype)
+            if strategy is not None or not is_statistic:
+                settings["initial_value"] = tf.TensorSpec(shape, settings.get("dtype") or dtype)
         return next_creator(**settings)
 
     def without_value(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:

@@ -14,6 +14,7 @@ from tfdist.pipeline.stages.flops import elements, flops_of_operation
 from tfdist.planning import operations
 from tfdist.planning.einsums import transposed_bytes
 from tfdist.planning.hardware import Hardware
+from tfdist.planning.lifetimes import between
 from tfdist.planning.step_profile import owners_of
 from tfdist.planning.step_trace import StepTrace
 
@@ -28,7 +29,6 @@ _FUNCTIONS = frozenset(
 )
 # Cross-entropy of logits is five expressions after another, which read them five times and write twice; two of them are
 # functions (TensorFlow's `xent_op.h`). That of the gradient CPUs compute one element at a time, not eight or sixteen at once.
-_CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 _CROSSENTROPY_PASSES, _CROSSENTROPY_FUNCTIONS = 7.0, 9.0
 # How many times as long as a copy TensorFlow takes on a CPU to transpose: 2 in a process alone, 4 beside three others (AVX-512).
 _TRANSPOSING = 3.0
@@ -42,10 +42,8 @@ class Work:
     Attributes:
         batch_sizes: of the two traces.
         places: of the operations in the graph.
-        flops: FLOPs in each trace, float64 (2, operations).
-        moved: bytes read and written in each trace, float64 (2, operations).
-        transposed: bytes read and written to transpose the operands of a product, float64 (2, operations).
-        functions: elements of exp, tanh and their like that are computed in each trace, float64 (2, operations).
+        figures: of each trace FLOPs, bytes read and written, bytes read and written to transpose the operands of a product, and
+            elements of exp, tanh and their like that are computed, float64 (2, 4, operations).
         dtypes: the name of what each operation computes in.
         is_product: whether it multiplies matrices, or convolves.
         calls: the number of the layer's call that it belongs to, forward or backward.
@@ -56,10 +54,7 @@ class Work:
 
     batch_sizes: tuple[int, int]
     places: np.ndarray
-    flops: np.ndarray
-    moved: np.ndarray
-    transposed: np.ndarray
-    functions: np.ndarray
+    figures: np.ndarray
     dtypes: np.ndarray
     is_product: np.ndarray
     calls: np.ndarray
@@ -77,9 +72,7 @@ class Work:
             ranks: among how many.
         """
         share = 1.0 if divided is None else np.where(divided[self.places], 1 / ranks, 1.0)
-        flops, moved, transposed, functions = (
-            self._of(one, batch_size) * share for one in (self.flops, self.moved, self.transposed, self.functions)
-        )
+        flops, moved, transposed, functions = between(self.figures, self.batch_sizes, batch_size) * share
         moving, computing = moved / hardware.bytes_per_second, functions * hardware.function_seconds
         for place in np.flatnonzero(self.is_product):
             dtype = str(self.dtypes[place])
@@ -97,20 +90,13 @@ class Work:
     def totals(self, batch_size: float) -> dict[str, Any]:
         """Returns what a CPU computes, of all operations together: "functions", "moved" bytes, those that are transposed as often
         as that takes longer, how many operations are "large"; and of each of the "products" its FLOPs."""
-        flops, moved, transposed, functions = (
-            self._of(one, batch_size) for one in (self.flops, self.moved, self.transposed, self.functions)
-        )
+        flops, moved, transposed, functions = between(self.figures, self.batch_sizes, batch_size)
         return {
             "products": flops[self.is_product].tolist(),
             "functions": float(functions.sum()),
             "moved": float((moved + _TRANSPOSING * transposed).sum()),
             "large": int((moved >= operations.INLINE_BYTES).sum()),
         }
-
-    def _of(self, figures: np.ndarray, batch_size: float) -> np.ndarray:
-        """Returns what `figures` are of so many examples: on the line through those of both traces."""
-        low, high = self.batch_sizes
-        return np.maximum(figures[0] + (figures[1] - figures[0]) * (batch_size - low) / (high - low), 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,23 +113,20 @@ def work_of(traces: Sequence[StepTrace]) -> Work:
     graphs = [trace.graph.get_operations() for trace in traces]
     ops, first = graphs[0], traces[0]
     results = [first.graph.get_tensor_by_name(name) for name in first.gradients]
-    needed = tape.ancestors(results, ops) | {one.op for one in results}
+    needed = tape.ancestors(results, ops)
     places = [place for place, one in enumerate(ops) if one in needed and not _is_free(one)]
     owners = owners_of(first)
-    stands_for = tuple(first.calls.index(call.stands_for or call) for call in first.calls)
+    measures = (flops_of_operation, _moved, transposed_bytes, _functions)
     return Work(
         batch_sizes=(traces[0].batch_size, traces[-1].batch_size),
         places=np.array(places),
-        flops=np.array([[float(flops_of_operation(graph[place])) for place in places] for graph in (graphs[0], graphs[-1])]),
-        moved=np.array([[_moved(graph[place]) for place in places] for graph in (graphs[0], graphs[-1])]),
-        transposed=np.array([[transposed_bytes(graph[place]) for place in places] for graph in (graphs[0], graphs[-1])]),
-        functions=np.array([[_functions(graph[place]) for place in places] for graph in (graphs[0], graphs[-1])]),
+        figures=np.array([[[float(of(graph[place])) for place in places] for of in measures] for graph in graphs]),
         dtypes=np.array([_dtype(ops[place]) for place in places]),
         is_product=np.array([_is_product(ops[place]) for place in places], bool),
         calls=owners[places],
         is_forward=np.array([place < first.forward for place in places], bool),
         is_again=_again(first, ops, owners)[places],
-        stands_for=stands_for,
+        stands_for=tuple(first.calls.index(call.stands_for or call) for call in first.calls),
     )
 
 
@@ -176,13 +159,13 @@ def _dtype(operation: tf.Operation) -> str:
 
 def _functions(operation: tf.Operation) -> float:
     computed = elements(operation.outputs[-1].shape) if operation.type in _FUNCTIONS else 0
-    return _CROSSENTROPY_FUNCTIONS * computed if operation.type in _CROSSENTROPIES else float(computed)
+    return _CROSSENTROPY_FUNCTIONS * computed if operation.type in operations.CROSSENTROPIES else float(computed)
 
 
 def _moved(operation: tf.Operation) -> float:
     """Returns the bytes of what the operation reads and writes; of a lookup those of what it writes, twice."""
     written = sum(operations.tensor_bytes(x) or 0 for x in operation.outputs)
-    if operation.type in _CROSSENTROPIES:
+    if operation.type in operations.CROSSENTROPIES:
         return _CROSSENTROPY_PASSES * (operations.tensor_bytes(operation.outputs[-1]) or 0)
     if operation.type in ("GatherV2", "ResourceGather", "Gather"):
         return 2.0 * written
