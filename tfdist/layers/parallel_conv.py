@@ -17,19 +17,18 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers.parallel_dense import ColumnParallel, RowParallel
-from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, local
-from tfdist.sharding.sharded_activations import ActivationShard
+from tfdist.layers.sharded_weights import ShardedWeights
 
 
 class _ParallelConv(ShardedWeights):
     """What both have in common."""
 
-    def _product(self, inputs: Any) -> tf.Tensor:
-        return self.convolution_op(inputs, local(self.kernel))
+    def _product(self, inputs: Any, kernel: tf.Tensor) -> tf.Tensor:
+        return self.convolution_op(inputs, kernel)
 
     def _add_bias(self, x: tf.Tensor, bias: Any) -> tf.Tensor:
         shape = (1, 1, 1, -1) if self.data_format == "channels_last" else (1, -1, 1, 1)
-        return keras.ops.add(x, tf.reshape(local(bias), shape))
+        return keras.ops.add(x, tf.reshape(bias, shape))
 
     def _check_groups(self) -> None:
         if self.groups != 1:
@@ -65,20 +64,13 @@ class ColumnParallelConv2D(_ParallelConv, ColumnParallel, keras.layers.Conv2D):
         NotImplementedError: `groups` above 1; an `activity_regularizer` with `gather_output=False`.
     """
 
+    _divided = "filters"
+
     def __init__(self, filters: int, kernel_size: Any, gather_output: bool = True, **kwargs: Any):
         super().__init__(filters, kernel_size, **kwargs)
         self.gather_output = gather_output
         self._check_groups()
         self._check_output()
-
-    def _check_sizes(self, input_shape: Any, parts: int) -> None:
-        check_divisible("filters", self.filters, parts, self.name)
-
-    @property
-    def output_shard(self) -> ActivationShard | None:
-        """How the output is sharded inside replicas; None: it is whole."""
-        axis = -1 if self.data_format == "channels_last" else 1
-        return None if self.gather_output else ActivationShard(axis, self.filters)
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -108,14 +100,9 @@ class RowParallelConv2D(_ParallelConv, RowParallel, keras.layers.Conv2D):
         NotImplementedError: `groups` above 1.
     """
 
+    _divided = "input channels"
+
     def __init__(self, filters: int, kernel_size: Any, input_is_parallel: bool = False, **kwargs: Any):
         super().__init__(filters, kernel_size, **kwargs)
         self.input_is_parallel = input_is_parallel
         self._check_groups()
-
-    def _check_sizes(self, input_shape: Any, parts: int) -> None:
-        check_divisible("input channels", input_shape[-1 if self.data_format == "channels_last" else 1], parts, self.name)
-
-    def shard_weights(self) -> None:
-        super().shard_weights()
-        self.input_spec = keras.layers.InputSpec(ndim=4)  # inside a replica there are fewer channels

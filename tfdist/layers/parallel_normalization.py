@@ -8,14 +8,14 @@ those of the Keras layer are (`normalization`, `statistics`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions, sharded_tensors
-from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, local
+from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
 from tfdist.layers.statistics import note_assigned
 from tfdist.sharding import Shard
 from tfdist.sharding.sharded_activations import ActivationShard
@@ -51,7 +51,8 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
             )
         check_divisible("channels", input_shape[self.axis], parts, self.name)
 
-    def _shards(self) -> Mapping[str, Shard]:
+    @classmethod
+    def _shards(cls, layer: Any) -> dict[str, Shard]:
         return dict.fromkeys(("gamma", "beta", "moving_mean", "moving_variance"), Shard(0))
 
     def shard_weights(self) -> None:
@@ -67,7 +68,7 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
         if regions.tensor_program() is None:
             return super().call(inputs, training=training, mask=mask)
         check_is_sharded(self, self.moving_mean)
-        moving_mean, moving_variance = local(self.moving_mean), local(self.moving_variance)
+        moving_mean, moving_variance = map(tf.convert_to_tensor, (self.moving_mean, self.moving_variance))
         self._check_input(inputs, moving_mean.shape[0])
         x = keras.ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         moving_mean, moving_variance = keras.ops.cast(moving_mean, x.dtype), keras.ops.cast(moving_variance, x.dtype)
@@ -81,8 +82,8 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
             mean,
             variance,
             axis=self.axis,
-            offset=keras.ops.cast(local(self.beta), x.dtype) if self.center else None,
-            scale=keras.ops.cast(local(self.gamma), x.dtype) if self.scale else None,
+            offset=keras.ops.cast(tf.convert_to_tensor(self.beta), x.dtype) if self.center else None,
+            scale=keras.ops.cast(tf.convert_to_tensor(self.gamma), x.dtype) if self.scale else None,
             epsilon=self.epsilon,
         )
         return sharded_tensors.mark(keras.ops.cast(outputs, self.compute_dtype), self.axis, self.moving_mean.shape[0])
