@@ -82,7 +82,7 @@ class _ParallelAttention(ShardedWeights):
         for name in self._made.norms:
             norm = getattr(self, name, None)
             if norm is not None:
-                norm.__class__ = _entered_norm(norm.__class__)
+                norm.__class__ = entered_norm(norm.__class__)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Computes this rank's heads, and adds the ranks' outputs; outside replicas it is the layer that it is mixed into."""
@@ -126,16 +126,22 @@ class _ParallelAttention(ShardedWeights):
 
 
 @functools.cache
-def _entered_norm(norm_class: Any) -> Any:
-    """Returns the class of a normalization of each head: a rank's gradient of its scale is a summand, of its own heads."""
+def entered_norm(norm_class: Any) -> Any:
+    """Returns the class of a normalization of a rank's own heads or positions: its gradient of the whole `scale` is a summand."""
 
     def scale(self: Any) -> Any:
-        weight = vars(self)["scale"]
+        weight = vars(self).get("scale")
         if regions.tensor_program() is None:
             return weight
         return regions.copy_to(tf.convert_to_tensor(weight), f"{self.name}/scale")
 
-    return type(norm_class.__name__, (norm_class,), {"scale": property(scale), "__module__": norm_class.__module__})
+    body = {"scale": _stored("scale", scale), "__module__": norm_class.__module__}
+    return type(norm_class.__name__, (norm_class,), body)
+
+
+def _stored(name: str, read: Callable[[Any], Any], doc: str | None = None) -> property:
+    """Returns a property that is set as an attribute of the object, which `read` returns in its way."""
+    return property(read, lambda self, value: vars(self).update({name: value}), doc=doc)
 
 
 def _of_this_rank(name: str, made: HeadedLayer, doc: str | None = None) -> property:
@@ -153,7 +159,7 @@ def _of_this_rank(name: str, made: HeadedLayer, doc: str | None = None) -> prope
             return (queries // ranks) // max(1, keys_values // ranks)
         return vars(self)[name] // ranks
 
-    return property(number, lambda self, value: vars(self).update({name: value}), doc=doc)
+    return _stored(name, number, doc)
 
 
 class _ParallelKerasAttention(_ParallelAttention):

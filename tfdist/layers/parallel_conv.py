@@ -23,20 +23,21 @@ from tfdist.layers.sharded_weights import ShardedWeights
 class _ParallelConv(ShardedWeights):
     """What both have in common."""
 
-    def _product(self, inputs: Any, kernel: tf.Tensor) -> tf.Tensor:
-        return self.convolution_op(inputs, kernel)
-
-    def _add_bias(self, x: tf.Tensor, bias: Any) -> tf.Tensor:
-        shape = (1, 1, 1, -1) if self.data_format == "channels_last" else (1, -1, 1, 1)
-        return keras.ops.add(x, tf.reshape(bias, shape))
-
-    def _check_groups(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         if self.groups != 1:
             raise errors.not_implemented(
                 f"Layer {self.name!r} convolves its channels in groups, and is not sharded over the tensor ranks.",
                 groups=self.groups,
                 fix="Use `keras.layers.Conv2D`.",
             )
+
+    def _product(self, inputs: Any, kernel: tf.Tensor) -> tf.Tensor:
+        return self.convolution_op(inputs, kernel)
+
+    def _add_bias(self, x: tf.Tensor, bias: Any) -> tf.Tensor:
+        shape = (1, 1, 1, -1) if self.data_format == "channels_last" else (1, -1, 1, 1)
+        return keras.ops.add(x, tf.reshape(bias, shape))
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -67,10 +68,7 @@ class ColumnParallelConv2D(_ParallelConv, ColumnParallel, keras.layers.Conv2D):
     _divided = "filters"
 
     def __init__(self, filters: int, kernel_size: Any, gather_output: bool = True, **kwargs: Any):
-        super().__init__(filters, kernel_size, **kwargs)
-        self.gather_output = gather_output
-        self._check_groups()
-        self._check_output()
+        super().__init__(filters, kernel_size, gather_output=gather_output, **kwargs)
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -103,6 +101,4 @@ class RowParallelConv2D(_ParallelConv, RowParallel, keras.layers.Conv2D):
     _divided = "input channels"
 
     def __init__(self, filters: int, kernel_size: Any, input_is_parallel: bool = False, **kwargs: Any):
-        super().__init__(filters, kernel_size, **kwargs)
-        self.input_is_parallel = input_is_parallel
-        self._check_groups()
+        super().__init__(filters, kernel_size, input_is_parallel=input_is_parallel, **kwargs)

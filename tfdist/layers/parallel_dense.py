@@ -61,6 +61,25 @@ class ColumnParallel(_ParallelProduct):
     _role = COLUMN
     input_has_entered = False  # True where the layer around it has taken the input into the region
 
+    def __init__(self, *args: Any, gather_output: bool, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.gather_output = gather_output
+        if gather_output:
+            return
+        if not is_elementwise_activation(self.activation):
+            raise errors.value_error(
+                f"`activation` of layer {self.name!r} is not known to look at one element at a time, and with "
+                "`gather_output=False` each rank has a part of the output only.",
+                activation=getattr(self.activation, "__name__", self.activation),
+                fix="Use `gather_output=True`, or an elementwise activation of `keras.activations`.",
+            )
+        if self.activity_regularizer is not None:
+            raise errors.not_implemented(
+                f"`activity_regularizer` of layer {self.name!r} would see a part of the output only.",
+                activity_regularizer=self.activity_regularizer,
+                fix="Use `gather_output=True`.",
+            )
+
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         if regions.tensor_program() is None:
             return super().call(inputs)
@@ -87,24 +106,6 @@ class ColumnParallel(_ParallelProduct):
         axes = sharded_axes(self, COLUMN)
         return ActivationShard(axes.outputs, self._kernel.shape[axes.kernel])
 
-    def _check_output(self) -> None:
-        """Raises when the output cannot stay sharded as it is to."""
-        if self.gather_output:
-            return
-        if not is_elementwise_activation(self.activation):
-            raise errors.value_error(
-                f"`activation` of layer {self.name!r} is not known to look at one element at a time, and with "
-                "`gather_output=False` each rank has a part of the output only.",
-                activation=getattr(self.activation, "__name__", self.activation),
-                fix="Use `gather_output=True`, or an elementwise activation of `keras.activations`.",
-            )
-        if self.activity_regularizer is not None:
-            raise errors.not_implemented(
-                f"`activity_regularizer` of layer {self.name!r} would see a part of the output only.",
-                activity_regularizer=self.activity_regularizer,
-                fix="Use `gather_output=True`.",
-            )
-
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "gather_output": self.gather_output}
 
@@ -114,6 +115,10 @@ class RowParallel(_ParallelProduct):
 
     _role = ROW
     sequence_parallel = False  # True in an attention or MLP whose output is sharded along the sequence
+
+    def __init__(self, *args: Any, input_is_parallel: bool, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.input_is_parallel = input_is_parallel
 
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         if regions.tensor_program() is None:
@@ -187,9 +192,7 @@ class ColumnParallelDense(ColumnParallel, keras.layers.Dense):
     _divided = "units"
 
     def __init__(self, units: int, activation: Any = None, gather_output: bool = True, **kwargs: Any):
-        super().__init__(units, activation, **kwargs)
-        self.gather_output = gather_output
-        self._check_output()
+        super().__init__(units, activation, gather_output=gather_output, **kwargs)
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -224,5 +227,4 @@ class RowParallelDense(RowParallel, keras.layers.Dense):
     _divided = "input size"
 
     def __init__(self, units: int, activation: Any = None, input_is_parallel: bool = False, **kwargs: Any):
-        super().__init__(units, activation, **kwargs)
-        self.input_is_parallel = input_is_parallel
+        super().__init__(units, activation, input_is_parallel=input_is_parallel, **kwargs)

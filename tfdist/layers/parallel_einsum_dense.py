@@ -46,9 +46,7 @@ class ColumnParallelEinsumDense(_ParallelEinsumDense, ColumnParallel, keras.laye
     """
 
     def __init__(self, equation: str, output_shape: Any, gather_output: bool = True, **kwargs: Any):
-        super().__init__(equation, output_shape, **kwargs)
-        self.gather_output = gather_output
-        self._check_output()
+        super().__init__(equation, output_shape, gather_output=gather_output, **kwargs)
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -67,5 +65,4 @@ class RowParallelEinsumDense(_ParallelEinsumDense, RowParallel, keras.layers.Ein
     """
 
     def __init__(self, equation: str, output_shape: Any, input_is_parallel: bool = False, **kwargs: Any):
-        super().__init__(equation, output_shape, **kwargs)
-        self.input_is_parallel = input_is_parallel
+        super().__init__(equation, output_shape, input_is_parallel=input_is_parallel, **kwargs)

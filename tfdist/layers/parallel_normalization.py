@@ -69,7 +69,13 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
             return super().call(inputs, training=training, mask=mask)
         check_is_sharded(self, self.moving_mean)
         moving_mean, moving_variance = map(tf.convert_to_tensor, (self.moving_mean, self.moving_variance))
-        self._check_input(inputs, moving_mean.shape[0])
+        if inputs.shape[self.axis] != moving_mean.shape[0]:
+            channels = f"{moving_mean.shape[0]} of {self.moving_mean.shape[0]} channels"
+            raise errors.value_error(
+                f"Layer {self.name!r} normalizes {channels}, one part a tensor rank.",
+                shape=tuple(inputs.shape),
+                fix="Its input must come from a layer with `gather_output=False`, by way of elementwise layers and poolings.",
+            )
         x = keras.ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         moving_mean, moving_variance = keras.ops.cast(moving_mean, x.dtype), keras.ops.cast(moving_variance, x.dtype)
         mean, variance = moving_mean, moving_variance
@@ -92,11 +98,3 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
         """Moves a statistic of this rank's channels towards that of the batch. `Variable.assign` would want all channels."""
         variable._value.assign(keras.ops.cast(moving * self.momentum + value * (1.0 - self.momentum), variable.dtype))
         note_assigned(variable._value)
-
-    def _check_input(self, inputs: Any, part: int) -> None:
-        if inputs.shape[self.axis] != part:
-            raise errors.value_error(
-                f"Layer {self.name!r} normalizes {part} of {self.moving_mean.shape[0]} channels, one part a tensor rank.",
-                shape=tuple(inputs.shape),
-                fix="Its input must come from a layer with `gather_output=False`, by way of elementwise layers and poolings.",
-            )

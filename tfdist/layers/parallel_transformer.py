@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions, sharded_tensors
-from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
+from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention, entered_norm
 from tfdist.layers.parallel_mlp import ParallelMLP
 from tfdist.layers.randomness import sharded_region
 from tfdist.sharding.sharded_activations import ActivationShard, copy_mask
@@ -40,21 +40,11 @@ class _LayerNormalization(keras.layers.LayerNormalization):
         return keras.ops.layer_normalization(inputs, gamma, beta, axis=self.axis, epsilon=self.epsilon)
 
 
-class _RMSNormalization(keras.layers.RMSNormalization):
-    """Root-mean-square normalization of a part of the sequence."""
-
-    def call(self, inputs: Any) -> Any:
-        if regions.tensor_program() is None:
-            return super().call(inputs)
-        scale = regions.copy_to(tf.convert_to_tensor(self.scale), f"{self.name}/weights")
-        return keras.ops.rms_normalization(inputs, scale=scale, axis=self.axis, epsilon=self.epsilon)
-
-
 _NORMALIZATIONS = {
     ("layer", False): keras.layers.LayerNormalization,
     ("layer", True): _LayerNormalization,
     ("rms", False): keras.layers.RMSNormalization,
-    ("rms", True): _RMSNormalization,
+    ("rms", True): entered_norm(keras.layers.RMSNormalization),
 }
 
 

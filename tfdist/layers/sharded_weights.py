@@ -75,7 +75,7 @@ class ShardedWeights(_Layer):
     def enable_lora(self, *args: Any, **kwargs: Any) -> None:
         if self._factored is None:
             self._refuse("LoRA")
-        with scope_of(self):
+        with scope_of([self]):
             super().enable_lora(*args, **kwargs)
             shard_variables(_named(self, self._factor_shards(self)))
 

@@ -123,9 +123,7 @@ def value_to_assign(variable: keras.Variable, value: Any) -> Any:
 def note_assigned(variable: tf.Variable) -> None:
     """Notes that this rank has assigned to `variable`, of any kind: if it is a running statistic, it will be averaged."""
     program = rank_program(peers_on="data")
-    if program is None or not _is_statistic(variable):
-        return
-    if not _is_of_rank():
+    if program is not None and _is_statistic(variable) and not _is_of_rank():
         program.attachment(Statistics).assigned(variable)
 
 

@@ -1,16 +1,6 @@
-"""The layers that can be sharded: in which roles, along which axes, and which sizes a sharded must divide.
+"""The layers that can be sharded, in which roles, and which sizes the number of tensor ranks must divide.
 
-| kind | role | sharded axis of the weights | input | output |
-|---|---|---|---|---|
-| Dense | column | kernel 1, bias 0 | whole | local on the last axis |
-| Dense | row | kernel 0 | local on the last axis | whole |
-| Conv2D | column | kernel 3, bias 0: the output channels | whole | local on the channels |
-| Conv2D | row | kernel 2: the input channels | local on the channels | whole |
-| BatchNormalization | column | all: the channels | local on the channels | local on the channels |
-| EinsumDense | column | the first label of the kernel that is in the output only | whole | local on that label |
-| EinsumDense | row | the first label of the kernel that is contracted | local on that label | whole |
-| Embedding, ReversibleEmbedding | vocab | rows of the table | whole | whole |
-| MultiHeadAttention, GroupQueryAttention, KerasHub's | column | heads: projections column, output row | whole | whole |
+The class of `tfdist.layers` that a layer becomes in a role tells along which axes its weights are sharded.
 """
 
 from __future__ import annotations

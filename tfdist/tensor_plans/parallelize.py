@@ -77,7 +77,13 @@ def _strategy_of(model: Any) -> Any:
         raise errors.value_error(
             "`model` must be a built `keras.Model`.", model=model, fix="Call it, or `model.build(input_shape)`, in the scope."
         )
-    _check_not_in_pipeline(model)
+    # Whether it is known which ranks of a pipeline keep the weights.
+    if isinstance(model, PipelineModel) or any("pipe_owners" in kept_placement(variable) for variable in model.variables):
+        raise errors.value_error(
+            "`model` must not be in a `PipelineModel` yet: there its layers are those of stages.",
+            model=model.name,
+            fix="Call `tfdist.parallelize` on the model before, and give that to `PipelineModel`.",
+        )
     strategies = {id(found): found for found in map(strategy_of, model.variables)}
     strategy = next(iter(strategies.values()), None)
     if len(strategies) != 1 or config_of(strategy) is None:
@@ -88,16 +94,6 @@ def _strategy_of(model: Any) -> Any:
             fix="Build it inside `with strategy.scope():`, and load or set its weights then.",
         )
     return strategy
-
-
-def _check_not_in_pipeline(model: keras.Model) -> None:
-    """Raises ValueError where it is known which ranks of a pipeline keep the weights."""
-    if isinstance(model, PipelineModel) or any("pipe_owners" in kept_placement(variable) for variable in model.variables):
-        raise errors.value_error(
-            "`model` must not be in a `PipelineModel` yet: there its layers are those of stages.",
-            model=model.name,
-            fix="Call `tfdist.parallelize` on the model before, and give that to `PipelineModel`.",
-        )
 
 
 def _apply(sharding: LayerSharding) -> None:
