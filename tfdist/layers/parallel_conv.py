@@ -21,8 +21,6 @@ from tfdist.layers.sharded_weights import ShardedWeights
 
 
 class _ParallelConv(ShardedWeights):
-    """What both have in common."""
-
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self.groups != 1:
@@ -42,11 +40,7 @@ class _ParallelConv(ShardedWeights):
 
 @keras.saving.register_keras_serializable("tfdist")
 class ColumnParallelConv2D(_ParallelConv, ColumnParallel, keras.layers.Conv2D):
-    """`keras.layers.Conv2D` whose output channels are computed by different tensor ranks.
-
-    Kernel and bias are sharded along the output channels. Forward it sends nothing, or, with `gather_output`, all-gathers the
-    output; backward it all-reduces the gradient of its input. Outside replicas, and where the strategy has no tensor axis, it is
-    `keras.layers.Conv2D`.
+    """`keras.layers.Conv2D` whose output channels are computed by different tensor ranks; see `ColumnParallelDense`.
 
     Args:
         filters: output channels; a multiple of the tensor size.
@@ -73,11 +67,7 @@ class ColumnParallelConv2D(_ParallelConv, ColumnParallel, keras.layers.Conv2D):
 
 @keras.saving.register_keras_serializable("tfdist")
 class RowParallelConv2D(_ParallelConv, RowParallel, keras.layers.Conv2D):
-    """`keras.layers.Conv2D` whose input channels are summed over by different tensor ranks.
-
-    The kernel is sharded along the input channels, the bias is whole. Forward it all-reduces the output; backward it sends
-    nothing, or, with a whole input, all-gathers its gradient. Outside replicas, and where the strategy has no tensor axis, it is
-    `keras.layers.Conv2D`.
+    """`keras.layers.Conv2D` whose input channels are summed over by different tensor ranks; see `RowParallelDense`.
 
     Args:
         filters: output channels.

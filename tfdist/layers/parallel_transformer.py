@@ -40,11 +40,10 @@ class _LayerNormalization(keras.layers.LayerNormalization):
         return keras.ops.layer_normalization(inputs, gamma, beta, axis=self.axis, epsilon=self.epsilon)
 
 
+# Of whole sequences, and of sharded ones.
 _NORMALIZATIONS = {
-    ("layer", False): keras.layers.LayerNormalization,
-    ("layer", True): _LayerNormalization,
-    ("rms", False): keras.layers.RMSNormalization,
-    ("rms", True): entered_norm(keras.layers.RMSNormalization),
+    "layer": (keras.layers.LayerNormalization, _LayerNormalization),
+    "rms": (keras.layers.RMSNormalization, entered_norm(keras.layers.RMSNormalization)),
 }
 
 
@@ -119,7 +118,7 @@ class ParallelTransformerBlock(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        if normalization not in ("layer", "rms"):
+        if normalization not in _NORMALIZATIONS:
             raise errors.value_error('`normalization` must be "layer" or "rms".', normalization=normalization)
         if not sequence_parallel and (input_is_parallel or not gather_output):
             raise errors.value_error(
@@ -166,7 +165,7 @@ class ParallelTransformerBlock(keras.layers.Layer):
         else:
             self._attention = ParallelGroupedQueryAttention(key_dim, self.num_heads, self.num_key_value_heads, **options)
         self._mlp = ParallelMLP(self.hidden_units, activation=self.activation, gated=self.gated, name="mlp", **common)
-        norm = _NORMALIZATIONS[self.normalization, self.sequence_parallel]
+        norm = _NORMALIZATIONS[self.normalization][self.sequence_parallel]
         self._attention_norm = norm(epsilon=self.epsilon, name="attention_norm", dtype=self.dtype_policy)
         self._mlp_norm = norm(epsilon=self.epsilon, name="mlp_norm", dtype=self.dtype_policy)
         self._dropout = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy) if self.dropout else None

@@ -153,13 +153,8 @@ class _Recorder:
         self.known: set[keras.KerasTensor] = set()
         self.running: list[keras.Operation] = []
 
-    @contextlib.contextmanager
-    def opaque(self, operation: keras.Operation) -> Iterator[None]:
-        self.running.append(operation)
-        try:
-            yield
-        finally:
-            self.running.pop()
+    def opaque(self, operation: keras.Operation) -> contextlib.AbstractContextManager[None]:
+        return temporary.attributes(self, running=[*self.running, operation])
 
     def layer_call(self, original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         """In place of `Layer.__call__`."""

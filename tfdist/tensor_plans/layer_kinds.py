@@ -13,19 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.layers import (
-    ChannelParallelBatchNormalization,
-    ColumnParallelConv2D,
-    ColumnParallelDense,
-    ColumnParallelEinsumDense,
-    ParallelGroupedQueryAttention,
-    ParallelMultiHeadAttention,
-    RowParallelConv2D,
-    RowParallelDense,
-    RowParallelEinsumDense,
-    VocabParallelEmbedding,
-    VocabParallelReversibleEmbedding,
-)
+from tfdist import layers
 from tfdist.layers.einsum_axes import COLUMN, ROW, einsum_label, sharded_axes
 from tfdist.layers.headed_layers import GROUPED_QUERY, MULTI_HEAD, HeadedLayer, computes_as, headed_layer
 from tfdist.layers.parallel_attention import parallel_class
@@ -70,14 +58,14 @@ class LayerKind:
 
 
 KINDS = (
-    LayerKind(keras.layers.Dense, {COLUMN: ColumnParallelDense, ROW: RowParallelDense}),
-    LayerKind(keras.layers.EinsumDense, {COLUMN: ColumnParallelEinsumDense, ROW: RowParallelEinsumDense}),
-    LayerKind(keras.layers.Conv2D, {COLUMN: ColumnParallelConv2D, ROW: RowParallelConv2D}),
-    LayerKind(keras.layers.BatchNormalization, {COLUMN: ChannelParallelBatchNormalization}),
-    LayerKind(keras.layers.ReversibleEmbedding, {VOCAB: VocabParallelReversibleEmbedding}),  # before its base
-    LayerKind(keras.layers.Embedding, {VOCAB: VocabParallelEmbedding}),
-    LayerKind(keras.layers.MultiHeadAttention, {COLUMN: ParallelMultiHeadAttention}, MULTI_HEAD),
-    LayerKind(keras.layers.GroupQueryAttention, {COLUMN: ParallelGroupedQueryAttention}, GROUPED_QUERY),
+    LayerKind(keras.layers.Dense, {COLUMN: layers.ColumnParallelDense, ROW: layers.RowParallelDense}),
+    LayerKind(keras.layers.EinsumDense, {COLUMN: layers.ColumnParallelEinsumDense, ROW: layers.RowParallelEinsumDense}),
+    LayerKind(keras.layers.Conv2D, {COLUMN: layers.ColumnParallelConv2D, ROW: layers.RowParallelConv2D}),
+    LayerKind(keras.layers.BatchNormalization, {COLUMN: layers.ChannelParallelBatchNormalization}),
+    LayerKind(keras.layers.ReversibleEmbedding, {VOCAB: layers.VocabParallelReversibleEmbedding}),  # before its base
+    LayerKind(keras.layers.Embedding, {VOCAB: layers.VocabParallelEmbedding}),
+    LayerKind(keras.layers.MultiHeadAttention, {COLUMN: layers.ParallelMultiHeadAttention}, MULTI_HEAD),
+    LayerKind(keras.layers.GroupQueryAttention, {COLUMN: layers.ParallelGroupedQueryAttention}, GROUPED_QUERY),
 )
 # Each step of these calls the layers inside once more, or replaces their weights: no collective may stand there.
 LOOPS = (keras.layers.RNN, keras.layers.Bidirectional, keras.layers.TimeDistributed, keras.layers.SpectralNormalization)
@@ -107,18 +95,15 @@ def path_of(layer: keras.Layer) -> str:
 
 def obstacle(layer: keras.Layer) -> str | None:
     """Returns why a layer of a kind that can be sharded cannot be, as it is; None if nothing is in the way."""
-    if not layer.built:
-        return "it is not built"
-    if getattr(layer, "quantization_mode", None) is not None:
-        return "it is quantized"
-    if getattr(layer, "groups", 1) != 1:
-        return "its channels are in groups"
-    if getattr(layer, "renorm", False):
-        return "it renormalizes batches"
     activation = getattr(layer, "activation", None)
-    if isinstance(activation, keras.Layer) and activation.weights:
-        return "its activation has weights"
-    return None
+    reasons = {
+        "it is not built": not layer.built,
+        "it is quantized": getattr(layer, "quantization_mode", None) is not None,
+        "its channels are in groups": getattr(layer, "groups", 1) != 1,
+        "it renormalizes batches": getattr(layer, "renorm", False),
+        "its activation has weights": isinstance(activation, keras.Layer) and activation.weights,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def roles_of(layer: keras.Layer) -> tuple[str, ...]:

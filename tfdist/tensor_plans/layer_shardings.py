@@ -102,9 +102,9 @@ def planned_roles(model: keras.Model, graph: ModelGraph, plan: TensorPlan) -> di
         # A pattern that matches a block is meant for the layers in it.
         blocks = [layer for layer in mine if layer not in shardable and keras_tracing.sublayers(layer)]
         leaves = [layer for layer in mine if layer not in blocks]
-        for layer in [*(layer for layer in leaves if layer not in shardable), *(() if leaves else blocks)]:
-            if role != REPLICATE:
-                raise _not_shardable(layer, pattern, role)
+        wrong = [layer for layer in leaves if layer not in shardable] if leaves else blocks
+        if wrong and role != REPLICATE:
+            raise _not_shardable(wrong[0], pattern, role)
     return {layer: plan[chosen[layer]] for layer in chosen if layer in shardable and plan[chosen[layer]] != REPLICATE}
 
 

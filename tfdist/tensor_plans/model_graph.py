@@ -1,8 +1,5 @@
 """Which layers of a model can be sharded, and what their outputs go through on the way to the next.
 
-    x ── Dense up ── gelu ── Dropout ── Dense down ── + ── …      up: its output meets elementwise steps and `down` only
-    └─────────────────────────────────────────────────┘
-
 The model is called on symbols (`keras_tracing`), with and without `training`, since the two may differ in what they compute.
 """
 

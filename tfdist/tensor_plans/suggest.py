@@ -130,7 +130,6 @@ class _Ranks:
         return [role for role in roles if not any(size % ranks for size in self.sizes(known, role).values())]
 
     def sizes(self, known: ShardableLayer, role: str) -> dict[str, int]:
-        """Returns the sizes, by name, that the number of ranks must divide."""
         return sharded_sizes(known.layer, role, self.tensor_parallel_size)
 
     def groups(self, graph: ModelGraph) -> list[_Group]:
