@@ -133,7 +133,7 @@ def entered_norm(norm_class: Any) -> Any:
         weight = vars(self).get("scale")
         if regions.tensor_program() is None:
             return weight
-        return regions.copy_to(tf.convert_to_tensor(weight), f"{self.name}/scale")
+        return regions.copy_to(tf.convert_to_tensor(weight), f"{self.name}/weights")
 
     body = {"scale": _stored("scale", scale), "__module__": norm_class.__module__}
     return type(norm_class.__name__, (norm_class,), body)
