@@ -137,15 +137,12 @@ class _Ranks:
         layers = {known.layer: known for known in graph.layers}
         columns = [x for x, known in layers.items() if known.keeps_local_output and COLUMN in self.possible(known)]
         rows = [x for x, known in layers.items() if known.is_traced and ROW in self.possible(known)]
-        flows = [Flow(trace, columns, rows) for trace in graph.traces]
-        gathered = set().union(*(flow.gathered for flow in flows))
-        whole = set().union(*(flow.whole_inputs for flow in flows))
-        fed = [pair for flow in flows for pair in flow.fed]
+        flow = Flow(graph.traces, columns, rows)
         norms = {x for x in columns if layers[x].kind.is_normalization}
         return [
             dict.fromkeys(feeding, COLUMN) | dict.fromkeys(taking, ROW)
-            for feeding, taking in dict.fromkeys(_connected(column, fed) for column in columns)
-            if taking and not feeding & (gathered | taking) and not (taking | (feeding & norms)) & whole
+            for feeding, taking in dict.fromkeys(_connected(column, flow.fed) for column in columns)
+            if taking and not feeding & (flow.gathered | taking) and not (taking | (feeding & norms)) & flow.whole_inputs
         ]
 
     def worth(self, known: ShardableLayer, sharding: LayerSharding) -> float:
