@@ -21,7 +21,7 @@ def _maybe_build(original: Callable[..., None], self: Any, call_spec: Any) -> No
     """A layer that is put behind layers of a strategy belongs to it, also outside `scope()`, where Keras makes plain weights."""
     if self.built:
         return
-    with layer_strategy.scope_of_inputs(call_spec.arguments_dict):
+    with layer_strategy.scope_of(layer_strategy.layers_before(call_spec.arguments_dict)):
         original(self, call_spec)
 
 

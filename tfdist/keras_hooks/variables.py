@@ -11,7 +11,7 @@ from tfdist.keras_hooks.table import replaces
 from tfdist.layers import layer_strategy
 from tfdist.layers.statistics import note_assigned, value_to_assign
 from tfdist.pipeline import deferred_weights
-from tfdist.sharding import ShardedVariable, kept_placement, placement
+from tfdist.sharding import ShardedVariable, kept_placement, keras_scope, placement
 from tfdist.sharding.apart import outside_ranks
 
 _LATER = """Under a pipeline nobody knows in which stage a layer will be when it is built: its weights are made when that is
@@ -25,7 +25,7 @@ known, and never on another stage's ranks."""
     made apart from it: TensorFlow would trace the step a second time, and not make it in a loop.""",
 )
 def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
-    with layer_strategy.scope_of_layer():
+    with layer_strategy.scope_of(keras_scope.callers()):  # of the layer that is being built or called, or of one around it
         outside_ranks(lambda: _initialize(original, self, initializer))
 
 

@@ -35,7 +35,8 @@ def gelu(x: tf.Tensor, approximate: bool, *, on_cpu: bool) -> tf.Tensor:
             with tf.control_dependencies([upstream]):
                 return upstream * derivative(x)
 
-        return _by_erf(x) if has_slow_erfc else tf.nn.gelu(x, approximate), gradient
+        y = 0.5 * x * (1 + tf.math.erf(x * _ROOT_OF_HALF)) if has_slow_erfc else tf.nn.gelu(x, approximate)
+        return y, gradient
 
     return activate(x)
 
@@ -43,10 +44,6 @@ def gelu(x: tf.Tensor, approximate: bool, *, on_cpu: bool) -> tf.Tensor:
 # As TensorFlow has them, rounded to float32 whatever the dtype: the gradient is that of the values.
 _ROOT_OF_HALF = float(np.float32(math.sqrt(1 / 2)))
 _CUBIC = float(np.float32(0.044715))
-
-
-def _by_erf(x: tf.Tensor) -> tf.Tensor:
-    return 0.5 * x * (1 + tf.math.erf(x * _ROOT_OF_HALF))
 
 
 def _derivative(x: tf.Tensor) -> tf.Tensor:

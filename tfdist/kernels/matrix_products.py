@@ -11,11 +11,14 @@ Keras's values to rounding. Equations of any other form are left to Keras.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+# Free labels, contracted ones; these again, other free ones; the free ones.
+_PRODUCT = re.compile(r"([a-zA-Z]+)([a-zA-Z]+),\2([a-zA-Z]+)->\1\3")
 # What stands for no score, as in Keras.
 _MASKED = -0.7 * 3.38953e38
 
@@ -68,17 +71,6 @@ def projection(x: tf.Tensor, kernel: tf.Tensor, contracted: int) -> tf.Tensor:
 def contracted_axes(equation: str) -> int:
     """Returns how many axes an equation such as "abc,cde->abde" contracts, the last of the first operand with the first of
     the second; 0 if it is of another form. Each operand must have others."""
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    first, comma, second = inputs.partition(",")
-    number = (len(first) + len(second) - len(output)) // 2
-    axes = first + second[number:] if number > 0 else ""
-    is_product = (
-        arrow
-        and comma
-        and axes.isalpha()
-        and len(set(axes)) == len(axes)
-        and number < min(len(first), len(second))
-        and first[-number:] == second[:number]
-        and output == first[:-number] + second[number:]
-    )
-    return number if is_product else 0
+    found = _PRODUCT.fullmatch(equation.replace(" ", ""))
+    labels = "".join(found.groups()) if found else ""
+    return len(found[2]) if found and len(set(labels)) == len(labels) else 0

@@ -46,24 +46,21 @@ def einsum_label(layer: keras.layers.EinsumDense, role: str) -> str | None:
 
 def sharded_axes(layer: keras.Layer, role: str) -> ShardedAxes:
     """Returns where a Dense, EinsumDense or Conv2D is sharded in `role`, "column" or "row", in which it can be."""
-    if isinstance(layer, keras.layers.Dense):
+    if not isinstance(layer, keras.layers.EinsumDense):
+        outputs = 1 if isinstance(layer, keras.layers.Dense) else 3  # kernel (in, out) or (height, width, in, out)
+        features = 1 if getattr(layer, "data_format", None) == "channels_first" else -1
         if role == COLUMN:
-            return ShardedAxes(kernel=1, bias=None if layer.bias is None else 0, inputs=None, outputs=-1)
-        return ShardedAxes(kernel=0, bias=None, inputs=-1, outputs=None)
-    if isinstance(layer, keras.layers.Conv2D):  # kernel (height, width, input channels, output channels)
-        channels = -1 if layer.data_format == "channels_last" else 1
-        if role == COLUMN:
-            return ShardedAxes(kernel=3, bias=None if layer.bias is None else 0, inputs=None, outputs=channels)
-        return ShardedAxes(kernel=2, bias=None, inputs=channels, outputs=None)
-    inputs, kernel, outputs = einsum_terms(layer)
+            return ShardedAxes(kernel=outputs, bias=None if layer.bias is None else 0, inputs=None, outputs=features)
+        return ShardedAxes(kernel=outputs - 1, bias=None, inputs=features, outputs=None)
+    input_term, kernel, output_term = einsum_terms(layer)
     label = einsum_label(layer, role)
     if role == ROW:
-        return ShardedAxes(kernel.index(label), bias=None, inputs=_axis(inputs, label), outputs=None)
+        return ShardedAxes(kernel.index(label), bias=None, inputs=_axis(input_term, label), outputs=None)
     bias = None
     if layer.bias_axes and label in layer.bias_axes:
         # The bias begins at the first axis that has one.
-        bias = outputs.index(label) - min(outputs.index(axis) for axis in layer.bias_axes)
-    return ShardedAxes(kernel.index(label), bias=bias, inputs=None, outputs=_axis(outputs, label))
+        bias = output_term.index(label) - min(output_term.index(axis) for axis in layer.bias_axes)
+    return ShardedAxes(kernel.index(label), bias=bias, inputs=None, outputs=_axis(output_term, label))
 
 
 def _axis(term: str, label: str) -> int:

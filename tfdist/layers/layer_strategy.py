@@ -19,23 +19,29 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.sharding import config_of, keras_scope
+from tfdist.sharding import config_of
 from tfdist.sharding.moving import made_by
 
 
-def scope_of_layer() -> contextlib.AbstractContextManager[Any]:
-    """Returns the scope of the strategy of the layer that is being built or called, or of one around it; none, if it has none."""
-    return _scope(map(strategy_of, keras_scope.callers()))
+def scope_of(layers: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Returns the scope of the strategy of the first of `layers` that has one; none, if none has one, or a scope is open."""
+    if tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    strategy = next((found for layer in layers if (found := strategy_of(layer)) is not None), None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
-def scope_of(layer: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns the scope of the strategy of `layer`, which makes weights of itself; none, if it has none."""
-    return _scope([strategy_of(layer)])
-
-
-def scope_of_inputs(inputs: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns the scope of the strategy of the layers that symbolic `inputs`, a structure, come from; none, if they have none."""
-    return _scope(_strategies_before(inputs))
+def layers_before(inputs: Any) -> Iterator[keras.layers.Layer]:
+    """Yields the layers that symbolic `inputs`, a structure, come from, the nearest first."""
+    tensors = [tensor for tensor in tf.nest.flatten(inputs) if isinstance(tensor, keras.KerasTensor)]
+    seen: set[int] = set()
+    while tensors:
+        layer, node, _ = getattr(tensors.pop(0), "_keras_history", (None, 0, 0))
+        if layer is None or id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        yield layer
+        tensors.extend(layer._inbound_nodes[node].input_tensors if layer._inbound_nodes else [])
 
 
 def strategy_of(layer: Any) -> tf.distribute.Strategy | None:
@@ -53,26 +59,3 @@ def only_strategy_of(layer: keras.layers.Layer) -> tf.distribute.Strategy | None
     strategies = {made_by(variable) for variable in layer.weights}
     strategy = strategies.pop() if len(strategies) == 1 else None
     return strategy if config_of(strategy) is not None else None
-
-
-def _scope(strategies: Iterable[tf.distribute.Strategy | None]) -> contextlib.AbstractContextManager[Any]:
-    """Returns the scope of the first of `strategies` that is one; where a scope is open already, none."""
-    if tf.distribute.has_strategy():
-        return contextlib.nullcontext()
-    strategy = next((strategy for strategy in strategies if strategy is not None), None)
-    return contextlib.nullcontext() if strategy is None else strategy.scope()
-
-
-def _strategies_before(inputs: Any) -> Iterator[tf.distribute.Strategy]:
-    """Yields the strategies of the layers that `inputs` come from, the nearest first."""
-    tensors = [tensor for tensor in tf.nest.flatten(inputs) if isinstance(tensor, keras.KerasTensor)]
-    seen: set[int] = set()
-    while tensors:
-        layer, node, _ = getattr(tensors.pop(0), "_keras_history", (None, 0, 0))
-        if layer is None or id(layer) in seen:
-            continue
-        seen.add(id(layer))
-        strategy = strategy_of(layer)
-        if strategy is not None:
-            yield strategy
-        tensors.extend(layer._inbound_nodes[node].input_tensors if layer._inbound_nodes else [])

@@ -1,52 +1,181 @@
-"""Attention whose heads are computed by different tensor ranks.
+"""Attention whose heads are computed by different tensor ranks: Keras's, and, by a change of their class, KerasHub's.
 
-    rank i: query, key and value projections of its heads (column), attention of them, its rows of the output projection (row)
+    rank i of t: H / t query heads; K / t heads of keys and values, or, where t is a multiple of K, the one that its queries ask
+                 whole projections: queries, keys, values by column, the output by row
 
 One all-reduce forward, of the output, and one backward, of the input's gradient.
+
+A call reads the numbers of heads of the layer in Python: within a replica those attributes give the rank's own numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.layers import regions
+from tfdist.layers import regions, sharded_tensors
+from tfdist.layers.headed_layers import GROUPED_QUERY, MULTI_HEAD, HeadedLayer
+from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallel, RowParallelDense
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
 from tfdist.layers.randomness import sharded_region
-from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
+from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, shard_variables
 from tfdist.layers.shared_heads import SharedHeadsEinsumDense, are_shared, check_heads
 from tfdist.sharding import Shard
-from tfdist.sharding.sharded_activations import copy_mask
+from tfdist.sharding.sharded_activations import copy_mask, shard_of
 
 
 class _ParallelAttention(ShardedWeights):
-    """What both attentions share. A subclass names its numbers of heads."""
+    """An attention of which each tensor rank computes some heads; mixed in before its class."""
 
+    _made: HeadedLayer
     sequence_parallel = False
+    # The bias of the scores, if it returns one; False: it stays sharded, for attentions that are sharded too.
+    gather_output = True
+
+    @classmethod
+    def _shards(cls, layer: Any) -> dict[str, Shard]:
+        return {name: Shard(axis) for name, axis in cls._made.per_head.items()}
+
+    @classmethod
+    def shards_of(cls, layer: Any, ranks: int) -> list[tuple[keras.Variable, Shard]]:
+        sublayers = [pair for pair in cls._projections(layer, ranks) if issubclass(pair[1], ShardedWeights)]
+        return super().shards_of(layer, ranks) + [pair for dense, become in sublayers for pair in become.shards_of(dense, ranks)]
+
+    @classmethod
+    def _projections(cls, layer: Any, ranks: int) -> list[tuple[keras.Layer, Any]]:
+        """Returns the projections of a layer, each with the class that it is changed into."""
+        made = cls._made
+        found: list[tuple[keras.Layer, Any]] = []
+        is_shared = are_shared(made.heads_of(layer)[1], ranks)
+        for name in (*made.queries, *made.keys_values, made.outputs):
+            dense = getattr(layer, name, None)
+            is_dense = isinstance(dense, keras.layers.Dense)
+            if dense is None:
+                continue
+            if name == made.outputs:
+                found.append((dense, RowParallelDense if is_dense else RowParallelEinsumDense))
+            elif is_shared and name in made.keys_values:
+                found.append((dense, SharedHeadsEinsumDense))
+            else:
+                found.append((dense, ColumnParallelDense if is_dense else ColumnParallelEinsumDense))
+        return found
+
+    def shard_weights(self) -> None:
+        """Shards the projections, of a layer that is built, by heads."""
+        ranks = regions.scope_tensor_size()
+        shard_variables(super().shards_of(self, ranks))
+        for dense, become in self._projections(self, ranks):
+            dense.__class__ = become
+            if become is SharedHeadsEinsumDense:
+                continue
+            if issubclass(become, RowParallel):
+                dense.input_is_parallel, dense.sequence_parallel = True, self.sequence_parallel
+            else:
+                dense.gather_output, dense.input_has_entered = False, True
+            dense.shard_weights()
+        for name in self._made.norms:
+            norm = getattr(self, name, None)
+            if norm is not None:
+                norm.__class__ = entered_norm(norm.__class__)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes this rank's heads, and adds the ranks' outputs; outside replicas it is the layer that it is mixed into."""
+        program = regions.tensor_program()
+        if program is None:
+            return super().call(*args, **kwargs)
+        made = self._made
+        check_is_sharded(self, getattr(self, made.queries[0])._kernel)
+        given = inspect.signature(super().call).bind(*args, **kwargs).arguments
+        if given.get("cache") is not None:
+            raise errors.not_implemented(
+                f"A cache of keys and values in layer {self.name!r}, whose heads are spread over the tensor ranks.",
+                fix="Generate outside `strategy.run`, as `generate` does: there the layer is whole.",
+            )
+        entered: dict[int, tf.Tensor] = {}  # one that is given twice enters once
+        for name in made.inputs:
+            x = given.get(name)
+            if x is not None:
+                if id(x) not in entered:
+                    entered[id(x)] = regions.enter_region(x, self.sequence_parallel, self.name)
+                    copy_mask(x, entered[id(x)])
+                given[name] = entered[id(x)]
+        for name in ("attention_mask", made.bias):
+            x = given.get(name)
+            if x is None or len(x.shape) != 4 or x.shape[1] == 1:
+                continue  # all heads share it
+            if name == "attention_mask":
+                given[name] = regions.own_part(program, tf.convert_to_tensor(x), 1)
+            elif shard_of(x) is None:  # that an earlier layer gathered, and did not leave as it is here
+                given[name] = regions.scatter_to(x, 1, f"{self.name}/{name}")
+        with sharded_region():
+            outputs = super().call(**given)
+        if given.get("return_attention_scores"):
+            output, scores, *rest = outputs  # (batch, heads / t, target, source)
+            return (output, regions.gather_from(scores, 1, f"{self.name}/scores"), *rest)
+        if made.bias is None:
+            return outputs
+        output, bias, *rest = outputs
+        bias = sharded_tensors.mark(tf.identity(bias), 1)
+        return (output, sharded_tensors.whole(bias) if self.gather_output else bias, *rest)
+
+
+@functools.cache
+def entered_norm(norm_class: Any) -> Any:
+    """Returns the class of a normalization of a rank's own heads or positions: its gradient of the whole `scale` is a summand."""
+
+    def scale(self: Any) -> Any:
+        weight = vars(self).get("scale")
+        if regions.tensor_program() is None:
+            return weight
+        return regions.copy_to(tf.convert_to_tensor(weight), f"{self.name}/weights")
+
+    body = {"scale": _stored("scale", scale), "__module__": norm_class.__module__}
+    return type(norm_class.__name__, (norm_class,), body)
+
+
+def _stored(name: str, read: Callable[[Any], Any], doc: str | None = None) -> property:
+    """Returns a property that is set as an attribute of the object, which `read` returns in its way."""
+    return property(read, lambda self, value: vars(self).update({name: value}), doc=doc)
+
+
+def _of_this_rank(name: str, made: HeadedLayer, doc: str | None = None) -> property:
+    """Returns the property that an attribute becomes: inside a replica the number of the rank's own heads."""
+
+    def number(self: Any) -> Any:
+        program = regions.tensor_program()
+        if program is None:
+            return vars(self).get(name)  # which Keras asks before it sets it
+        ranks = program.mesh.tensor_parallel_size
+        queries, keys_values = made.heads_of(self)
+        if name == made.key_value_heads:
+            return max(1, keys_values // ranks)
+        if name == made.groups:
+            return (queries // ranks) // max(1, keys_values // ranks)
+        return vars(self)[name] // ranks
+
+    return _stored(name, number, doc)
+
+
+class _ParallelKerasAttention(_ParallelAttention):
+    """Keras's attentions, which can also be made as parallel ones."""
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "sequence_parallel": self.sequence_parallel}
 
-    def _shards(self) -> Mapping[str, Shard]:
-        return {}  # the weights are the sublayers'
-
-    def _heads(self) -> dict[str, int]:
-        raise NotImplementedError
-
-    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:  # type: ignore[override]  # as Keras's
-        self.check_may_be_sharded(query_shape)
-        keras_class: Any = next(base for base in type(self).__mro__ if base.__module__.startswith("keras.src.layers.attention"))
-        keras_class.build(self, query_shape, value_shape, key_shape)
-        self.shard_weights()
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:  # as Keras's
+        super().build(query_shape, value_shape, key_shape)
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
-        for argument, heads in self._heads().items():
-            check = check_heads if argument == "num_key_value_heads" else check_divisible
-            check(argument, heads, parts, self.name)
+        queries, keys_values = self._made.heads_of(self)
+        check_divisible(self._made.query_heads.lstrip("_"), queries, parts, self.name)
+        if self._made.key_value_heads is not None:
+            check_heads(self._made.key_value_heads, keys_values, parts, self.name)
         regularizer = getattr(self, "_activity_regularizer", None) or getattr(self, "activity_regularizer", None)
         if parts > 1 and regularizer is not None:
             raise errors.not_implemented(
@@ -55,73 +184,19 @@ class _ParallelAttention(ShardedWeights):
                 fix="Regularize the weights, or the output of the layer.",
             )
 
-    def shard_weights(self) -> None:
-        """Shards the projections by heads; also of a Keras attention that has become a parallel one."""
-        self._output_dense.__class__ = RowParallelEinsumDense
-        self._output_dense.input_is_parallel = True
-        self._output_dense.sequence_parallel = self.sequence_parallel
-        self._output_dense.shard_weights()  # (heads, head_dim, out)
-        ranks = regions.scope_tensor_size()
-        is_shared = are_shared(self._heads().get("num_key_value_heads", ranks), ranks)
-        for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
-            dense = getattr(self, name, None)
-            if dense is not None and is_shared and name in ("_key_dense", "_value_dense"):
-                dense.__class__ = SharedHeadsEinsumDense
-            elif dense is not None:
-                dense.__class__ = ColumnParallelEinsumDense
-                dense.gather_output = False
-                dense.input_has_entered = True
-                dense.shard_weights()  # (in, heads, head_dim)
 
-    # Keras looks at the names of the arguments: masks and `training` are passed to who asks for them.
-    def call(
-        self,
-        query: Any,
-        value: Any,
-        key: Any = None,
-        query_mask: Any = None,
-        value_mask: Any = None,
-        key_mask: Any = None,
-        attention_mask: Any = None,
-        return_attention_scores: bool = False,
-        training: bool | None = None,
-        use_causal_mask: bool = False,
-    ) -> Any:
-        options = {
-            "query_mask": query_mask,
-            "value_mask": value_mask,
-            "key_mask": key_mask,
-            "attention_mask": attention_mask,
-            "return_attention_scores": return_attention_scores,
-            "training": training,
-            "use_causal_mask": use_causal_mask,
-        }
-        if regions.tensor_program() is None:
-            return super().call(query, value, key=key, **options)
-        check_is_sharded(self, self._query_dense._kernel)
-        key = value if key is None else key
-        entered = {id(x): x for x in (query, value, key)}  # one that is given twice enters once
-        for name, x in entered.items():
-            entered[name] = regions.enter_region(x, self.sequence_parallel, self.name)
-            copy_mask(x, entered[name])
-        if attention_mask is not None:
-            options["attention_mask"] = self._own_heads(attention_mask)
-        with sharded_region():
-            outputs = super().call(entered[id(query)], entered[id(value)], key=entered[id(key)], **options)
-        if not return_attention_scores:
-            return outputs
-        output, scores = outputs  # (batch, heads / t, target, source)
-        return output, regions.gather_from(scores, 1, f"{self.name}/scores")
+def _call_of(keras_class: Any) -> Callable[..., Any]:
+    """Returns `call` with the arguments of `keras_class`: Keras looks at their names for who is to get masks and `training`."""
 
-    def _own_heads(self, mask: Any) -> Any:
-        """Returns the mask (batch, heads, target, source) of this rank's heads; others, which all heads share, as they are."""
-        if mask.shape.rank != 4 or mask.shape[1] == 1:
-            return mask
-        return regions.own_part(regions.tensor_program(), tf.convert_to_tensor(mask), 1)
+    @functools.wraps(keras_class.call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _ParallelAttention.call(self, *args, **kwargs)
+
+    return call
 
 
 @keras.saving.register_keras_serializable("tfdist")
-class ParallelMultiHeadAttention(_ParallelAttention, keras.layers.MultiHeadAttention):
+class ParallelMultiHeadAttention(_ParallelKerasAttention, keras.layers.MultiHeadAttention):
     """`keras.layers.MultiHeadAttention` whose heads are spread over the tensor ranks (Megatron's parallel self-attention).
 
     Each rank stores and computes 1/t of the heads. Forward it all-reduces the output, backward the gradient of its input. Masks,
@@ -143,16 +218,16 @@ class ParallelMultiHeadAttention(_ParallelAttention, keras.layers.MultiHeadAtten
     Source: Megatron-LM, Shoeybi et al. 2019.
     """
 
+    _made = MULTI_HEAD
+    call = _call_of(keras.layers.MultiHeadAttention)
+
     def __init__(self, num_heads: int, key_dim: int, sequence_parallel: bool = False, **kwargs: Any):
         super().__init__(num_heads, key_dim, **kwargs)
         self.sequence_parallel = sequence_parallel
 
-    def _heads(self) -> dict[str, int]:
-        return {"num_heads": self._num_heads}
-
 
 @keras.saving.register_keras_serializable("tfdist")
-class ParallelGroupedQueryAttention(_ParallelAttention, keras.layers.GroupQueryAttention):
+class ParallelGroupedQueryAttention(_ParallelKerasAttention, keras.layers.GroupQueryAttention):
     """`keras.layers.GroupQueryAttention` whose heads, those of queries and those of keys and values, are spread over the ranks.
 
     Args:
@@ -171,6 +246,12 @@ class ParallelGroupedQueryAttention(_ParallelAttention, keras.layers.GroupQueryA
     Source: Ainslie et al. 2023; sharded as by Megatron-LM.
     """
 
+    _made = GROUPED_QUERY
+    call = _call_of(keras.layers.GroupQueryAttention)
+    num_repeats = _of_this_rank(
+        "num_repeats", GROUPED_QUERY, "How many query heads ask each head of keys and values; inside a replica, of this rank's."
+    )
+
     def __init__(
         self,
         head_dim: int,
@@ -182,16 +263,13 @@ class ParallelGroupedQueryAttention(_ParallelAttention, keras.layers.GroupQueryA
         super().__init__(head_dim, num_query_heads, num_key_value_heads, **kwargs)
         self.sequence_parallel = sequence_parallel
 
-    def _heads(self) -> dict[str, int]:
-        return {"num_query_heads": self.num_query_heads, "num_key_value_heads": self.num_key_value_heads}
 
-    @property
-    def num_repeats(self) -> int:
-        """How many query heads ask each head of keys and values; inside a replica, of this rank's."""
-        program = regions.tensor_program()
-        ranks = 1 if program is None else program.mesh.tensor_parallel_size
-        return (self.num_query_heads // ranks) // max(1, self.num_key_value_heads // ranks)
-
-    @num_repeats.setter
-    def num_repeats(self, value: int) -> None:
-        """Takes the number that Keras sets, which follows from those of the heads."""
+@functools.cache
+def parallel_class(made: HeadedLayer) -> type:
+    """Returns the mixin that spreads the heads of a KerasHub attention over the tensor ranks."""
+    # A MultiHeadAttention does not look at its number of heads when it computes.
+    counts = [
+        name for name in (made.query_heads, made.key_value_heads, made.groups, *made.sizes) if name and name != "_num_heads"
+    ]
+    body = {"_made": made, "__module__": __name__, **{name: _of_this_rank(name, made) for name in counts}}
+    return type(f"Parallel{made.class_name}", (_ParallelAttention,), body)

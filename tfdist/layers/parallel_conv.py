@@ -17,21 +17,12 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers.parallel_dense import ColumnParallel, RowParallel
-from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, local
-from tfdist.sharding.sharded_activations import ActivationShard
+from tfdist.layers.sharded_weights import ShardedWeights
 
 
 class _ParallelConv(ShardedWeights):
-    """What both have in common."""
-
-    def _product(self, inputs: Any) -> tf.Tensor:
-        return self.convolution_op(inputs, local(self.kernel))
-
-    def _add_bias(self, x: tf.Tensor, bias: Any) -> tf.Tensor:
-        shape = (1, 1, 1, -1) if self.data_format == "channels_last" else (1, -1, 1, 1)
-        return keras.ops.add(x, tf.reshape(local(bias), shape))
-
-    def _check_groups(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         if self.groups != 1:
             raise errors.not_implemented(
                 f"Layer {self.name!r} convolves its channels in groups, and is not sharded over the tensor ranks.",
@@ -39,14 +30,17 @@ class _ParallelConv(ShardedWeights):
                 fix="Use `keras.layers.Conv2D`.",
             )
 
+    def _product(self, inputs: Any, kernel: tf.Tensor) -> tf.Tensor:
+        return self.convolution_op(inputs, kernel)
+
+    def _add_bias(self, x: tf.Tensor, bias: Any) -> tf.Tensor:
+        shape = (1, 1, 1, -1) if self.data_format == "channels_last" else (1, -1, 1, 1)
+        return keras.ops.add(x, tf.reshape(bias, shape))
+
 
 @keras.saving.register_keras_serializable("tfdist")
 class ColumnParallelConv2D(_ParallelConv, ColumnParallel, keras.layers.Conv2D):
-    """`keras.layers.Conv2D` whose output channels are computed by different tensor ranks.
-
-    Kernel and bias are sharded along the output channels. Forward it sends nothing, or, with `gather_output`, all-gathers the
-    output; backward it all-reduces the gradient of its input. Outside replicas, and where the strategy has no tensor axis, it is
-    `keras.layers.Conv2D`.
+    """`keras.layers.Conv2D` whose output channels are computed by different tensor ranks; see `ColumnParallelDense`.
 
     Args:
         filters: output channels; a multiple of the tensor size.
@@ -65,29 +59,15 @@ class ColumnParallelConv2D(_ParallelConv, ColumnParallel, keras.layers.Conv2D):
         NotImplementedError: `groups` above 1; an `activity_regularizer` with `gather_output=False`.
     """
 
+    _divided = "filters"
+
     def __init__(self, filters: int, kernel_size: Any, gather_output: bool = True, **kwargs: Any):
-        super().__init__(filters, kernel_size, **kwargs)
-        self.gather_output = gather_output
-        self._check_groups()
-        self._check_output()
-
-    def _check_sizes(self, input_shape: Any, parts: int) -> None:
-        check_divisible("filters", self.filters, parts, self.name)
-
-    @property
-    def output_shard(self) -> ActivationShard | None:
-        """How the output is sharded inside replicas; None: it is whole."""
-        axis = -1 if self.data_format == "channels_last" else 1
-        return None if self.gather_output else ActivationShard(axis, self.filters)
+        super().__init__(filters, kernel_size, gather_output=gather_output, **kwargs)
 
 
 @keras.saving.register_keras_serializable("tfdist")
 class RowParallelConv2D(_ParallelConv, RowParallel, keras.layers.Conv2D):
-    """`keras.layers.Conv2D` whose input channels are summed over by different tensor ranks.
-
-    The kernel is sharded along the input channels, the bias is whole. Forward it all-reduces the output; backward it sends
-    nothing, or, with a whole input, all-gathers its gradient. Outside replicas, and where the strategy has no tensor axis, it is
-    `keras.layers.Conv2D`.
+    """`keras.layers.Conv2D` whose input channels are summed over by different tensor ranks; see `RowParallelDense`.
 
     Args:
         filters: output channels.
@@ -108,14 +88,7 @@ class RowParallelConv2D(_ParallelConv, RowParallel, keras.layers.Conv2D):
         NotImplementedError: `groups` above 1.
     """
 
+    _divided = "input channels"
+
     def __init__(self, filters: int, kernel_size: Any, input_is_parallel: bool = False, **kwargs: Any):
-        super().__init__(filters, kernel_size, **kwargs)
-        self.input_is_parallel = input_is_parallel
-        self._check_groups()
-
-    def _check_sizes(self, input_shape: Any, parts: int) -> None:
-        check_divisible("input channels", input_shape[-1 if self.data_format == "channels_last" else 1], parts, self.name)
-
-    def shard_weights(self) -> None:
-        super().shard_weights()
-        self.input_spec = keras.layers.InputSpec(ndim=4)  # inside a replica there are fewer channels
+        super().__init__(filters, kernel_size, input_is_parallel=input_is_parallel, **kwargs)

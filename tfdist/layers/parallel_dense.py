@@ -10,7 +10,6 @@ A column-parallel layer followed by a row-parallel one needs no communication be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -21,7 +20,7 @@ from tfdist.layers import regions, sharded_tensors
 from tfdist.layers.einsum_axes import COLUMN, ROW, sharded_axes
 from tfdist.layers.elementwise import is_elementwise_activation
 from tfdist.layers.lora_factors import KERNEL
-from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, local
+from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
 from tfdist.sharding import Shard
 from tfdist.sharding.sharded_activations import ActivationShard
 
@@ -30,6 +29,7 @@ class _ParallelProduct(ShardedWeights):
     """A Dense, EinsumDense or Conv2D that is sharded by column or by row."""
 
     _role: str
+    _divided: Any  # what the size of the sharded axis is called
     _factored = KERNEL
 
     @property
@@ -38,12 +38,18 @@ class _ParallelProduct(ShardedWeights):
         is_here = getattr(self, "lora_enabled", False) and regions.tensor_program() is not None
         return KERNEL.merged(self) if is_here else super().kernel
 
-    def _shards(self) -> Mapping[str, Shard]:
-        axes = sharded_axes(self, self._role)
+    @classmethod
+    def _shards(cls, layer: Any) -> dict[str, Shard]:
+        axes = sharded_axes(layer, cls._role)
         return {"_kernel": Shard(axes.kernel)} | ({} if axes.bias is None else {"bias": Shard(axes.bias)})
 
-    def _product(self, inputs: Any) -> tf.Tensor:
-        return keras.ops.matmul(inputs, local(self.kernel))
+    def shard_weights(self) -> None:
+        size = self._kernel.shape[sharded_axes(self, self._role).kernel]
+        check_divisible(self._divided, size, regions.scope_tensor_size(), self.name)
+        super().shard_weights()
+
+    def _product(self, inputs: Any, kernel: tf.Tensor) -> tf.Tensor:
+        return keras.ops.matmul(inputs, kernel)
 
     def _add_bias(self, x: tf.Tensor, bias: Any) -> tf.Tensor:
         return keras.ops.add(x, bias)
@@ -55,25 +61,10 @@ class ColumnParallel(_ParallelProduct):
     _role = COLUMN
     input_has_entered = False  # True where the layer around it has taken the input into the region
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        if regions.tensor_program() is None:
-            return super().call(inputs)
-        check_is_sharded(self, self._kernel)
-        x = self._product(inputs if self.input_has_entered else regions.copy_to(inputs, f"{self.name}/copy_to"))
-        if self.bias is not None:
-            x = self._add_bias(x, local(self.bias))
-        axes = sharded_axes(self, COLUMN)
-        activation = self.activation or keras.activations.linear
-        if not self.gather_output:
-            return sharded_tensors.mark(activation(x), axes.outputs, self._kernel.shape[axes.kernel])
-        label = f"{self.name}/gather_output"
-        if is_elementwise_activation(self.activation):
-            return regions.gather_from(activation(x), axes.outputs, label)
-        return activation(regions.gather_from(x, axes.outputs, label))
-
-    def _check_output(self) -> None:
-        """Raises when the output cannot stay sharded as it is to."""
-        if self.gather_output:
+    def __init__(self, *args: Any, gather_output: bool, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.gather_output = gather_output
+        if gather_output:
             return
         if not is_elementwise_activation(self.activation):
             raise errors.value_error(
@@ -89,6 +80,32 @@ class ColumnParallel(_ParallelProduct):
                 fix="Use `gather_output=True`.",
             )
 
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        if regions.tensor_program() is None:
+            return super().call(inputs)
+        check_is_sharded(self, self._kernel)
+        x = inputs if self.input_has_entered else regions.copy_to(inputs, f"{self.name}/copy_to")
+        # Tensors: Keras's operations look at the shape (`add` may become a `BiasAdd`), and a Keras variable's is global.
+        x = self._product(x, tf.convert_to_tensor(self.kernel))
+        if self.bias is not None:
+            x = self._add_bias(x, tf.convert_to_tensor(self.bias))
+        axes = sharded_axes(self, COLUMN)
+        activation = self.activation or keras.activations.linear
+        if not self.gather_output:
+            return sharded_tensors.mark(activation(x), axes.outputs, self._kernel.shape[axes.kernel])
+        label = f"{self.name}/gather_output"
+        if is_elementwise_activation(self.activation):
+            return regions.gather_from(activation(x), axes.outputs, label)
+        return activation(regions.gather_from(x, axes.outputs, label))
+
+    @property
+    def output_shard(self) -> ActivationShard | None:
+        """How the output is sharded inside replicas; None: it is whole."""
+        if self.gather_output:
+            return None
+        axes = sharded_axes(self, COLUMN)
+        return ActivationShard(axes.outputs, self._kernel.shape[axes.kernel])
+
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "gather_output": self.gather_output}
 
@@ -99,6 +116,10 @@ class RowParallel(_ParallelProduct):
     _role = ROW
     sequence_parallel = False  # True in an attention or MLP whose output is sharded along the sequence
 
+    def __init__(self, *args: Any, input_is_parallel: bool, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.input_is_parallel = input_is_parallel
+
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         if regions.tensor_program() is None:
             return super().call(inputs)
@@ -106,10 +127,16 @@ class RowParallel(_ParallelProduct):
         axes = sharded_axes(self, ROW)
         x = inputs if self.input_is_parallel else regions.scatter_to(inputs, axes.inputs, f"{self.name}/scatter_to")
         self._check_input(x, axes.inputs, self._kernel.shape[axes.kernel])
-        x, bias = regions.leave_region(self._product(x), self.bias, self.sequence_parallel, self.name)
+        x = self._product(x, tf.convert_to_tensor(self.kernel))
+        x, bias = regions.leave_region(x, self.bias, self.sequence_parallel, self.name)
         if bias is not None:
             x = self._add_bias(x, bias)
         return x if self.activation is None else self.activation(x)
+
+    def shard_weights(self) -> None:
+        super().shard_weights()
+        if self.input_spec is not None:
+            self.input_spec.axes = {}  # inside a replica there are fewer features
 
     def _check_input(self, x: tf.Tensor, axis: int, size: int) -> None:
         """Raises ValueError when the input is not this rank's part of an axis of `size`."""
@@ -162,18 +189,10 @@ class ColumnParallelDense(ColumnParallel, keras.layers.Dense):
     Source: Megatron-LM, Shoeybi et al. 2019.
     """
 
+    _divided = "units"
+
     def __init__(self, units: int, activation: Any = None, gather_output: bool = True, **kwargs: Any):
-        super().__init__(units, activation, **kwargs)
-        self.gather_output = gather_output
-        self._check_output()
-
-    def _check_sizes(self, input_shape: Any, parts: int) -> None:
-        check_divisible("units", self.units, parts, self.name)
-
-    @property
-    def output_shard(self) -> ActivationShard | None:
-        """How the output is sharded inside replicas; None: it is whole."""
-        return None if self.gather_output else ActivationShard(-1, self.units)
+        super().__init__(units, activation, gather_output=gather_output, **kwargs)
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -205,13 +224,7 @@ class RowParallelDense(RowParallel, keras.layers.Dense):
     Source: Megatron-LM, Shoeybi et al. 2019.
     """
 
+    _divided = "input size"
+
     def __init__(self, units: int, activation: Any = None, input_is_parallel: bool = False, **kwargs: Any):
-        super().__init__(units, activation, **kwargs)
-        self.input_is_parallel = input_is_parallel
-
-    def _check_sizes(self, input_shape: Any, parts: int) -> None:
-        check_divisible("input size", input_shape[-1], parts, self.name)
-
-    def shard_weights(self) -> None:
-        super().shard_weights()
-        self.input_spec = keras.layers.InputSpec(min_ndim=2)  # inside a replica the last axis has another size
+        super().__init__(units, activation, input_is_parallel=input_is_parallel, **kwargs)

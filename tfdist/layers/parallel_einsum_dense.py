@@ -8,11 +8,9 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.layers import regions
-from tfdist.layers.einsum_axes import COLUMN, einsum_label, sharded_axes
+from tfdist.layers.einsum_axes import COLUMN, einsum_label
 from tfdist.layers.parallel_dense import ColumnParallel, RowParallel
-from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, local
-from tfdist.sharding.sharded_activations import ActivationShard
+from tfdist.layers.sharded_weights import ShardedWeights
 
 
 class _ParallelEinsumDense(ShardedWeights):
@@ -25,13 +23,12 @@ class _ParallelEinsumDense(ShardedWeights):
             )
         super().build(input_shape)
 
-    def shard_weights(self) -> None:
-        size = self._kernel.shape[sharded_axes(self, self._role).kernel]
-        check_divisible(f"axis {einsum_label(self, self._role)}", size, regions.scope_tensor_size(), self.name)
-        super().shard_weights()
+    @property
+    def _divided(self) -> str:
+        return f"axis {einsum_label(self, self._role)}"
 
-    def _product(self, inputs: Any) -> tf.Tensor:
-        return keras.ops.einsum(self.equation, inputs, local(self.kernel))
+    def _product(self, inputs: Any, kernel: tf.Tensor) -> tf.Tensor:
+        return keras.ops.einsum(self.equation, inputs, kernel)
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -49,17 +46,7 @@ class ColumnParallelEinsumDense(_ParallelEinsumDense, ColumnParallel, keras.laye
     """
 
     def __init__(self, equation: str, output_shape: Any, gather_output: bool = True, **kwargs: Any):
-        super().__init__(equation, output_shape, **kwargs)
-        self.gather_output = gather_output
-        self._check_output()
-
-    @property
-    def output_shard(self) -> ActivationShard | None:
-        """How the output is sharded inside replicas; None: it is whole."""
-        if self.gather_output:
-            return None
-        axes = sharded_axes(self, COLUMN)
-        return ActivationShard(axes.outputs, self._kernel.shape[axes.kernel])
+        super().__init__(equation, output_shape, gather_output=gather_output, **kwargs)
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -78,5 +65,4 @@ class RowParallelEinsumDense(_ParallelEinsumDense, RowParallel, keras.layers.Ein
     """
 
     def __init__(self, equation: str, output_shape: Any, input_is_parallel: bool = False, **kwargs: Any):
-        super().__init__(equation, output_shape, **kwargs)
-        self.input_is_parallel = input_is_parallel
+        super().__init__(equation, output_shape, input_is_parallel=input_is_parallel, **kwargs)

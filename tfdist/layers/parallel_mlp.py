@@ -31,8 +31,7 @@ class ParallelMLP(keras.layers.Layer):
         gated: True multiplies the activation with a second projection of the input: "silu" makes it SwiGLU, "gelu" GeGLU.
         dropout: rate on the hidden features; every tensor rank drops of its own.
         use_bias: whether the projections have biases.
-        sequence_parallel: True takes and returns activations that are sharded along the sequence, axis 1: it all-gathers its
-            input and reduce-scatters its output instead of the all-reduce. See `ParallelTransformerBlock`.
+        sequence_parallel: as of `ParallelMultiHeadAttention`.
         kernel_initializer: of all kernels.
 
     Input shape:

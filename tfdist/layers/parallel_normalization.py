@@ -8,14 +8,14 @@ those of the Keras layer are (`normalization`, `statistics`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions, sharded_tensors
-from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, local
+from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
 from tfdist.layers.statistics import note_assigned
 from tfdist.sharding import Shard
 from tfdist.sharding.sharded_activations import ActivationShard
@@ -51,7 +51,8 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
             )
         check_divisible("channels", input_shape[self.axis], parts, self.name)
 
-    def _shards(self) -> Mapping[str, Shard]:
+    @classmethod
+    def _shards(cls, layer: Any) -> dict[str, Shard]:
         return dict.fromkeys(("gamma", "beta", "moving_mean", "moving_variance"), Shard(0))
 
     def shard_weights(self) -> None:
@@ -67,8 +68,14 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
         if regions.tensor_program() is None:
             return super().call(inputs, training=training, mask=mask)
         check_is_sharded(self, self.moving_mean)
-        moving_mean, moving_variance = local(self.moving_mean), local(self.moving_variance)
-        self._check_input(inputs, moving_mean.shape[0])
+        moving_mean, moving_variance = map(tf.convert_to_tensor, (self.moving_mean, self.moving_variance))
+        if inputs.shape[self.axis] != moving_mean.shape[0]:
+            channels = f"{moving_mean.shape[0]} of {self.moving_mean.shape[0]} channels"
+            raise errors.value_error(
+                f"Layer {self.name!r} normalizes {channels}, one part a tensor rank.",
+                shape=tuple(inputs.shape),
+                fix="Its input must come from a layer with `gather_output=False`, by way of elementwise layers and poolings.",
+            )
         x = keras.ops.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
         moving_mean, moving_variance = keras.ops.cast(moving_mean, x.dtype), keras.ops.cast(moving_variance, x.dtype)
         mean, variance = moving_mean, moving_variance
@@ -81,8 +88,8 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
             mean,
             variance,
             axis=self.axis,
-            offset=keras.ops.cast(local(self.beta), x.dtype) if self.center else None,
-            scale=keras.ops.cast(local(self.gamma), x.dtype) if self.scale else None,
+            offset=keras.ops.cast(tf.convert_to_tensor(self.beta), x.dtype) if self.center else None,
+            scale=keras.ops.cast(tf.convert_to_tensor(self.gamma), x.dtype) if self.scale else None,
             epsilon=self.epsilon,
         )
         return sharded_tensors.mark(keras.ops.cast(outputs, self.compute_dtype), self.axis, self.moving_mean.shape[0])
@@ -91,11 +98,3 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
         """Moves a statistic of this rank's channels towards that of the batch. `Variable.assign` would want all channels."""
         variable._value.assign(keras.ops.cast(moving * self.momentum + value * (1.0 - self.momentum), variable.dtype))
         note_assigned(variable._value)
-
-    def _check_input(self, inputs: Any, part: int) -> None:
-        if inputs.shape[self.axis] != part:
-            raise errors.value_error(
-                f"Layer {self.name!r} normalizes {part} of {self.moving_mean.shape[0]} channels, one part a tensor rank.",
-                shape=tuple(inputs.shape),
-                fix="Its input must come from a layer with `gather_output=False`, by way of elementwise layers and poolings.",
-            )

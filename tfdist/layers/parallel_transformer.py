@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions, sharded_tensors
-from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
+from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention, entered_norm
 from tfdist.layers.parallel_mlp import ParallelMLP
 from tfdist.layers.randomness import sharded_region
 from tfdist.sharding.sharded_activations import ActivationShard, copy_mask
@@ -40,21 +40,10 @@ class _LayerNormalization(keras.layers.LayerNormalization):
         return keras.ops.layer_normalization(inputs, gamma, beta, axis=self.axis, epsilon=self.epsilon)
 
 
-class _RMSNormalization(keras.layers.RMSNormalization):
-    """Root-mean-square normalization of a part of the sequence."""
-
-    def call(self, inputs: Any) -> Any:
-        if regions.tensor_program() is None:
-            return super().call(inputs)
-        scale = regions.copy_to(tf.convert_to_tensor(self.scale), f"{self.name}/weights")
-        return keras.ops.rms_normalization(inputs, scale=scale, axis=self.axis, epsilon=self.epsilon)
-
-
+# Of whole sequences, and of sharded ones.
 _NORMALIZATIONS = {
-    ("layer", False): keras.layers.LayerNormalization,
-    ("layer", True): _LayerNormalization,
-    ("rms", False): keras.layers.RMSNormalization,
-    ("rms", True): _RMSNormalization,
+    "layer": (keras.layers.LayerNormalization, _LayerNormalization),
+    "rms": (keras.layers.RMSNormalization, entered_norm(keras.layers.RMSNormalization)),
 }
 
 
@@ -129,7 +118,7 @@ class ParallelTransformerBlock(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        if normalization not in ("layer", "rms"):
+        if normalization not in _NORMALIZATIONS:
             raise errors.value_error('`normalization` must be "layer" or "rms".', normalization=normalization)
         if not sequence_parallel and (input_is_parallel or not gather_output):
             raise errors.value_error(
@@ -176,7 +165,7 @@ class ParallelTransformerBlock(keras.layers.Layer):
         else:
             self._attention = ParallelGroupedQueryAttention(key_dim, self.num_heads, self.num_key_value_heads, **options)
         self._mlp = ParallelMLP(self.hidden_units, activation=self.activation, gated=self.gated, name="mlp", **common)
-        norm = _NORMALIZATIONS[self.normalization, self.sequence_parallel]
+        norm = _NORMALIZATIONS[self.normalization][self.sequence_parallel]
         self._attention_norm = norm(epsilon=self.epsilon, name="attention_norm", dtype=self.dtype_policy)
         self._mlp_norm = norm(epsilon=self.epsilon, name="mlp_norm", dtype=self.dtype_policy)
         self._dropout = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy) if self.dropout else None

@@ -59,6 +59,7 @@ class RankSeeds:
     """What the ranks of one run of `strategy.run` draw seeds from; one object, which all their programs share.
 
     It is made in the thread that runs the ranks, which enters `lent` in each rank's thread, and calls `take_back` at the end.
+    In the threads of ranks it stands for Keras's global generator: `next` and `state` are those of that thread's.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class RankSeeds:
     def lent(self) -> Iterator[None]:
         """Within it, Keras's global generator in this thread, a rank's, is that of the thread that runs the ranks."""
         before = keras_scope.global_generator()
-        keras_scope.set_global_generator(_GlobalGenerator(self))
+        keras_scope.set_global_generator(self)
         try:
             yield
         finally:
@@ -92,8 +93,17 @@ class RankSeeds:
             self._global = apart(keras.random.SeedGenerator)
         return self._global
 
-    def op_seeds(self, program: RankProgram, number: int, draw: Callable[[], _OpSeeds]) -> _OpSeeds:
-        """Returns the seeds of the random operation `number` of this rank's program; `draw` returns those of one device."""
+    def next(self, ordered: bool = True) -> Any:
+        return self.global_generator.next(ordered)
+
+    @property
+    def state(self) -> keras.Variable:
+        return self.global_generator.state
+
+    def op_seeds(self, program: RankProgram, draw: Callable[[], _OpSeeds]) -> _OpSeeds:
+        """Returns the seeds of the next random operation of this rank's program; `draw` returns those of one device."""
+        count = program.attachment(_Count)
+        number, count.drawn = count.drawn, count.drawn + 1
         while len(self._drawn) <= number:
             self._drawn.append(draw())
         global_seed, seed = self._drawn[number]
@@ -108,20 +118,6 @@ class RankSeeds:
         return global_seed, int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
-class _GlobalGenerator:
-    """What stands for Keras's global generator in the thread of a rank."""
-
-    def __init__(self, seeds: RankSeeds):
-        self._seeds = seeds
-
-    def next(self, ordered: bool = True) -> Any:
-        return self._seeds.global_generator.next(ordered)
-
-    @property
-    def state(self) -> keras.Variable:
-        return self._seeds.global_generator.state
-
-
 class _Count:
     """How many random operations of TensorFlow a rank's program has drawn seeds for; an attachment of the program."""
 
@@ -132,11 +128,7 @@ class _Count:
 def op_seeds(draw: Callable[[], _OpSeeds]) -> _OpSeeds:
     """Returns the seeds of the random operation of TensorFlow that is made here; `draw` returns those of one device."""
     program = rank_program()
-    if program is None:
-        return draw()
-    count = program.attachment(_Count)
-    count.drawn += 1
-    return program.shared(RankSeeds).op_seeds(program, count.drawn - 1, draw)
+    return draw() if program is None else program.shared(RankSeeds).op_seeds(program, draw)
 
 
 def settle(generator: keras.random.SeedGenerator) -> None:

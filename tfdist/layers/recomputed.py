@@ -67,7 +67,6 @@ def is_recomputed(model: keras.Model) -> bool:
 
 
 def _found(model: keras.Model, layers: str | Sequence[keras.Layer]) -> list[Any]:
-    """Returns the layers that are meant."""
     within = layers_within(model)[1:]
     if isinstance(layers, str):
         matching = [layer for layer in within if re.search(layers, layer.path or layer.name)]

@@ -68,14 +68,15 @@ def copy_to(x: tf.Tensor, label: str = "copy_to") -> tf.Tensor:
         return x
     x = tf.convert_to_tensor(x)
     entered = program.attachment(_Entered)
-    if entered.find(x) is None:
+    copy = entered.find(x)
+    if copy is None:
         copy = _region(
             x,
             lambda _, x: tf.identity(x),
             lambda program, upstream: activations.all_reduce(program, upstream, "tensor", f"{label}/gradient"),
         )
-        entered.add(x, copy)
-    return entered.find(x)
+        entered.copies[id(x)] = (x, copy)  # x is kept, so that its id stays its own
+    return copy
 
 
 def reduce_from(x: tf.Tensor, label: str = "reduce_from") -> tf.Tensor:
@@ -155,14 +156,11 @@ class _Entered:
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._copies: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-
-    def add(self, x: tf.Tensor, copy: tf.Tensor) -> None:
-        self._copies[id(x)] = (x, copy)  # x is kept, so that its id stays its own
+        self.copies: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 
     def find(self, x: tf.Tensor) -> tf.Tensor | None:
         """Returns the copy of `x` that may be used here: it exists, and all tapes that watch `x` know it."""
-        _, copy = self._copies.get(id(x), (None, None))
+        _, copy = self.copies.get(id(x), (None, None))
         if copy is None or not self._program.is_eager and copy.graph is not tf.compat.v1.get_default_graph():
             return None
         return copy if tape.tapes_watching([copy]) >= tape.tapes_watching([x]) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -26,8 +26,8 @@ _Layer: Any = object
 class ShardedWeights(_Layer):
     """A mixin for Keras layers whose weights may be sharded over the tensor axis; before the Keras class.
 
-    A subclass says in `_shards` which; they are sharded when the layer has been built, in the scope of a strategy with a tensor
-    axis. Where LoRA may be enabled on the layer, it names the weight and its factors in `_factored`.
+    They are sharded when the layer has been built, in the scope of a strategy with a tensor axis. Where LoRA may be enabled on
+    the layer, a subclass names the weight and its factors in `_factored`.
     """
 
     _factored: FactoredWeight | None = None
@@ -40,36 +40,34 @@ class ShardedWeights(_Layer):
         if whole is not None:
             save_as(cls, whole)
 
-    def _shards(self) -> Mapping[str, Shard]:
-        """Returns, by the attribute that holds it, how each weight is sharded; what is not named stays whole."""
+    @classmethod
+    def _shards(cls, layer: Any) -> dict[str, Shard]:
+        """Returns, by the attribute that holds it, how each weight of `layer`, sharded or not yet, is; others stay whole."""
         raise NotImplementedError
 
-    def build(self, input_shape: Any) -> None:
-        self.check_may_be_sharded(input_shape)
-        super().build(input_shape)
-        self.shard_weights()
+    @classmethod
+    def _factor_shards(cls, layer: Any) -> dict[str, Shard]:
+        return cls._factored.shards(layer, cls._shards(layer)[cls._factored.weight])
 
-    def check_may_be_sharded(self, input_shape: Any) -> None:
-        """Raises what the layer raises that cannot be sharded in as many parts as the strategy has tensor ranks."""
+    @classmethod
+    def shards_of(cls, layer: Any, ranks: int) -> list[tuple[keras.Variable, Shard]]:
+        """Returns the weights of a built layer, sharded or not yet, that this class shards over `ranks`, and how."""
+        shards = cls._shards(layer)
+        if getattr(layer, "lora_enabled", False):
+            shards |= cls._factor_shards(layer)
+        return _named(layer, shards)
+
+    def build(self, input_shape: Any, *more_shapes: Any) -> None:
         if getattr(self, "quantization_mode", None):
             self._refuse("Quantization")
         self._check_sizes(input_shape, regions.scope_tensor_size())
+        super().build(input_shape, *more_shapes)
+        self.shard_weights()
 
     def shard_weights(self) -> None:
         """Shards the weights of the layer, which is built."""
         begin_use()  # in a file they stand under the name of the whole layer, also without a strategy
-        self._shard(self._shards())
-        if getattr(self, "lora_enabled", False):
-            self._shard(self._factor_shards())
-
-    def _shard(self, placements: Mapping[str, Shard]) -> None:
-        for name, placement in placements.items():
-            variable = getattr(self, name, None)
-            if variable is not None:
-                shard_weight(variable, placement)
-
-    def _factor_shards(self) -> Mapping[str, Shard]:
-        return self._factored.shards(self, self._shards()[self._factored.weight])
+        shard_variables(self.shards_of(self, regions.scope_tensor_size()))
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
         """Raises ValueError when the layer cannot be sharded in `parts`."""
@@ -77,9 +75,9 @@ class ShardedWeights(_Layer):
     def enable_lora(self, *args: Any, **kwargs: Any) -> None:
         if self._factored is None:
             self._refuse("LoRA")
-        with scope_of(self):
+        with scope_of([self]):
             super().enable_lora(*args, **kwargs)
-            self._shard(self._factor_shards())
+            shard_variables(_named(self, self._factor_shards(self)))
 
     def quantize(self, *args: Any, **kwargs: Any) -> None:
         self._refuse("Quantization")
@@ -92,43 +90,34 @@ class ShardedWeights(_Layer):
         )
 
 
-def shard_weight(variable: keras.Variable, placement: Shard) -> None:
-    """Shards a layer's weight over the tensor axis, if the strategy has one, and lets its regularizer see all of it.
+def _named(layer: Any, shards: dict[str, Shard]) -> list[tuple[keras.Variable, Shard]]:
+    named = [(getattr(layer, name, None), shard) for name, shard in shards.items()]
+    return [(variable, shard) for variable, shard in named if variable is not None]
 
-    Raises:
-        ValueError: the axis does not exist, or the tensor size does not divide its length and `placement` is not padded.
-    """
+
+def shard_variables(placements: list[tuple[keras.Variable, Shard]]) -> None:
+    """Shards weights over the tensor axis, if the strategy has one, and lets their regularizers see all of them."""
     if regions.scope_tensor_size() == 1:
         return
-    request_placement(variable, tensor=placement)
-    if variable.regularizer is not None:
-        variable.regularizer = WholeRegularizer(variable.regularizer, placement.axis, variable.shape)
+    for variable, placement in placements:
+        request_placement(variable, tensor=placement)
+        if variable.regularizer is not None:
+            variable.regularizer = _of_whole(variable.regularizer, placement.axis, tuple(variable.shape))
 
 
-class WholeRegularizer:
-    """A regularizer of a weight that is sharded: inside a replica it sees all ranks' parts."""
+def _of_whole(regularizer: Callable[..., Any], axis: int, shape: tuple[int, ...]) -> Callable[[Any], tf.Tensor]:
+    """Returns a regularizer of a weight that is sharded: inside a replica it sees all ranks' parts."""
 
-    def __init__(self, regularizer: Callable[..., Any], axis: int, shape: tuple[int, ...]):
-        self._regularizer = regularizer
-        self._axis = axis
-        self._shape = tuple(shape)
-
-    def __call__(self, weight: Any) -> tf.Tensor:
+    def regularize(weight: Any) -> tf.Tensor:
         if regions.tensor_program() is None:
-            return self._regularizer(weight)
+            return regularizer(weight)
         local = tf.convert_to_tensor(weight)
-        if isinstance(self._regularizer, _SUMS):
-            return regions.reduce_from(self._regularizer(local), "regularizer")
-        whole = regions.gather_from(local, self._axis, "regularizer")
-        return self._regularizer(whole[tuple(slice(0, size) for size in self._shape)])
+        if isinstance(regularizer, _SUMS):
+            return regions.reduce_from(regularizer(local), "regularizer")
+        whole = regions.gather_from(local, axis, "regularizer")
+        return regularizer(whole[tuple(slice(0, size) for size in shape)])
 
-
-def local(variable: Any) -> tf.Tensor:
-    """Returns what this rank computes with of a weight, a tensor of its own shape.
-
-    Keras's operations look at the shape of what they are given (`add` may become a `BiasAdd`), and a Keras variable's is global.
-    """
-    return tf.convert_to_tensor(variable)
+    return regularize
 
 
 def check_divisible(argument: str, size: int, parts: int, layer: str) -> None:

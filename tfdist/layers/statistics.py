@@ -35,6 +35,7 @@ from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.sharding import gradient_graph, keras_scope
 from tfdist.sharding.gradient_stubs import GradientStubs
+from tfdist.sharding.packing import apart, side_by_side
 
 _told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: variables compare by value
 
@@ -97,14 +98,12 @@ class Statistics:
             values = [tf.cast(variable.read_value(), wide) for variable in variables]
             # Not a product alone: the statistics of no rows are NaN.
             shares = [tf.where(w > 0, w * value, tf.zeros_like(value)) for w, value in zip(weights, values, strict=True)]
-            packed = tf.concat([tf.reshape(share, [-1]) for share in shares] + [tf.stack(weights)], 0)
+            packed = side_by_side([*shares, *weights])
             total = group_ops.all_reduce(program, packed, program.group_ranks("data"), "sum", "statistics")
-            sizes = [value.shape.num_elements() for value in values]
-            *sums, total_weights = tf.split(total, [*sizes, len(weights)])
+            sums = apart(total, [value.shape for value in values] + [tf.TensorShape([])] * len(weights))
             for index, (variable, value) in enumerate(zip(variables, values, strict=True)):
-                weight = total_weights[index]
-                mean = tf.where(weight > 0, tf.reshape(sums[index], value.shape) / weight, value)
-                variable.assign(tf.cast(mean, variable.dtype))
+                weight = sums[len(values) + index]
+                variable.assign(tf.cast(tf.where(weight > 0, sums[index] / weight, value), variable.dtype))
 
     def _weight(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
         weight = self._weights.get(id(variable), rows)
@@ -123,9 +122,7 @@ def value_to_assign(variable: keras.Variable, value: Any) -> Any:
 def note_assigned(variable: tf.Variable) -> None:
     """Notes that this rank has assigned to `variable`, of any kind: if it is a running statistic, it will be averaged."""
     program = rank_program(peers_on="data")
-    if program is None or not _is_statistic(variable):
-        return
-    if not _is_of_rank():
+    if program is not None and _is_statistic(variable) and not _is_of_rank():
         program.attachment(Statistics).assigned(variable)
 
 

@@ -105,7 +105,10 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         counted = max(0, min(local, classes - start))
         if counted < local:  # the padding of a vocabulary
             logits = tf.where(tf.range(local) < counted, logits, tf.constant(-math.inf, logits.dtype))
-        shift = tf.stop_gradient(self._maximum(logits, shard))
+        shift = tf.stop_gradient(tf.reduce_max(logits, -1))
+        if shard is not None:
+            program = regions.tensor_program()
+            shift = tf.stop_gradient(activations.all_reduce(program, shift, "tensor", f"{self.name}/maximum", reduce_op="max"))
         is_here = (labels >= start) & (labels < start + counted)
         places = tf.where(is_here, labels - start, tf.zeros_like(labels))
         flat = (tf.reshape(logits, [-1, local]), tf.reshape(shift, [-1]), tf.reshape(places, [-1]))
@@ -124,13 +127,6 @@ class VocabParallelCrossentropy(keras.losses.Loss):
         # A label that no rank has is a mistake in the data: not a number, as TensorFlow has it.
         is_known = (labels >= 0) & (labels < classes)
         return tf.where(is_known, losses, tf.constant(float("nan"), losses.dtype))
-
-    def _maximum(self, logits: tf.Tensor, shard: ActivationShard | None) -> tf.Tensor:
-        highest = tf.reduce_max(logits, -1)
-        if shard is None:
-            return highest
-        program = regions.tensor_program()
-        return activations.all_reduce(program, tf.stop_gradient(highest), "tensor", f"{self.name}/maximum", reduce_op="max")
 
     def get_config(self) -> dict[str, Any]:
         names = ("from_logits", "ignore_class", "label_smoothing")

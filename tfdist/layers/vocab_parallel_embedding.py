@@ -5,7 +5,6 @@ vocabulary 10, t = 4, padded to 12     rank 0: rows [0, 3)   rank 1: [3, 6)   ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -28,7 +27,8 @@ class _VocabParallel(ShardedWeights):
         is_here = getattr(self, "lora_enabled", False) and regions.tensor_program() is not None
         return TABLE.merged(self) if is_here else super().embeddings
 
-    def _shards(self) -> Mapping[str, Shard]:
+    @classmethod
+    def _shards(cls, layer: Any) -> dict[str, Shard]:
         return {"_embeddings": Shard(0, is_padded=True), "reverse_embeddings": Shard(1, is_padded=True)}
 
     def build(self, input_shape: Any = None) -> None:

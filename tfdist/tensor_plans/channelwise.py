@@ -10,22 +10,11 @@ from __future__ import annotations
 
 import keras
 
-_GLOBAL = (
-    keras.layers.GlobalAveragePooling1D,
-    keras.layers.GlobalAveragePooling2D,
-    keras.layers.GlobalAveragePooling3D,
-    keras.layers.GlobalMaxPooling1D,
-    keras.layers.GlobalMaxPooling2D,
-    keras.layers.GlobalMaxPooling3D,
-)
+_POOLINGS = [f"{kind}Pooling{rank}D" for kind in ("Average", "Max") for rank in (1, 2, 3)]
+_GLOBAL = tuple(getattr(keras.layers, f"Global{name}") for name in _POOLINGS)
 _LOCAL = (
-    keras.layers.AveragePooling1D,
-    keras.layers.AveragePooling2D,
-    keras.layers.AveragePooling3D,
+    *(getattr(keras.layers, name) for name in _POOLINGS),
     keras.layers.Cropping2D,
-    keras.layers.MaxPooling1D,
-    keras.layers.MaxPooling2D,
-    keras.layers.MaxPooling3D,
     keras.layers.UpSampling2D,
     keras.layers.ZeroPadding2D,
 )

@@ -25,6 +25,7 @@ import keras
 import numpy as np
 from keras.src.layers import layer as keras_layer
 
+from tfdist import temporary
 from tfdist.layers import elementwise
 from tfdist.tensor_plans.model_inputs import Call
 
@@ -152,13 +153,8 @@ class _Recorder:
         self.known: set[keras.KerasTensor] = set()
         self.running: list[keras.Operation] = []
 
-    @contextlib.contextmanager
-    def opaque(self, operation: keras.Operation) -> Iterator[None]:
-        self.running.append(operation)
-        try:
-            yield
-        finally:
-            self.running.pop()
+    def opaque(self, operation: keras.Operation) -> contextlib.AbstractContextManager[None]:
+        return temporary.attributes(self, running=[*self.running, operation])
 
     def layer_call(self, original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         """In place of `Layer.__call__`."""
@@ -277,9 +273,8 @@ def _patched(recorder: _Recorder) -> Iterator[None]:
     ]
     with _PATCHING, contextlib.ExitStack() as undo:
         for owner, name, replacement in replacements:
-            original = getattr(owner, name)
-            undo.callback(setattr, owner, name, original)
-            setattr(owner, name, in_this_thread(original, replacement))
+            method = in_this_thread(getattr(owner, name), replacement)
+            undo.enter_context(temporary.attributes(owner, **{name: method}))
         yield
 
 

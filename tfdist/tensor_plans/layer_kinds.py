@@ -1,32 +1,24 @@
-"""The layers that can be sharded: in which roles, along which axes, and which sizes a sharded must divide.
+"""The layers that can be sharded, in which roles, and which sizes the number of tensor ranks must divide.
 
-| kind | role | sharded axis of the weights | input | output |
-|---|---|---|---|---|
-| Dense | column | kernel 1, bias 0 | whole | local on the last axis |
-| Dense | row | kernel 0 | local on the last axis | whole |
-| Conv2D | column | kernel 3, bias 0: the output channels | whole | local on the channels |
-| Conv2D | row | kernel 2: the input channels | local on the channels | whole |
-| BatchNormalization | column | all: the channels | local on the channels | local on the channels |
-| EinsumDense | column | the first label of the kernel that is in the output only | whole | local on that label |
-| EinsumDense | row | the first label of the kernel that is contracted | local on that label | whole |
-| Embedding, ReversibleEmbedding | vocab | rows of the table | whole | whole |
-| MultiHeadAttention, GroupQueryAttention, KerasHub's | column | heads: projections column, output row | whole | whole |
+The class of `tfdist.layers` that a layer becomes in a role tells along which axes its weights are sharded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist import layers
 from tfdist.layers.einsum_axes import COLUMN, ROW, einsum_label, sharded_axes
-from tfdist.layers.lora_factors import KERNEL, TABLE, FactoredWeight
-from tfdist.layers.parallel_hub_attention import HeadedLayer, headed_layer, number_of_heads
+from tfdist.layers.headed_layers import GROUPED_QUERY, MULTI_HEAD, HeadedLayer, computes_as, headed_layer
+from tfdist.layers.parallel_attention import parallel_class
 from tfdist.layers.sharded_weights import ShardedWeights
 from tfdist.layers.shared_heads import are_shared
-from tfdist.sharding import Shard
 
 VOCAB, REPLICATE = "vocab", "replicate"
 ROLES = (COLUMN, ROW, VOCAB, REPLICATE)
@@ -38,12 +30,12 @@ class LayerKind:
 
     Attributes:
         layer_class: the class; a subclass counts if it keeps the class's `call`.
-        roles: the ways it can be sharded.
-        heads: how an attention of KerasHub is made; None for all else.
+        parallel: the class of `tfdist.layers`, or the mixin, that shards it, by role.
+        heads: how an attention is made; None for all else.
     """
 
     layer_class: type
-    roles: tuple[str, ...]
+    parallel: Mapping[str, Any]
     heads: HeadedLayer | None = None
 
     @property
@@ -52,7 +44,7 @@ class LayerKind:
 
     @property
     def is_attention(self) -> bool:
-        return self.heads is not None or self.layer_class in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+        return self.heads is not None
 
     @property
     def is_normalization(self) -> bool:
@@ -66,19 +58,17 @@ class LayerKind:
 
 
 KINDS = (
-    LayerKind(keras.layers.Dense, (COLUMN, ROW)),
-    LayerKind(keras.layers.EinsumDense, (COLUMN, ROW)),
-    LayerKind(keras.layers.Conv2D, (COLUMN, ROW)),
-    LayerKind(keras.layers.BatchNormalization, (COLUMN,)),
-    LayerKind(keras.layers.ReversibleEmbedding, (VOCAB,)),
-    LayerKind(keras.layers.Embedding, (VOCAB,)),
-    LayerKind(keras.layers.MultiHeadAttention, (COLUMN,)),
-    LayerKind(keras.layers.GroupQueryAttention, (COLUMN,)),
+    LayerKind(keras.layers.Dense, {COLUMN: layers.ColumnParallelDense, ROW: layers.RowParallelDense}),
+    LayerKind(keras.layers.EinsumDense, {COLUMN: layers.ColumnParallelEinsumDense, ROW: layers.RowParallelEinsumDense}),
+    LayerKind(keras.layers.Conv2D, {COLUMN: layers.ColumnParallelConv2D, ROW: layers.RowParallelConv2D}),
+    LayerKind(keras.layers.BatchNormalization, {COLUMN: layers.ChannelParallelBatchNormalization}),
+    LayerKind(keras.layers.ReversibleEmbedding, {VOCAB: layers.VocabParallelReversibleEmbedding}),  # before its base
+    LayerKind(keras.layers.Embedding, {VOCAB: layers.VocabParallelEmbedding}),
+    LayerKind(keras.layers.MultiHeadAttention, {COLUMN: layers.ParallelMultiHeadAttention}, MULTI_HEAD),
+    LayerKind(keras.layers.GroupQueryAttention, {COLUMN: layers.ParallelGroupedQueryAttention}, GROUPED_QUERY),
 )
 # Each step of these calls the layers inside once more, or replaces their weights: no collective may stand there.
 LOOPS = (keras.layers.RNN, keras.layers.Bidirectional, keras.layers.TimeDistributed, keras.layers.SpectralNormalization)
-# The methods that a subclass may not replace: the sharded layer takes their place.
-_METHODS = ("call", "_compute_attention", "_masked_softmax", "convolution_op", "_moments")
 
 
 def kind_of(layer: keras.Layer) -> LayerKind | None:
@@ -87,13 +77,9 @@ def kind_of(layer: keras.Layer) -> LayerKind | None:
     if isinstance(layer, ShardedWeights):
         return None
     if (found := headed_layer(layer)) is not None:
-        return LayerKind(found[1], (COLUMN,), heads=found[0])
-    for kind in KINDS:
-        if isinstance(layer, kind.layer_class):
-            base = kind.layer_class
-            own = all(getattr(type(layer), name, None) is getattr(base, name, None) for name in _METHODS)
-            return kind if own else None
-    return None
+        return LayerKind(found[1], {COLUMN: parallel_class(found[0])}, heads=found[0])
+    kind = next((kind for kind in KINDS if isinstance(layer, kind.layer_class)), None)
+    return kind if kind is not None and computes_as(layer, kind.layer_class) else None
 
 
 def is_attention(layer: keras.Layer) -> bool:
@@ -109,18 +95,15 @@ def path_of(layer: keras.Layer) -> str:
 
 def obstacle(layer: keras.Layer) -> str | None:
     """Returns why a layer of a kind that can be sharded cannot be, as it is; None if nothing is in the way."""
-    if not layer.built:
-        return "it is not built"
-    if getattr(layer, "quantization_mode", None) is not None:
-        return "it is quantized"
-    if getattr(layer, "groups", 1) != 1:
-        return "its channels are in groups"
-    if getattr(layer, "renorm", False):
-        return "it renormalizes batches"
     activation = getattr(layer, "activation", None)
-    if isinstance(activation, keras.Layer) and activation.weights:
-        return "its activation has weights"
-    return None
+    reasons = {
+        "it is not built": not layer.built,
+        "it is quantized": getattr(layer, "quantization_mode", None) is not None,
+        "its channels are in groups": getattr(layer, "groups", 1) != 1,
+        "it renormalizes batches": getattr(layer, "renorm", False),
+        "its activation has weights": isinstance(activation, keras.Layer) and activation.weights,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def roles_of(layer: keras.Layer) -> tuple[str, ...]:
@@ -129,8 +112,8 @@ def roles_of(layer: keras.Layer) -> tuple[str, ...]:
     if kind is None:
         return ()
     if kind.layer_class is keras.layers.EinsumDense:
-        return tuple(role for role in kind.roles if einsum_label(layer, role) is not None)
-    return kind.roles
+        return tuple(role for role in kind.parallel if einsum_label(layer, role) is not None)
+    return tuple(kind.parallel)
 
 
 def sharded_sizes(layer: keras.Layer, role: str, ranks: int = 1) -> dict[str, int]:
@@ -140,44 +123,26 @@ def sharded_sizes(layer: keras.Layer, role: str, ranks: int = 1) -> dict[str, in
     """
     kind = kind_of(layer)
     if kind.heads is not None:
-        queries, keys_values = number_of_heads(layer, kind.heads)
+        queries, keys_values = kind.heads.heads_of(layer)
         sizes = {kind.heads.query_heads.lstrip("_"): queries}
         if kind.heads.key_value_heads and not are_shared(keys_values, ranks):
             sizes[kind.heads.key_value_heads.lstrip("_")] = keys_values
         return sizes
     if role == VOCAB:
         return {}
-    if kind.layer_class is keras.layers.MultiHeadAttention:
-        return {"num_heads": layer.num_heads}
-    if kind.layer_class is keras.layers.GroupQueryAttention:
-        sizes = {"num_query_heads": layer.num_query_heads, "num_key_value_heads": layer.num_key_value_heads}
-        if are_shared(layer.num_key_value_heads, ranks):
-            del sizes["num_key_value_heads"]
-        return sizes
     if kind.is_normalization:
         return {"channels": layer.moving_mean.shape[0]}
     size = layer._kernel.shape[sharded_axes(layer, role).kernel]
-    if kind.layer_class is keras.layers.Dense:
-        return {"units" if role == COLUMN else "input features": size}
-    if kind.layer_class is keras.layers.Conv2D:
-        return {"filters" if role == COLUMN else "input channels": size}
-    return {f"axis {einsum_label(layer, role)!r} of {layer.equation!r}": size}
+    if kind.layer_class is keras.layers.EinsumDense:
+        return {f"axis {einsum_label(layer, role)!r} of {layer.equation!r}": size}
+    names = ("units", "input features") if kind.layer_class is keras.layers.Dense else ("filters", "input channels")
+    return {names[role == ROW]: size}
 
 
 def sharded_weights(layer: keras.Layer, role: str, ranks: int = 1) -> list[tuple[keras.Variable, int | None]]:
     """Returns every weight of the layer with the axis along which `role` shards it, None if it stays whole."""
-    kind = kind_of(layer)
-    if role == VOCAB:
-        return _with_factors(layer, TABLE, {"_embeddings": 0, "reverse_embeddings": 1})
-    if kind.heads is not None:
-        return _of_heads(layer, kind.heads, ranks)
-    if kind.is_attention:
-        is_shared = are_shared(getattr(layer, "num_key_value_heads", ranks), ranks)
-        return [(weight, _attention_axis(weight, is_shared)) for weight in layer.weights]
-    if kind.is_normalization:
-        return [(weight, 0) for weight in layer.weights]
-    axes = sharded_axes(layer, role)
-    return _with_factors(layer, KERNEL, {"_kernel": axes.kernel, "bias": axes.bias})
+    axes = {id(weight): placement.axis for weight, placement in kind_of(layer).parallel[role].shards_of(layer, ranks)}
+    return [(weight, axes.get(id(weight))) for weight in layer.weights]
 
 
 def saved_bytes(layer: keras.Layer, role: str, tensor_parallel_size: int) -> int:
@@ -193,38 +158,3 @@ def saved_bytes(layer: keras.Layer, role: str, tensor_parallel_size: int) -> int
 def dtype_bytes(dtype: str) -> int:
     """Returns the bytes of one element of a Keras dtype such as "float32"."""
     return tf.as_dtype(dtype).size
-
-
-def _attention_axis(weight: keras.Variable, shares_keys: bool) -> int | None:
-    """Heads are axis 1 of a projection's kernel (features, heads, size), 0 of its bias and of the output projection's kernel."""
-    projection, name = weight.path.split("/")[-2:]
-    if shares_keys and projection in ("key", "value"):
-        return None
-    if name == "lora_kernel_b":  # the heads are not the last axis: LoRA's first factor has them
-        return None
-    name = name.replace("lora_kernel_a", "kernel")
-    if projection == "attention_output":
-        return 0 if name == "kernel" else None
-    return 1 if name == "kernel" else 0
-
-
-def _of_heads(layer: keras.Layer, made: HeadedLayer, ranks: int) -> list[tuple[keras.Variable, int | None]]:
-    """Returns the weights of a KerasHub attention, each with the axis of its heads."""
-    is_shared = are_shared(number_of_heads(layer, made)[1], ranks)
-    axes: dict[int, int | None] = {id(getattr(layer, name)): axis for name, axis in made.per_head.items() if hasattr(layer, name)}
-    for name in (made.queries, *made.keys_values, made.outputs):
-        dense = getattr(layer, name)
-        if not (is_shared and name in made.keys_values):
-            axes |= {id(weight): axis for weight, axis in sharded_weights(dense, ROW if name == made.outputs else COLUMN)}
-    return [(weight, axes.get(id(weight))) for weight in layer.weights]
-
-
-def _with_factors(
-    layer: keras.Layer, factored: FactoredWeight, axes: dict[str, int | None]
-) -> list[tuple[keras.Variable, int | None]]:
-    """Returns the weights of a layer, each with its axis of `axes`; LoRA's factors with theirs."""
-    if getattr(layer, "lora_enabled", False):
-        factors = factored.shards(layer, Shard(axes[factored.weight]))
-        axes = axes | {name: placement.axis for name, placement in factors.items()}
-    of = {id(getattr(layer, name, None)): axis for name, axis in axes.items()}
-    return [(weight, of.get(id(weight))) for weight in layer.weights]

@@ -102,9 +102,9 @@ def planned_roles(model: keras.Model, graph: ModelGraph, plan: TensorPlan) -> di
         # A pattern that matches a block is meant for the layers in it.
         blocks = [layer for layer in mine if layer not in shardable and keras_tracing.sublayers(layer)]
         leaves = [layer for layer in mine if layer not in blocks]
-        for layer in [*(layer for layer in leaves if layer not in shardable), *(() if leaves else blocks)]:
-            if role != REPLICATE:
-                raise ValueError(_not_shardable(layer, pattern, role))
+        wrong = [layer for layer in leaves if layer not in shardable] if leaves else blocks
+        if wrong and role != REPLICATE:
+            raise _not_shardable(wrong[0], pattern, role)
     return {layer: plan[chosen[layer]] for layer in chosen if layer in shardable and plan[chosen[layer]] != REPLICATE}
 
 
@@ -134,9 +134,9 @@ def check_sharding(shardable: ShardableLayer, role: str, tensor_parallel_size: i
             )
 
 
-def _not_shardable(layer: keras.Layer, pattern: str, role: str) -> str:
+def _not_shardable(layer: keras.Layer, pattern: str, role: str) -> ValueError:
     if isinstance(layer, ShardedWeights):
-        return errors.message(
+        return errors.value_error(
             "`plan` matches a layer that is sharded already: one of `tfdist.layers`, or of a model that was parallelized before.",
             pattern=pattern,
             role=role,
@@ -144,7 +144,7 @@ def _not_shardable(layer: keras.Layer, pattern: str, role: str) -> str:
             fix="Name the layers that are not sharded yet.",
         )
     *names, last = [kind.name for kind in KINDS]
-    return errors.message(
+    return errors.value_error(
         f"`plan` can shard {', '.join(names)} and {last} layers, and subclasses that keep their `call`.",
         pattern=pattern,
         role=role,

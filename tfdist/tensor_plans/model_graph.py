@@ -1,8 +1,5 @@
 """Which layers of a model can be sharded, and what their outputs go through on the way to the next.
 
-    x ── Dense up ── gelu ── Dropout ── Dense down ── + ── …      up: its output meets elementwise steps and `down` only
-    └─────────────────────────────────────────────────┘
-
 The model is called on symbols (`keras_tracing`), with and without `training`, since the two may differ in what they compute.
 """
 
@@ -31,8 +28,6 @@ class ShardableLayer:
         layer: the Keras layer.
         path: its path, such as "encoder/mlp/dense_1"; its name if Keras gave it none.
         kind: its kind.
-        input_shape: of its first call, (None, ...): the first axis is the batch. None if no call was seen.
-        output_shape: as `input_shape`.
         uses: every call of a training step.
         is_traced: False if a call was hidden in something that cannot be followed, or none was seen: then nothing is
             known of what follows it.
@@ -42,8 +37,6 @@ class ShardableLayer:
     layer: keras.Layer
     path: str
     kind: LayerKind
-    input_shape: tuple[int | None, ...] | None
-    output_shape: tuple[int | None, ...] | None
     uses: tuple[LayerUse, ...]
     is_traced: bool
     obstacle: str | None
@@ -119,14 +112,10 @@ def _opaque(traces: Sequence[Trace]) -> int:
 def _shardable(model: keras.Model) -> tuple[list[keras.Layer], set[keras.Layer]]:
     """Returns the layers that can be sharded, and those of them that stand in a layer that calls them in a loop."""
     layers = keras_tracing.all_layers(model)
-    within = {inner for layer in layers if is_attention(layer) for inner in _inside(layer)}
-    looped = {inner for layer in layers if isinstance(layer, LOOPS) for inner in _inside(layer)}
+    within = {inner for layer in layers if is_attention(layer) for inner in keras_tracing.all_layers(layer)[1:]}
+    looped = {inner for layer in layers if isinstance(layer, LOOPS) for inner in keras_tracing.all_layers(layer)[1:]}
     leaves = [layer for layer in layers if kind_of(layer) and layer not in within]
     return leaves, looped.intersection(leaves)
-
-
-def _inside(layer: keras.Layer) -> list[keras.Layer]:
-    return keras_tracing.all_layers(layer)[1:]
 
 
 def _in_order_of_calls(leaves: Sequence[keras.Layer], traces: Sequence[Trace]) -> list[keras.Layer]:
@@ -139,14 +128,11 @@ def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> 
     kind = kind_of(layer)
     calls = [[event for event in trace.events if event.operation is layer] for trace in traces]
     hidden = [(call, trace) for trace in traces for call in trace.hidden if call.layer is layer]
-    shapes: tuple[tuple[int | None, ...] | None, ...] = (None, None)
+    seen = next(((events, trace) for events, trace in zip(calls, traces, strict=True) if events), None)
     uses: tuple[LayerUse, ...] = ()
-    for events, trace in zip(calls, traces, strict=True):
-        if events and not uses:
-            shapes = events[0].inputs[0].shape, events[0].outputs[0].shape
-            uses = tuple(seen_use(event, trace) for event in events)
-    if hidden and not uses and hidden[0][0].input_shape:
-        shapes = hidden[0][0].input_shape, hidden[0][0].output_shape
+    if seen is not None:
+        uses = tuple(seen_use(event, seen[1]) for event in seen[0])
+    elif hidden and hidden[0][0].input_shape:
         uses = (hidden_use(*hidden[0]),)
     reason = obstacle(layer)
     if is_in_loop:
@@ -159,8 +145,6 @@ def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> 
         layer=layer,
         path=path_of(layer),
         kind=kind,
-        input_shape=shapes[0] and (None, *shapes[0][1:]),
-        output_shape=shapes[1] and (None, *shapes[1][1:]),
         uses=uses,
         is_traced=any(calls) and not hidden,
         obstacle=reason,

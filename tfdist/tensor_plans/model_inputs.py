@@ -38,14 +38,12 @@ def symbolic_calls(model: keras.Model) -> Iterator[tuple[Call, int | None]]:
     sizes = OPEN_SIZES if any(None in spec.shape[1:] for spec in flat) else (None,)
     dtypes = OPEN_DTYPES if any(spec.dtype is None for spec in flat) else (None,)
     for size, dtype in itertools.product(sizes, dtypes) if flat else ():
-        symbols = [_symbol(spec, size, dtype) for spec in flat]
+        symbols = []
+        for spec in flat:
+            shape = [known or (size if axis else BATCH) for axis, known in enumerate(spec.shape)]
+            symbols.append(keras.KerasTensor(shape, spec.dtype or dtype, sparse=spec.sparse))
         structure = keras.tree.pack_sequence_as(specs, symbols)
         yield (((), structure) if is_keyword else ((structure,), {})), size
-
-
-def _symbol(spec: keras.KerasTensor | InputSpec, size: int | None, dtype: str | None) -> keras.KerasTensor:
-    shape = [known or (size if axis else BATCH) for axis, known in enumerate(spec.shape)]
-    return keras.KerasTensor(shape, spec.dtype or dtype, sparse=spec.sparse)
 
 
 def _input_specs(model: keras.Model) -> tuple[Any, bool]:

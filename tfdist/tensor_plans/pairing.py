@@ -37,16 +37,14 @@ def pair(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> tuple[set[keras
     columns = {layer for layer, role in roles.items() if role == COLUMN and layers[layer].keeps_local_output}
     rows = {layer for layer, role in roles.items() if role == ROW and layers[layer].is_traced}
     while True:
-        flows = [Flow(trace, columns, rows) for trace in graph.traces]
+        flow = Flow(graph.traces, columns, rows)
         # A layer with one input local and another whole takes them all whole.
-        mixed = frozenset().union(*(flow.whole_inputs for flow in flows))
-        fed = frozenset().union(*(sources for flow in flows for row, sources in flow.fed if row not in mixed))
-        gathered = columns - fed
-        gathered |= frozenset().union(*(flow.gathered for flow in flows))
-        gathered |= frozenset().union(*(sources for flow in flows for row, sources in flow.fed if row in mixed))
-        gathered |= mixed & columns
+        mixed = flow.whole_inputs
+        of_mixed = [sources for row, sources in flow.fed if row in mixed]
+        of_others = [sources for row, sources in flow.fed if row not in mixed]
+        gathered = columns.difference(*of_others).union(flow.gathered, mixed, *of_mixed)
         if not gathered & columns:
-            return columns, {row for flow in flows for row, _ in flow.fed}
+            return columns, {row for row, _ in flow.fed}
         columns -= gathered
 
 
@@ -72,7 +70,7 @@ def biases_to_gather(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> set
 
 
 class Flow:
-    """Where local outputs go in one trace.
+    """Where local outputs go in traces.
 
     Attributes:
         gathered: the layers whose output something needs whole.
@@ -80,28 +78,29 @@ class Flow:
         fed: (row layer, the layers its local input is made of, normalizations too), one for each such call.
     """
 
-    def __init__(self, trace: Trace, columns: Iterable[keras.Layer], rows: Iterable[keras.Layer]) -> None:
+    def __init__(self, traces: Iterable[Trace], columns: Iterable[keras.Layer], rows: Iterable[keras.Layer]) -> None:
         self.gathered: set[keras.Layer] = set()
         self.whole_inputs: set[keras.Layer] = set()
         self.fed: list[tuple[keras.Layer, frozenset[keras.Layer]]] = []
         columns, rows = set(columns), set(rows)
-        local: dict[keras.KerasTensor, Local] = {}
-        for event in trace.events:
-            found = [local[x] for x in event.inputs if x in local]
-            if event.operation in rows:
-                self._enter(event, found)
-            elif isinstance(event.operation, keras.layers.BatchNormalization) and event.operation in columns:
-                self._normalize(event, local)
-                continue
-            elif found and not (joined := _through(event, found)):
-                self._gather(found)
-            elif found:
-                local.update(dict.fromkeys(event.outputs, joined))
-            if event.operation in columns:
-                axis = sharded_axes(event.operation, COLUMN).outputs
-                (output,) = event.outputs
-                local[output] = Local(axis % len(output.shape), frozenset({event.operation}))
-        self._gather(local[x] for x in trace.outputs if x in local)
+        for trace in traces:
+            local: dict[keras.KerasTensor, Local] = {}
+            for event in trace.events:
+                found = [local[x] for x in event.inputs if x in local]
+                if event.operation in rows:
+                    self._enter(event, found)
+                elif isinstance(event.operation, keras.layers.BatchNormalization) and event.operation in columns:
+                    self._normalize(event, local)
+                    continue
+                elif found and not (joined := _through(event, found)):
+                    self._gather(found)
+                elif found:
+                    local.update(dict.fromkeys(event.outputs, joined))
+                if event.operation in columns:
+                    axis = sharded_axes(event.operation, COLUMN).outputs
+                    (output,) = event.outputs
+                    local[output] = Local(axis % len(output.shape), frozenset({event.operation}))
+            self._gather(local[x] for x in trace.outputs if x in local)
 
     def _enter(self, event: Event, found: list[Local]) -> None:
         row = event.operation

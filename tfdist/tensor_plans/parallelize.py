@@ -9,47 +9,12 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.layers import (
-    ChannelParallelBatchNormalization,
-    ColumnParallelConv2D,
-    ColumnParallelDense,
-    ColumnParallelEinsumDense,
-    ParallelGroupedQueryAttention,
-    ParallelMultiHeadAttention,
-    RowParallelConv2D,
-    RowParallelDense,
-    RowParallelEinsumDense,
-    VocabParallelEmbedding,
-    VocabParallelReversibleEmbedding,
-)
-from tfdist.layers.parallel_hub_attention import headed_layer, parallel_class
 from tfdist.pipeline.deferred_weights import is_deferred, strategy_of
 from tfdist.pipeline.model import PipelineModel
 from tfdist.sharding import Shard, config_of, kept_placement
-from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, VOCAB
+from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, kind_of
 from tfdist.tensor_plans.layer_shardings import LayerSharding, resolve
 from tfdist.tensor_plans.tables import table_lines
-
-# The parallel class of each Keras class, by role; the more special class first.
-_PARALLEL: dict[str, dict[type, type]] = {
-    COLUMN: {
-        keras.layers.Dense: ColumnParallelDense,
-        keras.layers.EinsumDense: ColumnParallelEinsumDense,
-        keras.layers.Conv2D: ColumnParallelConv2D,
-        keras.layers.BatchNormalization: ChannelParallelBatchNormalization,
-        keras.layers.MultiHeadAttention: ParallelMultiHeadAttention,
-        keras.layers.GroupQueryAttention: ParallelGroupedQueryAttention,
-    },
-    ROW: {
-        keras.layers.Dense: RowParallelDense,
-        keras.layers.EinsumDense: RowParallelEinsumDense,
-        keras.layers.Conv2D: RowParallelConv2D,
-    },
-    VOCAB: {
-        keras.layers.ReversibleEmbedding: VocabParallelReversibleEmbedding,
-        keras.layers.Embedding: VocabParallelEmbedding,
-    },
-}
 
 
 def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[[str], Any] | None = print) -> keras.Model:
@@ -112,7 +77,13 @@ def _strategy_of(model: Any) -> Any:
         raise errors.value_error(
             "`model` must be a built `keras.Model`.", model=model, fix="Call it, or `model.build(input_shape)`, in the scope."
         )
-    _check_not_in_pipeline(model)
+    # Whether it is known which ranks of a pipeline keep the weights.
+    if isinstance(model, PipelineModel) or any("pipe_owners" in kept_placement(variable) for variable in model.variables):
+        raise errors.value_error(
+            "`model` must not be in a `PipelineModel` yet: there its layers are those of stages.",
+            model=model.name,
+            fix="Call `tfdist.parallelize` on the model before, and give that to `PipelineModel`.",
+        )
     strategies = {id(found): found for found in map(strategy_of, model.variables)}
     strategy = next(iter(strategies.values()), None)
     if len(strategies) != 1 or config_of(strategy) is None:
@@ -123,16 +94,6 @@ def _strategy_of(model: Any) -> Any:
             fix="Build it inside `with strategy.scope():`, and load or set its weights then.",
         )
     return strategy
-
-
-def _check_not_in_pipeline(model: keras.Model) -> None:
-    """Raises ValueError where it is known which ranks of a pipeline keep the weights."""
-    if isinstance(model, PipelineModel) or any("pipe_owners" in kept_placement(variable) for variable in model.variables):
-        raise errors.value_error(
-            "`model` must not be in a `PipelineModel` yet: there its layers are those of stages.",
-            model=model.name,
-            fix="Call `tfdist.parallelize` on the model before, and give that to `PipelineModel`.",
-        )
 
 
 def _apply(sharding: LayerSharding) -> None:
@@ -147,12 +108,9 @@ def _apply(sharding: LayerSharding) -> None:
 
 def _parallel_class(layer: keras.Layer, role: str) -> type:
     """Returns the parallel class for layers of a class of Keras or KerasHub, or of one that inherits its computation."""
-    layer_class = type(layer)
-    if (found := headed_layer(layer)) is not None:
-        return type(layer_class.__name__, (parallel_class(found[0]), layer_class), {"__module__": layer_class.__module__})
-    keras_class, parallel = next((base, found) for base, found in _PARALLEL[role].items() if issubclass(layer_class, base))
-    if layer_class is keras_class or issubclass(layer_class, parallel):
-        return parallel if layer_class is keras_class else layer_class
+    layer_class, parallel = type(layer), kind_of(layer).parallel[role]
+    if issubclass(parallel, layer_class):
+        return parallel
     return type(layer_class.__name__, (parallel, layer_class), {"__module__": layer_class.__module__})
 
 

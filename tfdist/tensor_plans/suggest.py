@@ -43,6 +43,9 @@ BREAK_EVEN_VECTORS = 256
 # A trained parameter has a gradient and two moments beside it.
 STATE_PER_TRAINED_BYTE = 4
 
+_Layers = frozenset[keras.Layer]
+_Group = dict[keras.Layer, str]  # the roles of layers sharded by column, and of those by row that their outputs go to
+
 
 def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | None = None) -> SuggestedPlan:
     """Suggests which layers to shard over the tensor ranks, and which way; prints as a table.
@@ -96,18 +99,6 @@ def suggested_shardings(graph: ModelGraph, tensor_parallel_size: int) -> list[La
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
-    """Layers sharded by column and the layers sharded by row that their outputs go to."""
-
-    columns: frozenset[keras.Layer]
-    rows: frozenset[keras.Layer]
-
-    @property
-    def layers(self) -> frozenset[keras.Layer]:
-        return self.columns | self.rows
-
-
-@dataclasses.dataclass(frozen=True)
 class _Ranks:
     """Weighs shards over so many ranks."""
 
@@ -119,13 +110,12 @@ class _Ranks:
         alone = {known.layer: self.best_alone(known) for known in graph.layers}
         gains = []
         for group in self.groups(graph):
-            worth = sum(self.worth(layers[x], LayerSharding(x, "", COLUMN, False, False)) for x in group.columns)
-            worth += sum(self.worth(layers[x], LayerSharding(x, "", ROW, False, True)) for x in group.rows)
-            gains.append((worth - sum(alone[x][1] for x in group.layers), group))
-        roles: dict[keras.Layer, str] = {}
+            worths = (self.worth(layers[x], LayerSharding(x, "", role, False, role == ROW)) for x, role in group.items())
+            gains.append((sum(worths) - sum(alone[x][1] for x in group), group))
+        roles = {layer: role for layer, (role, _) in alone.items() if role != REPLICATE}
         for group in _best_choice(gains):
-            roles |= dict.fromkeys(group.columns, COLUMN) | dict.fromkeys(group.rows, ROW)
-        return {layer: role for layer, (role, _) in alone.items() if role != REPLICATE} | roles
+            roles |= group
+        return roles
 
     def best_alone(self, known: ShardableLayer) -> tuple[str, float]:
         """Returns the best role of a layer that is not paired, and what it is worth."""
@@ -136,31 +126,24 @@ class _Ranks:
 
     def possible(self, known: ShardableLayer) -> list[str]:
         """Returns the roles in which the layer can be sharded over so many ranks."""
-        if known.obstacle is not None:
-            return []
-        return [
-            role
-            for role in roles_of(known.layer)
-            if not any(size % self.tensor_parallel_size for size in self.sizes(known, role).values())
-        ]
+        ranks, roles = self.tensor_parallel_size, roles_of(known.layer) if known.obstacle is None else ()
+        return [role for role in roles if not any(size % ranks for size in self.sizes(known, role).values())]
 
     def sizes(self, known: ShardableLayer, role: str) -> dict[str, int]:
-        """Returns the sizes, by name, that the number of ranks must divide."""
         return sharded_sizes(known.layer, role, self.tensor_parallel_size)
 
     def groups(self, graph: ModelGraph) -> list[_Group]:
-        """Returns every set of layers that can be paired; a layer may be in several of them."""
+        """Returns the roles of every set of layers that can be paired; a layer may be in several of them."""
         layers = {known.layer: known for known in graph.layers}
         columns = [x for x, known in layers.items() if known.keeps_local_output and COLUMN in self.possible(known)]
         rows = [x for x, known in layers.items() if known.is_traced and ROW in self.possible(known)]
-        flows = [Flow(trace, columns, rows) for trace in graph.traces]
-        gathered = set().union(*(flow.gathered for flow in flows))
-        whole = set().union(*(flow.whole_inputs for flow in flows))
-        fed = [pair for flow in flows for pair in flow.fed]
-        groups = dict.fromkeys(_connected(column, fed) for column in columns)
+        flow = Flow(graph.traces, columns, rows)
         norms = {x for x in columns if layers[x].kind.is_normalization}
-        takers = {x: x.rows | (x.columns & norms) for x in groups}
-        return [x for x in groups if x.rows and not x.columns & (gathered | x.rows) and not takers[x] & whole]
+        return [
+            dict.fromkeys(feeding, COLUMN) | dict.fromkeys(taking, ROW)
+            for feeding, taking in dict.fromkeys(_connected(column, flow.fed) for column in columns)
+            if taking and not feeding & (flow.gathered | taking) and not (taking | (feeding & norms)) & flow.whole_inputs
+        ]
 
     def worth(self, known: ShardableLayer, sharding: LayerSharding) -> float:
         """Returns the state bytes that a sharding saves, less those that it moves in a step of `BREAK_EVEN_VECTORS` vectors."""
@@ -214,13 +197,13 @@ class _Ranks:
         return f"saves {size_text(saved)} of state, {BREAK_EVEN_VECTORS} vectors move {size_text(moved)}"
 
 
-def _connected(column: keras.Layer, fed: Sequence[tuple[keras.Layer, frozenset[keras.Layer]]]) -> _Group:
-    """Returns the layers that `column` feeds, all that feed these, all that those feed, and so on."""
+def _connected(column: keras.Layer, fed: Sequence[tuple[keras.Layer, _Layers]]) -> tuple[_Layers, _Layers]:
+    """Returns `column` and all that feed the layers that it feeds, and so on; and the layers sharded by row that these feed."""
     columns, rows = {column}, set[keras.Layer]()
     while more := {row for row, sources in fed if not columns.isdisjoint(sources)} - rows:
         rows |= more
         columns.update(*(sources for row, sources in fed if row in more))
-    return _Group(frozenset(columns), frozenset(rows))
+    return frozenset(columns), frozenset(rows)
 
 
 def _best_choice(gains: Sequence[tuple[float, _Group]]) -> tuple[_Group, ...]:
@@ -229,13 +212,13 @@ def _best_choice(gains: Sequence[tuple[float, _Group]]) -> tuple[_Group, ...]:
     One group after the other is taken or left. What was taken matters only as far as later groups hold a layer of it: in a
     chain of layers one at most, so there are few cases at a time.
     """
-    best: dict[frozenset[keras.Layer], tuple[float, tuple[_Group, ...]]] = {frozenset(): (0.0, ())}
+    best: dict[_Layers, tuple[float, tuple[_Group, ...]]] = {frozenset(): (0.0, ())}
     for index, (gain, group) in enumerate(gains):
-        later = frozenset().union(*(other.layers for _, other in gains[index + 1 :]))
+        later = frozenset().union(*(other for _, other in gains[index + 1 :]))
         choices = []
         for taken, (total, chosen) in best.items():
-            if gain > 0 and taken.isdisjoint(group.layers):
-                choices.append(((taken | group.layers) & later, total + gain, (*chosen, group)))
+            if gain > 0 and taken.isdisjoint(group):
+                choices.append((taken.union(group) & later, total + gain, (*chosen, group)))
             choices.append((taken & later, total, chosen))
         best = {}
         for taken, total, chosen in choices:
