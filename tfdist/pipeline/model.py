@@ -316,6 +316,10 @@ class PipelineModel(keras.Model):
             )
         return program
 
+    def without_layer_losses(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which `losses`, which Keras's `compute_loss` adds up, is empty: every stage adds up those of its layers."""
+        return temporary.attributes(self, _hides_layer_losses=True)  # they nest where a loss asks for divisors of data
+
     @property
     def losses(self) -> list[Any]:
         return [] if self._hides_layer_losses else super().losses

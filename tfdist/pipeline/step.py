@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce, point_to_point
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.graphs import tape
@@ -276,8 +275,7 @@ class Step:
             return tf.zeros([])  # that of layers is all there is, which Keras, not seeing it, would miss
         x, y, sample_weight = data
         predictions = self._staged.outputs_like_model(outputs)
-        # Every stage adds up the losses of its layers. Blocks nest where a loss asks for divisors of data.
-        with temporary.attributes(model, _hides_layer_losses=True):
+        with model.without_layer_losses():
             loss = model._compute_loss(
                 x=self._staged.inputs_like_model(x), y=y, y_pred=predictions, sample_weight=sample_weight, training=self._training
             )
