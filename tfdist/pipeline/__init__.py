@@ -3,11 +3,11 @@
 schedules/  actions ──> grid, dataflow ──> validation ──> schedule ──> published ──> make_schedule
                                                              ├───────> simulation ──> drawing
 stages/     stage ──> masks ──> staged_model, stage_functions┴──> executor ──> step ──> model ──> measured_schedule
-            stage ──> costs (flops, measured_cost) ──> split_points (balance) ──────────┤
+            stage ──> costs (flops) ──> split_points ───────────────────────────────────┤
             block_calls ──> block_graph ────────────────────────────────────────────────┘
 """
 
-from tfdist.pipeline.listed_layers import Stage
+from tfdist.pipeline.given_model import Stage
 from tfdist.pipeline.measured_schedule import measure
 from tfdist.pipeline.model import PipelineModel
 from tfdist.pipeline.schedules.actions import Action, Phase

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.pipeline.schedules.actions import Action
@@ -36,10 +35,8 @@ class ActionClock:
     def read(self, action: Action, after: Sequence[tf.Operation | tf.Tensor]) -> list[tf.Operation]:
         """Notes the time when all of `after` has ended, and returns the operation that reads it."""
         with tf.control_dependencies(after):
-            now = tf.ensure_shape(tf.numpy_function(_seconds_since, [self._begin], tf.float64, stateful=False), [])
+            now = tf.ensure_shape(
+                tf.numpy_function(lambda begin: time.time() - begin, [self._begin], tf.float64, stateful=False), []
+            )
         self.times.setdefault(action, []).append(now)
         return [now.op]
-
-
-def _seconds_since(begin: np.float64) -> np.float64:
-    return np.float64(time.time() - begin)

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import errors
+from tfdist import errors, temporary
 from tfdist.collectives import rank_program
 from tfdist.mesh import current_mesh
 from tfdist.sharding import kept_placement, keras_scope, request_placement
@@ -30,10 +30,9 @@ def make_on(pipe_ranks: Sequence[int], variable: keras.Variable, strategy: tf.di
             request_placement(variable, pipe_owners=owners)
         if variable._value is None:
             # What has been frozen since its layer made it is a parameter all the same, which stage 3 shards.
-            is_frozen = is_deferred(variable) and variable._initializer.is_trainable and not variable.trainable
-            variable.trainable = variable.trainable or is_frozen
-            variable._deferred_initialize()
-            variable.trainable = variable.trainable and not is_frozen
+            is_parameter = variable.trainable or is_deferred(variable) and variable._initializer.is_trainable
+            with temporary.attributes(variable, trainable=is_parameter):
+                variable._deferred_initialize()
 
 
 def defer(variable: keras.Variable, initializer: Callable[..., Any]) -> bool:

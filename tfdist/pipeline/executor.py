@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -36,32 +36,13 @@ from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.variable import NotHereError
 
+if TYPE_CHECKING:
+    from tfdist.pipeline.step import Step
+
 _NOT_OF_THIS_STAGE = (
     "A stage can use its own layers' weights only. Let the layers that share a weight be shared as layers of the model, so that "
     "`PipelineModel` sees it, or split the model elsewhere (`stages`)."
 )
-
-
-class Work(Protocol):
-    """What the executor asks about the batch: all that is neither order nor transport nor a gradient."""
-
-    def input_specs(self, stage: StageLayer, microbatch: int) -> list[tf.TensorSpec]:
-        """Returns shapes and dtypes of what `stage` receives on this rank; only the number of rows may be unknown."""
-
-    def annotate(self, stage: StageLayer, microbatch: int, stage_inputs: Sequence[tf.Tensor]) -> None:
-        """Puts on the inputs of `stage` what layers note on a tensor and no message carries, such as a Keras mask."""
-
-    def losses(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the scalars with whose gradients a stage's backward begins, from the stage's outputs."""
-
-    def upstream(self, microbatch: int) -> list[tf.Tensor]:
-        """Returns the gradients of the ends of the last stage, of what `losses` does not return; [] if that is all."""
-
-    def observe(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor], losses: list[tf.Tensor]) -> None:
-        """Takes note of the outputs and losses of a stage; it is called once for each stage and microbatch."""
-
-    def scale(self, loss: tf.Tensor) -> tf.Tensor:
-        """Returns the scalar whose gradient is taken in the place of a loss's."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -99,10 +80,10 @@ class Executor:
     schedule: Schedule
     stages: Sequence[StageLayer]  # all of them; the executor computes those of its rank
     program: RankProgram | None  # None: one device computes all stages
-    work: Work
+    work: Step  # which the executor asks about the batch: all that is neither order nor transport nor a gradient
     weights: Sequence[Sequence[Any]]  # by stage: the variables whose gradients are wanted
     data: Microbatches  # of the batch; at most as many as the schedule has
-    functions: StageFunctions | None  # which compute stages; None: every microbatch's operations are traced for themselves
+    functions: StageFunctions  # which compute stages, where they can
     training: bool  # whether there is a backward
     recompute: bool  # whether a forward keeps its stage's inputs only, and is computed again for the backward
     gradients: GradientSum  # to which each backward adds those of its stage's weights
@@ -112,7 +93,6 @@ class Executor:
     def __post_init__(self) -> None:
         program = self.program
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
-        self._rank = 0 if program is None else program.rank
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
         self._actions = frozenset(action for actions in self.schedule.orders.values() for action in actions)
         self._made: dict[Action, list[tf.Tensor]] = {}  # by the action, what other actions begin with, of this rank or another
@@ -173,7 +153,7 @@ class Executor:
                     # What the layers write themselves: statistics, and the states of random numbers.
                     state = [(v, tf.convert_to_tensor(v.value)) for v in stage.variables_of_operations() if not v.trainable]
                     self._to_recompute[stage.index, microbatch] = (stage_inputs, state)
-                call = self._call(stage, microbatch, stage_inputs, has_backward=False)
+                call = self.functions.call(stage, stage_inputs, self.data.fed[microbatch], has_backward=False)
                 outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
                 losses = self.work.losses(stage.index, microbatch, outputs)
             self.work.observe(stage.index, microbatch, outputs, losses)
@@ -183,7 +163,6 @@ class Executor:
         self._end_after([*outputs, *losses])
 
     def _backward(self, action: Action) -> None:
-        self._compute_again(action)
         gradients = self._take_gradients(action)
         if self._pace.is_limited and action.stage_index > 0:
             self._run_of_inputs(gradients)
@@ -191,10 +170,8 @@ class Executor:
         self._run_of_weights(action, gradients)
 
     def _backward_input(self, action: Action) -> None:
-        self._compute_again(action)
-        gradients = self._take_gradients(action)
+        gradients = self._held_back[action.stage_index, action.microbatch] = self._take_gradients(action)
         self._run_of_inputs(gradients)
-        self._held_back[action.stage_index, action.microbatch] = gradients
 
     def _backward_weight(self, action: Action) -> None:
         self._read_clock(action)
@@ -217,16 +194,10 @@ class Executor:
 
     # Computing
 
-    def _call(self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor], *, has_backward: bool) -> StageCall | None:
-        """Computes `stage` by its traced functions; None: the stage has none."""
-        if self.functions is None:
-            return None
-        return self.functions.call(stage, stage_inputs, self.data.model_inputs(microbatch), has_backward=has_backward)
-
     def _traced(self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor]) -> list[tf.Tensor]:
         """Computes `stage` by operations that this microbatch has for itself."""
         with with_own_rows(self.data.rows[microbatch] if self.data.may_be_empty else None):
-            return stage(stage_inputs, self.data.model_inputs(microbatch), training=self.training)
+            return stage(stage_inputs, self.data.fed[microbatch], training=self.training)
 
     def _record(
         self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor], *, is_past: bool = False
@@ -236,7 +207,8 @@ class Executor:
         A forward that `is_past` is computed from an earlier state of the stage's layers, which no traced function reads.
         """
         began = tape.operations_so_far()
-        call = None if is_past else self._call(stage, microbatch, stage_inputs, has_backward=True)
+        model_inputs = self.data.fed[microbatch]
+        call = None if is_past else self.functions.call(stage, stage_inputs, model_inputs, has_backward=True)
         with tf.GradientTape() as recorder:
             recorder.watch(floats(stage_inputs) if call is None else call.ends)
             outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
@@ -249,7 +221,7 @@ class Executor:
         return outputs, losses
 
     def _compute_again(self, action: Action) -> None:
-        """With `recompute`: computes the forward of a backward, from the layers' state of then, and leaves their state alone."""
+        """With `recompute`: computes a forward again, from the layers' state of then, and leaves their state alone."""
         stage, key = self.stages[action.stage_index], (action.stage_index, action.microbatch)
         if key in self._to_recompute:
             stage_inputs, state = self._to_recompute.pop(key)
@@ -259,7 +231,8 @@ class Executor:
                 self._record(stage, action.microbatch, stage_inputs, is_past=bool(state))
 
     def _take_gradients(self, action: Action) -> _Gradients:
-        """Takes the gradients of the stage's weights and of its inputs."""
+        """Takes the gradients of the stage's weights and of its inputs, with `recompute` of a forward that is computed again."""
+        self._compute_again(action)
         stage, microbatch = self.stages[action.stage_index], action.microbatch
         forward = self._forwards.pop((stage.index, microbatch))
         upstream = self._receive(action)
@@ -294,14 +267,14 @@ class Executor:
         source = next((one for one in inputs_of(action, self._actions) if one.stage_index != action.stage_index), None)
         if source is None:
             return [] if action.phase is Phase.FORWARD else self.work.upstream(action.microbatch)
-        if self._rank_of(source) == self._rank:
+        if self.schedule.rank_of(source.stage_index) == self.pipe_rank:
             return self._made.pop(source)
         return self._arrived.pop(action) if action in self._arrived else self._posted(Message(source, action))
 
     def _transfer(self, message: Message) -> None:
         """Sends a message in its turn; receives it where that has to be in turn, else `_receive` will."""
         source, destination = self._rank_of(message.source), self._rank_of(message.taker)
-        if source == self._rank:
+        if source == self.program.rank:
             for place, x in enumerate(self._made.pop(message.source)):
                 point_to_point.send_message(self.program, x, destination, f"{_label(message.source)}/{place}")
         elif point_to_point.messages_are_in_order(self.program, source):

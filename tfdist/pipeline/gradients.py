@@ -65,22 +65,20 @@ class ScatteredSum(GradientSum):
 
     def add(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:
         parts = list(gradients)
+        given = zip(variables, gradients, strict=True)
+        # Of the last layers first, as backward makes them.
+        places = [place for place, (v, grad) in enumerate(given) if grad is not None and _is_data_sharded(v)][::-1]
+        dtypes = [gradients[place].dtype for place in places]
+        sizes = [variables[place]._value.layout.local_elements * gradients[place].dtype.size for place in places]
         sent: list[tf.Tensor] = []
-        for bucket in self._buckets(variables, gradients):
+        for indices in assign_buckets(sizes, self._config.bucket_bytes, dtypes):
+            bucket = [places[index] for index in indices]
             members = [variables[place] for place in bucket]
             with tf.control_dependencies(sent):  # packed when the one before has left: else all would be there a second time
                 sent = reduce_gradients([gradients[place] for place in bucket], members, self._config, self._program)
             for place, shard in zip(bucket, sent, strict=True):
                 parts[place] = shard
         return super().add(variables, parts)
-
-    def _buckets(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[list[int]]:
-        """Returns the places of gradients that travel together, those of the last layers first, which backward makes first."""
-        given = zip(variables, gradients, strict=True)
-        places = [place for place, (v, grad) in enumerate(given) if grad is not None and _is_data_sharded(v)][::-1]
-        dtypes = [gradients[place].dtype for place in places]
-        sizes = [variables[place]._value.layout.local_elements * gradients[place].dtype.size for place in places]
-        return [[places[index] for index in bucket] for bucket in assign_buckets(sizes, self._config.bucket_bytes, dtypes)]
 
     def shape_of(self, variable: Any) -> tf.TensorShape:
         return (
@@ -104,15 +102,10 @@ def added(one: Any, other: Any) -> Any:
     """Returns the sum of two gradients of one variable, each a tensor, rows of a table, or None."""
     if one is None or other is None:
         return other if one is None else one
-    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices) and _are_few([one, other]):
-        return tf.IndexedSlices(
-            tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0), one.dense_shape
-        )
+    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+        table, mine, others = one.shape[0], one.values.shape[0], other.values.shape[0]
+        if None in (table, mine, others) or mine + others < table:  # fewer rows than the table has, as far as that is known
+            return tf.IndexedSlices(
+                tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0), one.dense_shape
+            )
     return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
-
-
-def _are_few(slices: Sequence[tf.IndexedSlices]) -> bool:
-    """Whether the gradients have fewer rows than their table, as far as the sizes are known."""
-    table = tf.get_static_value(slices[0].dense_shape)
-    rows = [one.values.shape[0] for one in slices]
-    return table is None or None in rows or sum(rows) < table[0]

@@ -36,7 +36,8 @@ class Microbatches:
         count: how many microbatches are computed, the first ones of `total`.
         known_rows: how many rows the batch has; None where that is known at run time only.
         rows: how many rows each of the `total` microbatches has, int32 scalars.
-        fed_rows: how many the model is fed with.
+        fed: what the model is fed of each microbatch that is computed, flat.
+        fed_rows: how many rows that is.
         may_be_empty: whether one that is computed may have no rows.
     """
 
@@ -58,7 +59,7 @@ class Microbatches:
         if known is not None:
             self._sizes = [known * (i + 1) // count - known * i // count for i in range(count)] + [0] * (total - count)
         self._own = [_slices(data, span, size) for span, size in zip(self._spans, self._sizes, strict=True)]
-        self._fed = [inputs for inputs, *_ in self._own[:count]]
+        self.fed = [inputs for inputs, *_ in self._own[:count]]
         self.fed_rows = self.rows
         if self.may_be_empty:
             with on_host():
@@ -67,14 +68,10 @@ class Microbatches:
                 starts = [tf.minimum(start, last) for start, _ in self._spans[:count]]
                 spans = [(start, tf.maximum(stop, start + 1)) for start, (_, stop) in zip(starts, self._spans, strict=False)]
             inputs = _with_a_row(data[0]) if replicas > 1 else data[0]
-            self._fed = [_slices(inputs, span, self.fed_size(index)) for index, span in enumerate(spans)]
+            self.fed = [_slices(inputs, span, self.fed_size(index)) for index, span in enumerate(spans)]
 
     def __getitem__(self, index: int) -> Any:
         return self._own[index]
-
-    def model_inputs(self, index: int) -> list[tf.Tensor]:
-        """Returns what the model is fed of a microbatch, flat."""
-        return list(self._fed[index])
 
     def fed_size(self, index: int) -> int | None:
         """Returns how many rows the model is fed with, where it is known."""
@@ -85,20 +82,23 @@ class Microbatches:
         """Returns what the model has made of a microbatch's own rows, from what it has made of what it was fed."""
         if not self.may_be_empty:
             return outputs
-        return [_first_rows(x, self.rows[index], self._sizes[index]) for x in outputs]
+        first = (tf.constant(0), self.rows[index])
+        return [_made_of([x], lambda whole: _slices(whole, first, self._sizes[index])) for x in outputs]
 
 
 def joined(parts: Iterable[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
     """Returns what the model has made of all rows, from what it has made of each microbatch's own."""
-    found = []
-    for of_all in zip(*parts, strict=True):
-        whole = mark_shard(tf.concat(of_all, 0), shard_of(of_all[0]))
-        for name in _BORNE:
-            borne = [getattr(x, name, None) for x in of_all]
-            if all(x is not None for x in borne):
-                setattr(whole, name, tf.concat(borne, 0))
-        found.append(whole)
-    return found
+    return [_made_of(of_all, lambda *of_each: tf.concat(of_each, 0)) for of_all in zip(*parts, strict=True)]
+
+
+def _made_of(outputs: Sequence[tf.Tensor], make: Callable[..., tf.Tensor]) -> tf.Tensor:
+    """Returns what `make` makes of outputs of the model; what they bear is made alike, and how they are held is noted."""
+    made = mark_shard(make(*outputs), shard_of(outputs[0]))
+    for name in _BORNE:
+        borne = [getattr(x, name, None) for x in outputs]
+        if all(x is not None for x in borne):
+            setattr(made, name, make(*borne))
+    return made
 
 
 def _slices(structure: Any, span: tuple[tf.Tensor, tf.Tensor], size: int | None) -> Any:
@@ -113,15 +113,6 @@ def _slices(structure: Any, span: tuple[tf.Tensor, tf.Tensor], size: int | None)
         return rows
 
     return tf.nest.map_structure(of, structure)
-
-
-def _first_rows(x: tf.Tensor, count: tf.Tensor, size: int | None) -> tf.Tensor:
-    """Returns the first rows of a model's output, with Keras's mask and logits of it and how it is held."""
-    own = mark_shard(_slices(x, (tf.constant(0), count), size), shard_of(x))
-    for name in _BORNE:
-        if (borne := getattr(x, name, None)) is not None:
-            setattr(own, name, _slices(borne, (tf.constant(0), count), size))
-    return own
 
 
 def _with_a_row(inputs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,8 +14,8 @@ from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.global_losses import unscale_loss
 from tfdist.mesh import DeviceMesh, current_mesh
-from tfdist.pipeline.checks import check_module, check_preprocessing, check_steps, check_strategy
-from tfdist.pipeline.listed_layers import Stage, module_of
+from tfdist.pipeline.deferred_weights import make_on
+from tfdist.pipeline.given_model import Stage, check_module, module_of
 from tfdist.pipeline.schedules.make_schedule import make_schedule
 from tfdist.pipeline.schedules.published import Schedule1F1B
 from tfdist.pipeline.schedules.schedule import Schedule
@@ -26,6 +26,7 @@ from tfdist.pipeline.stages.split_points import resolve_split_points
 from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.pipeline.step import Step
 from tfdist.runtime import begin_use
+from tfdist.sharding import config_of
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -101,14 +102,18 @@ class PipelineModel(keras.Model):
         super().__init__(name=name)
         errors.check_integer("num_microbatches", num_microbatches, least=1)
         errors.check_integer("stages_per_rank", stages_per_rank, least=1)
-        check_strategy(tf.distribute.get_strategy())
+        strategy = tf.distribute.get_strategy()
+        if config_of(strategy) is None and strategy.num_replicas_in_sync > 1:
+            raise errors.not_implemented(
+                "A `PipelineModel` needs a strategy of tfdist, or none.",
+                strategy=type(strategy).__name__,
+                fix="Use `tfdist.ShardedStrategy(pipeline_parallel_size=...)`.",
+            )
         mesh = current_mesh()
         ranks = 1 if mesh is None else mesh.pipeline_parallel_size
         module, split_points = module_of(layers_or_model, stages)
         self._blocks = None if blocks is None else (blocks,) if isinstance(blocks, str) else tuple(blocks)
         check_module(module, self._blocks)
-        check_steps(module)
-        check_preprocessing(module)
         self.num_microbatches = num_microbatches
         self.stages_per_rank = stages_per_rank
         self.recompute = bool(recompute)
@@ -118,7 +123,9 @@ class PipelineModel(keras.Model):
         if ranks > 1:
             self._schedule = make_schedule(schedule, ranks * stages_per_rank, num_microbatches, stages_per_rank)
         else:
-            _check_schedule(schedule, num_microbatches, stages_per_rank)
+            # None is needed, but what could be none is refused.
+            is_grid = isinstance(schedule, Schedule | Mapping) or isinstance(schedule, str) and " " in schedule.strip()
+            make_schedule(schedule, *(() if is_grid else (2 * stages_per_rank, max(num_microbatches, 2), stages_per_rank)))
             self._schedule = Schedule1F1B(1, num_microbatches)
         self._given_schedule = schedule
         self._staged: StagedModel | None = None
@@ -138,18 +145,17 @@ class PipelineModel(keras.Model):
     def build(self, input_shape: Any) -> None:
         """Builds the model inside, splits it in stages, and makes each weight on the ranks whose stages use it."""
         if self._staged is not None:
-            self._build_for(None)
-            return
-        if self._blocks is not None:
+            self._split(self._staged.module)
+        elif self._blocks is not None:
             self._build_for(tree.map_shape_structure(keras.KerasTensor, input_shape))
-            return
-        if not self.module.built:
-            self.module.build(input_shape)
-        self._split(getattr(self.module, "_functional", None) or self.module)
+        else:
+            if not self.module.built:
+                self.module.build(input_shape)
+            self._split(getattr(self.module, "_functional", None) or self.module)
 
     def staged_for(self, x: Any) -> StagedModel:
         """Returns the model in stages; built, where that is possible, for inputs like `x`."""
-        if self._staged is None or self._has_new_variables():
+        if not self._is_in_stages():
             if rank_program() is not None:
                 raise errors.runtime_error(
                     "A `PipelineModel` must be built before ranks compute with it, and again when a layer has made more "
@@ -161,12 +167,9 @@ class PipelineModel(keras.Model):
         return self._staged
 
     def _build_for(self, inputs: Any) -> None:
-        """Builds for tensors like `inputs`: shapes do not say that an input of a subclassed model is of integers.
-
-        A model that is in stages already stays split where it is.
-        """
+        """Builds for tensors like `inputs`: shapes do not say that an input of a subclassed model is of integers."""
         if self._staged is not None:
-            self._split(self._staged.module, self._staged.split_points)
+            self.build(None)
             return
         if self._blocks is None:
             self.build(tree.map_structure(lambda x: (None, *x.shape[1:]), inputs))
@@ -184,7 +187,7 @@ class PipelineModel(keras.Model):
         return super().__call__(*args, **kwargs)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        if not self.built or self._has_new_variables():
+        if not self._is_in_stages():
             if data_batch is None:
                 data_batch = next(next(iter(iterator))[2])
             # Before Keras calls it in a scope in which no variable can be made.
@@ -203,17 +206,20 @@ class PipelineModel(keras.Model):
         else:
             super().build_from_config(config)
 
-    def _has_new_variables(self) -> bool:
-        """Whether a layer has made variables since the model was split, as `enable_lora` does."""
-        staged = self._staged
-        return staged is not None and not all(map(staged.knows, self.module.variables))
+    def _is_in_stages(self) -> bool:
+        """Whether the model is, with all variables: a layer may have made some since it was split, as `enable_lora` does."""
+        return self._staged is not None and all(map(self._staged.knows, self.module.variables))
 
-    def _split(self, functional: keras.Model, split_points: Sequence[int] | None = None) -> None:
-        if split_points is None:
+    def _split(self, functional: keras.Model) -> None:
+        """Splits the model in stages; one that is in stages already stays split where it is."""
+        if self._staged is not None:
+            split_points = self._staged.split_points
+        else:
             split_points = resolve_split_points(functional, self._split_points, self._schedule.num_stages)
         self._staged = StagedModel(functional, split_points, self._schedule, self.module.variables)
         if self._schedule.num_ranks > 1:
-            self._staged.make_weights(self.distribute_strategy)
+            for variable in functional.variables:
+                make_on(self._staged.owners(variable), variable, self.distribute_strategy)
         self.built = True
 
     def stage_report(self) -> str:
@@ -262,18 +268,17 @@ class PipelineModel(keras.Model):
         return self._inferred(inputs)
 
     def train_step(self, data: Any) -> Any:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        step = Step(self, (x, y, sample_weight), training=True, has_loss=True)
-        step.run()
-        self.optimizer.apply_gradients(step.gradients())  # first: else their sums would stand behind those of the loss
-        self._track(step.loss(), x)
-        return self.get_metrics_result()
+        return self._step_with_loss(data, training=True)
 
     def test_step(self, data: Any) -> Any:
+        return self._step_with_loss(data, training=False)
+
+    def _step_with_loss(self, data: Any, *, training: bool) -> Any:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        step = Step(self, (x, y, sample_weight), training=False, has_loss=True)
-        step.run()
-        self._track(step.loss(), x)
+        step = Step(self, (x, y, sample_weight), training=training, has_loss=True).run()
+        if training:
+            self.optimizer.apply_gradients(step.gradients())  # first: else their sums would stand behind those of the loss
+        self._loss_tracker.update_state(unscale_loss(step.loss()), sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
         return self.get_metrics_result()
 
     def predict_step(self, data: Any) -> Any:
@@ -294,19 +299,12 @@ class PipelineModel(keras.Model):
         Returns:
             This replica's share of the loss, a float32 scalar (the shares of all replicas add up to the loss of the global
             batch), and (gradient, variable) of the weights of this rank's stages: what `optimizer.apply_gradients` takes.
-
         """
-        step = Step(self, (x, y, sample_weight), training=True, has_loss=True)
-        step.run()
+        step = Step(self, (x, y, sample_weight), training=True, has_loss=True).run()
         return step.loss(), step.gradients()
 
     def _inferred(self, x: Any) -> Any:
-        step = Step(self, (x, None, None), training=False, has_loss=False)
-        step.run()
-        return step.outputs()
-
-    def _track(self, loss: tf.Tensor, x: Any) -> None:
-        self._loss_tracker.update_state(unscale_loss(loss), sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
+        return Step(self, (x, None, None), training=False, has_loss=False).run().outputs()
 
     def _program(self) -> RankProgram | None:
         """Returns the program of the rank that computes here; None where one device computes all stages."""
@@ -336,14 +334,9 @@ class PipelineModel(keras.Model):
         with self._optimizer_inside():
             self.module.load_weights(filepath, *args, **kwargs)
 
-    @contextlib.contextmanager
-    def _optimizer_inside(self) -> Iterator[None]:
+    def _optimizer_inside(self) -> contextlib.AbstractContextManager[None]:
         """A block in which the optimizer is that of the model inside, which Keras saves and loads with the model's weights."""
-        self.module.optimizer = getattr(self, "optimizer", None)  # None, too, before it is compiled
-        try:
-            yield
-        finally:
-            self.module.optimizer = None
+        return temporary.attributes(self.module, optimizer=getattr(self, "optimizer", None))  # None before it is compiled
 
     def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         self.module.export(filepath, *args, **kwargs)
@@ -379,12 +372,3 @@ def check_is_pipelined(model: keras.Model, mesh: DeviceMesh) -> None:
             pipeline_parallel_size=mesh.pipeline_parallel_size,
             fix="Wrap it: `tfdist.PipelineModel(model, num_microbatches=...)`.",
         )
-
-
-def _check_schedule(schedule: Any, num_microbatches: int, stages_per_rank: int) -> None:
-    """Raises ValueError for what could be no schedule, under a strategy without a pipeline, which needs none."""
-    is_grid = isinstance(schedule, Schedule | Mapping) or isinstance(schedule, str) and " " in schedule.strip()
-    if is_grid:
-        make_schedule(schedule)
-    else:
-        make_schedule(schedule, 2 * stages_per_rank, max(num_microbatches, 2), stages_per_rank)

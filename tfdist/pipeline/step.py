@@ -29,11 +29,11 @@ from tfdist.pipeline.stages.stage_functions import StageFunctions, ends_of
 from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.sharding import config_of
 from tfdist.sharding.held_parameters import HeldParameters
-from tfdist.sharding.sharded_activations import gathered, held_spec, mark_as_held, may_hold_parts
+from tfdist.sharding.sharded_activations import gathered, held_spec, mark_as_held
 
 
 class Step:
-    """What one rank computes of one batch. It is the `Work` of an `Executor`.
+    """What one rank computes of one batch, by way of an `Executor`.
 
     Args:
         model: the `PipelineModel`.
@@ -56,9 +56,10 @@ class Step:
         replicas = 1 if program is None else program.mesh.data_parallel_size
         config = config_of(tf.distribute.get_strategy())
         bucket_bytes = None if config is None else config.bucket_bytes
+        reshards = program is not None and config is not None and model.reshard_after_microbatch
         x, *rest = data
         on_host = contextlib.nullcontext if program is None else program.on_host
-        inputs = staged.flat_inputs(x)
+        inputs = staged.module._standardize_inputs(x)
         self._data = Microbatches((inputs, *rest), schedule.num_microbatches, replicas=replicas, on_host=on_host)
         self._all_data = (inputs, *rest)
         self._batch = SlicedBatch(program, self._data.rows, self._loss_on_zeros)
@@ -85,16 +86,16 @@ class Step:
             work=self,
             weights=weights,
             data=self._data,
-            functions=None if may_hold_parts(program) else StageFunctions(program, weights, training, bucket_bytes),
+            functions=StageFunctions(program, weights, training, bucket_bytes),
             training=training,
             recompute=model.recompute,
-            gradients=self._gradient_sum(),
+            gradients=ScatteredSum(program, config) if reshards else GradientSum(),
             gathers_anew=model.reshard_after_microbatch,
             clock=clock,
         )
 
-    def run(self) -> None:
-        """Runs this rank's part of the schedule."""
+    def run(self) -> Step:
+        """Runs this rank's part of the schedule; returns this step."""
         with contextlib.nullcontext() if self._program is None else self._program.attachment(HeldParameters).held():
             self._executor.run()
         if self._last_stage and not self._training:
@@ -107,6 +108,7 @@ class Step:
             predictions = self._staged.outputs_like_model(found)
             with self._batch.together(self._batch_data, found):
                 self._model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
+        return self
 
     def loss(self) -> tf.Tensor:
         """Returns this replica's share of the loss of the batch, the same on all of the replica's ranks."""
@@ -132,9 +134,11 @@ class Step:
         The gradient of a weight that stages share is the sum over all of these stages, on each of their ranks.
         """
         found, sums = [], self._executor.gradients
-        for variable in self._staged.weights_of_rank(self._executor.pipe_rank):
-            gradient = sums.of(variable)
+        for variable in self._staged.module.trainable_variables:
             owners = self._staged.owners(variable)
+            if self._executor.pipe_rank not in owners:
+                continue
+            gradient = sums.of(variable)
             if len(owners) > 1:
                 gradient = self._sum_over(owners, variable, gradient, sums.shape_of(variable))
             gradient = sums.handed_out(variable, gradient)
@@ -142,12 +146,6 @@ class Step:
         # A loss that depends on no weight of this rank is none of the other ranks' mistakes.
         has_any = any(gradient is not None for gradient, _ in found)
         return found if has_any or self._staged.schedule.num_ranks == 1 else []
-
-    def _gradient_sum(self) -> GradientSum:
-        config = config_of(tf.distribute.get_strategy())
-        if self._program is None or config is None or not self._model.reshard_after_microbatch:
-            return GradientSum()
-        return ScatteredSum(self._program, config)
 
     def _after_reads(self, gradient: Any) -> Any:
         """Returns a gradient that exists when all actions have ended, and so have read the weights; for Keras's own optimizer.
@@ -176,9 +174,10 @@ class Step:
                 parts[source] = point_to_point.receive_message(program, spec, tf.constant(0), ranks[source], label)
         return tf.add_n([parts[owner] for owner in owners])
 
-    # What the executor asks: see `Work`
+    # What the executor asks
 
     def input_specs(self, stage: StageLayer, microbatch: int) -> list[tf.TensorSpec]:
+        """Returns shapes and dtypes of what `stage` receives on this rank; only the number of rows may be unknown."""
         rows = self._data.fed_size(microbatch)
         is_of_any_size = all(x.shape[0] is None for x in self._staged.module.inputs)
         return [
@@ -188,11 +187,13 @@ class Step:
         ]
 
     def annotate(self, stage: StageLayer, microbatch: int, stage_inputs: Sequence[tf.Tensor]) -> None:
+        """Puts on the inputs of `stage` what layers note on a tensor and no message carries, such as a Keras mask."""
         for x, tensor in zip(stage_inputs, stage.stage_inputs, strict=True):
             mark_as_held(self._program, x, tensor)
-        self._staged.masks.put(stage.index - 1, stage_inputs, self._data.model_inputs(microbatch))
+        self._staged.masks.put(stage.index - 1, stage_inputs, self._data.fed[microbatch])
 
     def losses(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the scalars with whose gradients a stage's backward begins, from the stage's outputs."""
         if not self._has_loss:
             return []
         with self._batch.slice(microbatch):
@@ -205,11 +206,13 @@ class Step:
         return found
 
     def upstream(self, microbatch: int) -> list[tf.Tensor]:
+        """Returns the gradients of the ends of the last stage, of what `losses` does not return; [] if that is all."""
         if self._is_together and self._upstream is None:
             self._upstream = self._loss_together()
         return [] if self._upstream is None else self._upstream[microbatch]
 
     def observe(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor], losses: list[tf.Tensor]) -> None:
+        """Takes note of the outputs and losses of a stage; it is called once for each stage and microbatch."""
         self._reported.extend(tf.cast(tf.stop_gradient(loss), tf.float32) for loss in losses)
         if stage_index < self._staged.last_stage:
             return
@@ -229,6 +232,7 @@ class Step:
             self._model.compute_metrics(inputs, y, predictions, sample_weight=sample_weight)
 
     def scale(self, loss: tf.Tensor) -> tf.Tensor:
+        """Returns the scalar whose gradient is taken in the place of a loss's."""
         optimizer = self._model.optimizer
         return loss if optimizer is None else optimizer.scale_loss(loss)
 
@@ -271,8 +275,8 @@ class Step:
             return tf.zeros([])  # that of layers is all there is, which Keras, not seeing it, would miss
         x, y, sample_weight = data
         predictions = self._staged.outputs_like_model(outputs)
-        with self._model.without_layer_losses():
-            loss = self._model._compute_loss(
+        with model.without_layer_losses():
+            loss = model._compute_loss(
                 x=self._staged.inputs_like_model(x), y=y, y_pred=predictions, sample_weight=sample_weight, training=self._training
             )
         return tf.convert_to_tensor(loss)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.pipeline.stages.balance import balanced_split_points
+from tfdist.pipeline.stages.split_points import balanced_split_points
 
 
 def sums_of(costs, split_points):

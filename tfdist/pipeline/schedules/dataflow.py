@@ -27,8 +27,6 @@ _INPUTS = {
 
 ONE_SLOT = dict.fromkeys(Phase, 1)
 
-_FREES_ACTIVATIONS = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
-
 
 def inputs_of(action: Action, actions: Container[Action]) -> list[Action]:
     """Returns the actions whose results `action` needs, of all the `actions` of a schedule."""
@@ -81,5 +79,5 @@ def held_activations(actions: Iterable[Action]) -> list[int]:
     for action in actions:
         held += action.phase is Phase.FORWARD
         counts.append(held)
-        held -= action.phase in _FREES_ACTIVATIONS
+        held -= action.phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
     return counts

@@ -52,17 +52,6 @@ def draw(spans: Sequence[Span], path: str | os.PathLike[str], *, title: str = ""
     # A figure of its own, not one of pyplot's: those belong to the user's program and its windows.
     figure = matplotlib_figure().Figure(figsize=(width, 1.2 + _INCHES_PER_RANK * num_ranks), layout="constrained")
     axes = figure.add_subplot()
-    _draw_boxes(axes, spans, num_ranks)
-    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-    axes.invert_yaxis()  # rank 0 on top, as in the text form
-    axes.margins(x=0.01)
-    axes.set_xlabel("time")
-    axes.set_title(title)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    figure.savefig(path)
-
-
-def _draw_boxes(axes: Any, spans: Sequence[Span], num_ranks: int) -> None:
     origin = min(span.start for span in spans)
     rounds = 1 + max(span.action.stage_index for span in spans) // num_ranks
     for phase, (label, color) in _LOOKS.items():
@@ -78,6 +67,13 @@ def _draw_boxes(axes: Any, spans: Sequence[Span], num_ranks: int) -> None:
             label=label,
         )
         axes.bar_label(boxes, [span.action.microbatch for span in drawn], label_type="center", fontsize=7)
+    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    axes.invert_yaxis()  # rank 0 on top, as in the text form
+    axes.margins(x=0.01)
+    axes.set_xlabel("time")
+    axes.set_title(title)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    figure.savefig(path)
 
 
 def matplotlib_figure() -> Any:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from tfdist.pipeline.schedules.actions import Action
@@ -20,7 +21,7 @@ _SLOTS_BESIDE_A_MARK = 6
 def format_grid(table: Table) -> str:
     """Returns the grid of `table`, without a header; the inverse of `parse_grid`."""
     rows = [[IDLE if action is None else str(action) for action in row] for row in table.values()]
-    width = _width(rows)
+    width = max(map(len, itertools.chain(*rows)), default=0)
     return "\n".join(" ".join(cell.rjust(width) for cell in row) for row in rows)
 
 
@@ -48,7 +49,7 @@ def render_grid(table: Table, marked: Collection[Action] = ()) -> str:
     if places:
         first, last = max(0, min(places) - _SLOTS_BESIDE_A_MARK), min(num_slots, max(places) + _SLOTS_BESIDE_A_MARK + 1)
     cells = {rank: [_cell(action, marked) for action in row[first:last]] for rank, row in table.items()}
-    width = _width(cells.values())
+    width = max(map(len, itertools.chain(*cells.values())), default=0)
     label = max((len(str(rank)) for rank in table), default=0)
     lines = [f"rank {rank:>{label}}  {' '.join(cell.center(width) for cell in row)}".rstrip() for rank, row in cells.items()]
     if (first, last) != (0, num_slots):
@@ -59,7 +60,3 @@ def render_grid(table: Table, marked: Collection[Action] = ()) -> str:
 def _cell(action: Action | None, marked: Collection[Action]) -> str:
     text = IDLE if action is None else str(action)
     return f">{text}<" if action in marked else text
-
-
-def _width(rows: Collection[Sequence[str]]) -> int:
-    return max((len(cell) for row in rows for cell in row), default=0)

@@ -17,14 +17,6 @@ SCHEDULES = {
     "zero_bubble": ScheduleZeroBubble,
 }
 
-# Other names in use, in the form of `_key`.
-_ALIASES = {
-    "pipedreamflush": "1f1b",
-    "interleaved1f1b": "interleaved",
-    "zb": "zero_bubble",
-    "zbh1": "zero_bubble",
-}
-
 
 def make_schedule(
     schedule: str | Schedule | Mapping[int, Any] | Callable[[int, int, int], Schedule],
@@ -51,10 +43,28 @@ def make_schedule(
         made = schedule
     elif isinstance(schedule, Mapping):
         made = Schedule.from_table(schedule)
-    elif isinstance(schedule, str) and _key(schedule) not in _NAMES and any(map(ACTION_TEXT.fullmatch, schedule.split())):
+    elif isinstance(schedule, str) and _key(schedule) not in _FUNCTIONS and any(map(ACTION_TEXT.fullmatch, schedule.split())):
         made = Schedule.from_text(schedule)  # judges the words that are no actions
     else:
-        made = _called(_function(schedule), **sizes)
+        function = _FUNCTIONS.get(_key(schedule)) if isinstance(schedule, str) else schedule
+        if not callable(function):
+            raise errors.value_error(
+                f"`schedule` must be one of {', '.join(map(repr, SCHEDULES))}, the text of a grid, a table, a `Schedule` or a "
+                "function that makes one.",
+                schedule=schedule,
+                fix='A grid has a line for each rank: "0F0 0F1 0B0 0B1".',
+            )
+        if num_stages is None or num_microbatches is None:
+            raise errors.value_error(
+                "`num_stages` and `num_microbatches` must be given for a schedule that is yet to be made.",
+                num_stages=num_stages,
+                num_microbatches=num_microbatches,
+            )
+        made = function(num_stages, num_microbatches, 1 if stages_per_rank is None else stages_per_rank)
+        if not isinstance(made, Schedule):
+            raise errors.value_error(
+                "`schedule`, a function, must return a `Schedule`.", returned=made, fix="See `Schedule.from_table`."
+            )
     for name, expected in sizes.items():
         found = getattr(made, name)
         if expected is not None and found != expected:
@@ -66,39 +76,16 @@ def make_schedule(
     return made
 
 
-def _function(schedule: Any) -> Callable[..., Schedule]:
-    if isinstance(schedule, str) and _key(schedule) in _NAMES:
-        return SCHEDULES[_NAMES[_key(schedule)]]
-    if not callable(schedule):
-        raise errors.value_error(
-            f"`schedule` must be one of {', '.join(map(repr, SCHEDULES))}, the text of a grid, a table, a `Schedule` or a "
-            "function that makes one.",
-            schedule=schedule,
-            fix='A grid has a line for each rank: "0F0 0F1 0B0 0B1".',
-        )
-    return schedule
-
-
-def _called(
-    function: Callable[..., Schedule], num_stages: int | None, num_microbatches: int | None, stages_per_rank: int | None
-) -> Schedule:
-    if num_stages is None or num_microbatches is None:
-        raise errors.value_error(
-            "`num_stages` and `num_microbatches` must be given for a schedule that is yet to be made.",
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-        )
-    made = function(num_stages, num_microbatches, 1 if stages_per_rank is None else stages_per_rank)
-    if not isinstance(made, Schedule):
-        raise errors.value_error(
-            "`schedule`, a function, must return a `Schedule`.", returned=made, fix="See `Schedule.from_table`."
-        )
-    return made
-
-
 def _key(name: str) -> str:
     """Returns a name without what people spell differently: of "Zero-Bubble" and "ScheduleZeroBubble" it is "zerobubble"."""
     return "".join(character for character in name.casefold() if character not in "-_ ").removeprefix("schedule")
 
 
-_NAMES = {**{_key(name): name for name in SCHEDULES}, **_ALIASES}
+_FUNCTIONS: dict[str, Callable[..., Schedule]] = {
+    **{_key(name): function for name, function in SCHEDULES.items()},
+    # Other names in use.
+    "pipedreamflush": Schedule1F1B,
+    "interleaved1f1b": ScheduleInterleaved1F1B,
+    "zb": ScheduleZeroBubble,
+    "zbh1": ScheduleZeroBubble,
+}

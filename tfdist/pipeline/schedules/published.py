@@ -13,8 +13,10 @@ The grids of the docstrings have 3 stages (interleaved: 4 on 2 ranks) and 4 micr
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from tfdist import errors
 from tfdist.pipeline.schedules.actions import Action, Phase
@@ -41,14 +43,8 @@ def ScheduleGPipe(num_stages: int, num_microbatches: int, stages_per_rank: int =
     Source: GPipe, Huang et al. 2019; several stages on a rank: breadth-first pipelines, Lamy-Poirier 2023.
     """
     num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank)
-    microbatches = range(num_microbatches)
-
-    def order(rank: int) -> list[Action]:
-        stages = range(rank, num_stages, num_ranks)
-        forwards = [Action(stage, Phase.FORWARD, microbatch) for stage in stages for microbatch in microbatches]
-        return forwards + [Action(stage, Phase.BACKWARD, microbatch) for stage in reversed(stages) for microbatch in microbatches]
-
-    return _schedule("gpipe", num_ranks, order)
+    orders = _orders(num_stages, num_ranks, [range(num_microbatches)], lambda _: stages_per_rank * num_microbatches)
+    return Schedule(aligned_table(orders), "gpipe")
 
 
 def Schedule1F1B(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -66,13 +62,8 @@ def Schedule1F1B(num_stages: int, num_microbatches: int, stages_per_rank: int = 
     """
     num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank)
     _check_one_stage_per_rank("Schedule1F1B", stages_per_rank)
-
-    def order(rank: int) -> list[Action]:
-        forwards = _of_one_stage(rank, Phase.FORWARD, num_microbatches)
-        backwards = _of_one_stage(rank, Phase.BACKWARD, num_microbatches)
-        return _one_forward_one_backward(forwards, backwards, warmup=num_ranks - 1 - rank)
-
-    return _schedule("1f1b", num_ranks, order)
+    orders = _orders(num_stages, num_ranks, [range(num_microbatches)], lambda rank: num_ranks - 1 - rank)
+    return Schedule(aligned_table(orders), "1f1b")
 
 
 def ScheduleInterleaved1F1B(num_stages: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
@@ -98,18 +89,15 @@ def ScheduleInterleaved1F1B(num_stages: int, num_microbatches: int, stages_per_r
             stages_per_rank=stages_per_rank,
             fix="Cut the model in more stages, or take `Schedule1F1B`.",
         )
-    groups = _groups(num_microbatches, num_ranks)
+    num_groups = max(1, num_microbatches // num_ranks)
+    groups = [group.tolist() for group in np.array_split(range(num_microbatches), num_groups)]  # the larger ones first
 
-    def order(rank: int) -> list[Action]:
-        stages = range(rank, num_stages, num_ranks)
-        forwards = [Action(stage, Phase.FORWARD, index) for group in groups for stage in stages for index in group]
-        backwards = [Action(stage, Phase.BACKWARD, index) for group in groups for stage in reversed(stages) for index in group]
+    def warmup(rank: int) -> int:
         # Until the first backward can arrive: the first group through all of the rank's stages but the last, and for every rank
         # behind it two microbatches, one on the way there and one on the way back.
-        warmup = (stages_per_rank - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)
-        return _one_forward_one_backward(forwards, backwards, warmup)
+        return (stages_per_rank - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)
 
-    return _schedule("interleaved", num_ranks, order)
+    return Schedule(aligned_table(_orders(num_stages, num_ranks, groups, warmup)), "interleaved")
 
 
 def ScheduleZeroBubble(num_stages: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -130,43 +118,37 @@ def ScheduleZeroBubble(num_stages: int, num_microbatches: int, stages_per_rank: 
     """
     num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank)
     _check_one_stage_per_rank("ScheduleZeroBubble", stages_per_rank)
-
-    def order(rank: int) -> list[Action]:
-        forwards = _of_one_stage(rank, Phase.FORWARD, num_microbatches)
-        backwards = _of_one_stage(rank, Phase.BACKWARD_INPUT, num_microbatches)
-        weights = deque(_of_one_stage(rank, Phase.BACKWARD_WEIGHT, num_microbatches))
+    orders = _orders(num_stages, num_ranks, [range(num_microbatches)], lambda rank: num_ranks - 1 - rank, Phase.BACKWARD_INPUT)
+    for rank, order in orders.items():
+        weights = iter([Action(rank, Phase.BACKWARD_WEIGHT, microbatch) for microbatch in range(num_microbatches)])
         actions = []
-        for action in _one_forward_one_backward(forwards, backwards, warmup=num_ranks - 1 - rank):
+        for action in order:
             actions.append(action)
             if action.phase is Phase.BACKWARD_INPUT and action.microbatch >= rank:
-                actions.append(weights.popleft())
-        return [*actions, *weights]
-
-    return _schedule("zero_bubble", num_ranks, order)
-
-
-def _of_one_stage(stage_index: int, phase: Phase, num_microbatches: int) -> list[Action]:
-    return [Action(stage_index, phase, microbatch) for microbatch in range(num_microbatches)]
+                actions.append(next(weights))
+        orders[rank] = [*actions, *weights]
+    return Schedule(aligned_table(orders), "zero_bubble")
 
 
-def _schedule(name: str, num_ranks: int, order: Callable[[int], list[Action]]) -> Schedule:
-    return Schedule(aligned_table({rank: order(rank) for rank in range(num_ranks)}), name)
+def _orders(
+    num_stages: int,
+    num_ranks: int,
+    groups: Sequence[Sequence[int]],
+    warmup: Callable[[int], int],
+    backward: Phase = Phase.BACKWARD,
+) -> dict[int, list[Action]]:
+    """Returns what each rank does: `warmup(rank)` forwards, then a forward and a backward in turn, then the other backwards.
 
-
-def _one_forward_one_backward(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """Returns `warmup` forwards, then a forward and a backward in turn, then the other backwards."""
-    actions = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        actions += [forward, backward]
-    return actions + backwards[len(forwards[warmup:]) :]
-
-
-def _groups(num_microbatches: int, num_ranks: int) -> list[range]:
-    """Returns the microbatches in groups of at least `num_ranks` (one group, if there are fewer), the larger ones first."""
-    num_groups = max(1, num_microbatches // num_ranks)
-    size, larger = divmod(num_microbatches, num_groups)
-    starts = [index * size + min(index, larger) for index in range(num_groups + 1)]
-    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    Each of the `groups` of microbatches goes through all stages of a rank before the next group does; back in reverse.
+    """
+    orders = {}
+    for rank in range(num_ranks):
+        stages = range(rank, num_stages, num_ranks)
+        forwards = [Action(stage, Phase.FORWARD, index) for group in groups for stage in stages for index in group]
+        backwards = [Action(stage, backward, index) for group in groups for stage in reversed(stages) for index in group]
+        in_turn = itertools.chain(*itertools.zip_longest(forwards[warmup(rank) :], backwards))
+        orders[rank] = [*forwards[: warmup(rank)], *filter(None, in_turn)]
+    return orders
 
 
 def _num_ranks(num_stages: int, num_microbatches: int, stages_per_rank: int) -> int:

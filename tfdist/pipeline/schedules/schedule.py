@@ -87,8 +87,7 @@ class Schedule:
         """Returns the grid, without a header; the inverse of `from_text`."""
         return format_grid(self.table)
 
-    def __str__(self) -> str:
-        return self.to_text()
+    __str__ = to_text
 
     def render(self, mark: Action | None = None) -> str:
         """Returns the grid with the names of the ranks, and with the action `mark` between > and <.

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfdist import errors
 from tfdist.pipeline.schedules.actions import Action, Phase
 from tfdist.pipeline.schedules.dataflow import earliest_starts, held_activations, inputs_of
 from tfdist.pipeline.schedules.grid import Table, render_grid
+
+Orders = Mapping[int, Sequence[Action]]
+Fault = tuple[str, Sequence[Action], dict[str, Any]]  # what was expected, the actions to mark, and the rest of the message
 
 # How a microbatch goes through a stage.
 _WAYS = [{Phase.FORWARD, Phase.BACKWARD}, {Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT}]
@@ -36,12 +39,15 @@ def validate(schedule: Table | Any, *, max_in_flight: int | None = None) -> None
     table = getattr(schedule, "table", schedule)
     num_stages, num_microbatches, _ = sizes_of(table)
     orders = {rank: [action for action in row if action is not None] for rank, row in table.items()}
-    _check_places(table, orders)
-    _check_complete(table, orders, num_stages, num_microbatches)
-    _check_own_order(table, orders)
-    _check_no_circle(table, orders)
-    if max_in_flight is not None:
-        _check_in_flight(table, orders, max_in_flight)
+    faults = itertools.chain(
+        _misplaced(orders),
+        _incomplete(orders, num_stages, num_microbatches),
+        _before_their_inputs(orders),
+        _in_a_circle(orders),
+        () if max_in_flight is None else _above(orders, max_in_flight),
+    )
+    for expected, marked, details in faults:
+        raise _error(table, expected, marked, **details)
 
 
 def sizes_of(table: Table) -> tuple[int, int, int]:
@@ -81,57 +87,45 @@ def sizes_of(table: Table) -> tuple[int, int, int]:
     return num_stages, 1 + max(action.microbatch for action in actions), num_stages // num_ranks
 
 
-def _check_places(table: Table, orders: dict[int, list[Action]]) -> None:
+def _misplaced(orders: Orders) -> Iterator[Fault]:
     for rank, actions in orders.items():
         for action in actions:
             place = action.stage_index % len(orders)
             if place != rank:
-                raise _error(
-                    table,
-                    f"`schedule` must run {action} on rank {place}: stage {action.stage_index} belongs to rank "
-                    f"{action.stage_index} % {len(orders)}.",
-                    [action],
-                    rank=rank,
-                )
+                stage = f"stage {action.stage_index} belongs to rank {action.stage_index} % {len(orders)}"
+                yield f"`schedule` must run {action} on rank {place}: {stage}.", [action], {"rank": rank}
         for action, times in Counter(actions).items():
             if times > 1:
-                raise _error(table, f"`schedule` must run {action} once.", [action], times=times)
+                yield f"`schedule` must run {action} once.", [action], {"times": times}
 
 
-def _check_complete(table: Table, orders: dict[int, list[Action]], num_stages: int, num_microbatches: int) -> None:
+def _incomplete(orders: Orders, num_stages: int, num_microbatches: int) -> Iterator[Fault]:
     phases: dict[tuple[int, int], set[Phase]] = {}
     for action in itertools.chain(*orders.values()):
         phases.setdefault((action.stage_index, action.microbatch), set()).add(action.phase)
-    for stage_index in range(num_stages):
-        for microbatch in range(num_microbatches):
-            there = phases.get((stage_index, microbatch), set())
-            if there not in _WAYS:
-                forward, backward, of_input, of_weight = every = [Action(stage_index, phase, microbatch) for phase in Phase]
-                found = [action for action in every if action.phase in there]
-                raise _error(
-                    table,
-                    f"`schedule` must take every microbatch through every stage: microbatch {microbatch} through stage "
-                    f"{stage_index} by {forward} and {backward}, or by {forward}, {of_input} and {of_weight}.",
-                    found,
-                    actions=[str(action) for action in found],
-                )
+    for stage_index, microbatch in itertools.product(range(num_stages), range(num_microbatches)):
+        there = phases.get((stage_index, microbatch), set())
+        if there not in _WAYS:
+            forward, backward, of_input, of_weight = every = [Action(stage_index, phase, microbatch) for phase in Phase]
+            found = [action for action in every if action.phase in there]
+            expected = (
+                f"`schedule` must take every microbatch through every stage: microbatch {microbatch} through stage "
+                f"{stage_index} by {forward} and {backward}, or by {forward}, {of_input} and {of_weight}."
+            )
+            yield expected, found, {"actions": [str(action) for action in found]}
 
 
-def _check_own_order(table: Table, orders: dict[int, list[Action]]) -> None:
+def _before_their_inputs(orders: Orders) -> Iterator[Fault]:
     for rank, actions in orders.items():
-        own, seen = set(actions), set()
+        not_yet = set(actions)
         for action in actions:
-            late = [needed for needed in inputs_of(action, own) if needed not in seen]
-            if late:
-                raise _error(
-                    table,
-                    f"`schedule` must run {late[0]} before {action}, which needs its result; rank {rank} runs it after.",
-                    [action],
-                )
-            seen.add(action)
+            for late in inputs_of(action, not_yet):
+                expected = f"`schedule` must run {late} before {action}, which needs its result; rank {rank} runs it after."
+                yield expected, [action], {}
+            not_yet.remove(action)
 
 
-def _check_no_circle(table: Table, orders: dict[int, list[Action]]) -> None:
+def _in_a_circle(orders: Orders) -> Iterator[Fault]:
     starts = earliest_starts(orders)
     heads = {rank: next((action for action in actions if action not in starts), None) for rank, actions in orders.items()}
     stuck = [rank for rank, head in heads.items() if head is not None]
@@ -149,27 +143,21 @@ def _check_no_circle(table: Table, orders: dict[int, list[Action]]) -> None:
         other = needed[rank].stage_index % len(orders)
         behind = "" if heads[other] == needed[rank] else f", which rank {other} runs after {heads[other]}"
         links.append(f"{heads[rank]} (rank {rank}) waits for {needed[rank]}{behind}")
-    raise _error(
-        table,
-        f"`schedule` must not let ranks wait for each other in a circle: {'; '.join(links)}.",
-        [heads[rank] for rank in circle],
-        fix="Move one of the actions that are waited for forward.",
-    )
+    expected = f"`schedule` must not let ranks wait for each other in a circle: {'; '.join(links)}."
+    yield expected, [heads[rank] for rank in circle], {"fix": "Move one of the actions that are waited for forward."}
 
 
-def _check_in_flight(table: Table, orders: dict[int, list[Action]], max_in_flight: int) -> None:
+def _above(orders: Orders, max_in_flight: int) -> Iterator[Fault]:
     for rank, actions in orders.items():
         for action, held in zip(actions, held_activations(actions), strict=True):
             if held > max_in_flight:
-                raise _error(
-                    table,
+                expected = (
                     f"`schedule` must hold the activations of at most {max_in_flight} microbatches of a stage on a rank; at "
-                    f"{action} rank {rank} holds {held}.",
-                    [action],
-                    max_in_flight=max_in_flight,
-                    fix="Run a backward (B or W) first, or allow more.",
+                    f"{action} rank {rank} holds {held}."
                 )
+                fix = "Run a backward (B or W) first, or allow more."
+                yield expected, [action], {"max_in_flight": max_in_flight, "fix": fix}
 
 
-def _error(table: Table, expected: str, marked: Collection[Action], *, fix: str = "", **received: Any) -> ValueError:
-    return ValueError(f"{errors.message(expected, fix=fix, **received)}\n{render_grid(table, marked)}")
+def _error(table: Table, expected: str, marked: Collection[Action], **details: Any) -> ValueError:
+    return ValueError(f"{errors.message(expected, **details)}\n{render_grid(table, marked)}")

@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Sequence
 
 from tfdist.pipeline.stages.costs import Cost, bytes_per_example, variable_bytes
-from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.staged_model import StagedModel
 
 _COLUMNS = ("stage", "rank", "layers", "FLOPs", "share", "weights", "to the next stage")
@@ -36,11 +35,12 @@ def report(staged: StagedModel, costs: Sequence[Cost]) -> str:
     rows = [_COLUMNS]
     for stage, of_stage in zip(staged.stages, flops, strict=True):
         is_last = stage.index == staged.last_stage
+        first, last = stage.operations[0].name, stage.operations[-1].name
         rows.append(
             (
                 str(stage.index),
                 str(staged.schedule.rank_of(stage.index)),
-                _names(stage),
+                first if first == last else f"{first} .. {last}",
                 _short(of_stage),
                 f"{of_stage / total:.1%}",
                 f"{_short(sum(map(variable_bytes, stage.variables_of_operations())))}B",
@@ -56,11 +56,6 @@ def report(staged: StagedModel, costs: Sequence[Cost]) -> str:
     ]
     rule = "-" * len(header)
     return "\n".join([header, rule, *lines, rule, note])
-
-
-def _names(stage: StageLayer) -> str:
-    first, last = stage.operations[0].name, stage.operations[-1].name
-    return first if first == last else f"{first} .. {last}"
 
 
 def _short(count: int) -> str:

@@ -8,6 +8,7 @@ which say what is called with what, and return what they are told.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,48 +38,38 @@ def blocks_replaced(model: keras.Model, names: Sequence[str], on_call: OnCall) -
     Raises:
         ValueError: there is no such attribute, or it holds something else.
     """
-    replaced = []
-    for name in names:
-        owner, last = _owner(model, name)
-        replaced.append((vars(owner), last, vars(owner)[last]))
+    places = [_place(model, name) for name in names]
+    held = [attributes[name] for attributes, name in places]
     try:
-        for attributes, last, held in replaced:
-            stand_ins = [_StandIn(block, on_call) for block in layers_in(held)]
-            attributes[last] = _Chain(held, stand_ins) if isinstance(held, keras.Sequential) else stand_ins
+        for (attributes, name), blocks in zip(places, held, strict=True):
+            stand_ins = [_StandIn(block, on_call) for block in layers_in(blocks)]
+            attributes[name] = _chain(blocks, stand_ins) if isinstance(blocks, keras.Sequential) else stand_ins
         yield
     finally:
-        for attributes, last, held in replaced:
-            attributes[last] = held
+        for (attributes, name), blocks in zip(places, held, strict=True):
+            attributes[name] = blocks
 
 
 def blocks_of(model: keras.Model, names: Sequence[str]) -> list[keras.layers.Layer]:
     """Returns the blocks that `blocks_replaced` replaces."""
-    found = []
-    for name in names:
-        owner, last = _owner(model, name)
-        found.extend(layers_in(vars(owner)[last]))
-    return found
+    return [block for attributes, name in (_place(model, name) for name in names) for block in layers_in(attributes[name])]
 
 
 def layers_in(held: Any) -> list[keras.layers.Layer]:
     """Returns the layers of a list or of a Sequential."""
-    return list(held.layers) if isinstance(held, keras.Sequential) else list(held)
+    return list(getattr(held, "layers", held))
 
 
-def _owner(model: keras.Model, name: str) -> tuple[Any, str]:
-    """Returns the object that has the attribute `name`, a dotted name, of `model`, and the attribute's own name."""
+def _place(model: keras.Model, name: str) -> tuple[dict[str, Any], str]:
+    """Returns the attributes of the object that has the attribute `name` of `model`, a name with dots, and its last part."""
     *path, last = str(name).split(".")
     owner: Any = model
     for part in path:
         owner = getattr(owner, part, None)
-    held = getattr(owner, "__dict__", {}).get(last)
-    if _are_layers(held) or isinstance(held, keras.Sequential):
-        return owner, last
-    lists = [
-        key
-        for key, value in vars(model).items()
-        if not key.startswith("_") and (isinstance(value, keras.Sequential) or _are_layers(value))
-    ]
+    attributes = getattr(owner, "__dict__", {})
+    if _holds_blocks(attributes.get(last)):
+        return attributes, last
+    lists = [key for key, value in vars(model).items() if not key.startswith("_") and _holds_blocks(value)]
     raise errors.value_error(
         f"`blocks` must name attributes of {type(model).__name__} that hold its blocks, layers in a list or in a Sequential.",
         blocks=name,
@@ -86,12 +77,16 @@ def _owner(model: keras.Model, name: str) -> tuple[Any, str]:
     )
 
 
-def _are_layers(held: Any) -> bool:
-    return isinstance(held, list | tuple) and bool(held) and all(isinstance(block, keras.layers.Layer) for block in held)
+def _holds_blocks(held: Any) -> bool:
+    if isinstance(held, list | tuple):
+        return bool(held) and all(isinstance(block, keras.layers.Layer) for block in held)
+    return isinstance(held, keras.Sequential)
 
 
 class _StandIn:
-    """Stands for a block in the list of blocks: it can be called, and has the block's attributes."""
+    """Stands for a block, or a Sequential of blocks: it can be called, and has the attributes of what it stands for."""
+
+    layers: list[_StandIn]  # of a Sequential
 
     def __init__(self, block: keras.layers.Layer, on_call: OnCall):
         self._block = block
@@ -104,18 +99,13 @@ class _StandIn:
         return getattr(self._block, name)
 
 
-class _Chain:
-    """Stands for a Sequential of blocks: it calls them one after the other."""
+def _chain(sequential: keras.Sequential, stand_ins: list[_StandIn]) -> _StandIn:
+    """Returns what stands for a Sequential of blocks: it calls their stand-ins one after the other."""
 
-    def __init__(self, sequential: keras.Sequential, stand_ins: Sequence[_StandIn]):
-        self._sequential = sequential
-        self.layers = list(stand_ins)
-
-    def __call__(self, x: Any, **kwargs: Any) -> Any:
+    def on_call(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         del kwargs  # `training`, which the layers are told by Keras; and `mask`, which the tensor bears
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return functools.reduce(lambda x, layer: layer(x), stand_ins, *args)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sequential, name)
+    chain = _StandIn(sequential, on_call)
+    chain.layers = stand_ins
+    return chain

@@ -19,6 +19,7 @@ later part can compute again: such models are refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ import keras
 import tensorflow as tf
 from keras import tree
 
-from tfdist import errors
+from tfdist import errors, temporary
 from tfdist.graphs import tape
 from tfdist.pipeline.stages.block_calls import Reached, blocks_of, blocks_replaced
 from tfdist.sharding import keras_scope
@@ -44,8 +45,8 @@ class _Call:
     outputs: Any
 
 
-class _Watch:
-    """One run of a model's `call` on symbols, in which its blocks' calls and the reads of its variables are noted.
+class _Watch(keras.StatelessScope):
+    """One run of a model's `call` on symbols, and its scope: blocks' calls and reads of variables are noted, which are symbols.
 
     Attributes:
         calls: the calls, in order.
@@ -56,6 +57,7 @@ class _Watch:
     """
 
     def __init__(self, model: keras.Model, names: Sequence[str], inputs: Any, training: bool):
+        super().__init__(collect_losses=True, initialize_variables=False)
         self.calls: list[_Call] = []
         self.reads: list[dict[int, keras.Variable]] = [{}]
         self.symbols: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
@@ -64,30 +66,31 @@ class _Watch:
 
         def run(*flat: tf.Tensor) -> None:
             self.inputs = list(flat)
-            with keras_scope.SymbolicScope(), _Noted(self), blocks_replaced(model, names, self._on_call):
+            with keras_scope.SymbolicScope(), self, blocks_replaced(model, names, self._on_call):
                 self.results = model(tree.pack_sequence_as(inputs, list(flat)), training=training)
 
         self.graph = tf.function(run, autograph=False).get_concrete_function(*specs).graph
 
-    def note(self, variable: keras.Variable) -> None:
-        """Notes that the part that is run reads `variable`."""
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        self._note(variable)
+        known = super().get_current_value(variable)
+        if known is None and id(variable) not in self.symbols:
+            with self.inputs[0].graph.as_default():
+                self.symbols[id(variable)] = (variable, tf.compat.v1.placeholder(variable.dtype, variable.shape))
+        return self.symbols[id(variable)][1] if known is None else known
+
+    def add_update(self, update: Any) -> None:
+        self._note(update[0])
+        super().add_update(update)
+
+    def _note(self, variable: keras.Variable) -> None:
+        """Notes that the part that is run reads `variable`, or assigns to it."""
         if not self._is_in_block:
             self.reads[-1][id(variable)] = variable
 
-    def symbol(self, variable: keras.Variable) -> tf.Tensor:
-        """Returns the symbol for the value of `variable`."""
-        if id(variable) not in self.symbols:
-            with self.inputs[0].graph.as_default():
-                symbol = tf.compat.v1.placeholder(variable.dtype, variable.shape)
-            self.symbols[id(variable)] = (variable, symbol)
-        return self.symbols[id(variable)][1]
-
     def _on_call(self, block: keras.layers.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._is_in_block = True
-        try:
+        with temporary.attributes(self, _is_in_block=True):
             made = block(*args, **kwargs)
-        finally:
-            self._is_in_block = False
         outputs = tree.map_structure(_symbol_like, made)
         self.calls.append(_Call(block, args, kwargs, outputs))
         self.reads.append({})
@@ -98,27 +101,6 @@ class _Watch:
         if part == len(self.calls):
             return tree.flatten(self.results)
         return tree.flatten((self.calls[part].args, self.calls[part].kwargs))
-
-    def depends_on(self, tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
-        """Returns the operations that `tensors` depend on."""
-        return tape.ancestors(tensors, self.graph.get_operations(), by_control=False) if tensors else set()
-
-
-class _Noted(keras.StatelessScope):
-    """A scope in which variables are symbols, and who reads them is noted."""
-
-    def __init__(self, watch: _Watch):
-        super().__init__(collect_losses=True, initialize_variables=False)
-        self._watch = watch
-
-    def get_current_value(self, variable: keras.Variable) -> Any:
-        self._watch.note(variable)
-        known = super().get_current_value(variable)
-        return self._watch.symbol(variable) if known is None else known
-
-    def add_update(self, update: Any) -> None:
-        self._watch.note(update[0])
-        super().add_update(update)
 
 
 class _Absent(keras.StatelessScope):
@@ -151,17 +133,26 @@ def _symbol_like(x: Any) -> Any:
 class _Part(keras.layers.Layer):
     """Runs a model's `call` from one block's call to the next one, on the model's inputs and what blocks before have returned."""
 
-    def __init__(self, model: keras.Model, names: Sequence[str], number: int, watch: _Watch, inputs: Any):
+    def __init__(
+        self,
+        model: keras.Model,
+        names: Sequence[str],
+        number: int,
+        watch: _Watch,
+        inputs: Any,
+        *,
+        needs: Sequence[tuple[int, int]],  # (call, place) of the blocks' outputs that are given, behind the model's inputs
+        own: dict[int, keras.Variable],
+        early: set[int],  # variables that code before the part reads, and the part depends on
+        wanted: Sequence[int],  # places of the results that it returns
+    ):
         super().__init__(name=f"{model.name}_part_{number}", autocast=False)
         self._convert_input_args = False
         self.supports_masking = True
         self._of = (model, names, watch, inputs)  # in a tuple: Keras would take the model for a layer of this one
         self._number = number
-        self._needs: list[tuple[int, int]] = []  # (call, place) of the blocks' outputs that are given, behind the model's inputs
-        self._own: dict[int, keras.Variable] = {}
-        self._early: set[int] = set()  # variables that code before the part reads, and the part depends on
+        self._needs, self._own, self._early, self._wanted = needs, own, early, wanted
         self._losses_of_part: list[Any] = []
-        self.wanted: list[int] = []  # places of the results that it returns
         self.built = True
 
     @property
@@ -173,21 +164,17 @@ class _Part(keras.layers.Layer):
     def compute_mask(self, *args: Any, **kwargs: Any) -> None:
         """Returns no mask: layers of the part put theirs on what they return."""
 
-    def needs(self, needs: Sequence[tuple[int, int]], own: dict[int, keras.Variable], early: set[int]) -> None:
-        """Says which outputs of blocks the part is given, which variables it uses, and which of them before it begins."""
-        self._needs, self._own, self._early = list(needs), dict(own), set(early)
-
     def compute_output_spec(self, given: Any, training: bool | None = None) -> list[keras.KerasTensor]:
         del given, training
         results = self._of[2].arguments(self._number)
-        return [keras.KerasTensor(results[place].shape, results[place].dtype) for place in self.wanted]
+        return [keras.KerasTensor(results[place].shape, results[place].dtype) for place in self._wanted]
 
     def call(self, given: Sequence[Any], training: bool | None = None) -> list[Any]:
         model, names, watch, inputs = self._of
         count = len(watch.inputs)
         known = dict(zip(self._needs, given[count:], strict=True))
         rows = tf.shape(given[0])[0]
-        absent, position, others = _Absent(self._early), 0, _losses_of(model)
+        before, position, others = contextlib.ExitStack(), 0, {id(layer): len(layer._losses) for layer in model._flatten_layers()}
 
         def on_call(block: keras.layers.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal position
@@ -198,21 +185,18 @@ class _Part(keras.layers.Layer):
             flat = [known.get((position, place), _zeros_like(symbol, rows)) for place, symbol in enumerate(symbols)]
             position += 1
             if position == self._number:
-                absent.__exit__()
+                before.close()
             return tree.pack_sequence_as(watch.calls[position - 1].outputs, flat)
 
-        if self._number:
-            absent.__enter__()
         try:
-            with blocks_replaced(model, names, on_call):
+            with before, blocks_replaced(model, names, on_call):
+                if self._number:
+                    before.enter_context(_Absent(self._early))
                 made = tree.flatten(model(tree.pack_sequence_as(inputs, list(given[:count])), training=training))
         except Reached as reached:
             made = tree.flatten(reached.arguments)
-        finally:
-            if position < self._number:
-                absent.__exit__()
         self._losses_of_part = _taken_off(model, others)
-        return [made[place] for place in self.wanted]
+        return [made[place] for place in self._wanted]
 
     def _get_own_losses(self) -> list[Any]:
         return self._losses_of_part
@@ -270,17 +254,12 @@ def _add_part(
     needed: set[tuple[int, int]] = set()
     early: dict[int, keras.Variable] = {}
     for watch, result in zip(watches, results, strict=True):
-        found = watch.depends_on([result[place] for place in new])
-        made = {symbol.op: variable for variable, symbol in watch.symbols.values()}
+        found = tape.ancestors([result[place] for place in new], watch.graph.get_operations(), by_control=False)
         before = {key for reads in watch.reads[:number] for key in reads}
-        for operation in found & set(made):
-            variable = made[operation]
-            if id(variable) in before:
-                early[id(variable)] = variable
+        early.update((key, v) for key, (v, symbol) in watch.symbols.items() if key in before and symbol.op in found)
         for index, call in enumerate(watch.calls[:number]):
             for place, symbol in enumerate(tree.flatten(call.outputs)):
-                mask = getattr(symbol, "_keras_mask", None)
-                if tf.is_tensor(symbol) and ({symbol.op} | ({mask.op} if mask is not None else set())) & found:
+                if any(tf.is_tensor(x) and x.op in found for x in (symbol, getattr(symbol, "_keras_mask", None))):
                     needed.add((index, place))
     drawn = [variable.path for variable in early.values() if not variable.dtype.startswith(("float", "bfloat"))]
     if drawn:
@@ -290,10 +269,8 @@ def _add_part(
             variables=drawn,
             fix="Let a layer of the block draw it, or make the model a graph of layers (`keras.Model(inputs, outputs)`).",
         )
-    part = _Part(model, names, number, watches[0], inputs)
     needs = sorted(needed)
-    part.needs(needs, {**early, **own}, set(early))
-    part.wanted = new
+    part = _Part(model, names, number, watches[0], inputs, needs=needs, own={**early, **own}, early=set(early), wanted=new)
     made_here = part([*tree.flatten(inputs), *(outputs[index][place] for index, place in needs)])
     for known, result in zip(values, results, strict=True):
         known.update((_name(result[place]), x) for place, x in zip(new, made_here, strict=True))
@@ -346,13 +323,8 @@ def _zeros_like(symbol: Any, rows: tf.Tensor) -> Any:
     return tf.ensure_shape(zeros, symbol.shape)
 
 
-def _losses_of(model: keras.Model) -> dict[int, int]:
-    """Returns how many losses each layer of `model` has added."""
-    return {id(layer): len(layer._losses) for layer in model._flatten_layers()}
-
-
 def _taken_off(model: keras.Model, before: dict[int, int]) -> list[Any]:
-    """Takes off the layers of `model` the losses that they have added since `_losses_of`, and returns them."""
+    """Takes off the layers of `model` the losses beyond those that they had `before`, as many by id, and returns them."""
     taken = []
     for layer in model._flatten_layers():
         count = before.get(id(layer), 0)

@@ -1,8 +1,10 @@
-"""What the layers of a model cost, before anything runs: floating-point operations, bytes of weights and of outputs."""
+"""What the layers of a model cost: floating-point operations, bytes of weights and of outputs, counted; and measured seconds."""
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
+import timeit
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +15,10 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.graphs import tape
 from tfdist.pipeline.stages.flops import UNKNOWN_SIZE, elements, flops_of
-from tfdist.pipeline.stages.measured_cost import measured_seconds
 from tfdist.pipeline.stages.stage import nodes_in_order, run_node
 from tfdist.sharding import keras_scope
 
-_MEASURED_EXAMPLES = 8
+_MEASURED_EXAMPLES, _MEASURED_RUNS = 8, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,8 @@ def node_costs(module: keras.Model, *, measured: bool = False) -> list[Cost]:
     Raises:
         RuntimeError: `measured`, and a node cannot be run by itself.
     """
-    batch_size = _batch_size(module, _MEASURED_EXAMPLES if measured else 1)
+    made_for = (x.shape[0] for x in module.inputs if len(x.shape) and x.shape[0])  # None: batches of any size
+    batch_size = next(made_for, _MEASURED_EXAMPLES if measured else 1)
     known = {id(x): x for x in module.inputs}
     counted: set[int] = set()
     costs = []
@@ -76,7 +78,7 @@ def node_costs(module: keras.Model, *, measured: bool = False) -> list[Cost]:
         seconds = None
         if measured:
             inputs = [_spec(known[id(x)], batch_size) for x in node.input_tensors]
-            seconds = measured_seconds(node, inputs) / batch_size
+            seconds = _measured_seconds(node, inputs) / batch_size
         costs.append(
             Cost(
                 name=node.operation.name,
@@ -127,11 +129,6 @@ def _traced(module: keras.Model, batch_size: int) -> list[tuple[int, list[Any]]]
     return traced
 
 
-def _batch_size(module: keras.Model, otherwise: int) -> int:
-    """Returns the size of the batch that the model is made for; `otherwise` if it takes batches of any size."""
-    return next((x.shape[0] for x in module.inputs if len(x.shape) and x.shape[0]), otherwise)
-
-
 def _spec(x: Any, batch_size: int) -> tf.TensorSpec:
     """Returns the spec of `x`, a tensor of Keras or TensorFlow, with a number for every size that is not known."""
     unknown = [batch_size] + [UNKNOWN_SIZE] * len(x.shape)
@@ -141,6 +138,51 @@ def _spec(x: Any, batch_size: int) -> tf.TensorSpec:
 def _tensors(outputs: Sequence[Any]) -> list[Any]:
     """Returns the dense tensors that outputs consist of; a sparse output consists of several."""
     return [x for x in tf.nest.flatten(outputs, expand_composites=True) if tf.is_tensor(x)]
+
+
+def _measured_seconds(node: Any, inputs: Sequence[tf.TensorSpec]) -> float:
+    """Returns the seconds of a forward and backward pass of a node, the median of some runs, on the default device.
+
+    The node runs on inputs and weights made for it: random numbers where they are floating, and zeros, which are indices of any
+    table, where they are integers.
+
+    Raises:
+        RuntimeError: the node cannot be run by itself.
+    """
+    variables = list(getattr(node.operation, "variables", ()))
+
+    @tf.function(autograph=False)
+    def step(inputs: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> tf.Tensor:
+        values = dict(zip(map(id, node.input_tensors), inputs, strict=True))
+        sources = [x for x in (*inputs, *weights) if x.dtype.is_floating]
+        with tf.GradientTape() as recorder:
+            recorder.watch(sources)
+            with keras.StatelessScope(state_mapping=list(zip(variables, weights, strict=True))):
+                outputs = run_node(node, values, training=True)
+            total = _sum(outputs)
+        return total + _sum(recorder.gradient(total, sources))  # all are summed: TensorFlow leaves out what nobody wants
+
+    try:
+        given = [_random(x.shape, x.dtype) for x in inputs], [_random(v.shape, v.dtype) for v in variables]
+        step(*given)
+        seconds = timeit.repeat(lambda: step(*given).numpy(), number=1, repeat=_MEASURED_RUNS)  # `numpy` waits for the device
+    except Exception as error:  # whatever a layer raises that is called by itself
+        raise errors.runtime_error(
+            f"{node.operation.name!r} cannot be run by itself, on random inputs, so that its time could be measured.",
+            fix="Count FLOPs instead: `measured=False`.",
+        ) from error
+    return statistics.median(seconds)
+
+
+def _sum(tensors: Sequence[Any]) -> tf.Tensor:
+    """Returns the sum over all elements of tensors; None counts as nothing, and a table's gradient as its rows."""
+    dense = [getattr(x, "values", x) for x in tensors if x is not None]
+    return tf.add_n([tf.zeros(()), *(tf.reduce_sum(tf.cast(x, tf.float32)) for x in dense)])
+
+
+def _random(shape: Any, dtype: Any) -> tf.Tensor:
+    dtype = tf.as_dtype(dtype)
+    return tf.cast(tf.random.normal(shape, stddev=0.1), dtype) if dtype.is_floating else tf.zeros(shape, dtype)
 
 
 def _guessed(operation: keras.Operation, outputs: Sequence[tf.Tensor], error: Exception) -> int:

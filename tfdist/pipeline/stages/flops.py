@@ -48,25 +48,15 @@ def flops_of_operation(operation: tf.Operation) -> int:
     """Returns the FLOPs of one run of an operation."""
     if operation.type in ("While", "StatelessWhile"):
         return _trips(operation) * _of_function(operation, operation.get_attr("body").name)
-    functions = _functions(operation)
-    if functions:
-        return max(_of_function(operation, name) for name in functions)
     if operation.type in _RULES:
         return _RULES[operation.type](operation)
     if operation.type in _MOVES:
         return 0
+    values = operation.node_def.attr.values()
+    called = [function.name for value in values for function in (value.func, *value.list.func) if function.name]
+    if called:  # one function, or the branches of a condition
+        return max(_of_function(operation, name) for name in called)
     return sum(elements(x.shape) for x in operation.outputs if x.dtype.is_floating or x.dtype.is_complex)
-
-
-def _functions(operation: tf.Operation) -> list[str]:
-    """Returns the names of the functions that an operation calls: one function, or the branches of a condition."""
-    names = []
-    for attribute in operation.op_def.attr:
-        if attribute.type == "func":
-            names.append(operation.get_attr(attribute.name).name)
-        elif attribute.type == "list(func)":
-            names.extend(function.name for function in operation.get_attr(attribute.name))
-    return [name for name in names if name]
 
 
 def _of_function(operation: tf.Operation, name: str) -> int:

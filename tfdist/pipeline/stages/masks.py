@@ -32,7 +32,8 @@ class Masks:
     def __init__(self, stages: Sequence[StageLayer], model_inputs: Sequence[Any]):
         self._masks: dict[tuple[int, int], tf.Tensor] = {}
         # Tracing the whole model to find its masks is left out where no layer makes any.
-        if not any(_may_make_masks(layer) for stage in stages for layer in stage._flatten_layers()):
+        layers = [layer for stage in stages for layer in stage._flatten_layers()]
+        if all(type(layer).compute_mask in _PASS_ON or not getattr(layer, "mask_zero", True) for layer in layers):
             return
         places: list[tuple[int, int]] = []
 
@@ -94,7 +95,3 @@ _PASS_ON = {
         keras.layers.Bidirectional,
     )
 }
-
-
-def _may_make_masks(layer: keras.layers.Layer) -> bool:
-    return type(layer).compute_mask not in _PASS_ON and getattr(layer, "mask_zero", True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
+import itertools
+import math
 import numbers
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -10,8 +13,7 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.pipeline.stages.balance import balanced_split_points
-from tfdist.pipeline.stages.costs import Cost, node_costs
+from tfdist.pipeline.stages.costs import node_costs
 from tfdist.pipeline.stages.stage import nodes_in_order
 
 _SHOWN_NAMES = 10
@@ -50,7 +52,19 @@ def resolve_split_points(module: keras.Model, stages: Sequence[str | int] | None
     for place, node in enumerate(nodes):
         first_call.setdefault(node.operation.name, place)
     split_points = [first_call[_name(module, stage, first_call)] for stage in stages]
-    _check_order(stages, split_points)
+    if split_points and split_points[0] == 0:
+        raise errors.value_error(
+            f"`stages` must leave stage 0 a layer, but {stages[0]!r} is the first.",
+            stages=stages,
+            fix="Stage 0 is not in the list: begin with the first layer of stage 1.",
+        )
+    for index, (before, place) in enumerate(itertools.pairwise(split_points), 1):
+        if place <= before:
+            raise errors.value_error(
+                f"`stages` must be in the order of computation, but {stages[index]!r} does not come after "
+                f"{stages[index - 1]!r}: stage {index} would be empty.",
+                stages=stages,
+            )
     if num_stages == 1:
         return []
     if len(split_points) != num_stages - 1:
@@ -63,32 +77,12 @@ def resolve_split_points(module: keras.Model, stages: Sequence[str | int] | None
 
 
 def node_weights(module: keras.Model) -> list[int]:
-    """Returns what is balanced between stages: a number for each of `nodes_in_order(module)`."""
-    return _weigh(node_costs(module))
+    """Returns what is balanced between stages: a number for each of `nodes_in_order(module)`.
 
-
-def _check_order(stages: Sequence[str | int], split_points: Sequence[int]) -> None:
-    """Raises ValueError for split points between which a stage would be empty."""
-    if split_points and split_points[0] == 0:
-        raise errors.value_error(
-            f"`stages` must leave stage 0 a layer, but {stages[0]!r} is the first.",
-            stages=stages,
-            fix="Stage 0 is not in the list: begin with the first layer of stage 1.",
-        )
-    for index in range(1, len(split_points)):
-        if split_points[index] <= split_points[index - 1]:
-            raise errors.value_error(
-                f"`stages` must be in the order of computation, but {stages[index]!r} does not come after "
-                f"{stages[index - 1]!r}: stage {index} would be empty.",
-                stages=stages,
-            )
-
-
-def _weigh(costs: Sequence[Cost]) -> list[int]:
-    """Returns one number for each cost, which compares FLOPs first and, where the FLOPs are alike, bytes.
-
-    A backward pass has twice the FLOPs of the forward pass in every layer, so those of the forward pass will do.
+    It compares FLOPs first and, where those are alike, bytes. A backward pass has twice the FLOPs of the forward pass in every
+    layer, so those of the forward pass will do.
     """
+    costs = node_costs(module)
     sizes = [cost.weight_bytes + cost.activation_bytes for cost in costs]
     return [cost.flops * (1 + sum(sizes)) + size for cost, size in zip(costs, sizes, strict=True)]
 
@@ -107,3 +101,72 @@ def _name(module: keras.Model, stage: Any, names: Collection[str]) -> str:
         f"`stages` must name layers of {module.name!r}, but it has none of the name {stage!r}.",
         fix=f"Some that it has: {', '.join(map(repr, near))}.",
     )
+
+
+def balanced_split_points(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Splits a sequence in parts, none empty, so that the largest sum of a part is as small as can be.
+
+        costs     3  1  1  4  2  2        3 parts
+        parts    [3  1  1][4][2  2]       sums 5, 4, 4
+
+    A pipeline is as fast as its slowest stage. Among the splits with the least largest sum this one has the least sum of squares,
+    so that the sums are as even as can be. Both minima are exact, also for integers of any size.
+
+    Args:
+        costs: the costs of the items, finite and not negative.
+        num_parts: how many parts.
+
+    Returns:
+        The places before which a part begins, ascending, without 0: `num_parts - 1` of them.
+
+    Raises:
+        ValueError: there are fewer items than parts, `num_parts` is less than 1, or a cost is negative or not finite.
+    """
+    if not 1 <= num_parts <= len(costs):
+        raise errors.value_error(
+            f"`num_parts` must be at least 1 and at most {len(costs)}, the number of costs, so that no part is empty.",
+            num_parts=num_parts,
+        )
+    wrong = [cost for cost in costs if not 0 <= cost < math.inf]
+    if wrong:
+        raise errors.value_error("`costs` must be finite and not negative.", costs=wrong)
+    sums = list(itertools.accumulate(costs, initial=0))
+    return _most_even(sums, num_parts, _least_largest(sums, num_parts))
+
+
+def _least_largest(sums: Sequence[float], num_parts: int) -> float:
+    """Returns the largest sum of a part in the best split, from the `sums` of the first 0, 1, ... items.
+
+    Each round has one part more. For the first `stop` items the best start of the last part is where the sum of that part, which
+    falls with `start`, meets the best largest sum of the parts before it, which rises with `start`.
+    """
+    count = len(sums) - 1
+    largest = {stop: sums[stop] for stop in range(1, count + 1)}
+    for parts in range(2, num_parts + 1):
+        before, largest = largest, {}
+        for stop in range(parts, count + 1):
+            starts = range(parts - 1, stop)
+            meet = bisect.bisect_left(starts, True, key=lambda start, stop=stop: before[start] >= sums[stop] - sums[start])  # type: ignore[misc]
+            largest[stop] = min(max(before[start], sums[stop] - sums[start]) for start in starts[max(meet - 1, 0) : meet + 1])
+    return largest[count]
+
+
+def _most_even(sums: Sequence[float], num_parts: int, largest: float) -> list[int]:
+    """Returns the split points with the least sum of squares among those that leave no part above `largest`."""
+    count = len(sums) - 1
+    squares: dict[int, float] = {0: 0}  # the least sum of squares, by how many items are in parts
+    chosen: list[dict[int, int]] = []  # where the last of 1, 2, ... parts starts
+    for _ in range(num_parts):
+        before, squares = squares, {}
+        chosen.append({})
+        for stop in range(1, count + 1):
+            for start in range(stop - 1, -1, -1):
+                part = sums[stop] - sums[start]
+                if part > largest:
+                    break
+                if start in before and (stop not in squares or before[start] + part**2 < squares[stop]):
+                    squares[stop], chosen[-1][stop] = before[start] + part**2, start
+    bounds = [count]
+    for starts in reversed(chosen):
+        bounds.insert(0, starts[bounds[0]])
+    return bounds[1:-1]

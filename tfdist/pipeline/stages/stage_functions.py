@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +43,7 @@ from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.sharding import host_lead
 from tfdist.sharding.held_parameters import HeldParameters, Key
 from tfdist.sharding.parameter_group import ParameterGroup
+from tfdist.sharding.sharded_activations import may_hold_parts
 from tfdist.sharding.units import is_view
 
 # How many functions compute the gradients of a stage's weights. With 1 the first rank's peak of memory under 1F1B is 10 % higher.
@@ -62,6 +62,7 @@ class StageFunctions:
         self, program: RankProgram | None, weights: Sequence[Sequence[Any]], training: bool, bucket_bytes: int | None = None
     ):
         self._program = program
+        self._held = None if program is None else program.attachment(HeldParameters)
         self._weights = weights
         self._training = training
         self._bucket_bytes = bucket_bytes
@@ -76,21 +77,22 @@ class StageFunctions:
 
         `stage_inputs` bear their Keras masks; `has_backward` says whether the gradients of this call will be asked for.
         """
-        if tf.executing_eagerly() or not all(isinstance(x, tf.Tensor) for x in (*stage_inputs, *model_inputs)):
+        if tf.executing_eagerly() or may_hold_parts(self._program):
             return None
-        masks = [get_keras_mask(x) for x in stage_inputs]
-        given = [*stage_inputs, *model_inputs, *masks]
-        key = (stage.index, *(None if x is None else tf.TensorSpec(x.shape, x.dtype) for x in given))
+        if not all(isinstance(x, tf.Tensor) for x in (*stage_inputs, *model_inputs)):
+            return None
+        given = [[*stage_inputs], [*model_inputs], [get_keras_mask(x) for x in stage_inputs]]
+        specs = tf.nest.map_structure(lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), given)
+        key = (stage.index, *tf.nest.flatten(specs))
         if key not in self._traced:
-            self._traced[key] = self._functions_of(stage, stage_inputs, model_inputs, masks)
+            self._traced[key] = self._functions_of(stage, specs)
         functions = self._traced[key]
         if functions is None:
             return None
-        held = None if self._program is None else self._held()
         waits_for_gathers = functions.weights and host_lead.is_limited(self._program) and stage.index not in self._called
         self._called.add(stage.index)
         forward = functions.forward_in_runs(has_backward) if waits_for_gathers else [functions.forward[has_backward]]
-        call = StageCall(functions, [x for x in given if x is not None], forward, held)
+        call = StageCall(functions, [x for x in tf.nest.flatten(given) if x is not None], forward)
         if waits_for_gathers:
             host_lead.gather_in_turn([*self._gathered, *(gathered for gathered, _ in call.runs)], self._program)
             if host_lead.is_on_chain(self._program):
@@ -98,36 +100,27 @@ class StageFunctions:
             self._gathered = [gathered for gathered, _ in call.runs[-1:]]
         return call
 
-    def _functions_of(
-        self, stage: StageLayer, stage_inputs: Sequence[Any], model_inputs: Sequence[Any], masks: Sequence[Any]
-    ) -> _Functions | None:
+    def _functions_of(self, stage: StageLayer, specs: Sequence[Sequence[tf.TensorSpec | None]]) -> _Functions | None:
         """Traces the stage for tensors of these shapes and returns its functions; None: it is no function of its inputs."""
-        specs = [tf.TensorSpec(x.shape, x.dtype) for x in (*stage_inputs, *model_inputs, *masks) if x is not None]
         found: list[_Trace] = []
 
-        def compute(*given: tf.Tensor) -> None:
-            waiting = iter(given)
-            inputs = list(itertools.islice(waiting, len(stage_inputs)))
-            inputs_of_model = list(itertools.islice(waiting, len(model_inputs)))
-            for x, mask in zip(inputs, masks, strict=True):
+        def compute(stage_inputs: list[Any], model_inputs: list[Any], masks: list[Any]) -> None:
+            for x, mask in zip(stage_inputs, masks, strict=True):
                 if mask is not None:
-                    set_keras_mask(x, next(waiting))
-            found.append(self._trace(stage, list(given), inputs, inputs_of_model))
+                    set_keras_mask(x, mask)
+            given = [x for x in (*stage_inputs, *model_inputs, *masks) if x is not None]
+            found.append(self._trace(stage, given, stage_inputs, model_inputs))
 
         try:
             with contextlib.nullcontext() if self._program is None else self._program.on_trial():
                 graph = tf.function(compute, autograph=False).get_concrete_function(*specs).graph
         except NotOnTrialError:
             return None
-        keys = {} if self._program is None else self._held().names
+        keys = {} if self._held is None else self._held.names
         if not tape.can_be_called_again(graph, keys) or stage.added_losses():
             return None
         weights = {inside.name: keys[outside.name] for outside, inside in graph.captures if getattr(outside, "name", "") in keys}
-        groups = {name: self._held().group_of(key) for name, key in weights.items()}
-        return _Functions(graph, found[0], weights, groups, self._bucket_bytes)
-
-    def _held(self) -> HeldParameters:
-        return self._program.attachment(HeldParameters)
+        return _Functions(graph, found[0], weights, self._held, self._bucket_bytes)
 
     def _trace(self, stage: StageLayer, given: list[Any], stage_inputs: list[Any], model_inputs: list[Any]) -> _Trace:
         with tf.GradientTape(watch_accessed_variables=self._training) as recorder:
@@ -153,9 +146,8 @@ class StageCall:
     `runs` has, of each function of forward that is given weights, what these are made of, gathered, and the call.
     """
 
-    def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], forward: Sequence[_Part], held: HeldParameters | None):
+    def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], forward: Sequence[_Part]):
         self._functions = functions
-        self._held = held
         self._trace = trace = functions.trace
         # The microbatch's tensors by the names of those that stand for them in the trace.
         self._known = {x.name: value for x, value in zip(trace.given, given, strict=True)}
@@ -167,18 +159,17 @@ class StageCall:
                 calls = [one for one in tape.operations_since(before) if one.type in host_lead.CALLS]
                 self.runs.append(([whole.op for whole in wholes], calls))
         self.outputs = [self._known[x.name] for x in trace.outputs]
-        for x, mask in zip(self.outputs, trace.masks, strict=True):
+        for x, mask, logits in zip(self.outputs, trace.masks, trace.logits, strict=True):
             if mask is not None:
                 set_keras_mask(x, self._known[mask.name])
-        for x, logits in zip(self.outputs, trace.logits, strict=True):
             if logits is not None:
                 x._keras_logits = self._known[logits.name]
         self.ends = ends_of(self.outputs)
 
     def _call(self, part: _Part) -> list[tf.Tensor]:
         """Calls one of the functions, with what is known and, of gathered parameters, what is held now; returns these."""
-        weights = self._functions.weights
-        wholes = {x.name: self._held.whole(weights[x.name]) for x in part.needs if x.name in weights}
+        weights, held = self._functions.weights, self._functions.held
+        wholes = {x.name: held.whole(weights[x.name]) for x in part.needs if x.name in weights}
         self._known.update(wholes)
         part.call(self._known)
         return list(wholes.values())
@@ -220,7 +211,7 @@ class _Functions:
     """The functions of one stage, each a part of the stage's trace.
 
     `weights` are the gathered parameters that the trace captured: their keys by the names of what stands for them in it. A call
-    is given those that are held when it is made. `groups` are what they are gathered with, by the same names.
+    is given those that are `held` when it is made.
     """
 
     def __init__(
@@ -228,15 +219,18 @@ class _Functions:
         graph: tf.Graph,
         trace: _Trace,
         weights: Mapping[str, Key],
-        groups: Mapping[str, ParameterGroup],
+        held: HeldParameters | None,
         bucket_bytes: int | None,
     ):
         self.trace = trace
         self.weights = weights
+        self.held = held
         operations = graph.get_operations()
         forward, backward = operations[: trace.forward_count], operations[trace.forward_count :]
-        results = [*trace.outputs, *(x for x in (*trace.masks, *trace.logits) if x is not None)]
-        parts = _Parts(graph, [*trace.given, *trace.upstream], groups)
+        self._place = {operation: place for place, operation in enumerate(operations)}
+        stand_ins = {inside.op for _, inside in graph.captures if inside.name in weights}
+        self._given = {*(x.op for x in (*trace.given, *trace.upstream)), *stand_ins}
+        self._captured = {inside.name: outside for outside, inside in graph.captures if inside.name not in weights}
         of_weights = [gradient for gradient in reversed(trace.of_weights) if gradient is not None]
         wanted = [[x for x in trace.of_inputs if x is not None], *_split(of_weights, _FUNCTIONS_FOR_WEIGHTS, bucket_bytes)]
         done: set[tf.Operation] = set()
@@ -244,20 +238,15 @@ class _Functions:
         for tensors in wanted:
             made.append(tape.ancestors(tensors, backward, by_control=False) - done)
             done |= made[-1]
-        needs = [parts.function(*pair).needs for pair in zip(made, wanted, strict=True)]
-        passed_on = [[x for x in itertools.chain(*needs[place:]) if x.op in own] for place, own in enumerate(made)]
-        self.of_inputs, *self.of_weights = (
-            parts.function(own, [*tensors, *others]) for own, tensors, others in zip(made, wanted, passed_on, strict=True)
-        )
-        given = {*(x.name for x in (*trace.given, *trace.upstream)), *weights}
-        saved = [x for x in itertools.chain(*needs) if x.op not in done and x.name not in given]
+        self.of_inputs, *self.of_weights = parts = self._in_turn(made, wanted)
+        results = [*trace.outputs, *(x for x in (*trace.masks, *trace.logits) if x is not None)]
+        saved = [x for part in parts for x in part.needs if x.op not in done | self._given]
         writes = [operation for operation in forward if tape.writes(operation)]
-        self._parts = parts
         self._of_forward = {
             has_backward: (tape.ancestors([*tensors, *writes], forward, by_control=False), tensors)
             for has_backward, tensors in ((False, results), (True, [*results, *saved]))
         }
-        self.forward = {has_backward: parts.function(*pair) for has_backward, pair in self._of_forward.items()}
+        self.forward = {has_backward: self._function(*pair) for has_backward, pair in self._of_forward.items()}
 
     def forward_in_runs(self, has_backward: bool) -> list[_Part]:
         """Returns functions that do what `forward` does, each when its own weights are there and the one before has returned.
@@ -265,30 +254,20 @@ class _Functions:
         One alone where they would not wait for each other: what they draw at random, they draw in order.
         """
         operations, wanted = self._of_forward[has_backward]
-        runs = self._parts.runs(operations, _FUNCTIONS_BEHIND_GATHERS)
+        runs = self._runs(operations, _FUNCTIONS_BEHIND_GATHERS)
         in_earlier = set().union(*runs[:-1])
         results = [[x for x in wanted if x.op in run] for run in runs[:-1]] + [[x for x in wanted if x.op not in in_earlier]]
-        needs = [self._parts.function(*pair).needs for pair in zip(runs, results, strict=True)]
-        passed_on = [[x for x in itertools.chain(*needs[place + 1 :]) if x.op in run] for place, run in enumerate(runs)]
-        is_chain = all(any(x.op in run for x in later) for run, later in zip(runs, needs[1:], strict=False))
-        if not (is_chain and results[-1]):
-            return [self.forward[has_backward]]
-        return [self._parts.function(run, [*own, *others]) for run, own, others in zip(runs, results, passed_on, strict=True)]
+        parts = self._in_turn(runs, results)
+        is_chain = all(any(x.op in run for x in later.needs) for run, later in zip(runs, parts[1:], strict=False))
+        return parts if is_chain and results[-1] else [self.forward[has_backward]]
 
+    def _in_turn(self, runs: Sequence[set[tf.Operation]], results: Sequence[Sequence[tf.Tensor]]) -> list[_Part]:
+        """Returns the functions of `runs` of operations: each returns its `results`, and what later ones need of it."""
+        needs = [self._function(*pair).needs for pair in zip(runs, results, strict=True)]
+        passed_on = [[x for x in itertools.chain(*needs) if x.op in run] for run in runs]
+        return [self._function(run, [*own, *others]) for run, own, others in zip(runs, results, passed_on, strict=True)]
 
-class _Parts:
-    """Makes functions of parts of a graph, in which the tensors `given`, and those named `weights`, are what a call is given.
-
-    `weights` has the group of parameters with which each is gathered.
-    """
-
-    def __init__(self, graph: tf.Graph, given: Iterable[tf.Tensor], weights: Mapping[str, ParameterGroup]):
-        self._place = {operation: place for place, operation in enumerate(graph.get_operations())}
-        self._given = {*(x.op for x in given), *(inside.op for _, inside in graph.captures if inside.name in weights)}
-        self._weights = weights
-        self._captured = {inside.name: outside for outside, inside in graph.captures if inside.name not in weights}
-
-    def function(self, operations: Iterable[tf.Operation], results: Sequence[tf.Tensor]) -> _Part:
+    def _function(self, operations: Iterable[tf.Operation], results: Sequence[tf.Tensor]) -> _Part:
         """Returns the function that computes `results` by `operations` and, besides, by constants and reads of variables."""
         own = set(operations) - self._given
         needs: dict[str, tf.Tensor] = {}
@@ -297,7 +276,7 @@ class _Parts:
             x = waiting.pop()
             if x.op in own or x.name in self._captured:
                 continue
-            if tape.is_source(x.op) or is_view(x, self._weights):
+            if tape.is_source(x.op) or is_view(x, self.weights):
                 own.add(x.op)
                 waiting.extend(x.op.inputs)
             else:
@@ -310,14 +289,14 @@ class _Parts:
             self._captured,
         )
 
-    def runs(self, operations: Iterable[tf.Operation], count: int) -> list[set[tf.Operation]]:
+    def _runs(self, operations: Iterable[tf.Operation], count: int) -> list[set[tf.Operation]]:
         """Returns `operations` in at most `count` runs, one behind the other, each but the first beginning with a new gather."""
         ordered = sorted(set(operations) - self._given, key=self._place.__getitem__)  # what is given no run has to pass on
         first: dict[ParameterGroup, int] = {}  # by what is gathered together, the place of the first operation that reads it
         for place, operation in enumerate(ordered):
             for x in operation.inputs:
-                if x.name in self._weights:
-                    first.setdefault(self._weights[x.name], place)
+                if x.name in self.weights:
+                    first.setdefault(self.held.group_of(self.weights[x.name]), place)
         begins = sorted(set(first.values()))
         starts = sorted({begins[len(begins) * number // count] for number in range(1, count)} - {*begins[:1]}) if begins else []
         return [set(ordered[a:b]) for a, b in itertools.pairwise([0, *starts, len(ordered)]) if a < b]
@@ -354,7 +333,7 @@ def _split(gradients: Sequence[Any], count: int, bucket_bytes: int | None) -> li
 
     A run ends with a bucket of `bucket_bytes`, which can then leave, or lies within one.
     """
-    sizes = [_bytes_of(gradient) for gradient in gradients]
+    sizes = [(x.shape.num_elements() or 0) * x.dtype.size for x in gradients]  # as they are sent, whole; 0: not known here
     buckets = [list(range(len(gradients)))] if bucket_bytes is None else assign_buckets(sizes, bucket_bytes)
     if len(buckets) < count:  # the last ones are cut in more: what is sent before a step's end has less to pass behind
         pieces = [count * (place + 1) // len(buckets) - count * place // len(buckets) for place in range(len(buckets))]
@@ -368,15 +347,6 @@ def _even_runs(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
     """Returns `items` in at most `count` runs of about as many, none empty."""
     bounds = [len(items) * place // count for place in range(count + 1)]
     return [items[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
-
-
-def _bytes_of(gradient: Any) -> int:
-    """Returns the bytes in which `gradient` is sent, whole; 0: they are not known here."""
-    is_rows = isinstance(gradient, tf.IndexedSlices)
-    sizes = tf.get_static_value(gradient.dense_shape) if is_rows else gradient.shape
-    if sizes is None or None in tuple(sizes):
-        return 0
-    return math.prod(map(int, sizes)) * gradient.dtype.size
 
 
 def ends_of(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:

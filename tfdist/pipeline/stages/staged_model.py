@@ -11,7 +11,6 @@ import tensorflow as tf
 from keras import tree
 
 from tfdist import errors
-from tfdist.pipeline.deferred_weights import make_on
 from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.masks import Masks
 from tfdist.pipeline.stages.stage import split_in_stages
@@ -38,13 +37,11 @@ class StagedModel:
         self.stages = split_in_stages(module, split_points)
         self.module = module
         self.split_points = list(split_points)
-        self._ranks: dict[int, set[int]] = {}
-        self._first_stage: dict[int, int] = {}
+        self._stages: dict[int, list[int]] = {}  # by variable, those that use it
         for stage in self.stages:
             for variable in stage.variables_of_operations():
-                self._ranks.setdefault(id(variable), set()).add(schedule.rank_of(stage.index))
-                self._first_stage.setdefault(id(variable), stage.index)
-        unused = [variable.path for variable in (variables or module.variables) if id(variable) not in self._ranks]
+                self._stages.setdefault(id(variable), []).append(stage.index)
+        unused = [variable.path for variable in (variables or module.variables) if not self.knows(variable)]
         if unused:
             raise errors.value_error(
                 "Every weight of a pipelined model must belong to one of its layers, so that it has a stage.",
@@ -54,7 +51,7 @@ class StagedModel:
 
     def knows(self, variable: keras.Variable) -> bool:
         """Whether a stage has `variable`."""
-        return id(variable) in self._ranks
+        return id(variable) in self._stages
 
     @property
     def last_stage(self) -> int:
@@ -71,11 +68,6 @@ class StagedModel:
         """The trainable variables that each stage uses."""
         return [[v for v in stage.variables_of_operations() if v.trainable] for stage in self.stages]
 
-    def make_weights(self, strategy: tf.distribute.Strategy) -> None:
-        """Makes, or moves, every variable of the model on the ranks whose stages use it."""
-        for variable in self.module.variables:
-            make_on(self.owners(variable), variable, strategy)
-
     @functools.cached_property
     def masks(self) -> Masks:
         """The Keras masks of what passes between the stages. The model's variables must exist."""
@@ -83,25 +75,15 @@ class StagedModel:
 
     def owners(self, variable: keras.Variable) -> list[int]:
         """Returns the pipeline ranks whose stages use `variable`, ascending."""
-        return sorted(self._ranks[id(variable)])
-
-    def weights_of_rank(self, pipe_rank: int) -> list[keras.Variable]:
-        """Returns the trainable variables of a rank's stages, each once, in the model's order."""
-        return [v for v in self.module.trainable_variables if pipe_rank in self._ranks[id(v)]]
+        return sorted(set(map(self.schedule.rank_of, self._stages[id(variable)])))
 
     def regularization(self, stage: int) -> list[tf.Tensor]:
         """Returns the losses of the regularizers of a stage's weights; a weight that stages share counts in the first of them."""
         return [
             variable.regularizer(variable)
             for variable in self.weights[stage]
-            if variable.regularizer is not None and self._first_stage[id(variable)] == stage
+            if variable.regularizer is not None and self._stages[id(variable)][0] == stage
         ]
-
-    # The model's inputs and outputs: flat, and in the structures that the user knows
-
-    def flat_inputs(self, x: Any) -> list[tf.Tensor]:
-        """Returns the model's inputs in the order of its symbolic inputs, checked and converted as the model does it."""
-        return self.module._standardize_inputs(x)
 
     def inputs_like_model(self, flat: Sequence[Any]) -> Any:
         """Returns flat inputs in the structure in which the model takes them."""
