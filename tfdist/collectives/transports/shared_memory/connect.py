@@ -24,6 +24,7 @@ import mmap
 import os
 import pathlib
 import secrets
+import shutil
 import socket
 import tempfile
 import warnings
@@ -135,8 +136,8 @@ def _socket() -> socket.socket:
 def _offer(count: int, stack: contextlib.ExitStack) -> Any:
     """Makes a group's directory and, of `count` bytes, its file; returns how the others find them, or None if it cannot."""
     try:
-        temporary = tempfile.TemporaryDirectory(prefix=f"tfdist-{os.getpid()}-", dir=_MEMORY, ignore_cleanup_errors=True)
-        directory = pathlib.Path(stack.enter_context(temporary))
+        directory = pathlib.Path(tempfile.mkdtemp(prefix=f"tfdist-{os.getpid()}-", dir=_MEMORY))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
         secret = secrets.token_bytes(_SECRET_BYTES)
         (directory / "secret").write_bytes(secret)
         with (directory / "memory").open("wb") as file:
