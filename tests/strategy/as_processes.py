@@ -28,9 +28,9 @@ def processes(ranks_per_process: int) -> Iterator[None]:
     def transport(program: Any, other: int) -> Any:
         return original(program, other) if is_one_process(program.rank, other) else NCCL.messages
 
-    original = point_to_point._transport
+    original = point_to_point.message_transport
     exchanges = mock.patch.object(type(NCCL), "exchanges", lambda self, program, ranks: is_one_process(*ranks))
-    with pretended_gpus(are_whole=True), exchanges, mock.patch.object(point_to_point, "_transport", transport):
+    with pretended_gpus(are_whole=True), exchanges, mock.patch.object(point_to_point, "message_transport", transport):
         yield
 
 

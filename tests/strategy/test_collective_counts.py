@@ -12,7 +12,7 @@ from grids import exhaustive
 from training import JoinedWeights, strategy_for
 
 from tests.devices import is_on
-from tfdist.collectives.transports import Transport
+from tfdist.collectives.transports.transport import Transport
 from tfdist.sharding import gradients_in_flight, shard_messages
 
 WIDTHS = [33, 65, 31, 17]  # weights 33x65, 65x31, 31x17 and their biases

@@ -353,10 +353,10 @@ def test_where_gathering_would_send_more(transport, size, compressor, is_refused
     """NCCL has no all-to-all between processes, and the ring none of more than eleven ranks."""
     communicator = Communicator(DeviceMesh(tuple(f"/device:CPU:{rank}" for rank in range(size))), transport, [0])
     if not is_refused:
-        check_it_pays(communicator, compressor)
+        check_it_pays(communicator, compressor, {"gradient_compression": compressor})
         return
     with pytest.raises(NotImplementedError, match=f"no all-to-all.*{size} ranks"):
-        check_it_pays(communicator, compressor)
+        check_it_pays(communicator, compressor, {"gradient_compression": compressor})
 
 
 @pytest.mark.exhaustive

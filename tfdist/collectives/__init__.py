@@ -10,7 +10,7 @@ from tfdist.collectives.buckets import assign_buckets
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.compressed import check_it_pays
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
-from tfdist.collectives.eager import EagerProgram, Meeting
+from tfdist.collectives.eager import EagerProgram
 from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes
 from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
@@ -18,8 +18,10 @@ from tfdist.collectives.point_to_point import receive, send
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.rows import can_be_gathered, gather_rows
 from tfdist.collectives.side_chain import SideChain
-from tfdist.collectives.transports import NCCL, RING, choose_transport, find_member_orders, make_groups
-from tfdist.collectives.transports.shared_memory import abort_shared_memory, connect_shared_memory
+from tfdist.collectives.transports.choice import choose_transport
+from tfdist.collectives.transports.kernels import NCCL, RING
+from tfdist.collectives.transports.member_order import find_member_orders, make_groups
+from tfdist.collectives.transports.shared_memory.connect import abort_shared_memory, connect_shared_memory
 from tfdist.collectives.where import Where, at_every_call, current_program, in_loop, rank_program, where
 
 __all__ = [
@@ -30,7 +32,6 @@ __all__ = [
     "Communicator",
     "CrossReplica",
     "EagerProgram",
-    "Meeting",
     "PlanAgreement",
     "RankProgram",
     "SideChain",

@@ -49,7 +49,7 @@ class PlanAgreement:
                 other; or, on a worker that waits in vain, who has not come.
         """
         shared = {ranks: records for ranks, records in plan.sequences().items() if set(ranks) - set(plan.local_ranks)}
-        groups = {json.dumps(ranks): [self._entry(record) for record in records] for ranks, records in shared.items()}
+        groups = {json.dumps(ranks): list(map(self._entry, records)) for ranks, records in shared.items()}
         chains = {rank: [one.ranks for one in chain] for rank, chain in plan.chains().items()}
         # Workers of different groups differ in these; only what concerns a common group is compared.
         essence = {ranks: [entry[:-1] for entry in entries] for ranks, entries in groups.items()}
@@ -73,7 +73,8 @@ class PlanAgreement:
         here = self._coordination.cluster.worker_index
         names, numbers = _numbered(chains)
         # Workers that share all other groups are told apart by the ranks in groups of their own.
-        alike = [ranks if json.dumps(ranks) in groups else ["own", *self._within(ranks, here)] for ranks in names]
+        first = here * self._ranks_per_worker
+        alike = [ranks if json.dumps(ranks) in groups else ["own", *(rank - first for rank in ranks)] for ranks in names]
         mine = _digest([digest, alike, numbers])
         # Before the digest: who reads a digest finds the text.
         self._coordination.put(f"plan/{place}/{here}", _packed([groups, notes, names, numbers]))
@@ -89,9 +90,6 @@ class PlanAgreement:
                 for rank, chain in enumerate(their_numbers, index * self._ranks_per_worker):
                     others[rank] = [their_names[number] for number in chain]
         return others
-
-    def _within(self, ranks: Ranks, worker_index: int) -> list[int]:
-        return [rank - worker_index * self._ranks_per_worker for rank in ranks]
 
     def _look_for_circles(self, plan: CollectivePlan, chains: Chains) -> None:
         counts = {rank: collections.Counter(chain) for rank, chain in chains.items()}

@@ -79,10 +79,6 @@ class Communicator:
         """Returns how the collectives of the group of `ranks` travel."""
         return self.transports.get(ranks, self.transport)
 
-    def message_transport_of(self, rank: int) -> MessageTransport:
-        """Returns how messages to and from `rank`, of another process, travel."""
-        return self.message_transports.get(rank, self.transport.messages)
-
     def group_key(self, ranks: Ranks) -> int:
         """Returns the key of the group of `ranks`, the same on every call and every worker.
 

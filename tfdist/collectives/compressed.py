@@ -9,9 +9,8 @@ message, each encoded on its own: how they are grouped in messages changes no bi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -20,40 +19,40 @@ from tfdist.collectives import group_ops
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
+from tfdist.collectives.transports.kernel_settings import from_bytes
 from tfdist.compression import Compressor
 
 
-@dataclasses.dataclass
-class Sent:
-    """What a rank has sent of several parts.
+class Sums(NamedTuple):
+    """What a rank has of the sums of several parts.
 
     Attributes:
-        words: all parts, encoded; None: nothing is sent.
+        sums: of each part.
+        words: all parts, encoded, as this rank has sent them; None: nothing is sent.
         losses: what the messages lack of each part, if its compressor has `feedback`; else None.
     """
 
-    words: tf.Tensor | None = None
-    losses: list[tf.Tensor | None] = dataclasses.field(default_factory=list)
+    sums: list[tf.Tensor]
+    words: tf.Tensor | None
+    losses: list[tf.Tensor | None]
 
 
 def reduce_scatter(
-    program: RankProgram, parts: Sequence[tf.Tensor], compressors: Sequence[Compressor], ranks: Ranks, label: str, sent: Sent
-) -> list[tf.Tensor]:
-    """Sums several (N, L) over `ranks` in one message; returns of each this rank's (L,), and fills in what was `sent`."""
+    program: RankProgram, parts: Sequence[tf.Tensor], compressors: Sequence[Compressor], ranks: Ranks, label: str
+) -> Sums:
+    """Sums several (N, L) over `ranks` in one message; returns of each this rank's (L,)."""
     if group_ops.is_trivial(tf.TensorSpec([sum(part.shape[1] for part in parts)]), ranks):
-        sent.losses += [None] * len(parts)
-        return [part[0] for part in parts]
+        return Sums([part[0] for part in parts], None, [None] * len(parts))
     words = [_encoded(part, compressor) for part, compressor in zip(parts, compressors, strict=True)]
     packed = words[0] if len(words) == 1 else tf.concat([_wire(program, one) for one in words], program.constant(1))
-    sent.words = packed
     received = group_ops.all_to_all(program, _wire(program, packed), ranks, label)
     sizes = [one.shape[1] for one in words]
     split = [received] if len(sizes) == 1 else tf.split(received, program.constant(sizes), program.constant(1), num=len(sizes))
-    for part, one, compressor in zip(parts, words, compressors, strict=True):
-        sent.losses.append(None if compressor.feedback is None else part - compressor.decode(one, part.shape[1]))
-    return [
-        compressor.summed(_words(one), part.shape[1]) for one, part, compressor in zip(split, parts, compressors, strict=True)
-    ]
+    sums, losses = [], []
+    for part, own, all_sent, compressor in zip(parts, words, split, compressors, strict=True):
+        losses.append(None if compressor.feedback is None else part - compressor.decode(own, part.shape[1]))
+        sums.append(compressor.summed(from_bytes(all_sent, tf.int32), part.shape[1]))
+    return Sums(sums, packed, losses)
 
 
 def all_gather(
@@ -66,39 +65,39 @@ def all_gather(
     words = [tf.reshape(_wire(program, one), [-1]) for one in encoded]
     gathered = group_ops.all_gather_parts(program, words, ranks, label)
     rows = [tf.reshape(one, [len(ranks), own.shape[0]]) for one, own in zip(gathered, words, strict=True)]
-    return [compressor.decode(_words(one), part.shape[0]) for one, part, compressor in zip(rows, parts, compressors, strict=True)]
+    return [
+        compressor.decode(from_bytes(one, tf.int32), part.shape[0])
+        for one, part, compressor in zip(rows, parts, compressors, strict=True)
+    ]
 
 
 def all_reduce(
-    program: RankProgram, parts: Sequence[tf.Tensor], compressors: Sequence[Compressor], ranks: Ranks, label: str, sent: Sent
-) -> list[tf.Tensor]:
+    program: RankProgram, parts: Sequence[tf.Tensor], compressors: Sequence[Compressor], ranks: Ranks, label: str
+) -> Sums:
     """Sums vectors (L,) of float32 over `ranks` in two messages: each member sums its part of all, and all gather the sums.
 
-    What was `sent` is the first message; its losses are those of both: of the second one in the part that this rank has summed.
+    The words are those of the first message; the losses those of both: of the second one in the part that this rank has summed.
     """
     size = len(ranks)
     padded = [tf.pad(part, [[0, -part.shape[0] % size]]) for part in parts]
     rows = [tf.reshape(part, [size, part.shape[0] // size]) for part in padded]
-    first = Sent()
-    sums = reduce_scatter(program, rows, compressors, ranks, f"{label}/scatter", first)
-    sent.words = first.words
+    sums, words, lost_first = reduce_scatter(program, rows, compressors, ranks, f"{label}/scatter")
     gathered = all_gather(program, sums, compressors, ranks, f"{label}/gather")
-    own = ranks.index(program.rank)
-    for lost, total, whole, part in zip(first.losses, sums, gathered, parts, strict=True):
+    own, losses = ranks.index(program.rank), []
+    for lost, total, whole, part in zip(lost_first, sums, gathered, parts, strict=True):
         if lost is not None:
             lost = tf.concat([lost[:own], [lost[own] + total - whole[own]], lost[own + 1 :]], 0)
             lost = tf.reshape(lost, [-1])[: part.shape[0]]
-        sent.losses.append(lost)
-    return [tf.reshape(whole, [-1])[: part.shape[0]] for whole, part in zip(gathered, parts, strict=True)]
+        losses.append(lost)
+    return Sums([tf.reshape(whole, [-1])[: part.shape[0]] for whole, part in zip(gathered, parts, strict=True)], words, losses)
 
 
-def check_it_pays(communicator: Communicator, compressor: Compressor, setting: dict[str, Any] | None = None) -> None:
+def check_it_pays(communicator: Communicator, compressor: Compressor, setting: dict[str, Any]) -> None:
     """Raises NotImplementedError where a group has no all-to-all, and gathering words would send more than exact sums do.
 
     The groups are those whose sums are compressed. `setting` is what the user has given, by the argument's name. Of n numbers
     each of N ranks then sends (N-1) b(n) bytes, where exact ones are 4 n (N-1)/N.
     """
-    setting = {"gradient_compression": compressor} if setting is None else setting
     numbers = 2**20
     mesh = communicator.mesh
     for ranks in mesh.groups("replicate" if mesh.is_hybrid else "data"):
@@ -131,8 +130,4 @@ def _encoded(x: tf.Tensor, compressor: Compressor) -> tf.Tensor:
 
 def _wire(program: RankProgram, words: tf.Tensor) -> tf.Tensor:
     """Returns words as they are cut, joined and sent: on a GPU as float32, because TensorFlow keeps int32 on the host there."""
-    return words if program.is_on_cpu or words.dtype == tf.float32 else tf.bitcast(words, tf.float32)
-
-
-def _words(wire: tf.Tensor) -> tf.Tensor:
-    return wire if wire.dtype == tf.int32 else tf.bitcast(wire, tf.int32)
+    return words if program.is_on_cpu else from_bytes(words, tf.float32)

@@ -15,6 +15,7 @@ switch of threads and a function call.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -41,56 +42,16 @@ class _Call:
     is_done: bool = False
 
 
-class Meeting:
-    """Where the local ranks of one eager run meet."""
-
-    def __init__(self, communicator: Communicator, cross_replica: CrossReplica):
-        self._local_ranks = communicator.local_ranks
-        self._cross_replica = cross_replica
-
-    def wait_for(self, call: _Call) -> tf.Tensor:
-        """Returns the result of `call`, once the other ranks have come.
-
-        All local ranks take part in every merge call, also those that are not in the collective, or are through: they wait on.
-        """
-        while not call.is_done:
-            tf.distribute.get_replica_context().merge_call(self._serve, args=(call,))
-        return call.result
-
-    def _serve(self, strategy: tf.distribute.Strategy, calls: _Call | tf.distribute.DistributedValues) -> None:
-        calls = strategy.experimental_local_results(calls)
-        waiting = [call for call in calls if call.record is not None]
-        if not waiting:
-            for call in calls:
-                call.is_done = True
-            return
-        served = False
-        for call in waiting:
-            members = [other for other in waiting if other.record.ranks == call.record.ranks]
-            here = [rank for rank in self._local_ranks if rank in call.record.ranks]
-            if not call.is_done and len(members) == len(here):
-                values = [member.value for member in members]
-                results = self._cross_replica.call(call.key, call.emit, values, call.record.ranks)
-                for member, result in zip(members, results, strict=True):
-                    member.result, member.is_done = result, True
-                served = True
-        if not served:
-            stuck = {call.rank: call.record for call in waiting}
-            raise errors.runtime_error(
-                f"Ranks wait for each other in vain: {stuck}; the others have returned.",
-                fix="Every rank of a group must run the same collectives, in the same order: look for code that branches on the "
-                "replica id.",
-            )
-
-
 class EagerProgram(RankProgram):
     """One rank's part of one eager run. Collectives run when they are called; the plan is what has run."""
 
     is_eager = True
 
-    def __init__(self, communicator: Communicator, rank: int, plan: CollectivePlan, meeting: Meeting, arguments: Any = ()):
+    def __init__(
+        self, communicator: Communicator, rank: int, plan: CollectivePlan, cross_replica: CrossReplica, arguments: Any = ()
+    ):
         super().__init__(communicator, rank, tf.compat.v1.get_default_graph(), plan, arguments)
-        self._meeting = meeting
+        self._cross_replica = cross_replica
         self._transport = _MeetingTransport(self)
 
     def transport_of(self, ranks: Ranks) -> Transport:
@@ -109,13 +70,47 @@ class EagerProgram(RankProgram):
         for callback in self.before_collective:
             callback()
         self.plan.add(self.rank, record)
-        return self._meeting.wait_for(_Call(self.rank, record, key, emit, value))
+        return self._wait_for(_Call(self.rank, record, key, emit, value))
 
     def close(self, outputs: Any) -> list[tf.Operation]:
         ended = super().close(outputs)
         if len(self.communicator.local_ranks) > 1:
-            self._meeting.wait_for(_Call(self.rank))
+            self._wait_for(_Call(self.rank))
         return ended
+
+    def _wait_for(self, call: _Call) -> tf.Tensor:
+        """Returns the result of `call`, once the other ranks have come.
+
+        All local ranks take part in every merge call, also those that are not in the collective, or are through: they wait on.
+        """
+        while not call.is_done:
+            tf.distribute.get_replica_context().merge_call(self._serve, args=(call,))
+        return call.result
+
+    def _serve(self, strategy: tf.distribute.Strategy, calls: _Call | tf.distribute.DistributedValues) -> None:
+        calls = strategy.experimental_local_results(calls)
+        waiting = [call for call in calls if call.record is not None]
+        if not waiting:
+            for call in calls:
+                call.is_done = True
+            return
+        served = False
+        for call in waiting:
+            members = [other for other in waiting if other.record.ranks == call.record.ranks]
+            here = [rank for rank in self.communicator.local_ranks if rank in call.record.ranks]
+            if not call.is_done and len(members) == len(here):
+                values = [member.value for member in members]
+                results = self._cross_replica.call(call.key, call.emit, values, call.record.ranks)
+                for member, result in zip(members, results, strict=True):
+                    member.result, member.is_done = result, True
+                served = True
+        if not served:
+            stuck = {call.rank: call.record for call in waiting}
+            raise errors.runtime_error(
+                f"Ranks wait for each other in vain: {stuck}; the others have returned.",
+                fix="Every rank of a group must run the same collectives, in the same order: look for code that branches on the "
+                "replica id.",
+            )
 
 
 class _MeetingTransport(Transport):
@@ -124,17 +119,19 @@ class _MeetingTransport(Transport):
     def __init__(self, program: EagerProgram):
         self._program = program
 
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
-        return self._together(x, ranks, "all_reduce", label, (reduce_op, label))
+    def _together(self, op: str, _: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, *options: Any) -> tf.Tensor:
+        """Runs the method `op` of the group's transport, once all members have come."""
 
-    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
-        return self._together(x, ranks, "all_gather", label, (label,))
+        def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
+            return getattr(rank.transport_of(ranks), op)(rank, value, ranks, label, *options)
 
-    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
-        return self._together(x, ranks, "all_to_all", label, (label,))
+        record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label)
+        return self._program.together(record, (op, ranks, label, options), emit, x)
 
-    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
-        return self._together(x, ranks, "reduce_scatter", label, (label, dtype))
+    all_reduce: Any = functools.partialmethod(_together, "all_reduce")
+    all_gather: Any = functools.partialmethod(_together, "all_gather")
+    all_to_all: Any = functools.partialmethod(_together, "all_to_all")
+    reduce_scatter: Any = functools.partialmethod(_together, "reduce_scatter")
 
     def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
@@ -145,12 +142,3 @@ class _MeetingTransport(Transport):
         record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label, source, is_summed)
         value = x if program.rank == source else tf.zeros(x.shape, x.dtype)
         return self._program.together(record, (op, ranks, source), emit, value)
-
-    def _together(self, x: tf.Tensor, ranks: Ranks, op: str, label: str, arguments: tuple[Any, ...]) -> tf.Tensor:
-        """Runs the method `op` of the group's transport with `arguments`, once all members have come."""
-
-        def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
-            return getattr(rank.transport_of(ranks), op)(rank, value, ranks, *arguments)
-
-        record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label)
-        return self._program.together(record, (op, ranks, arguments), emit, x)

@@ -15,14 +15,14 @@ from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.results import noted
 
-_DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+DTYPES = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def check_dtype(op: str, x: TensorLike) -> None:
     """Raises ValueError when the collective `op` cannot carry `x.dtype`."""
-    if x.dtype not in _DTYPES:
+    if x.dtype not in DTYPES:
         raise errors.value_error(
-            f"`{op}` carries {[dtype.name for dtype in _DTYPES]}.",
+            f"`{op}` carries {[dtype.name for dtype in DTYPES]}.",
             dtype=x.dtype.name,
             fix="Cast the tensor first, for example a bool to int32.",
         )
@@ -44,7 +44,7 @@ def all_reduce(program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str,
     if is_trivial(x, ranks):
         return tf.identity(x)
     with tf.device(program.device):
-        reduced = program.transport_of(ranks).all_reduce(program, x, ranks, reduce_op, label)
+        reduced = program.transport_of(ranks).all_reduce(program, x, ranks, label, reduce_op)
         return noted(program, reduced, ranks, x, is_like=True)
 
 

@@ -6,7 +6,7 @@
 Those two stand in the order of the rank's collectives, as a broadcast in a group of two. Messages (`send_message`,
 `receive_message`) have no order with the collectives on the rank's chain, nor among each other: sender and receiver find each
 other by a label. They have no gradient. How a message travels is its pair's transport: in one process along an edge of the graph.
-On GPUs messages between processes do have an order, that of `send` and `receive` (`messages_are_in_order`).
+On GPUs messages between processes do have an order, that of `send` and `receive` (`is_in_order`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def send_message(program: RankProgram, x: tf.Tensor, destination: int, label: st
     """
     _check_sizes(program, x.shape, destination, label)
     with tf.device(program.device):
-        _transport(program, destination).send(program, x, destination, label)
+        message_transport(program, destination).send(program, x, destination, label)
 
 
 def receive_message(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
@@ -139,26 +139,15 @@ def receive_message(program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, 
     """
     _check_sizes(program, spec.shape, source, label)
     with tf.device(program.device):
-        return _transport(program, source).receive(program, spec, rows, source, label)
+        return message_transport(program, source).receive(program, spec, rows, source, label)
 
 
-def message_holds_thread(program: RankProgram, source: int) -> bool:
-    """Whether to receive from `source` holds a thread that runs operations until the message is there."""
-    return _transport(program, source).holds_thread
-
-
-def messages_are_in_order(program: RankProgram, other: int) -> bool:
-    """Whether messages to and from rank `other` stand in the order of the rank's collectives, as `send` and `receive` do.
-
-    Then the ranks must all take part in them in one order: none may be received later than in its turn.
-    """
-    return _transport(program, other).is_in_order
-
-
-def _transport(program: RankProgram, other: int) -> MessageTransport:
-    if other in program.communicator.local_ranks:
+def message_transport(program: RankProgram, other: int) -> MessageTransport:
+    """Returns how messages to and from rank `other` travel."""
+    communicator = program.communicator
+    if other in communicator.local_ranks:
         return program.plan.attachment(GraphEdges)
-    return program.communicator.message_transport_of(other)
+    return communicator.message_transports.get(other, communicator.transport.messages)
 
 
 def _check_sizes(program: RankProgram, shape: tf.TensorShape, other: int, label: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from tfdist import temporary
 from tfdist.collectives import side_chain
 from tfdist.collectives.communicator import Communicator, host_of
 from tfdist.collectives.instance_keys import log2_ceiling
-from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks
+from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks, TensorLike
 from tfdist.collectives.side_chain import SideChain
 from tfdist.mesh import are_cpus
 
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from tfdist.collectives.transports.transport import Transport
 
 PROGRAM_ATTRIBUTE = "_tfdist_program"  # of a replica context
+
+
+def graphs_here() -> Iterator[tf.Graph]:
+    """Yields the graph that is being traced, and those around it."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        yield graph
+        graph = getattr(graph, "outer_graph", None)
 
 
 class NotOnTrialError(Exception):
@@ -128,7 +137,7 @@ class RankProgram:
     def begin(
         self,
         op: str,
-        x: tf.Tensor | tf.TensorSpec,
+        x: TensorLike,
         ranks: Ranks,
         label: str,
         source: int | None = None,
@@ -160,15 +169,15 @@ class RankProgram:
         with self.on_host():
             return key + log2_ceiling(rows)
 
-    def begin_message(self, spec: tf.TensorSpec, source: int, destination: int, label: str) -> int:
+    def begin_message(self, x: TensorLike, source: int, destination: int, label: str) -> int:
         """Registers one message between two ranks, of which this is one; returns its key, as `InstanceKeys.key` does.
 
-        The shape of `spec` has None for a number of rows that is known at run time only. No two messages of a step between two
+        The shape of `x` has None for a number of rows that is known at run time only. No two messages of a step between two
         ranks have the same label.
         """
         if self._is_draft:
             return 0
-        record = CollectiveRecord("message", (source, destination), tuple(spec.shape.as_list()), spec.dtype.name, label, source)
+        record = CollectiveRecord("message", (source, destination), tuple(x.shape.as_list()), x.dtype.name, label, source)
         self.plan.add_message(self.rank, record)
         self.root._mark_start()
         return self.communicator.instance_keys.key(record)
@@ -187,11 +196,9 @@ class RankProgram:
                 self._constants[key] = tf.constant(value, tf.int32)
         return self._constants[key]
 
-    @contextlib.contextmanager
-    def on_host(self) -> Iterator[None]:
+    def on_host(self) -> contextlib.AbstractContextManager[None]:
         """Places arithmetic with sizes on the host, where a GPU's rank has them: on the GPU each step of it would be a kernel."""
-        with contextlib.nullcontext() if self.is_on_cpu else tf.device(host_of(self.device)):
-            yield
+        return contextlib.nullcontext() if self.is_on_cpu else tf.device(host_of(self.device))
 
     def has_own_turns(self, ranks: Ranks) -> bool:
         """Whether each collective of the group of `ranks` begins when its input is there, in no order with others.
@@ -253,11 +260,10 @@ class RankProgram:
 
     def _branches_here(self) -> Iterator[tf.Graph]:
         """Yields the branches that may hold collectives, from the innermost on, that what is traced here stands in."""
-        graph, root = tf.compat.v1.get_default_graph(), self.root
-        while root.selections and graph is not None and graph is not root.graph:
-            if graph in root.selections:
-                yield graph
-            graph = getattr(graph, "outer_graph", None)
+        root = self.root
+        if root.selections:
+            inside = itertools.takewhile(lambda graph: graph is not root.graph, graphs_here())
+            yield from (graph for graph in inside if graph in root.selections)
 
     def here(self) -> RankProgram | None:
         """Returns the program that may emit collectives right here, that of a branch made if it must be.

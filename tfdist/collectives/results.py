@@ -11,14 +11,26 @@ it shares has no input but a shape.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 
-_Key: TypeAlias = tuple[int, str]  # the graph of a tensor, that of the step or of a branch, and its name
+
+class Result(NamedTuple):
+    """How what a collective has returned depends on what ranks have.
+
+    Attributes:
+        is_of_all: whether it is what all data ranks have gathered, reduced or exchanged: of no rank's own rows.
+        is_same: whether ranks with other rows have the same.
+        like: what it was made of by ranks that have the same rows, row by row; None: it was not.
+    """
+
+    is_of_all: bool
+    is_same: bool
+    like: tf.Tensor | None
 
 
 class Results:
@@ -30,40 +42,21 @@ class Results:
 
     def __init__(self, program: RankProgram):
         self._over_data = set(program.group_ranks("shard"))
-        self._same: set[_Key] = set()
-        self._of_all: set[_Key] = set()
-        self._like: dict[_Key, tf.Tensor] = {}
+        self._results: dict[tuple[int, str], Result] = {}
         self.tell: Callable[[tf.Tensor, bool, tf.Tensor | None], None] | None = None
 
     def note(self, found: tf.Tensor, ranks: Ranks, given: tf.Tensor | None, is_like: bool, is_same: bool) -> None:
         is_of_all = self._over_data <= set(ranks)
-        if not tf.is_symbolic_tensor(found):
-            like = given if is_like and not is_of_all else None
-            if self.tell is not None and (is_of_all or like is not None):
-                self.tell(found, is_of_all and is_same, like)
-            return
-        if is_of_all:
-            self._of_all.add(_key(found))
-        if is_of_all and is_same:
-            self._same.add(_key(found))
-        if is_like and not is_of_all and given is not None and tf.is_symbolic_tensor(given):
-            self._like[_key(found)] = given
+        like = given if is_like and not is_of_all else None
+        if tf.is_symbolic_tensor(found):
+            like = like if tf.is_symbolic_tensor(like) else None
+            self._results[id(found.graph), found.name] = Result(is_of_all, is_of_all and is_same, like)
+        elif self.tell is not None and (is_of_all or like is not None):
+            self.tell(found, is_of_all and is_same, like)
 
-    def is_same(self, tensor: tf.Tensor) -> bool:
-        """Whether ranks with other rows have the same `tensor`."""
-        return _key(tensor) in self._same
-
-    def is_of_all(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor` is what all data ranks have gathered, reduced or exchanged: of no rank's own rows."""
-        return _key(tensor) in self._of_all
-
-    def like(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        """Returns what `tensor` was made of by ranks that have the same rows, row by row; None: it was not."""
-        return self._like.get(_key(tensor))
-
-
-def _key(tensor: tf.Tensor) -> _Key:
-    return id(tensor.graph), tensor.name
+    def of(self, tensor: tf.Tensor) -> Result | None:
+        """Returns what is noted of `tensor`, of the graph of the step or of a branch; None: no collective has returned it."""
+        return self._results.get((id(tensor.graph), tensor.name))
 
 
 def noted(
@@ -82,6 +75,5 @@ def noted(
         is_like: whether each row of `found` is of that row of what each of `ranks` gave.
         is_same: whether all of `ranks` get `found`.
     """
-    if tf.is_symbolic_tensor(found) or program.is_eager:
-        program.attachment(Results).note(found, ranks, given, is_like, is_same)
+    program.attachment(Results).note(found, ranks, given, is_like, is_same)
     return found

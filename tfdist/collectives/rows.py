@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.collectives.group_ops import DTYPES
 from tfdist.collectives.ops import all_gather
+from tfdist.collectives.transports.kernel_settings import WIDENED
 
-_CARRIED = {tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64}  # as they are; others in a wider one
-_WIDENED = {
-    tf.bool: tf.int32,
-    tf.uint8: tf.int32,
-    tf.int8: tf.int32,
-    tf.uint16: tf.int32,
-    tf.int16: tf.int32,
-    tf.uint32: tf.int64,
-}
+_WIDENED = {**WIDENED, tf.uint32: tf.int64}
 
 
 def can_be_gathered(tensor: tf.Tensor) -> bool:
     """Whether `gather_rows` takes a dense `tensor` of this dtype."""
-    return tensor.dtype in _CARRIED or tensor.dtype in _WIDENED
+    return tensor.dtype in DTYPES or tensor.dtype in _WIDENED
 
 
 def gather_rows(tensor: tf.Tensor, label: str) -> tf.Tensor:

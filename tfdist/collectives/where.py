@@ -7,6 +7,7 @@ when they change.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -17,7 +18,7 @@ from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from tfdist import errors
-from tfdist.collectives.program import PROGRAM_ATTRIBUTE, RankProgram
+from tfdist.collectives.program import PROGRAM_ATTRIBUTE, RankProgram, graphs_here
 
 _LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 
@@ -100,9 +101,8 @@ def at_every_call(function: Callable[[], None], key: Hashable) -> None:
 
     With one `key` the first function counts. Where no function is traced nothing is done.
     """
-    graph = tf.compat.v1.get_default_graph()
-    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
-        graph = graph.outer_graph  # loops and branches ask for no values when they run
+    # Loops and branches ask for no values when they run.
+    graph = next(x for x in graphs_here() if not isinstance(x, control_flow_v2_func_graphs.ControlFlowFuncGraph))
     if not isinstance(graph, func_graph.FuncGraph) or key in graph._function_captures.by_ref_internal:
         return
 
@@ -132,19 +132,9 @@ def _program_here() -> RankProgram | None:
 
 def is_visible(tensor: tf.Tensor) -> bool:
     """Whether what is traced here may use `tensor`: it may not where that stands in a branch that is another or has ended."""
-    graph = tf.compat.v1.get_default_graph()
-    while tf.is_symbolic_tensor(tensor) and graph is not tensor.graph:
-        graph = getattr(graph, "outer_graph", None)
-        if graph is None:
-            return False
-    return True
+    return not tf.is_symbolic_tensor(tensor) or any(graph is tensor.graph for graph in graphs_here())
 
 
 def in_loop(outermost: tf.Graph) -> bool:
     """Whether the code being traced stands in a loop within `outermost`."""
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None and graph is not outermost:
-        if isinstance(graph, _LOOPS):
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
+    return any(isinstance(graph, _LOOPS) for graph in itertools.takewhile(lambda graph: graph is not outermost, graphs_here()))

@@ -55,7 +55,8 @@ class _Blocks(Compressor):
         is_finite = tf.math.is_finite(tf.reduce_sum(codes, axis=2, keepdims=True))
         scales = tf.where(is_finite, scales, float("nan"))
         codes = self._narrow(tf.reshape(codes, [rows, number * self.block_size]))
-        return joined([packed(codes), packed_scales(tf.reshape(scales, [rows, number]), self._scale_dtype)])
+        scales = tf.reshape(scales, [rows, number])
+        return joined([packed(codes), scales if self._scale_dtype == tf.float32 else packed(tf.cast(scales, self._scale_dtype))])
 
     def decode(self, words: tf.Tensor, n: int) -> tf.Tensor:
         rows, number = words.shape[0], self._number(n)
@@ -85,11 +86,6 @@ class _Blocks(Compressor):
     @abc.abstractmethod
     def _wide(self, part: tf.Tensor) -> tf.Tensor:
         """Returns the codes, (rows, n) of float32, whose bytes `part` is, in words; the inverse of `_narrow`, packed."""
-
-
-def packed_scales(scales: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Returns `scales`, (rows, n) of float32, as `dtype` in words."""
-    return scales if dtype == tf.float32 else packed(tf.cast(scales, dtype))
 
 
 @dataclasses.dataclass(frozen=True)

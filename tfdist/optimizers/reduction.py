@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops
+from tfdist.collectives.transports.transport import sum_dtype
 from tfdist.collectives.where import is_visible
 from tfdist.optimizers.row_gradients import of_own_mean
 from tfdist.optimizers.tape_gradients import TapeGradients
@@ -28,7 +29,7 @@ from tfdist.placements.eager import EagerFacts
 from tfdist.placements.kinds import Replicate
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
 from tfdist.sharding.gradient_weight import weighted
-from tfdist.sharding.shard_messages import all_reduce_sums, gather_shards_in_buckets, scatter_sums, wide_dtype
+from tfdist.sharding.shard_messages import all_reduce_sums, gather_shards_in_buckets, scatter_sums
 
 
 class KnownReductions:
@@ -173,7 +174,7 @@ def reduce_bucket(
     if config.compresses or config.mesh.is_hybrid:
         return all_reduce_sums(program, grads, variables, layouts, f"all_reduce/{label}", config, dtype, weight)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
-    wide = config.travel_dtype(wide_dtype(dtype))
+    wide = config.travel_dtype(sum_dtype(dtype))
     flat = weighted(tf.cast(packing.side_by_side(grads, program.constant), wide), weight)
     reduced = tf.cast(group_ops.all_reduce(program, flat, program.group_ranks("data"), "sum", f"all_reduce/{label}"), dtype)
     return packing.apart(reduced, [grad.shape for grad in grads], program.constant)

@@ -277,7 +277,7 @@ class Executor:
         if source == self.program.rank:
             for place, x in enumerate(self._made.pop(message.source)):
                 point_to_point.send_message(self.program, x, destination, f"{_label(message.source)}/{place}")
-        elif point_to_point.messages_are_in_order(self.program, source):
+        elif point_to_point.message_transport(self.program, source).is_in_order:
             self._arrived[message.taker] = self._posted(message)
 
     def _posted(self, message: Message) -> list[tf.Tensor]:
@@ -287,7 +287,7 @@ class Executor:
         rank, rows = self._rank_of(message.source), self.data.fed_rows[microbatch]
         # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
         # would wait: that action may need it.
-        is_held = point_to_point.message_holds_thread(self.program, rank)
+        is_held = point_to_point.message_transport(self.program, rank).holds_thread
         with tf.control_dependencies(self.end if is_held else self._end_of_one_before):
             return [
                 point_to_point.receive_message(self.program, spec, rows, rank, f"{_label(message.source)}/{place}")

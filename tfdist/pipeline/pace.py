@@ -42,7 +42,7 @@ class Pace:
         self._program = program
         self.is_limited = len(ranks) > 1 and program.transport_of(ranks).waits_for_queue
         self._is_chain = self.is_limited and any(
-            point_to_point.messages_are_in_order(program, other) for other in ranks if other != program.rank
+            point_to_point.message_transport(program, other).is_in_order for other in ranks if other != program.rank
         )
 
     def behind(self, source: Sequence[tf.Operation], *, is_sent: bool) -> Sequence[tf.Operation]:

@@ -75,13 +75,12 @@ class GraphFacts(abc.ABC):
 
     def _of_collective(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
         """Returns what `_leaf` does, of what a collective has returned."""
-        if self._results is None:
+        result = None if self._results is None else self._results.of(tensor)
+        if result is None:
             return None
-        if self._results.is_same(tensor):
+        if result.is_same:
             return Replicate()
-        if (like := self._results.like(tensor)) is not None:
-            return like
-        return Unknown(Why.NO_RULE, _named(tensor.op)) if self._results.is_of_all(tensor) else None
+        return Unknown(Why.NO_RULE, _named(tensor.op)) if result.is_of_all else result.like
 
     def _source(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
         found = self._leaf(tensor)

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets, compressed, group_ops
 from tfdist.collectives.plan import Ranks
+from tfdist.collectives.transports.transport import sum_dtype
 from tfdist.sharding import packing
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.error_feedback import ErrorFeedback
@@ -107,14 +108,14 @@ def scatter_sums(
         return _compressed_sums(compressed.reduce_scatter, program, rows, variables, ranks, label, config, dtype)
     rows = [weighted(row, weight) for row in rows]
     rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in rows]
-    shards = group_ops.reduce_scatter_parts(program, rows, ranks, label, dtype=wide_dtype(dtype) if is_hybrid else dtype)
+    shards = group_ops.reduce_scatter_parts(program, rows, ranks, label, dtype=sum_dtype(dtype) if is_hybrid else dtype)
     if is_hybrid:
         shards = _summed_over_groups(program, shards, variables, layouts, f"{label}/between_groups", config)
     return [tf.cast(shard, dtype) for shard in shards]
 
 
 def _compressed_sums(
-    send: Callable[..., list[tf.Tensor]],
+    send: Callable[..., compressed.Sums],
     program: RankProgram,
     parts: Sequence[tf.Tensor],
     variables: Sequence[Any],
@@ -128,9 +129,8 @@ def _compressed_sums(
     names = [variable.name.partition(":")[0] for variable in variables]
     program.plan.gradients[program.rank].update(zip(names, compressors, strict=True))
     feedback: ErrorFeedback = program.attachment(ErrorFeedback)
-    sent = compressed.Sent()
-    sums = send(program, feedback.added(variables, parts, compressors), compressors, ranks, label, sent)
-    program.attachment(Encoded).note([sent.words, *feedback.note(variables, sent.losses)])
+    sums, words, losses = send(program, feedback.added(variables, parts, compressors), compressors, ranks, label)
+    program.attachment(Encoded).note([words, *feedback.note(variables, losses)])
     return [tf.cast(total, dtype) for total in sums]
 
 
@@ -150,11 +150,6 @@ def _summed_over_groups(
     packed = tf.cast(packing.side_by_side(shards, program.constant), config.travel_dtype(shards[0].dtype))
     total = group_ops.all_reduce(program, packed, ranks, "sum", label)
     return packing.apart(total, [shard.shape for shard in shards], program.constant)
-
-
-def wide_dtype(dtype: tf.DType) -> tf.DType:
-    """Returns the dtype in which gradients of `dtype` are summed on the way, unless the user wants another one."""
-    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def all_reduce_sums(
@@ -178,7 +173,7 @@ def all_reduce_sums(
         sums = _compressed_sums(compressed.all_reduce, program, parts, variables, ranks, label, config, dtype)
         return [tf.reshape(total, layout.local_shape) for total, layout in zip(sums, layouts, strict=True)]
     flat = [dataclasses.replace(layout, data=Shard()) for layout in layouts]
-    wide = wide_dtype(dtype)
+    wide = sum_dtype(dtype)  # in which they are summed on the way, unless the user wants another one
     sums = scatter_sums(program, summands, variables, flat, f"{label}/scatter", config, wide, weight)
     wholes = gather_shards(program, [tf.cast(one, config.travel_dtype(wide)) for one in sums], flat, f"{label}/gather")
     return [tf.cast(whole, dtype) for whole in wholes]

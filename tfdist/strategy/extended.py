@@ -27,7 +27,6 @@ from tfdist.collectives import (
     Communicator,
     CrossReplica,
     EagerProgram,
-    Meeting,
     RankProgram,
     Where,
     check_it_pays,
@@ -84,8 +83,7 @@ class ShardedExtendedMixin(VariableCreation):
         if tf.executing_eagerly():
             self.kept_weights.expect_writes()
             plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks, communicator.mesh.hosts)
-            meeting = Meeting(communicator, self.cross_replica)
-            eager_program = functools.partial(EagerProgram, communicator, plan=plan, meeting=meeting)
+            eager_program = functools.partial(EagerProgram, communicator, plan=plan, cross_replica=self.cross_replica)
             try:
                 return self._run_ranks(fn, args, kwargs, plan, eager_program)
             except tf.errors.ResourceExhaustedError as error:

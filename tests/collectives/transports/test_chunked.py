@@ -12,7 +12,8 @@ import tensorflow as tf
 from ranks import integers, run, strategy_on
 
 from tfdist.collectives import RING, all_gather, all_reduce, all_to_all, choose_transport, current_program, reduce_scatter
-from tfdist.collectives.transports import Chunked, chunked
+from tfdist.collectives.transports import chunked
+from tfdist.collectives.transports.chunked import Chunked
 
 ROOT = pathlib.Path(__file__).parents[3]
 

@@ -14,8 +14,8 @@ Note: lanes. A rank has some chains of collectives, the lanes, and the pieces of
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -43,52 +43,47 @@ class Chunked(Transport):
     def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
         return self.inner.exchanges(communicator, ranks)
 
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
+    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         # Of a ring all-reduce one in N of the elements travels at once.
-        pieces = self._pieces(x, x.shape.num_elements(), len(ranks))
-        with_label = zip(_in_lanes(program, ranks, pieces, label), _split(x, [-1], pieces, 0), strict=True)
-        moved = [self.inner.all_reduce(program, part, ranks, reduce_op, own) for own, part in with_label]
-        return moved[0] if len(moved) == 1 else tf.reshape(tf.concat(moved, 0), x.shape)
+        pieces = self._pieces(program, x, [-1], ranks, label, hops=len(ranks))
+        return _joined([self.inner.all_reduce(program, part, ranks, own, reduce_op) for own, part in pieces], 0, x.shape)
 
     def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
-        pieces = self._pieces(x, x.shape.num_elements())
-        with_label = zip(_in_lanes(program, ranks, pieces, label), _split(x, [-1], pieces, 0), strict=True)
-        moved = [self.inner.all_gather(program, part, ranks, own) for own, part in with_label]
+        pieces = self._pieces(program, x, [-1], ranks, label)
+        moved = [self.inner.all_gather(program, part, ranks, own) for own, part in pieces]
         if len(moved) == 1:
             return moved[0]
-        rows = [tf.reshape(one, [len(ranks), -1]) for one in moved]
-        return tf.reshape(tf.concat(rows, 1), [len(ranks) * x.shape[0], *x.shape[1:]])
+        return _joined([tf.reshape(one, [len(ranks), -1]) for one in moved], 1, [len(ranks) * x.shape[0], *x.shape[1:]])
 
     def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
-        pieces = self._pieces(x, x.shape[1:].num_elements())
-        with_label = zip(_in_lanes(program, ranks, pieces, label), _split(x, [len(ranks), -1], pieces, 1), strict=True)
-        moved = [self.inner.all_to_all(program, part, ranks, own) for own, part in with_label]
-        return moved[0] if len(moved) == 1 else tf.reshape(tf.concat(moved, 1), x.shape)
+        pieces = self._pieces(program, x, [len(ranks), -1], ranks, label)
+        return _joined([self.inner.all_to_all(program, part, ranks, own) for own, part in pieces], 1, x.shape)
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
-        pieces = self._pieces(x, x.shape[1:].num_elements())
-        with_label = zip(_in_lanes(program, ranks, pieces, label), _split(x, [len(ranks), -1], pieces, 1), strict=True)
-        moved = [self.inner.reduce_scatter(program, part, ranks, own, dtype) for own, part in with_label]
-        return moved[0] if len(moved) == 1 else tf.reshape(tf.concat(moved, 0), x.shape[1:])
+        pieces = self._pieces(program, x, [len(ranks), -1], ranks, label)
+        return _joined([self.inner.reduce_scatter(program, part, ranks, own, dtype) for own, part in pieces], 0, x.shape[1:])
 
     def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         return self.inner.broadcast(program, x, ranks, source, op, label)
 
-    def _pieces(self, x: tf.Tensor, elements: int | None, hops: int = 1) -> list[int]:
-        """Returns how many elements go in each message of a tensor of `elements`, of which one in `hops` travels at once."""
+    def _pieces(
+        self, program: RankProgram, x: tf.Tensor, shape: list[int], ranks: Ranks, label: str, hops: int = 1
+    ) -> Iterator[tuple[str, tf.Tensor]]:
+        """Yields labels and pieces of `x`, seen as of `shape`, cut along its last axis; of a piece one in `hops` travels at once.
+
+        What is emitted before the next is asked for stands on the piece's lane. What is not cut stays as it is.
+        """
+        elements = x.shape[len(shape) - 1 :].num_elements()
         if elements is None:
-            return [0]
+            yield label, x
+            return
         count = -(-elements * x.dtype.size // (self.chunk_bytes * hops))
-        return [len(range(number, elements, count)) for number in range(count)]
+        sizes = [len(range(number, elements, count)) for number in range(count)]
+        parts = [x] if count == 1 else tf.split(tf.reshape(x, shape), sizes, len(shape) - 1)
+        for number, part in enumerate(parts):
+            with program.in_next_lane(ranks, LANES):
+                yield label if count == 1 else f"{label}/{number}", part
 
 
-def _split(x: tf.Tensor, shape: list[int], pieces: list[int], axis: int) -> list[tf.Tensor]:
-    """Returns `x`, seen as of `shape`, cut along `axis`; one that is not cut stays as it is."""
-    return [x] if len(pieces) == 1 else tf.split(tf.reshape(x, shape), pieces, axis)
-
-
-def _in_lanes(program: RankProgram, ranks: Ranks, pieces: list[int], label: str) -> Iterator[str]:
-    """Yields the label of each of a message's pieces: what is emitted before the next is asked for stands on the piece's lane."""
-    for number in range(len(pieces)):
-        with program.in_next_lane(ranks, LANES) if pieces != [0] else contextlib.nullcontext():
-            yield label if len(pieces) == 1 else f"{label}/{number}"
+def _joined(moved: list[tf.Tensor], axis: int, shape: Any) -> tf.Tensor:
+    return moved[0] if len(moved) == 1 else tf.reshape(tf.concat(moved, axis), shape)

@@ -1,8 +1,7 @@
 """Messages between two processes by TensorFlow's kernels: a collective in a group of two.
 
 TensorFlow has no other point-to-point transport between processes. Over the ring it is a broadcast, not on the chain of
-collectives, and each direction has a group of its own. Each message writes a token of its own, because a kernel whose output
-nobody reads is pruned, so that its peer waits for ever.
+collectives, and each direction has a group of its own.
 
 With NCCL it is a sum to which the receiver gives nothing (see "who receives" in `transports.kernels`), and on the chain.
 A GPU runs one of NCCL's kernels at a time, and one that has begun holds the GPU until its other side has come. So two ranks that
@@ -12,6 +11,7 @@ begins what is not on a chain, nobody can tell.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +19,12 @@ import tensorflow as tf
 
 from tfdist.collectives.instance_keys import log2_ceiling, power_of_two
 from tfdist.collectives.padding import with_zeros
+from tfdist.collectives.plan import TensorLike
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.kernel_settings import (
-    WIDENED,
-    byte_dtype,
-    from_bytes,
-    keep,
-    kernel_arguments,
-    reduction_dtype,
-)
+from tfdist.collectives.transports.kernel_settings import WIDENED, byte_dtype, from_bytes, kernel_arguments, reduction_dtype
 from tfdist.collectives.transports.transport import MessageTransport
+
+_Move = Callable[[tf.Tensor | None, Any, tf.DType], tf.Tensor]  # of what is sent, or of the shape and dtype of what is received
 
 
 class KernelMessages(MessageTransport):
@@ -50,9 +46,7 @@ class KernelMessages(MessageTransport):
             x = tf.ensure_shape(with_zeros(x, padded - rows), x.shape)
         x = tf.cast(x, WIDENED.get(x.dtype, x.dtype))
         carried = _as(x, self._wire_dtype(program, x.dtype))
-        spec = tf.TensorSpec(carried.shape, carried.dtype)
-        arguments = self._begin(program, spec, padded, program.rank, destination, label)
-        self._move(program, lambda: self._sent(carried, arguments))
+        self._begin(program, carried, padded, program.rank, destination, label)(carried, None, carried.dtype)
 
     def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
         dtype = WIDENED.get(spec.dtype, spec.dtype)
@@ -63,34 +57,23 @@ class KernelMessages(MessageTransport):
                 shape = tf.concat([[padded], tf.constant(spec.shape[1:].as_list(), tf.int32)], 0)
         else:
             shape = tf.constant(spec.shape.as_list(), tf.int32)
-        arguments = self._begin(program, carried, padded, source, program.rank, label)
-        received = self._move(program, lambda: self._received(shape, carried.dtype, arguments))
+        received = self._begin(program, carried, padded, source, program.rank, label)(None, shape, carried.dtype)
         received = _as(tf.ensure_shape(received, spec.shape), dtype)
         return tf.cast(received if padded is None else received[:rows], spec.dtype)
 
     def _wire_dtype(self, program: RankProgram, dtype: tf.DType) -> tf.DType:
         return byte_dtype(dtype)
 
-    def _sent(self, carried: tf.Tensor, arguments: dict[str, Any]) -> tf.Tensor:
-        return tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
-
-    def _received(self, shape: tf.Tensor, dtype: tf.DType, arguments: dict[str, Any]) -> tf.Tensor:
-        return tf.raw_ops.CollectiveBcastRecvV2(T=dtype, shape=shape, **arguments)
-
-    def _move(self, program: RankProgram, emit: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """Has what `emit` makes run, although nobody may read it."""
-        moved = emit()
-        keep(program.communicator.message_token(program.rank), moved)
-        return moved
-
     def _begin(
-        self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor | None, source: int, destination: int, label: str
-    ) -> dict[str, Any]:
-        key = program.begin_message(spec, source, destination, label)
+        self, program: RankProgram, x: TensorLike, rows: tf.Tensor | None, source: int, destination: int, label: str
+    ) -> _Move:
+        key = program.begin_message(x, source, destination, label)
         if rows is not None:
             with program.on_host():
                 key += log2_ceiling(rows)
-        return kernel_arguments(program, self._hint, 2, program.communicator.message_key(source, destination), key)
+        arguments = kernel_arguments(program, self._hint, 2, program.communicator.message_key(source, destination), key)
+        token = program.communicator.message_token(program.rank)
+        return functools.partial(by_broadcast, token=token, arguments=arguments)
 
 
 class OrderedMessages(KernelMessages):
@@ -101,22 +84,13 @@ class OrderedMessages(KernelMessages):
     def _wire_dtype(self, program: RankProgram, dtype: tf.DType) -> tf.DType:
         return reduction_dtype(program, dtype)
 
-    def _sent(self, carried: tf.Tensor, arguments: dict[str, Any]) -> tf.Tensor:
-        return by_sum(carried, **arguments)
-
-    def _received(self, shape: tf.Tensor, dtype: tf.DType, arguments: dict[str, Any]) -> tf.Tensor:
-        return by_sum(nothing(shape, dtype), **arguments)
-
-    def _move(self, program: RankProgram, emit: Callable[[], tf.Tensor]) -> tf.Tensor:
-        return emit()  # its ordering token keeps it
-
     def _begin(
-        self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor | None, source: int, destination: int, label: str
-    ) -> dict[str, Any]:
+        self, program: RankProgram, x: TensorLike, rows: tf.Tensor | None, source: int, destination: int, label: str
+    ) -> _Move:
         pair = (min(source, destination), max(source, destination))
-        key = program.begin("send", spec, pair, label, source, rows=rows)
+        key = program.begin("send", x, pair, label, source, rows=rows)
         arguments = kernel_arguments(program, self._hint, 2, program.communicator.group_key(pair), key)
-        return {**arguments, "ordering_token": [program.token()]}
+        return functools.partial(by_sum, arguments={**arguments, "ordering_token": [program.token()]})
 
 
 def _as(x: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -124,11 +98,27 @@ def _as(x: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return from_bytes(x, dtype) if x.dtype.size == dtype.size else tf.cast(x, dtype)
 
 
-def by_sum(given: tf.Tensor, **arguments: Any) -> tf.Tensor:
-    """Returns the sum of what the members give, by a kernel's `arguments`."""
-    return tf.raw_ops.CollectiveReduceV2(input=given, merge_op="Add", final_op="Id", max_subdivs_per_device=-1, **arguments)
+def by_broadcast(given: tf.Tensor | None, shape: Any, dtype: tf.DType, token: tf.Tensor, arguments: dict[str, Any]) -> tf.Tensor:
+    """Returns what one member of a group gives, by a broadcast with a kernel's `arguments`; None is `given` by the others.
+
+    A send or receive whose output nobody reads is pruned, so that its peer waits for ever: it is kept by a write to the variable
+    `token` afterwards.
+    """
+    if given is None:
+        moved = tf.raw_ops.CollectiveBcastRecvV2(T=dtype, shape=shape, **arguments)
+    else:
+        moved = tf.raw_ops.CollectiveBcastSendV2(input=given, **arguments)
+    with tf.control_dependencies([moved]):
+        tf.raw_ops.AssignAddVariableOp(resource=token, value=tf.zeros([], tf.int64))
+    return moved
 
 
-def nothing(shape: Any, dtype: tf.DType) -> tf.Tensor:
-    """Returns what a member gives that only receives: negative zeros, which change no bit of what they are added to."""
-    return tf.fill(shape, tf.cast(-0.0, dtype))
+def reduced(given: tf.Tensor, arguments: dict[str, Any], reduce_op: str = "sum") -> tf.Tensor:
+    """Returns what the members give, reduced by `reduce_op` ("sum", "max", "min"), by a kernel's `arguments`."""
+    merge_op = {"sum": "Add", "max": "Max", "min": "Min"}[reduce_op]
+    return tf.raw_ops.CollectiveReduceV2(input=given, merge_op=merge_op, final_op="Id", max_subdivs_per_device=-1, **arguments)
+
+
+def by_sum(given: tf.Tensor | None, shape: Any, dtype: tf.DType, arguments: dict[str, Any]) -> tf.Tensor:
+    """Returns what `by_broadcast` does, by a sum to which receivers give negative zeros: they change no bit of what is sent."""
+    return reduced(tf.fill(shape, tf.cast(-0.0, dtype)) if given is None else given, arguments)

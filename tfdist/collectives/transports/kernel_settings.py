@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -36,24 +35,6 @@ def as_bytes(x: tf.Tensor) -> tf.Tensor:
 def from_bytes(moved: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Returns the bits of `moved` as `dtype`."""
     return moved if moved.dtype == dtype else tf.bitcast(moved, dtype)
-
-
-def keep(token: tf.Tensor, moved: tf.Tensor) -> None:
-    """Has `moved` run although nobody may read it, by a write to the variable `token` afterwards."""
-    with tf.control_dependencies([moved]):
-        tf.raw_ops.AssignAddVariableOp(resource=token, value=tf.zeros([], tf.int64))
-
-
-def on_chain(program: RankProgram, emit: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Returns what `emit` makes by a kernel that takes no ordering token: a broadcast's.
-
-    A send or receive whose output nobody reads is pruned, so that its peer waits for ever. Reading the rank's token before and
-    writing it after puts it on the chain and keeps it alive.
-    """
-    with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)]):
-        moved = emit()
-    keep(program.token(), moved)
-    return moved
 
 
 def kernel_arguments(program: RankProgram, hint: str, group_size: int, group_key: int, instance_key: Any) -> dict[str, Any]:

@@ -22,21 +22,13 @@ receiver gives none, so NCCL writes at once to memory that the allocator has giv
 use. So with NCCL every member gives something: broadcasts and messages are all-reduces to which receivers give negative zeros.
 They take the memory of what is received and no more, which an all-gather would not.
 
-Note: half-precision sums on GPUs, n elements, N ranks. Bytes that a rank sends:
-
-    reduce-scatter   4 n (N-1)/N   as float32, which the kernel sums on the way
-                     2 n (N-1)/N   an all-to-all of 16 bits each, which the receiver sums in float32
-                     2 n (N-1)     an all-gather of them: never fewer than the first, and as many for two ranks
-    all-reduce       8 n (N-1)/N   as float32
-                     4 n (N-1)/N   the all-to-all, and an all-gather of the sums, rounded once
-
-So the all-to-all is taken wherever there is one: for reduce-scatters always, for all-reduces of bfloat16 where the bytes are
-worth a second message. Between processes NCCL has none, and float32 travels. docs/gpus.md says what else was considered.
+Note: half-precision sums on GPUs. An all-to-all, whose receiver sums in float32, is taken wherever there is one: for
+reduce-scatters always, for all-reduces of bfloat16 where the bytes are worth a second message. Between processes NCCL has none,
+and float32 travels. docs/gpus.md (half precision on the wire) has the bytes of each way, and what else was considered.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import tensorflow as tf
@@ -45,15 +37,8 @@ from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.kernel_messages import KernelMessages, OrderedMessages, by_sum, nothing
-from tfdist.collectives.transports.kernel_settings import (
-    as_bytes,
-    byte_dtype,
-    from_bytes,
-    kernel_arguments,
-    on_chain,
-    reduction_dtype,
-)
+from tfdist.collectives.transports.kernel_messages import KernelMessages, OrderedMessages, by_broadcast, by_sum, reduced
+from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, kernel_arguments, reduction_dtype
 from tfdist.collectives.transports.member_order import in_group_order, in_kernel_order
 from tfdist.collectives.transports.transport import Transport, sum_dtype
 
@@ -62,37 +47,28 @@ from tfdist.collectives.transports.transport import Transport, sum_dtype
 _ALL_TO_ALL_RANKS = 11
 # Of bfloat16: below it a message of twice the bytes is taken to cost less than two messages. Not measured on GPUs.
 _TWO_MESSAGES_FROM_BYTES = 2**20
-_MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
 
 class Kernels(Transport):
     """What the ring and NCCL have in common."""
 
     hint: str  # `communication_hint` of the kernels
-    messages_kind: type[KernelMessages] = KernelMessages
 
-    def __init__(self) -> None:
-        self.messages = self.messages_kind(self.hint)
-
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
+    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         carried = tf.cast(x, reduction_dtype(program, x.dtype))
-        is_halved = x.dtype == tf.bfloat16 != carried.dtype and reduce_op == "sum" and self.exchanges(program.communicator, ranks)
-        if is_halved and _bytes_of(x) >= _TWO_MESSAGES_FROM_BYTES:
+        elements = x.shape.num_elements()
+        is_large = elements is None or elements * x.dtype.size >= _TWO_MESSAGES_FROM_BYTES
+        is_widened = x.dtype == tf.bfloat16 != carried.dtype and reduce_op == "sum"
+        if is_large and is_widened and self.exchanges(program.communicator, ranks):
             return self._all_reduce_in_two_messages(program, x, ranks, label)
-        reduced = tf.raw_ops.CollectiveReduceV2(
-            input=carried,
-            merge_op=_MERGE_OPS[reduce_op],
-            final_op="Id",
-            max_subdivs_per_device=-1,
-            **self._begin_in_turn(program, "all_reduce", carried, ranks, label),
-        )
-        return tf.cast(reduced, x.dtype)
+        arguments = self._begin(program, "all_reduce", carried, ranks, label)
+        return tf.cast(reduced(carried, arguments, reduce_op), x.dtype)
 
     def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         carried = as_bytes(x)
-        arguments = self._begin_in_turn(program, "all_gather", carried, ranks, label)
+        arguments = self._begin(program, "all_gather", carried, ranks, label)
         gathered = tf.raw_ops.CollectiveGatherV2(input=carried, **arguments)
-        gathered = in_group_order(program, from_bytes(gathered, x.dtype), ranks, rows_of=x.shape)
+        gathered = in_group_order(program, from_bytes(gathered, x.dtype), ranks)
         rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
         gathered.set_shape([rows, *x.shape[1:]])
         return gathered
@@ -103,38 +79,18 @@ class Kernels(Transport):
             return tf.reshape(gathered, [len(ranks), *x.shape])[:, ranks.index(program.rank)]
         return in_group_order(program, self._all_to_all(program, x, ranks, "all_to_all", label), ranks)
 
-    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
-        is_source = program.rank == source
-        carried = as_bytes(x) if is_source else tf.TensorSpec(x.shape, byte_dtype(x.dtype))
-        arguments = self._begin(program, op, carried, ranks, label, source)
-
-        def emit() -> tf.Tensor:
-            if is_source:
-                return tf.raw_ops.CollectiveBcastSendV2(input=carried, **arguments)
-            shape = tf.constant(x.shape.as_list(), tf.int32)
-            return tf.raw_ops.CollectiveBcastRecvV2(T=carried.dtype, shape=shape, **arguments)
-
-        moved = on_chain(program, emit)
-        return from_bytes(moved if is_source else tf.ensure_shape(moved, x.shape), x.dtype)
-
     def _begin(
         self, program: RankProgram, op: str, x: TensorLike, ranks: Ranks, label: str, source: int | None = None
     ) -> dict[str, Any]:
-        """Registers one collective and returns the arguments that every kernel takes."""
+        """Registers one collective, by a kernel that takes an ordering token, and returns the kernel's arguments."""
         key = program.begin(op, x, ranks, label, source)
-        return kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key)
-
-    def _begin_in_turn(
-        self, program: RankProgram, op: str, x: TensorLike, ranks: Ranks, label: str, source: int | None = None
-    ) -> dict[str, Any]:
-        """Registers one collective by a kernel that takes an ordering token: it is among the arguments."""
-        arguments = self._begin(program, op, x, ranks, label, source)
-        return {**arguments, "ordering_token": [program.turn(ranks, arguments["instance_key"])]}
+        arguments = kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key)
+        return {**arguments, "ordering_token": [program.turn(ranks, key)]}
 
     def _all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, op: str, label: str) -> tf.Tensor:
         """Sends `x[i]` to the i-th of `ranks`; what arrives is in the kernels' order."""
         carried = in_kernel_order(program, x if program.is_on_cpu else as_bytes(x), ranks)
-        arguments = self._begin_in_turn(program, op, carried, ranks, label)
+        arguments = self._begin(program, op, carried, ranks, label)
         moved = tf.raw_ops.CollectiveAllToAllV2(input=carried, is_stateless=False, **arguments)
         return from_bytes(moved, x.dtype)
 
@@ -158,14 +114,26 @@ class Ring(Kernels):
     """TensorFlow's ring: within a process over the graph's edges, between processes over gRPC."""
 
     hint = "ring"
+    messages = KernelMessages(hint)
 
     def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
         return len(ranks) <= _ALL_TO_ALL_RANKS
 
+    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
+        is_source = program.rank == source
+        carried = as_bytes(x) if is_source else tf.TensorSpec(x.shape, byte_dtype(x.dtype))
+        key = program.begin(op, carried, ranks, label, source)
+        arguments = kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key)
+        given, shape = (carried, None) if is_source else (None, tf.constant(x.shape.as_list(), tf.int32))
+        # The kernel takes no ordering token: to read the rank's before and to write it after puts it on the chain.
+        with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)]):
+            moved = by_broadcast(given, shape, carried.dtype, program.token(), arguments)
+        return from_bytes(moved if is_source else tf.ensure_shape(moved, x.shape), x.dtype)
+
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         if self.exchanges(program.communicator, ranks):
             return self._sum_of_exchanged(program, x, ranks, label, dtype)
-        reduced = self.all_reduce(program, tf.cast(x, sum_dtype(x.dtype)), ranks, "sum", label)
+        reduced = self.all_reduce(program, tf.cast(x, sum_dtype(x.dtype)), ranks, label, "sum")
         return tf.cast(reduced[ranks.index(program.rank)], dtype)
 
 
@@ -173,7 +141,7 @@ class Nccl(Kernels):
     """NCCL, between whole physical GPUs."""
 
     hint = "nccl"
-    messages_kind = OrderedMessages
+    messages = OrderedMessages(hint)
     has_own_turns = True
     sums_to_move = True
     waits_for_queue = True
@@ -184,9 +152,9 @@ class Nccl(Kernels):
     def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         """A sum to which the other members give nothing: see the note on who receives."""
         dtype = reduction_dtype(program, x.dtype)
-        given = tf.cast(x, dtype) if program.rank == source else nothing(x.shape, dtype)
-        moved = by_sum(given, **self._begin_in_turn(program, op, given, ranks, label, source))
-        return tf.cast(moved, x.dtype)
+        given = tf.cast(x, dtype) if program.rank == source else None
+        arguments = self._begin(program, op, tf.TensorSpec(x.shape, dtype), ranks, label, source)
+        return tf.cast(by_sum(given, x.shape, dtype, arguments), x.dtype)
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """What is summed on the way travels in the wider of both dtypes."""
@@ -194,19 +162,9 @@ class Nccl(Kernels):
             return self._sum_of_exchanged(program, x, ranks, label, dtype)
         wide = reduction_dtype(program, dtype if dtype.size > x.dtype.size else x.dtype)
         carried = in_kernel_order(program, tf.cast(x, wide), ranks)
-        reduced = tf.raw_ops.CollectiveReduceScatterV2(
-            input=carried,
-            merge_op="Add",
-            final_op="Id",
-            **self._begin_in_turn(program, "reduce_scatter", carried, ranks, label),
-        )
+        arguments = self._begin(program, "reduce_scatter", carried, ranks, label)
+        reduced = tf.raw_ops.CollectiveReduceScatterV2(input=carried, merge_op="Add", final_op="Id", **arguments)
         return tf.cast(tf.ensure_shape(tf.reshape(reduced, tf.shape(x)[1:]), x.shape[1:]), dtype)
-
-
-def _bytes_of(x: tf.Tensor) -> float:
-    """Returns the bytes of `x`: of a size known at run time only, any number of them."""
-    elements = x.shape.num_elements()
-    return math.inf if elements is None else elements * x.dtype.size
 
 
 RING = Ring()

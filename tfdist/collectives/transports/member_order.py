@@ -42,19 +42,13 @@ def in_kernel_order(program: RankProgram, x: tf.Tensor, ranks: Ranks) -> tf.Tens
     return x if order == sorted(order) else tf.gather(x, order)
 
 
-def in_group_order(program: RankProgram, x: tf.Tensor, ranks: Ranks, rows_of: tf.TensorShape | None = None) -> tf.Tensor:
-    """Returns `x`, one row per member in the kernels' order, in group order.
-
-    With `rows_of`, the shape of what one member has given, `x` is the concatenation of all members'.
-    """
+def in_group_order(program: RankProgram, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:
+    """Returns `x`, equally many rows of each member in the kernels' order, in group order."""
     order = _order(program.communicator, ranks)
     if order == sorted(order):
         return x
     inverse = [order.index(place) for place in range(len(order))]
-    if rows_of is None:
-        return tf.gather(x, inverse)
-    stacked = tf.reshape(x, [len(ranks), -1, *rows_of[1:]])
-    return tf.reshape(tf.gather(stacked, inverse), tf.shape(x))
+    return tf.reshape(tf.gather(tf.reshape(x, [len(ranks), -1]), inverse), tf.shape(x))
 
 
 def _order(communicator: Communicator, ranks: Ranks) -> list[int]:

@@ -28,7 +28,9 @@ from tfdist.collectives.program import RankProgram
 class MessageTransport(abc.ABC):
     """How messages between two ranks travel: each has a label, and messages have no order among each other, but where they do."""
 
-    is_in_order = False  # whether messages stand on the chain of the rank's collectives, in program order
+    # Whether messages stand on the chain of the rank's collectives, in program order, as `send` and `receive` do. Then the ranks
+    # must all take part in them in one order: none may be received later than in its turn.
+    is_in_order = False
     holds_thread = False  # whether to receive holds one of the threads that run operations until the message is there
 
     @abc.abstractmethod
@@ -56,7 +58,7 @@ class Transport(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
+    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         """Reduces `x` elementwise by `reduce_op` ("sum", "max", "min") over `ranks`."""
 
     @abc.abstractmethod

@@ -146,7 +146,7 @@ def test_half_precision_is_summed_wider():
 
 def test_a_member_that_has_ended_is_noticed():
     first, second = group(2)
-    second.abort("the program is over")
+    second.peers.abort("the program is over")
     with pytest.raises(PeerLost, match="member.* has ended"):
         all_gather(first, np.zeros(3), key=1)
     with pytest.raises(PeerLost, match="the program is over"):
@@ -155,7 +155,7 @@ def test_a_member_that_has_ended_is_noticed():
 
 def test_who_waits_can_be_told_to_give_up():
     first, _ = group(2)
-    timer = threading.Timer(0.3, first.abort, ["worker 7 has died"])
+    timer = threading.Timer(0.3, first.peers.abort, ["worker 7 has died"])
     timer.start()
     with pytest.raises(PeerLost, match="worker 7 has died"):
         all_reduce(first, np.zeros(3), 1)

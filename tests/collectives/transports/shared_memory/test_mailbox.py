@@ -140,7 +140,7 @@ def test_who_has_gone():
     """What it has sent arrives; then its peers are told."""
     (first, second, third), _ = mailboxes(3)
     first.send(1, 0, np.ones(1))
-    for connection in first._peers._connections.values():
+    for connection in first.peers._connections.values():
         connection.close()
     assert receive(second, 0, 0, (1,), np.float64) == [1]
     with pytest.raises(PeerLost, match="rank 0 has ended"):
@@ -164,7 +164,7 @@ def test_who_goes_before_it_has_passed_its_memory(ends):
 
 def test_abort_ends_a_wait():
     (first, second), _ = mailboxes(2)
-    threading.Timer(0.2, second.abort, ["worker 0 is stuck"]).start()
+    threading.Timer(0.2, second.peers.abort, ["worker 0 is stuck"]).start()
     with pytest.raises(PeerLost, match="worker 0 is stuck"):
         receive(second, 0, 0, (1,), np.float64)
     with pytest.raises(PeerLost, match="worker 0 is stuck"):

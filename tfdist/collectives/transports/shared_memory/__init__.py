@@ -7,7 +7,3 @@ python_calls   Python functions as operations of TensorFlow
 transport      both as transports
 connect        who shares a machine, found when the strategy is made
 """
-
-from tfdist.collectives.transports.shared_memory.connect import abort_shared_memory, connect_shared_memory
-
-__all__ = ["abort_shared_memory", "connect_shared_memory"]

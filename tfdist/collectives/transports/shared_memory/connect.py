@@ -35,19 +35,20 @@ from tfdist import errors
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.transports.shared_memory.exchange import Exchange, file_bytes
 from tfdist.collectives.transports.shared_memory.mailbox import Mailbox
+from tfdist.collectives.transports.shared_memory.peers import Peers
 from tfdist.collectives.transports.shared_memory.transport import MailboxMessages, SharedMemory
 from tfdist.mesh import DATA_AXES, MESH_AXES
 from tfdist.runtime import Coordination, operations_at_once
 
 _MEMORY = "/dev/shm"
 _SECRET_BYTES = 16
-_open: weakref.WeakSet[Exchange | Mailbox] = weakref.WeakSet()
+_open: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
 def abort_shared_memory(reason: str) -> None:
     """Makes every collective and message of this process in shared memory that runs, or will run, fail with `reason`."""
-    for one in list(_open):
-        one.abort(reason)
+    for peers in list(_open):
+        peers.abort(reason)
 
 
 def connect_shared_memory(
@@ -82,11 +83,11 @@ def connect_shared_memory(
                     mailbox = Mailbox.connect({ranks[index]: peer for index, peer in peers.items()})
                     others = [rank for rank in ranks if rank != here]
                     communicator.message_transports.update(dict.fromkeys(others, MailboxMessages(mailbox)))
-                    _open.add(mailbox)
+                    _open.add(mailbox.peers)
                 elif place.memory is not None:
                     exchange = Exchange(place.memory, place.index, peers)
                     communicator.transports[ranks] = SharedMemory(exchange)
-                    _open.add(exchange)
+                    _open.add(exchange.peers)
         store.all_gather("memory/connected", "", timeout_seconds)
 
 

@@ -64,15 +64,11 @@ class Exchange:
         self.place = place
         # Others first that come next: not all members read the same region at once.
         self._others = [(place + step) % self.size for step in range(1, self.size)]
-        self._peers = Peers(peers, "member")
+        self.peers = Peers(peers, "member")
         self._regions = np.frombuffer(memory, np.uint8).reshape(self.size, SLOTS, -1)
         self._slot_bytes = self._regions.shape[-1]
         self._turns = 0
         self._turn_of_other = bytearray(_TURN.size)
-
-    def abort(self, reason: str) -> None:
-        """Lets whoever waits, in another thread, and all later calls raise `PeerLost`."""
-        self._peers.abort(reason)
 
     def all_gather(self, parts: Sequence[np.ndarray], out: Sequence[np.ndarray], *, key: int) -> None:
         """Writes to `out`, for each of `parts`, the members' arrays, of one shape, concatenated along axis 0, in one collective.
@@ -103,7 +99,7 @@ class Exchange:
         mine, received = (bytes_of(x).reshape(self.size, -1) for x in (*parts, *out))
         for turn in _turns([mine.shape[1]], self._slot_bytes // self.size):
             width = turn[-1].end
-            slots = self._turn(key, self._rows(turn, [mine], 1, width))
+            slots = self._turn(key, self._rows(turn, [mine], width))
             for other in self._others:
                 for span in turn:
                     received[other, span.here] = slots[other, self.place * width + span.offset :][: span.size]
@@ -115,59 +111,51 @@ class Exchange:
         The parts are of one dtype; sums are taken in that of `out`.
         """
         mine, totals = [x.reshape(self.size, -1) for x in parts], [x.reshape(-1) for x in out]
-        one = parts[0].dtype
-        for turn in _turns([x.size for x in totals], self._slot_bytes // (self.size * one.itemsize)):
+        for turn in _turns([x.size for x in totals], self._slot_bytes // (self.size * parts[0].itemsize)):
             width = turn[-1].end
-            slots = self._turn(key, self._rows(turn, mine, one.itemsize, width))
+            slots = self._turn(key, self._rows(turn, mine, width))
             for span in turn:
-                summands = [_typed(slot, one, self.place * width + span.offset, span.size) for slot in slots]
-                summands[self.place] = mine[span.part][self.place, span.here]
-                _reduce_into(totals[span.part][span.here], summands, np.add)
+                own = mine[span.part][self.place, span.here]
+                self._reduce(slots, self.place * width + span.offset, own, totals[span.part][span.here])
 
-    def _rows(
-        self, turn: Sequence[_Span], parts: Sequence[np.ndarray], itemsize: int, width: int
-    ) -> list[tuple[int, np.ndarray]]:
+    def _rows(self, turn: Sequence[_Span], parts: Sequence[np.ndarray], width: int) -> list[tuple[int, np.ndarray]]:
         """Returns where in the slot the others' rows of `parts` go: `width` elements for each member."""
-        return [
-            ((other * width + span.offset) * itemsize, parts[span.part][other, span.here])
-            for other in self._others
-            for span in turn
-        ]
+        places = [(other, span, (other * width + span.offset) * parts[0].itemsize) for other in self._others for span in turn]
+        return [(place, parts[span.part][other, span.here]) for other, span, place in places]
 
     def all_reduce(
         self, parts: Sequence[np.ndarray], out: Sequence[np.ndarray], *, key: int, reduce_op: str = "sum", dtype: Any = None
     ) -> None:
         """Of one array: `out` is the members' arrays, reduced elementwise ("sum", "max", "min") in `dtype` (None: theirs)."""
         mine, total = (x.reshape(-1) for x in (*parts, *out))
-        reduce = _REDUCE[reduce_op]
         step = self._slot_bytes // mine.dtype.itemsize
         for start in range(0, mine.size, step):
-            part = mine[start : start + step]
+            part, reduced = mine[start : start + step], total[start : start + step]
             slots = self._turn(key, [(0, part)])
             if part.nbytes <= _DIRECT_BYTES:
-                self._reduce_part(slots, part, 0, part.size, total[start : start + part.size], reduce, dtype)
+                self._reduce(slots, 0, part, reduced, reduce_op, dtype)
                 continue
             width = -(-part.size // self.size)
-            bounds = [min(member * width, part.size) for member in range(self.size + 1)]
-            here = slice(start + bounds[self.place], start + bounds[self.place + 1])
-            self._reduce_part(slots, part, bounds[self.place], bounds[self.place + 1], total[here], reduce, dtype)
-            slots = self._turn(key, [(0, total[here])])
+            of_member = [slice(member * width, (member + 1) * width) for member in range(self.size)]
+            own = of_member[self.place]
+            self._reduce(slots, own.start, part[own], reduced[own], reduce_op, dtype)
+            slots = self._turn(key, [(0, reduced[own])])
             for other in self._others:
-                count = bounds[other + 1] - bounds[other]
-                total[start + bounds[other] : start + bounds[other + 1]] = _typed(slots[other], mine.dtype, 0, count)
+                theirs = reduced[of_member[other]]
+                theirs[...] = _typed(slots[other], mine.dtype, 0, theirs.size)
 
-    def _reduce_part(
-        self, slots: np.ndarray, part: np.ndarray, begin: int, end: int, total: np.ndarray, reduce: Callable[..., Any], dtype: Any
+    def _reduce(
+        self, slots: np.ndarray, begin: int, own: np.ndarray, total: np.ndarray, reduce_op: str = "sum", dtype: Any = None
     ) -> None:
-        """Writes elements [begin, end) of the reduction of what all members wrote, this one `part`, to `total`."""
-        parts = [_typed(slots[member], part.dtype, begin, end - begin) for member in range(self.size)]
-        parts[self.place] = part[begin:end]
-        if dtype is None or dtype == part.dtype:
-            _reduce_into(total, parts, reduce)
-        else:
-            wide = np.empty(total.shape, dtype)
-            _reduce_into(wide, parts, reduce)
-            total[...] = wide
+        """Writes the reduction, in `dtype` (None: that of `total`), of all members' elements from `begin` on, here `own`."""
+        reduce, parts = _REDUCE[reduce_op], [_typed(slot, own.dtype, begin, own.size) for slot in slots]
+        parts[self.place] = own
+        found = total if dtype is None or dtype == total.dtype else np.empty(total.shape, dtype)
+        reduce(parts[0], parts[1], out=found, dtype=found.dtype, casting="same_kind")
+        for part in parts[2:]:
+            reduce(found, part, out=found, dtype=found.dtype, casting="same_kind")
+        if found is not total:
+            total[...] = found
 
     def _turn(self, key: int, mine: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
         """Writes vectors of `mine` at offsets of this member's slot; returns all slots (N, bytes) when everybody has written."""
@@ -177,9 +165,9 @@ class Exchange:
             slots[self.place, offset : offset + vector.nbytes].view(vector.dtype)[...] = vector
         turn = _TURN.pack(key, self._turns)
         for other in self._others:
-            self._peers.send(other, turn)
+            self.peers.send(other, turn)
         for other in self._others:
-            self._peers.receive_into(other, self._turn_of_other)
+            self.peers.receive_into(other, self._turn_of_other)
             if self._turn_of_other != turn:
                 here, there = _TURN.unpack(turn), _TURN.unpack(self._turn_of_other)
                 raise PeerLost(
@@ -232,9 +220,3 @@ def _turns(sizes: Sequence[int], most: int) -> Iterator[list[_Span]]:
 
 def _typed(slot: np.ndarray, dtype: Any, begin: int, count: int) -> np.ndarray:
     return slot[begin * dtype.itemsize : (begin + count) * dtype.itemsize].view(dtype)
-
-
-def _reduce_into(total: np.ndarray, parts: list[np.ndarray], reduce: Callable[..., Any]) -> None:
-    reduce(parts[0], parts[1], out=total, dtype=total.dtype, casting="same_kind")
-    for part in parts[2:]:
-        reduce(total, part, out=total, dtype=total.dtype, casting="same_kind")

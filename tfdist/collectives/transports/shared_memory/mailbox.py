@@ -52,7 +52,7 @@ class Mailbox:
         self._memory = memory
         self._segments = [Segment(memory, 0, 0)]
         self._used = 0  # bytes of the last segment
-        self._peers = Peers(connections, "rank", waits_in_calls=False)
+        self.peers = Peers(connections, "rank", waits_in_calls=False)
         self._own: defaultdict[int, list[_Slot]] = defaultdict(list)
         self._memories = dict(memories)
         self._theirs: dict[tuple[int, int], Segment] = {}
@@ -80,10 +80,6 @@ class Mailbox:
             memories[rank] = io.FileIO(descriptors[0], "r+")
         return cls(memory, connections, memories)
 
-    def abort(self, reason: str) -> None:
-        """Lets whoever waits, in another thread, and all later calls raise `PeerLost`."""
-        self._peers.abort(reason)
-
     def send(self, destination: int, key: int, x: np.ndarray) -> None:
         """Sends `x`, which may change as soon as this returns, to `destination`."""
         x = np.asarray(x, order="C")
@@ -91,17 +87,17 @@ class Mailbox:
             slot = self._free_slot(x.nbytes)
         slot.bytes[: x.nbytes].view(x.dtype)[...] = x.reshape(-1)
         notice = _NOTICE.pack(key, *slot.place, x.nbytes)
-        while not self._peers.try_send(destination, notice):
-            self._read_notices(self._peers.wait(_LOOK_AGAIN_MS, room_for=destination))
+        while not self.peers.try_send(destination, notice):
+            self._read_notices(self.peers.wait(_LOOK_AGAIN_MS, room_for=destination))
 
     def receive(self, source: int, key: int, found: np.ndarray) -> None:
         """Writes to `found` what `source` sends, or has sent, with `key`: of several messages the first."""
         arrived = self._arrived[source, key]
         self._read_notices([source])
         while not arrived:
-            if self._peers.has_ended(source):
-                raise self._peers.lost(source)
-            self._read_notices(self._peers.wait(_LOOK_AGAIN_MS))
+            if source in self.peers.ended:
+                raise self.peers.lost(source)
+            self._read_notices(self.peers.wait(_LOOK_AGAIN_MS))
         start, length, offset, count = arrived.popleft()
         if found.nbytes != count:
             raise PeerLost(
@@ -134,7 +130,7 @@ class Mailbox:
     def _read_notices(self, ranks: Iterable[int]) -> None:
         with self._reading:
             for rank in ranks:
-                for notice in self._peers.arrived(rank, _NOTICE.size):
+                for notice in self.peers.arrived(rank, _NOTICE.size):
                     key, *place = _NOTICE.unpack(notice)
                     self._arrived[rank, key].append(tuple(place))
 

@@ -30,7 +30,7 @@ class Peers:
         self._connections = dict(connections)
         self._numbers = {connection.fileno(): number for number, connection in connections.items()}
         self._noun = noun
-        self._ended: set[int] = set()
+        self.ended: set[int] = set()
         for connection in connections.values():
             connection.setblocking(waits_in_calls)
         self._reason: str | None = None
@@ -70,9 +70,6 @@ class Peers:
         if count != len(packet):
             raise self.lost(number)
 
-    def has_ended(self, number: int) -> bool:
-        return number in self._ended
-
     def try_send(self, number: int, packet: bytes) -> bool:
         """Sends `packet` if there is room, and returns whether there was."""
         with self.talking_to(number) as connection:
@@ -84,23 +81,23 @@ class Peers:
 
     def arrived(self, number: int, size: int) -> Iterator[bytes]:
         """Yields the packets, of `size`, that have arrived; notes when the other end has gone."""
-        while number not in self._ended:
+        while number not in self.ended:
             try:
                 packet = self._connections[number].recv(size)
             except BlockingIOError:
                 return
             except OSError:
                 packet = b""
-            if not packet:
-                self._ended.add(number)
-                return
-            yield packet
+            if packet:
+                yield packet
+            else:
+                self.ended.add(number)
 
     def wait(self, milliseconds: int, room_for: int | None = None) -> list[int]:
         """Waits for a moment until something arrives, or there is room to send to `room_for`; returns from whom it has come."""
         poll = select.poll()
         for number, connection in self._connections.items():
-            if number not in self._ended:
+            if number not in self.ended:
                 poll.register(connection, select.POLLIN | (select.POLLOUT if number == room_for else 0))
         return [self._numbers[descriptor] for descriptor, event in poll.poll(milliseconds) if event & ~select.POLLOUT]
 

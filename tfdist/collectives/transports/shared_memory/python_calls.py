@@ -72,10 +72,6 @@ def call_python(
         counter: handle of an int64 variable, to which the call adds zero when it has run: TensorFlow drops a call for which
             others only wait.
     """
-    if tf.executing_eagerly():
-        found = [np.empty(np.array(shape, np.int32), dtype.as_numpy_dtype) for shape, dtype in results]
-        function(*[x.numpy() for x in inputs], *[x.reshape(-1) if x.ndim == 0 else x for x in found])
-        return [tf.constant(x) for x in found]
     call = _Call(function, len(results), program.attachment(_on_first_call))
     _alive.append(call)
     token = script_ops._py_funcs.insert(call)  # noqa: SLF001

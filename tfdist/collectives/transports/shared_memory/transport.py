@@ -24,17 +24,14 @@ _Method = Callable[..., None]
 
 
 class SharedMemory(Transport):
-    """The collectives of the one group whose members meet in `exchange`.
-
-    All collectives of a rank stand on one chain, so that nobody waits for what one of them holds up.
-    """
+    """The collectives of the one group whose members meet in `exchange`."""
 
     holds_thread = True
 
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
 
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, reduce_op: str, label: str) -> tf.Tensor:
+    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         key = program.begin("all_reduce", x, ranks, label)
         dtype = sum_dtype(x.dtype).as_numpy_dtype
         move = functools.partial(self._exchange.all_reduce, reduce_op=reduce_op, dtype=dtype)
@@ -109,19 +106,19 @@ class MailboxMessages(MessageTransport):
         self.mailbox = mailbox
 
     def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
-        key = program.begin_message(tf.TensorSpec(x.shape, x.dtype), program.rank, destination, label)
+        key = program.begin_message(x, program.rank, destination, label)
         put = functools.partial(self.mailbox.send, destination, key)
         call_python(program, put, [x], [], program.communicator.message_token(program.rank))
 
     def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
-        key, received = program.begin_message(spec, source, program.rank, label), program.attachment(_Received)
+        key, received = program.begin_message(spec, source, program.rank, label), program.attachment(_received)
         counter = program.communicator.message_token(program.rank)
         has_unknown_rows = bool(spec.shape.rank) and spec.shape[0] is None
         shape = tf.stack([rows, *spec.shape[1:]]) if has_unknown_rows else spec.shape
-        with tf.control_dependencies(received.last):
+        with tf.control_dependencies(received):
             take = functools.partial(_take, self.mailbox, source, key)
             [found] = call_python(program, take, [_turn(counter)], [(shape, spec.dtype)], counter)
-        received.last = [] if program.is_eager else [found.op]
+        received[:] = [found.op]
         return tf.ensure_shape(found, spec.shape)
 
 
@@ -129,11 +126,9 @@ def _take(mailbox: Mailbox, source: int, key: int, _: Any, found: np.ndarray) ->
     mailbox.receive(source, key, found)
 
 
-class _Received:
-    """The operation that has received a rank's last message in one trace; an attachment of its program."""
-
-    def __init__(self, program: RankProgram):
-        self.last: list[tf.Operation] = []
+def _received(_: RankProgram) -> list[tf.Operation]:
+    """The operation that has received a rank's last message in one trace, if any; an attachment of its program."""
+    return []
 
 
 def _shape(x: tf.Tensor) -> Any:
