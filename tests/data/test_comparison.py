@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data import comparison, runs_python
+from tfdist.data import comparison
 from tfdist.data.comparison import compared, is_same
+from tfdist.data.signature import runs_python
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(60)]
 

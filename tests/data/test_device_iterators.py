@@ -21,7 +21,7 @@ from tfdist.data import device_iterators, iterator, kept_functions, split_batche
 def own_memories(monkeypatch):
     """Devices are taken for such as do not share a memory."""
     for module in (device_iterators, iterator):
-        monkeypatch.setattr(module, "share_memory", lambda devices: False)
+        monkeypatch.setattr(module, "are_cpus", lambda devices: False)
 
 
 @pytest.fixture(params=["in turn", "own memories"])

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from tensorflow.python.eager import context
 
-from tfdist.data import DatasetSignature, dataset_signature, difference, unordered, unseeded
+from tfdist.data.signature import DatasetSignature, dataset_signature, difference, unordered, unseeded
 
 Dataset = tf.data.Dataset
 AUTOTUNE = tf.data.AUTOTUNE

@@ -32,6 +32,20 @@ def test_without_tf_config_it_is_a_job_of_one(cpus, zero_stage):
     assert predicted.shape == (9, training.CLASSES) and np.isfinite(predicted).all()
 
 
+def test_a_number_of_the_whole_batch_counts_once(cpus):
+    """A sum over replicas of what they have agreed on, as under `ShardedStrategy`: it was counted by each."""
+    x = np.arange(15.0, dtype="float32").reshape(5, 3)
+    strategy = tfdist.MultiWorkerShardedStrategy()
+
+    @tf.function
+    def root_and_largest(x):
+        found = strategy.run(lambda x: (tf.sqrt(tf.reduce_mean(x**2)), tf.reduce_max(x)), args=(x,))
+        return [strategy.reduce("SUM", one, axis=None) for one in found]
+
+    for part in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(x)):
+        np.testing.assert_allclose(root_and_largest(part), [np.sqrt(np.mean(x**2)), 14.0], rtol=1e-6)
+
+
 def test_one_worker_in_tf_config_needs_no_server(monkeypatch):
     config = {"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import errors
+from tfdist.data.parts import times_as_long
 
 Digest = list[list[float]]  # of each tensor: how many values it has, their sum with signs, their norm
 
@@ -51,8 +52,7 @@ def compared(dataset: tf.data.Dataset, tell: Callable[[int, int, Digest], None])
 
     if not _tensors(dataset.element_spec):
         return dataset
-    made, length = dataset.scan((none, zero), look), dataset.cardinality()
-    return made if length == tf.data.UNKNOWN_CARDINALITY else made.apply(tf.data.experimental.assert_cardinality(length))
+    return times_as_long(dataset.scan((none, zero), look), dataset)
 
 
 def digest_of(tensors: Iterable[tf.Tensor]) -> Digest:
@@ -87,12 +87,9 @@ def _digest(sample: np.ndarray) -> tuple[float, float]:
 
 def _tensors(structure: Any) -> list[Any]:
     """Returns the tensors, or their specs, of which a sample can be taken."""
-    flat = tf.nest.flatten(structure, expand_composites=True)
-    return [leaf for leaf in flat if isinstance(leaf, tf.Tensor | tf.TensorSpec) and _is_comparable(leaf.dtype)]
-
-
-def _is_comparable(dtype: tf.DType) -> bool:
-    return dtype.is_floating or dtype.is_integer or dtype in (tf.bool, tf.string) or dtype.is_complex
+    flat = [x for x in tf.nest.flatten(structure, expand_composites=True) if isinstance(x, tf.Tensor | tf.TensorSpec)]
+    numbers = [x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_complex for x in flat]
+    return [x for x, is_number in zip(flat, numbers, strict=True) if is_number or x.dtype in (tf.bool, tf.string)]
 
 
 def _sample(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

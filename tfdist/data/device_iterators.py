@@ -27,9 +27,10 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_dataset_ops
 
 from tfdist.data.ends import Ends
-from tfdist.data.in_turn import InTurn, share_memory
+from tfdist.data.in_turn import InTurn
 from tfdist.data.iterator import DistributedIterator
 from tfdist.data.kept_functions import keep, kept
+from tfdist.mesh import are_cpus
 
 
 class _Spec:
@@ -92,17 +93,16 @@ class _Iterated:
 
     def __iter__(self) -> Iterator[Any]:
         workers, options = self._input_workers, self._options
-        iterators = []
-        for index, dataset in enumerate(getattr(self, self._held_as)):
-            worker, devices = workers.worker_devices[index], workers.compute_devices_for_worker(index)
-            with tf.device(worker):
-                if share_memory(devices):
-                    iterators.append(InTurn(iter(dataset), len(devices)))
-                else:
-                    iterators.append(_WorkerIterator(dataset, worker, devices, options=options, canonicalize_devices=True))
+        (dataset,), (worker,) = getattr(self, self._held_as), workers.worker_devices
+        devices = workers.compute_devices_for_worker(0)
+        with tf.device(worker):
+            if are_cpus(devices):
+                of_worker: Any = InTurn(iter(dataset), len(devices))
+            else:
+                of_worker = _WorkerIterator(dataset, worker, devices, options=options, canonicalize_devices=True)
         iterator = DistributedIterator(
             workers,
-            iterators,
+            [of_worker],
             self._strategy,
             cardinality=self._cardinality,
             enable_get_next_as_optional=self._enable_get_next_as_optional,

@@ -48,40 +48,29 @@ class Ends:
         """Returns this worker's summand of `have_next`: one number a worker."""
         return tf.one_hot(self.here, len(self.tasks), dtype=tf.int64) * tf.cast(has_next, tf.int64)
 
-    def disagreement(self, have_next: tf.Tensor, batches: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns whether a worker has no batch when one that reads the same part has one, and what to say then, a string.
+    def checks(self, have_next: tf.Tensor, batches: tf.Tensor) -> list[tf.Operation]:
+        """Raises RuntimeError, on every worker, when one has no batch and another, that reads the same part, has one.
 
         Args:
             have_next: 1 for each worker that has another batch, else 0.
             batches: how many batches each worker has had, this one included.
+
+        Returns:
+            In a graph, what raises InvalidArgumentError instead.
         """
+        if len(set(self.parts)) == len(self.parts):
+            return []
         others = [[other == part for other in self.parts] for part in self.parts]
         has_peer = tf.reduce_any(tf.logical_and(tf.constant(others), have_next[tf.newaxis, :] > 0), axis=1)
         is_short = tf.logical_and(has_peer, have_next == 0)
         short = tf.argmax(tf.cast(is_short, tf.int64))
         longer = tf.argmax(tf.cast(tf.logical_and(tf.gather(tf.constant(others), short), have_next > 0), tf.int64))
-        tasks = tf.constant(self.tasks)
-        text = tf.strings.join(
-            [
-                "The data have ended early on ",
-                tf.gather(tasks, short),
-                ", after ",
-                tf.strings.as_string(tf.gather(batches, short)),
-                " batches: ",
-                tf.gather(tasks, longer),
-                f" has another one. {_FIX}",
-            ]
-        )
-        return tf.reduce_any(is_short), text
-
-    def checks(self, have_next: tf.Tensor, batches: tf.Tensor) -> list[tf.Operation]:
-        """Raises RuntimeError for a `disagreement`, on every worker; in a graph returns what raises InvalidArgumentError."""
-        if len(set(self.parts)) == len(self.parts):
-            return []
-        disagree, text = self.disagreement(have_next, batches)
+        tasks, number = tf.constant(self.tasks), tf.strings.as_string(tf.gather(batches, short))
+        first = ["The data have ended early on ", tf.gather(tasks, short), ", after ", number, " batches: "]
+        text = tf.strings.join([*first, tf.gather(tasks, longer), f" has another one. {_FIX}"])
         if not tf.executing_eagerly():
-            return [tf.debugging.Assert(tf.logical_not(disagree), [text])]
-        if disagree:
+            return [tf.debugging.Assert(tf.logical_not(tf.reduce_any(is_short)), [text])]
+        if tf.reduce_any(is_short):
             raise errors.runtime_error(text.numpy().decode())
         return []
 

@@ -39,7 +39,7 @@ class FitData:
             yield
         else:
             # To look may make an iterator, each time: so many iterators are behind a validation.
-            position.note_epochs(iterator)
+            position.log_of(iterator)
             yield
             data._validate(iterator)
 
@@ -55,19 +55,15 @@ class FitData:
 
     def begin(self) -> None:
         """Tells that training begins: what was read before a restarted program reads again by itself."""
-        position.note_epochs(self._iterator())
+        position.log_of(self.iterator)
 
     def unfindable(self) -> str:
         """Returns why no other process finds a place in these data; "" where one does."""
-        return position.unfindable(self._iterator())
-
-    def is_generator(self) -> bool:
-        """Whether the data are a Python generator, which each process reads from where the program has left it."""
-        return position.is_generator(self._iterator())
+        return position.unfindable(self.iterator)
 
     def position(self, batches: int) -> dict[str, Any]:
         """Returns the place behind `batches` of the epoch that runs; with 0, behind its end."""
-        return position.position_of(self._iterator(), batches)
+        return position.position_of(self.iterator, batches)
 
     def go_to(
         self,
@@ -89,8 +85,8 @@ class FitData:
             ValueError: `place` is in the middle of an epoch of other data.
         """
         if place["batches"] and is_chief:  # workers that read parts of their own have others than the chief
-            position.check_same_data(self._iterator(), place)
-        if self.is_generator() and is_chief:
+            position.check_same_data(self.iterator, place)
+        if position.is_generator(self.iterator) and is_chief:
             warnings.warn(
                 "`fit` goes on from a backup, and its data are a Python generator, of which the place cannot be known: batches "
                 "that were read before the failure are read and dropped, which is right if the generator yields the same again. "
@@ -98,12 +94,12 @@ class FitData:
                 stacklevel=2,
             )
         self._validations, self._logs, self._say = validations, logs, say
-        position.go_to(self._iterator(), {**place, "ends": ends and place["batches"] > 0}, say)
+        position.go_to(self.iterator, {**place, "ends": ends and place["batches"] > 0}, say)
 
     def validations(self) -> list[list[Any]]:
         """Returns the validations that are over, as runs of [number, how they ended]."""
         iterator = None if self._validating is None else self._validating()
-        return self._validations if iterator is None else position.past_epochs(iterator)
+        return self._validations if iterator is None else position.log_of(iterator).past(with_current=True)
 
     def _validate(self, iterator: Any) -> None:
         self._validating = weakref.ref(iterator)

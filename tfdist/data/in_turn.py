@@ -10,15 +10,9 @@ two CPUs was 60 % of the time that it took. Keras makes two iterators at each `e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-
-
-def share_memory(devices: Sequence[str]) -> bool:
-    """Whether each of `devices` finds an element where the dataset has put it."""
-    return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
 
 
 class InTurn:

@@ -24,8 +24,9 @@ from tensorflow.python.ops import cond
 from tfdist import errors
 from tfdist.collectives import cross_replica_of
 from tfdist.data.ends import Ends
-from tfdist.data.in_turn import InTurn, share_memory
+from tfdist.data.in_turn import InTurn
 from tfdist.data.parts import num_unknown_sizes, unknown_sizes, without_rows
+from tfdist.mesh import are_cpus
 
 
 class _IteratorSpec(input_lib.DistributedIteratorSpec):
@@ -44,7 +45,7 @@ class _IteratorSpec(input_lib.DistributedIteratorSpec):
     @property
     def _component_specs(self) -> list[Any]:
         counter = [tf.TensorSpec([], tf.resource)] if self._enable_get_next_as_optional else []
-        if not share_memory(self._devices):
+        if not are_cpus(self._devices):
             return [*super()._component_specs, *counter]
         # Once, so that a function that takes several elements keeps their order.
         of_one = tf.nest.map_structure(lambda spec: input_lib._replace_per_replica_spec(spec, 0), self._element_spec)
@@ -62,7 +63,7 @@ class _IteratorSpec(input_lib.DistributedIteratorSpec):
         iterators, counter = components, None
         if self._enable_get_next_as_optional:
             *iterators, counter = components
-        if share_memory(self._devices):
+        if are_cpus(self._devices):
             iterators = [InTurn(elements, len(self._devices)) for elements in iterators]
         made = DistributedIterator.__new__(DistributedIterator)
         made.__dict__.update(vars(super()._from_components(iterators)))
@@ -131,11 +132,9 @@ class DistributedIterator(input_lib.DistributedIterator):
 
     def _optionals(self) -> list[tf.experimental.Optional]:
         """Returns the next batch of each local device, if it has one."""
-        found = []
-        for iterator, worker in zip(self._iterators, self._input_workers.worker_devices, strict=True):
-            with tf.device(worker):
-                found += iterator.get_next_as_optional_list()
-        return found
+        (iterator,), (worker,) = self._iterators, self._input_workers.worker_devices
+        with tf.device(worker):
+            return iterator.get_next_as_optional_list()
 
     def _any_has_next(self, optionals: list[tf.experimental.Optional]) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Returns whether any worker has another batch, and what `unknown_sizes` the first worker's has that has one.
@@ -171,9 +170,8 @@ class DistributedIterator(input_lib.DistributedIterator):
         return device_util.get_host_for_device(self._input_workers.worker_devices[0])
 
     def _values(self, optionals: list[tf.experimental.Optional], sizes: list[tf.Tensor]) -> Any:
-        devices = [d for index in range(self._input_workers.num_workers) for d in self._devices_of(index)]
         found = []
-        for optional, device in zip(optionals, devices, strict=True):
+        for optional, device in zip(optionals, self._input_workers.compute_devices_for_worker(0), strict=True):
             with tf.device(device):
                 if self._ends is None:
                     found.append(optional.get_value())
@@ -181,9 +179,6 @@ class DistributedIterator(input_lib.DistributedIterator):
                     empty = functools.partial(without_rows, optional.element_spec, sizes)
                     found.append(_cond(optional.has_value(), optional.get_value, empty))
         return input_lib._create_per_replica(found, self._strategy)
-
-    def _devices_of(self, worker: int) -> Sequence[str]:
-        return self._input_workers.compute_devices_for_worker(worker)
 
 
 def _cond(condition: tf.Tensor, yes: Any, no: Any) -> Any:

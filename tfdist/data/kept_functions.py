@@ -31,13 +31,7 @@ def keep(key: Hashable, functions: Any) -> None:
 
 
 def flat_map(dataset: tf.data.Dataset, function: Callable[..., tf.data.Dataset], key: Hashable) -> tf.data.Dataset:
-    """Returns `dataset.flat_map(function)`.
-
-    Args:
-        dataset: any dataset.
-        function: of one `key` all functions compute the same of elements of one kind, and capture nothing.
-        key: see `function`.
-    """
+    """Returns `dataset.flat_map(function)`: of one `key` all compute the same of elements of one kind, and capture nothing."""
     if not tf.executing_eagerly():
         return dataset.flat_map(function)
     key = ("flat_map", key, device_util.current(), tf.data.DatasetSpec(dataset.element_spec))

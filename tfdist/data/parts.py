@@ -26,6 +26,20 @@ def number_of_batches(dataset: tf.data.Dataset) -> int:
     return int(dataset.cardinality()) if tf.executing_eagerly() else UNKNOWN
 
 
+def times_as_long(made: tf.data.Dataset, dataset: tf.data.Dataset, times: int = 1) -> tf.data.Dataset:
+    """Returns `made`, which has so many elements for each of `dataset`, with its length, where that of `dataset` is known."""
+    length = tf.get_static_value(dataset.cardinality())
+    if length is None or length == UNKNOWN:
+        return made
+    return made.apply(tf.data.experimental.assert_cardinality(length * times if length > 0 else length))
+
+
+def with_spec(dataset: tf.data.Dataset, element_spec: Any) -> tf.data.Dataset:
+    """Returns `dataset`, of which less is known, or more than it says itself."""
+    same = tf.data.experimental.from_variant(tf.data.experimental.to_variant(dataset), element_spec)
+    return same.with_options(dataset.options())
+
+
 def of_known_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset`; if it says how many batches it has, it raises while it is read when it has fewer or more."""
     num_batches = number_of_batches(dataset)
@@ -38,17 +52,13 @@ def repeated(dataset: tf.data.Dataset, times: int) -> tf.data.Dataset:
         raise errors.value_error("The function must return a `tf.data.Dataset` of this worker's part.", dataset=dataset)
     if times == 1:
         return dataset
-    num_batches = number_of_batches(dataset)
 
     def again(*element: Any) -> tf.data.Dataset:
         if type(dataset.element_spec) is not tuple:  # a tuple, and nothing else, comes as several arguments
             (element,) = element
         return tf.data.Dataset.from_tensors(element).repeat(times)
 
-    made = dataset.flat_map(again)
-    if num_batches == UNKNOWN:
-        return made
-    return made.apply(tf.data.experimental.assert_cardinality(num_batches * times if num_batches > 0 else num_batches))
+    return times_as_long(dataset.flat_map(again), dataset, times)
 
 
 def description(dataset: tf.data.Dataset) -> str:
@@ -90,7 +100,7 @@ def as_long_as_others(
                 f"{numbers[first]} batches and that of {ends.tasks[other]} has {number}.",
                 fix="Choose the part by `context.input_pipeline_id`, which these workers have in common.",
             )
-    steps = longest(number_of_steps(number, devices) for number in numbers)
+    steps = longest(number if number < 0 else -(-number // devices) for number in numbers)  # each device gets a batch a step
     if steps == UNKNOWN:
         return (of_any_rows(dataset), steps, ends) if len(numbers) > 1 or devices > 1 else (dataset, steps, None)
     dataset = of_known_length(dataset)
@@ -99,11 +109,6 @@ def as_long_as_others(
     if len(set(numbers)) == len(set(specs)) == 1 and (steps == ENDLESS or numbers[0] == steps * devices):
         return dataset, steps, None
     return padded(dataset, steps if steps == ENDLESS else steps * devices), steps, None
-
-
-def number_of_steps(num_batches: int, devices: int) -> int:
-    """Returns how many steps `num_batches` batches are for `devices` devices, each of which gets one a step."""
-    return num_batches if num_batches < 0 else -(-num_batches // devices)
 
 
 def longest(steps: Iterable[int]) -> int:
@@ -119,12 +124,13 @@ def padded(dataset: tf.data.Dataset, num_batches: int) -> tf.data.Dataset:
     if missing == 0:
         return any_rows
     spec = any_rows.element_spec
-    return any_rows.concatenate(_cast(tf.data.Dataset.from_tensors(without_rows(spec, [])), spec).repeat(missing))
+    return any_rows.concatenate(with_spec(tf.data.Dataset.from_tensors(without_rows(spec, [])), spec).repeat(missing))
 
 
 def of_any_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns `dataset` as one whose batches may have any number of rows, whatever it knows of them."""
-    return _cast(dataset, rows_unknown(dataset.element_spec))
+    spec = rows_unknown(dataset.element_spec)
+    return dataset if spec == dataset.element_spec else with_spec(dataset, spec)
 
 
 def rows_unknown(element_spec: Any) -> Any:
@@ -195,11 +201,3 @@ def without_rows(element_spec: Any, sizes: Sequence[Any]) -> Any:
         )
 
     return tf.nest.map_structure(of_leaf, element_spec)
-
-
-def _cast(dataset: tf.data.Dataset, element_spec: Any) -> tf.data.Dataset:
-    """Returns `dataset`, of which less is known, or more than it says itself."""
-    if dataset.element_spec == element_spec:
-        return dataset
-    same = tf.data.experimental.from_variant(tf.data.experimental.to_variant(dataset), element_spec)
-    return same.with_options(dataset.options())

@@ -21,6 +21,7 @@ Private to Keras: `EpochIterator` and its adapters; tests/data/test_position.py 
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -96,7 +97,7 @@ def position_of(iterator: Any, batches: int) -> dict[str, Any]:
     """Returns a place in the data of Keras's `iterator`, as what JSON can carry: `batches` of the epoch that runs, 0 its end."""
     signature = _signature(iterator)
     return {
-        "epochs": _log_of(iterator).past(with_current=batches == 0),
+        "epochs": log_of(iterator).past(with_current=batches == 0),
         "batches": batches,
         "random": vars(iterator).get(_RANDOM),
         "signature": None if signature is None else signature.to_json(),
@@ -125,20 +126,16 @@ def _signature(iterator: Any) -> DatasetSignature | None:
 def must_be_read(iterator: Any, starts_anew: bool = False) -> bool:
     """Whether epochs that are over must be read to come to a place behind them, instead of making their iterators only.
 
-    Args:
-        starts_anew: whether each epoch has an iterator of its own even with `steps_per_epoch`, as `evaluate` has.
+    With `starts_anew` each epoch has an iterator of its own even with `steps_per_epoch`, as `evaluate` has.
     """
-    if _keeps_its_iterator(iterator) and not starts_anew or is_generator(iterator):
+    steps, batches = iterator.steps_per_epoch, iterator.data_adapter.num_batches
+    keeps_its_iterator = steps is not None and not (batches and steps >= batches)
+    if keeps_its_iterator and not starts_anew or is_generator(iterator):
         return True
     if isinstance(iterator.data_adapter, PyDatasetAdapter):
         return False
     dataset = given_dataset(iterator)
     return dataset is None or _moves_on_when_read(dataset)
-
-
-def _keeps_its_iterator(iterator: Any) -> bool:
-    steps, batches = iterator.steps_per_epoch, iterator.data_adapter.num_batches
-    return steps is not None and not (batches and steps >= batches)
 
 
 def _moves_on_when_read(dataset: tf.data.Dataset) -> bool:
@@ -163,10 +160,7 @@ def _moves_on_when_read(dataset: tf.data.Dataset) -> bool:
 def go_to(iterator: Any, position: dict[str, Any], say: Callable[[str], None], starts_anew: bool = False) -> None:
     """Lets Keras's `iterator` begin at `position` when it is enumerated next. `say` is called with lines for the user.
 
-    A position with `"ends": True` is the end of its epoch, whatever data there would be.
-
-    Args:
-        starts_anew: as in `must_be_read`.
+    A position with `"ends": True` is the end of its epoch, whatever data there would be; `starts_anew` is as in `must_be_read`.
     """
     vars(iterator)[_JOURNEY] = _Journey(iterator, position, say, starts_anew)
 
@@ -186,19 +180,9 @@ def steps_of(iterator: Any, enumerate_epoch: Callable[[], Steps]) -> Steps:
     return vars(iterator)[_LOG].follow(enumerate_epoch())
 
 
-def note_epochs(iterator: Any) -> None:
-    """Notes the epochs of Keras's `iterator` from now on, for `position_of`."""
-    vars(iterator).setdefault(_LOG, EpochLog())
-
-
-def past_epochs(iterator: Any) -> list[list[Any]]:
-    """Returns how the epochs of Keras's `iterator` have ended, the last one too, as `EpochLog` notes it."""
-    return _log_of(iterator).past(with_current=True)
-
-
-def _log_of(iterator: Any) -> EpochLog:
-    note_epochs(iterator)
-    return vars(iterator)[_LOG]
+def log_of(iterator: Any) -> EpochLog:
+    """Returns how the epochs of Keras's `iterator` have ended, which are noted from the first call on."""
+    return vars(iterator).setdefault(_LOG, EpochLog())
 
 
 class EpochLog:
@@ -208,33 +192,24 @@ class EpochLog:
     """
 
     def __init__(self) -> None:
-        self._past: list[list[Any]] = []  # runs of [number of epochs, how they ended]
+        self._ends: list[int | None] = []
         self._current: int | None = None  # steps begun; None: no epoch, or one that has ended behind its last step
-        self._has_ended = True
 
     def past(self, with_current: bool = False) -> list[list[Any]]:
         """Returns the epochs that are over, as runs of [number, how they ended]."""
-        past = [list(run) for run in self._past]
-        return past if self._has_ended or not with_current else _with_end(past, self._current)
+        current = [self._current] if with_current and self._current is not None else []
+        return [[len(list(run)), end] for end, run in itertools.groupby([*self._ends, *current])]
 
     def follow(self, steps: Steps) -> Iterator[tuple[int, int, Any]]:
         """Yields the `steps` of the next epoch, and notes how it ends."""
-        if not self._has_ended:
-            _with_end(self._past, self._current)
-        self._current, self._has_ended = 0, False
+        if self._current is not None:
+            self._ends.append(self._current)
+        self._current = 0
         for step in steps:
             self._current += 1
             yield step
-        _with_end(self._past, None)
-        self._has_ended = True
-
-
-def _with_end(runs: list[list[Any]], end: int | None) -> list[list[Any]]:
-    if runs and runs[-1][1] == end:
-        runs[-1][0] += 1
-    else:
-        runs.append([1, end])
-    return runs
+        self._ends.append(None)
+        self._current = None
 
 
 class _Journey:
@@ -246,7 +221,7 @@ class _Journey:
         self._number, self._told = 0, time.monotonic()
 
     def steps(self, enumerate_epoch: Callable[[], Steps]) -> Iterator[tuple[int, int, Any]]:
-        iterator, position, log = self._iterator, self._position, _log_of(self._iterator)
+        iterator, position, log = self._iterator, self._position, log_of(self._iterator)
         for number, end in position["epochs"]:
             for _ in range(number):
                 self._pass_epoch(log.follow(enumerate_epoch()), end)

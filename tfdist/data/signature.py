@@ -143,13 +143,10 @@ def difference(mine: DatasetSignature, theirs: DatasetSignature) -> str | None:
         name, mine_, theirs_ = one[0], one[1], other[1]
         for key in dict.fromkeys([*mine_, *theirs_]):
             here, there = mine_.get(key), theirs_.get(key)
-            if here != there and not (key == "floats" and _may_be_same(here, there)):
+            may_be_same = key == "floats" and (here is None or there is None or is_same(here, there))
+            if here != there and not may_be_same:
                 return f"{name}: {key}={here!r} here, {key}={there!r} there"
     return None
-
-
-def _may_be_same(here: Digest | None, there: Digest | None) -> bool:
-    return here is None or there is None or is_same(here, there)
 
 
 def _text(name: str, values: _Values) -> str:
@@ -182,8 +179,7 @@ def _walk(dataset: tf.data.Dataset) -> Iterator[tuple[str, _Values]]:
         if len(inputs) > 1:
             values["num_inputs"] = len(inputs)
         if not inputs:
-            values |= {"element_spec": str(node.element_spec), "cardinality": node.cardinality()}
-            values |= {"head": _head(node), "floats": _floats(node)}
+            values |= {"element_spec": str(node.element_spec), "cardinality": node.cardinality(), **_values_of(node)}
         yield name, _known(**values)
 
 
@@ -221,31 +217,22 @@ def _known(**values: Any) -> _Values:
     return plain
 
 
-def _head(source: tf.data.Dataset) -> int | None:
-    """Returns a checksum of the first values of a source in memory; None where there are none that can be compared.
+def _values_of(source: tf.data.Dataset) -> _Values:
+    """Returns a checksum of the first values of a source in memory, and a digest of its floats; None where there are none.
 
-    Integers and strings only: they are the file names, labels and tokens, and equal bit for bit when they are equal; of floats,
-    which may differ in the last bit between machines, there is a digest. Of paths the last part counts: folders may be mounted
-    elsewhere.
+    The checksum is of integers and strings, the file names, labels and tokens, which are equal bit for bit when they are equal;
+    floats may differ in the last bit between machines. Of paths the last part counts: folders may be mounted elsewhere.
     """
-    values: list[Any] = []
-    for tensor in getattr(source, "_tensors", ())[:_HEAD_VALUES]:
-        if hasattr(tensor, "numpy") and (tensor.dtype.is_integer or tensor.dtype == tf.string):
-            with tf.init_scope(), tf.device(tensor.device):  # whatever scope is around: read now, copy nothing to a device
-                head = tf.reshape(tensor, [-1])[: _HEAD_VALUES - len(values)]
-            values += head.numpy().tolist()
-    values = [posixpath.basename(value) if isinstance(value, bytes) else value for value in values]
-    return _checksum(values) if values else None
-
-
-def _floats(source: tf.data.Dataset) -> Digest | None:
-    """Returns a digest of the floats of a source in memory; None where there are none."""
-    found = []
-    for tensor in getattr(source, "_tensors", ())[:_HEAD_VALUES]:
-        if hasattr(tensor, "numpy") and tensor.dtype.is_floating:
-            with tf.init_scope(), tf.device(tensor.device):
-                found += digest_of([tensor])
-    return found or None
+    head: list[Any] = []
+    floats: Digest = []
+    for tensor in (x for x in getattr(source, "_tensors", ())[:_HEAD_VALUES] if hasattr(x, "numpy")):
+        with tf.init_scope(), tf.device(tensor.device):  # whatever scope is around: read now, copy nothing to a device
+            if tensor.dtype.is_floating:
+                floats += digest_of([tensor])
+            elif tensor.dtype.is_integer or tensor.dtype == tf.string:
+                head += tf.reshape(tensor, [-1])[: _HEAD_VALUES - len(head)].numpy().tolist()
+    head = [posixpath.basename(value) if isinstance(value, bytes) else value for value in head]
+    return {"head": _checksum(head) if head else None, "floats": floats or None}
 
 
 def _checksum(values: list[Any]) -> int:

@@ -26,6 +26,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.data.dealing import Dealing, may_differ
 from tfdist.data.kept_functions import flat_map
+from tfdist.data.parts import times_as_long, with_spec
 
 _TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
@@ -108,8 +109,10 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
     if num_parts == 1 and len(parts) == 1:
         split = dataset
     else:
-        split = _with_cardinality(flat_map(dataset, all_pieces, (num_parts, parts, differs)), dataset.cardinality(), len(parts))
-    return _with_nothing(split)
+        split = times_as_long(flat_map(dataset, all_pieces, (num_parts, parts, differs)), dataset, len(parts))
+    if not any(map(_is_nothing, tf.nest.flatten(split.element_spec))):
+        return split
+    return with_spec(split, tf.nest.map_structure(lambda x: NothingSpec() if _is_nothing(x) else x, split.element_spec))
 
 
 def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int, ...]) -> None:
@@ -142,28 +145,9 @@ def _static_rows(element_spec: Any) -> list[int | None]:
     return [None if spec.shape.rank is None else spec.shape[0] for spec in specs]
 
 
-def _with_cardinality(dataset: tf.data.Dataset, num_batches: tf.Tensor, num_pieces: int) -> tf.data.Dataset:
-    """Returns `dataset`, a result of `flat_map`, with its length: `num_pieces` for each of `num_batches` batches."""
-    cardinality = tf.get_static_value(num_batches)
-    if cardinality is None or cardinality == tf.data.UNKNOWN_CARDINALITY:
-        return dataset
-    if cardinality != tf.data.INFINITE_CARDINALITY:
-        cardinality = cardinality * num_pieces
-    return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))
-
-
 def _is_nothing(spec: Any) -> bool:
     """Whether `spec` is that of a value that is always None, or an `Optional` without one."""
     return isinstance(spec, tf.NoneTensorSpec) or isinstance(spec, tf.OptionalSpec) and spec == tf.OptionalSpec(None)
-
-
-def _with_nothing(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns `dataset` with a `NothingSpec` for each of its None."""
-    if not any(map(_is_nothing, tf.nest.flatten(dataset.element_spec))):
-        return dataset
-    spec = tf.nest.map_structure(lambda spec: NothingSpec() if _is_nothing(spec) else spec, dataset.element_spec)
-    same = tf.data.experimental.from_variant(tf.data.experimental.to_variant(dataset), spec)
-    return same.with_options(dataset.options())
 
 
 # What follows runs in the graph that splits a batch.

@@ -38,18 +38,10 @@ def _moments(original: Callable[..., Any], self: Any, inputs: tf.Tensor, mask: t
     return normalization.moments(self, inputs, mask, lambda inputs, mask: original(self, inputs, mask))
 
 
-@replaces("keras.layers.RNN", "call")
-def _recurrent_call(
-    original: Callable[..., Any],
-    self: Any,
-    sequences: Any,
-    initial_state: Any = None,
-    mask: Any = None,
-    training: bool = False,
-) -> Any:
+@replaces("keras.layers.RNN", "call", signature="(self, sequences, initial_state=None, mask=None, training=False)")
+def _recurrent_call(original: Callable[..., Any], self: Any, sequences: Any, *args: Any, **kwargs: Any) -> Any:
     """A stateful layer's fixed batch size is that of the global batch, of which a rank has a part."""
-    sequences = recurrent_states.deal_out(self, sequences)
-    return original(self, sequences, initial_state=initial_state, mask=mask, training=training)
+    return original(self, recurrent_states.deal_out(self, sequences), *args, **kwargs)
 
 
 @replaces("keras.random.SeedGenerator", "next")

@@ -14,9 +14,9 @@ from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import (
     MEANS,
-    average_loss,
     is_own_mean,
     is_shared,
+    own_mean,
     reduce_sum,
     reduce_weighted_values,
     scale_loss,
@@ -26,7 +26,7 @@ from tfdist.losses.layer_losses import eager_losses
 from tfdist.losses.sliced_batch import is_on_trial
 from tfdist.losses.step_gradients import gradient_of_targets, weighted_in_gradient
 from tfdist.losses.tensors_of_weights import is_of_weights
-from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer, trainer_step
+from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer
 from tfdist.optimizers.application import noted
 from tfdist.pipeline.model import PipelineModel
 from tfdist.sharding import UnshardSchedule, config_of
@@ -79,17 +79,13 @@ def _reduce_weighted_values(
 @replaces(_MODULE, "scale_loss_for_distribution")
 def _scale_loss(original: Callable[..., Any], value: Any) -> Any:
     """Keras divides every loss by the number of ranks, also one that is a share already, and one that no rank computes."""
-    if is_shared():
-        return scale_loss(value)
-    return original(value) if config_of(tf.distribute.get_strategy()) is None else value
+    return scale_loss(value) if is_shared() or config_of(tf.distribute.get_strategy()) is not None else original(value)
 
 
 @replaces(_MODULE, "unscale_loss_for_distribution")
 def _unscale_loss(original: Callable[..., Any], value: Any) -> Any:
     """Keras logs a rank's loss times the number of ranks; what is wanted is the sum of the ranks' shares."""
-    if is_shared():
-        return unscale_loss(value)
-    return original(value) if config_of(tf.distribute.get_strategy()) is None else value
+    return unscale_loss(value) if is_shared() or config_of(tf.distribute.get_strategy()) is not None else original(value)
 
 
 @replaces("tensorflow.nn", "compute_average_loss")
@@ -99,7 +95,8 @@ def _compute_average_loss(
     """In a step of Keras's trainer a rank's loss is its own mean; TensorFlow gives its part of a sum over the ranks."""
     if not is_own_mean():
         return original(per_example_loss, sample_weight=sample_weight, global_batch_size=global_batch_size)
-    return average_loss(lambda size: original(per_example_loss, sample_weight, size), per_example_loss, global_batch_size)
+    size = tf.shape(per_example_loss)[0] if global_batch_size is None else global_batch_size
+    return own_mean(original(per_example_loss, sample_weight, size), is_over_batch=global_batch_size is not None)
 
 
 @replaces("tensorflow.nn", "scale_regularization_loss")
@@ -113,25 +110,24 @@ def _add_loss(original: Callable[..., None], self: Any, loss: Any) -> None:
     """Eager ranks take turns, and would find each other's losses in a layer's list."""
     before = len(self._losses)
     original(self, loss)
-    own = eager_losses()
+    own = eager_losses(self)
     if own is not None:
-        own.of(self).extend(self._losses[before:])
+        own.extend(self._losses[before:])
         del self._losses[before:]
 
 
 @replaces("keras.layers.Layer", "_get_own_losses")
 def _get_own_losses(original: Callable[..., list[Any]], self: Any) -> list[Any]:
     """Eager ranks take turns, and would find each other's losses in a layer's list."""
-    own = eager_losses()
-    return original(self) if own is None else [*original(self), *own.of(self)]
+    return [*original(self), *(eager_losses(self) or ())]
 
 
 @replaces("keras.layers.Layer", "_clear_losses")
 def _clear_losses(original: Callable[..., None], self: Any) -> None:
     """Eager ranks take turns, and would drop each other's losses from a layer's list."""
-    own = eager_losses()
+    own = eager_losses(self)
     if own is not None:
-        own.of(self).clear()
+        own.clear()
     original(self)
 
 
@@ -140,21 +136,14 @@ def _train_step(original: Callable[..., Any], self: Any, data: Any) -> Any:
     """Keras sums the gradients of the ranks; a rank's weight enters them with the loss, for nothing."""
     if config_of(self._distribute_strategy) is None or not _computes_as_keras(self):
         return original(self, data)
-    return entered_with_the_loss(trainer_step(), lambda: original(self, data))
+    with entered_with_the_loss():
+        return original(self, data)
 
 
-@replaces(TRAINER, "_compute_loss")
-def _compute_loss(
-    original: Callable[..., Any],
-    self: Any,
-    x: Any = None,
-    y: Any = None,
-    y_pred: Any = None,
-    sample_weight: Any = None,
-    training: bool = True,
-) -> Any:
+@replaces(TRAINER, "_compute_loss", signature="(self, x=None, y=None, y_pred=None, sample_weight=None, training=True)")
+def _compute_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """The loss that Keras differentiates is a rank's own mean; its gradient must count what the rank has of the batch."""
-    loss = original(self, x, y, y_pred, sample_weight, training)
+    loss = original(self, *args, **kwargs)
     return weighted_in_gradient(loss) if enters_with_the_loss() else loss
 
 
@@ -183,18 +172,15 @@ def _gradient(
     return noted(found, sources, is_of_weights)
 
 
-@replaces("tensorflow.GradientTape", "jacobian")
-def _jacobian(
-    original: Callable[..., Any],
-    self: Any,
-    target: Any,
-    sources: Any,
-    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
-    parallel_iterations: Any = None,
-    experimental_use_pfor: bool = True,
-) -> Any:
+@replaces(
+    "tensorflow.GradientTape",
+    "jacobian",
+    signature="(self, target, sources, unconnected_gradients=<UnconnectedGradients.NONE: 'none'>, parallel_iterations=None, "
+    "experimental_use_pfor=True)",
+)
+def _jacobian(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """A Jacobian is of a rank's own rows. In an eager run it is a gradient for each of them, which at stage 3 would be summed."""
     program = rank_program()
     is_eager = program is not None and program.is_eager
     with program.attachment(UnshardSchedule).own_gradients() if is_eager else contextlib.nullcontext():
-        return original(self, target, sources, unconnected_gradients, parallel_iterations, experimental_use_pfor)
+        return original(self, *args, **kwargs)

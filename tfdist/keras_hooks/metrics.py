@@ -8,18 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
 
-from tfdist.collectives import RankProgram
 from tfdist.keras_hooks.losses import steps_of
-from tfdist.keras_hooks.table import ORIGINAL, TENSORFLOW_TRAINER, replaces
-from tfdist.losses.given_batch import GivenBatch, of_given_batches
-from tfdist.losses.global_losses import whole_batch
-from tfdist.losses.trainer_step import weight_of_logs
+from tfdist.keras_hooks.table import ORIGINAL, TENSORFLOW_TRAINER, is_users, replaces
+from tfdist.losses.given_batch import of_given_batches
 from tfdist.metrics import global_results, updates
-from tfdist.placements.rank_rows import RankRows
 from tfdist.sharding import config_of, placement, request_placement
 
 
@@ -41,20 +36,14 @@ def span_ranks(kind: Any = keras.metrics.Metric) -> None:
         span_ranks(subclass)
 
 
-@replaces("keras.metrics.Metric", "add_variable")
-def _add_variable(
-    original: Callable[..., Any],
-    self: Any,
-    shape: Any,
-    initializer: Any,
-    dtype: Any = None,
-    aggregation: str = "sum",
-    name: str | None = None,
-) -> Any:
+@replaces(
+    "keras.metrics.Metric", "add_variable", signature="(self, shape, initializer, dtype=None, aggregation='sum', name=None)"
+)
+def _add_variable(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Each rank would begin with the initial value of a state that ranks sum, and Keras may put off making it: it must be known
     as a metric's."""
     with placement(is_of_metric=True):
-        variable = original(self, shape, initializer, dtype=dtype, aggregation=aggregation, name=name)
+        variable = original(self, *args, **kwargs)
     if variable._value is None:
         request_placement(variable, is_of_metric=True)
     return variable
@@ -62,7 +51,7 @@ def _add_variable(
 
 def _span_ranks(kind: type) -> None:
     """Replaces the methods that `kind` itself has. Those that hold other metrics, of compiled models, only pass updates on."""
-    for name, binding in (("update_state", _update_state), ("result", _result)):
+    for name, binding in (("update_state", updates.update), ("result", global_results.result)):
         method = kind.__dict__.get(name)
         if (
             inspect.isfunction(method)
@@ -83,31 +72,6 @@ def _replacing(method: Callable[..., Any], binding: Callable[..., Any]) -> Calla
     return replacing
 
 
-def _update_state(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    return updates.update(self, own, args, kwargs, _part_of_rows, _counted_once, whole_batch)
-
-
-def _part_of_rows(program: RankProgram) -> tf.Tensor:
-    """Returns the rank's part of the rows; in a branch, before they were counted, that of equal parts."""
-    rows, given = program.attachment(RankRows), program.attachment(GivenBatch)
-    is_known = rows.is_counted or program.may_emit_here()
-    part = rows.weight() if is_known else tf.constant(1 / program.mesh.size("data"), tf.float64)
-    return given.once(part * tf.cast(given.copies, part.dtype)) if rows.are_everywhere else part
-
-
-def _counted_once(program: RankProgram, x: Any) -> Any:
-    return program.attachment(GivenBatch).once(x)
-
-
-def _result(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    return global_results.result(self, functools.partial(own, *args, **kwargs))
-
-
-def _is_own_code(method: Callable[..., Any]) -> bool:
-    """Whether `method` is Keras's or tfdist's, not a user's."""
-    return (getattr(method, "__module__", None) or "").startswith(("keras.", "tfdist."))
-
-
 @replaces(TENSORFLOW_TRAINER, "_make_function")
 def _make_function(original: Callable[..., Any], self: Any, step_function: Callable[..., Any]) -> Any:
     """A step's logs must say whose they are: where Keras reduces them it does not know the model."""
@@ -116,12 +80,12 @@ def _make_function(original: Callable[..., Any], self: Any, step_function: Calla
     step = steps_of(self, step_function)
 
     def is_logged_after() -> bool:
-        return all(map(_is_own_code, (step_function, self.compute_metrics, self.get_metrics_result)))
+        return not any(map(is_users, (step_function, self.compute_metrics, self.get_metrics_result)))
 
     def make(step: Callable[..., Any]) -> Callable[..., Any]:
         return of_given_batches(step, lambda step: original(self, step))
 
-    return global_results.naming_the_model(self, step, make, weight_of_logs, is_logged_after)
+    return global_results.naming_the_model(self, step, make, is_logged_after)
 
 
 @replaces("keras.src.backend.tensorflow.trainer", "reduce_per_replica")

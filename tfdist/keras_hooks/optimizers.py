@@ -21,17 +21,12 @@ from tfdist.optimizers.support import check_no_overwriting, check_overrides, che
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import MeshConfig, config_of, placement
 
+_OPTIMIZER = "keras.src.optimizers.base_optimizer.BaseOptimizer"
 _TF_OPTIMIZER = "keras.src.backend.tensorflow.optimizer.TFOptimizer"
 
 
 def _config(optimizer: Any) -> MeshConfig | None:
     return config_of(getattr(optimizer, "_distribution_strategy", None))
-
-
-def _steppers(optimizer: Any) -> list[Any]:
-    """Returns the optimizers that step: `optimizer`, or those within it."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return list(getattr(inner, "optimizers", [inner]))
 
 
 @replaces(_TF_OPTIMIZER, "build")
@@ -49,7 +44,8 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     if config is not None:
         assign_owners_if_needed(self, variables, config)
         keep_exact_shards_of(self, variables, config)
-        steppers = _steppers(self)
+        inner = getattr(self, "inner_optimizer", self)
+        steppers = getattr(inner, "optimizers", [inner])
         keep_residuals_of(self, variables, config, any(accumulates_partial_sums(one, config) for one in steppers))
         self._distribution_strategy.extended.optimizers.setdefault(self, 0)
 
@@ -77,23 +73,18 @@ def _add_variable_from_reference(
         return original(self, reference_variable, name=name, initializer=initializer)
 
 
-@replaces("keras.src.optimizers.base_optimizer.BaseOptimizer", "add_variable")
-def _add_variable(
-    original: Callable[..., Any],
-    self: Any,
-    shape: Any,
-    initializer: Any = "zeros",
-    dtype: Any = None,
-    aggregation: str = "none",
-    layout: Any = None,
-    name: str | None = None,
-) -> Any:
+@replaces(
+    _OPTIMIZER,
+    "add_variable",
+    signature="(self, shape, initializer='zeros', dtype=None, aggregation='none', layout=None, name=None)",
+)
+def _add_variable(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Keras makes the state of an optimizer that is built outside `scope()` under no strategy."""
     with in_scope_of(self):
-        return original(self, shape, initializer, dtype, aggregation, layout, name)
+        return original(self, *args, **kwargs)
 
 
-@replaces("keras.src.optimizers.base_optimizer.BaseOptimizer", "apply")
+@replaces(_OPTIMIZER, "apply")
 def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_variables: Any = None) -> None:
     """Keras clips, accumulates and averages each rank's own gradients, before they are reduced; outside replicas it fails."""
     move_to_variables(self, trainable_variables or ())
@@ -107,7 +98,7 @@ def _apply(original: Callable[..., None], self: Any, grads: Any, trainable_varia
         apply(self, grads, trainable_variables, config)
 
 
-@replaces("keras.src.optimizers.base_optimizer.BaseOptimizer", "apply_gradients")
+@replaces(_OPTIMIZER, "apply_gradients")
 def _apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: Any) -> Any:
     """Keras cannot do without pairs; of a rank whose stages are frozen there are none, and it still takes part and counts."""
     config = _config(self)

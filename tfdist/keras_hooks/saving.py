@@ -139,55 +139,34 @@ def _in_background(original: Callable[..., Any], self: Any) -> Any:
 
 @replaces("tensorflow.python.checkpoint.functional_saver.MultiDeviceSaver", "save", why=_ONE_PATH)
 def _save_tensors(original: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:
+    reads = tensorflow_checkpoints.only_reads()
+    return tensorflow_checkpoints.read_tensors(self) if reads else original(self, file_prefix, options)
+
+
+_RECORD = """(save_dir, model_checkpoint_path, all_model_checkpoint_paths=None, latest_filename=None, save_relative_paths=False, \
+all_model_checkpoint_timestamps=None, last_preserved_timestamp=None)"""
+_MANAGEMENT = "tensorflow.python.checkpoint.checkpoint_management"
+
+
+@replaces(_MANAGEMENT, "update_checkpoint_state_internal", signature=_RECORD, why=_ONE_PATH)
+@replaces(_MANAGEMENT, "_delete_file_if_exists", signature="(filespec)", why=_ONE_PATH)
+def _record_or_remove(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     if not tensorflow_checkpoints.only_reads():
-        return original(self, file_prefix, options)
-    return tensorflow_checkpoints.read_tensors(self)
-
-
-@replaces("tensorflow.python.checkpoint.checkpoint_management", "update_checkpoint_state_internal", why=_ONE_PATH)
-def _record(
-    original: Callable[..., None],
-    save_dir: str,
-    model_checkpoint_path: str,
-    all_model_checkpoint_paths: Any = None,
-    latest_filename: Any = None,
-    save_relative_paths: bool = False,
-    all_model_checkpoint_timestamps: Any = None,
-    last_preserved_timestamp: Any = None,
-) -> None:
-    if not tensorflow_checkpoints.only_reads():
-        original(
-            save_dir,
-            model_checkpoint_path,
-            all_model_checkpoint_paths,
-            latest_filename,
-            save_relative_paths,
-            all_model_checkpoint_timestamps,
-            last_preserved_timestamp,
-        )
-
-
-@replaces("tensorflow.python.checkpoint.checkpoint_management", "_delete_file_if_exists", why=_ONE_PATH)
-def _remove(original: Callable[..., None], filespec: str) -> None:
-    if not tensorflow_checkpoints.only_reads():
-        original(filespec)
+        original(*args, **kwargs)
 
 
 _PLAIN = """What is exported would read the variables of several devices, or shards, which a SavedModel cannot hold: while it is
 traced and written, the model's variables are plain ones on the host."""
 
 
-@replaces("keras.Model", "export", why=_PLAIN)
-def _export(
-    original: Callable[..., None],
-    self: Any,
-    filepath: Any,
-    format: str = "tf_saved_model",  # noqa: A002  Keras's name
-    verbose: Any = None,
-    input_signature: Any = None,
-    **kwargs: Any,
-) -> None:
-    _export_plain([self], lambda: original(self, filepath, format, verbose, input_signature, **kwargs))
+@replaces(
+    "keras.Model",
+    "export",
+    signature="(self, filepath, format='tf_saved_model', verbose=None, input_signature=None, **kwargs)",
+    why=_PLAIN,
+)
+def _export(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    _export_plain([self], lambda: original(self, *args, **kwargs))
 
 
 @replaces("keras.src.export.saved_model_export_archive.SavedModelExportArchive", "write_out", why=_PLAIN)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import inspect
+import pkgutil
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -135,22 +135,21 @@ class Table:
             self._is_installed = True
 
 
+def is_users(function: Any) -> bool:
+    """Whether the user has written `function`, and no library."""
+    return not (getattr(function, "__module__", None) or "").startswith(("keras.", "tensorflow.", "tfdist."))
+
+
 def _tuple(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def resolve(name: str) -> Any:
     """Returns the module or class of a dotted name, None if there is none."""
-    parts = name.split(".")
-    for number in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:number]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[number:]:
-            found = getattr(found, part, None)
-        return found
-    return None
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return None
 
 
 def signature_of(function: Any, skipped: int = 0) -> str:

@@ -12,7 +12,7 @@ from tensorflow.python.autograph.core import config
 from tfdist.collectives import Where, nested_functions, rank_program, trace_branches, where
 from tfdist.graphs import tape
 from tfdist.graphs.frames import is_asked_by_keras
-from tfdist.keras_hooks.table import replaces
+from tfdist.keras_hooks.table import is_users, replaces
 from tfdist.layers import randomness
 from tfdist.placements.eager import KNOWN, EagerFacts
 from tfdist.placements.facts import axes_of_static_rows
@@ -140,27 +140,22 @@ def _keras_shape(original: Callable[..., Any], x: Any) -> Any:
     return tuple(tf.shape(x)[axis] if axis in axes else size for axis, size in enumerate(found))
 
 
-_LIBRARIES = ("keras.", "tensorflow.", "tfdist.")
 _GIVEN = (
     """The gradient function finds what the function was given: numbers of a rank's own rows. So ranks agree on them first."""
 )
 
 
 @replaces("tensorflow.python.ops.custom_gradient", "_eager_mode_decorator", why=_GIVEN)
-def _custom_gradient(original: Callable[..., Any], f: Any, args: Any, kwargs: Any) -> Any:
-    return original(f, *_of_all_rows(f, (args, kwargs)))
-
-
 @replaces("tensorflow.python.ops.custom_gradient", "_graph_mode_decorator", why=_GIVEN)
-def _custom_gradient_in_graph(original: Callable[..., Any], f: Any, args: Any, kwargs: Any) -> Any:
-    return original(f, *_of_all_rows(f, (args, kwargs)))
-
-
-def _of_all_rows(function: Any, given: Any) -> Any:
+def _custom_gradient(original: Callable[..., Any], f: Any, args: Any, kwargs: Any) -> Any:
     program = rank_program(peers_on="data")
-    if program is None or (getattr(function, "__module__", None) or "").startswith(_LIBRARIES):
-        return given
-    return tf.nest.map_structure(lambda x: as_whole(program, x) if tf.is_tensor(x) else x, given)
+    if program is None or not is_users(f):
+        return original(f, args, kwargs)
+
+    def of_all_rows(x: Any) -> Any:
+        return as_whole(program, x, "custom_gradient") if tf.is_tensor(x) else x
+
+    return original(f, *tf.nest.map_structure(of_all_rows, (args, kwargs)))
 
 
 @replaces("tensorflow.python.framework.ops._EagerTensorBase", "_numpy")

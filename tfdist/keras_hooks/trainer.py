@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.checkpoint import tfdist_strategy
-from tfdist.data import FitData, Tape, first_batch, is_generator, steps, steps_of
-from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
+from tfdist.data import FitData, Tape, position, steps
+from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, is_users, replaces
 from tfdist.layers import layer_strategy, sharded_tensors
 from tfdist.metrics import updates
 from tfdist.metrics.adoption import adopt
@@ -119,10 +119,10 @@ def _build_on_symbols(original: Callable[..., None], self: Any, iterator: Any, d
         original(self, iterator=iterator, data_batch=data_batch)
         return
     # What is not built yet is built in the first step, as on one device: steps of one's own use the data in their own way.
-    if self.run_eagerly or any(_is_own(self, step) for step in ("train_step", "test_step")):
+    if self.run_eagerly or any(map(is_users, (type(self).train_step, type(self).test_step))):
         return
-    if iterator is not None and is_generator(iterator):
-        data_batch = first_batch(iterator)  # to read another one would move the generator on
+    if iterator is not None and position.is_generator(iterator):
+        data_batch = position.first_batch(iterator)  # to read another one would move the generator on
     elif iterator is not None:
         data_batch = tf.nest.map_structure(_spec_of_one_rank, iterator._distributed_dataset.element_spec)
         specs = tf.nest.flatten(data_batch)
@@ -177,7 +177,7 @@ def _reset(original: Callable[..., None], self: Any) -> None:
     ahead: how many these are differs from worker to worker."""
     running = self._current_iterator
     original(self)
-    if config_of(self._distribute_strategy) is not None and is_generator(self):
+    if config_of(self._distribute_strategy) is not None and position.is_generator(self):
         self._current_iterator = running
 
 
@@ -208,8 +208,8 @@ def _enumerate_iterator(original: Callable[..., Any], self: Any) -> Any:
     """A `fit` that goes on from a backup begins where its data were then; what no step has taken of a generator is given back."""
     tape = vars(self).get(_TAPE)
     if tape is None:
-        return steps_of(self, lambda: original(self))
-    return steps_of(self, lambda: tape.used_by(original(self), self.steps_per_execution))
+        return position.steps_of(self, lambda: original(self))
+    return position.steps_of(self, lambda: tape.used_by(original(self), self.steps_per_execution))
 
 
 @replaces(TRAINER, "_get_metrics_result_or_logs")
@@ -217,12 +217,6 @@ def _logs_of_epoch(original: Callable[..., Any], self: Any, logs: Any) -> Any:
     """An epoch that goes on from a backup behind its last step has no step whose logs Keras could take."""
     data = FitData.of(self)
     return original(self, logs if data is None else data.logs(logs))
-
-
-def _is_own(model: Any, step: str) -> bool:
-    """Whether the user has written the method `step` of `model`."""
-    module = getattr(type(model), step).__module__
-    return not module.startswith(("keras.", "tfdist."))
 
 
 def _spec_of_one_rank(spec: Any) -> Any:

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tfdist.collectives import all_gather, rank_program
 from tfdist.layers.statistics import Statistics
-from tfdist.losses.own_rows import own_rows
+from tfdist.losses.own_rows import OWN_ROWS
 from tfdist.placements.repair import meant_of_own_rows
 
 
@@ -40,7 +40,7 @@ def moments(
 
     `inputs` and `mask` are as of `moments_over_ranks`; `local_moments` computes from the rank's own part, as Keras does.
     """
-    program, rows = rank_program(peers_on="data"), own_rows()
+    program, rows = rank_program(peers_on="data"), OWN_ROWS.get()
     if program is None and rows is None:
         return local_moments(inputs, mask)
     if rows is not None:

@@ -6,6 +6,9 @@ import abc
 
 import tensorflow as tf
 
+from tfdist.collectives import RankProgram
+from tfdist.placements.rank_rows import RankRows
+
 
 class BatchPart(abc.ABC):
     """Some rows of the global batch, whose losses are computed by themselves: all rows of a rank, or a slice of them."""
@@ -23,21 +26,50 @@ class BatchPart(abc.ABC):
         """Returns the number of which `weigh` makes `share`; 0 without rows."""
         return tf.math.divide_no_nan(share, tf.cast(self.fraction(), share.dtype))
 
-    @abc.abstractmethod
-    def weigh_share(self, share: tf.Tensor) -> tf.Tensor:
-        """Returns the share of the global batch's loss, from this rank's `share` of the loss of all ranks' parts together."""
-
-    @abc.abstractmethod
     def divisor(self, values: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor:
         """Returns what the sum of the part's losses, `values`, is divided by, to become a share of the global batch's mean.
 
         That is the sum of `weights` over the global batch or, without weights, the count of the losses that `mask` leaves. A mask
         may have fewer elements than `values`, to which it is then broadcast.
         """
+        if weights is not None:
+            # Weights that a model computes get the gradient that they have on one device: an all-reduce carries it.
+            return self.totals([], [tf.reduce_sum(weights)])[0]
+        dtype = widened(values).dtype
+        if mask is None:
+            return self.totals([tf.cast(tf.size(values), dtype)], [])[0]
+        sizes = [tf.cast(tf.size(x), dtype) for x in (values, mask)]
+        elements, maskable, valid = self.totals(sizes, [tf.reduce_sum(tf.cast(mask, dtype))])
+        return elements * tf.math.divide_no_nan(valid, maskable)
 
     @abc.abstractmethod
+    def totals(self, counts: list[tf.Tensor], sums: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the sums over the global batch of this part's `counts`, which follow from shapes, and `sums`, of its data."""
+
+
+class RankBatch(BatchPart):
+    """The part of the global batch that one rank has in one trace; an attachment of the rank's program."""
+
+    def __init__(self, program: RankProgram):
+        self._rows: RankRows = program.attachment(RankRows)
+
+    def fraction(self) -> tf.Tensor:
+        return self._rows.weight()
+
+    def totals(self, counts: list[tf.Tensor], sums: list[tf.Tensor]) -> list[tf.Tensor]:
+        return self._rows.sums_over_ranks([*counts, *sums], "loss/divisor")
+
     def logged(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns what is logged of a loss of which this part has the share `value`."""
+        """Returns what is logged of a loss of which this rank has the share `value`."""
+        wide = widened(value)
+        if value.shape.rank == 0:
+            (loss,) = self._rows.sums_over_ranks([wide], "loss/value")
+        else:
+            # With reduction None a loss has one value per example, and Keras logs their mean.
+            summands = [tf.reduce_sum(wide), tf.cast(tf.size(wide), wide.dtype)]
+            total, count = self._rows.sums_over_ranks(summands, "loss/value")
+            loss = tf.math.divide_no_nan(total, count)
+        return tf.cast(loss, value.dtype)
 
 
 def widened(x: tf.Tensor) -> tf.Tensor:

@@ -8,12 +8,7 @@ or what their weights sum to. N ranks:
 
 The two differ as soon as the D_r do: in a last partial batch, with masks or with weights. Here the loss of rank r is its share,
 S_r / sum_s D_s: shares, and so their gradients, add up to those of the global batch, and a rank without examples has share 0.
-That is so in a training loop of one's own. In a step of Keras's trainer the loss of rank r is its own mean l_r, of which the
-share is w_r l_r, where w_r is the rank's part of the batch's rows: l_r = S_r / sum_s D_s / w_r. Plain means over rows and
-penalties of weights, which Keras does not see, are own means by themselves (see `trainer_step`).
-
-In cross-replica context and in Keras's symbolic build no rank computes, and no loss is a share. Metrics add up numerators and
-counts already (see `tfdist.metrics`).
+In a step of Keras's trainer it is the rank's own mean l_r, of which w_r l_r is the share (see `trainer_step`).
 
                               shares                                           own means
     reduce_weighted_values    instead of the scaled local mean. One            the same; the first one counts the rows of all
@@ -25,24 +20,22 @@ counts already (see `tfdist.metrics`).
                               reduction None
 
 A rank's batch may also be fed in slices (see `sliced_batch`): then a loss is the slice's own mean, and who feeds it weighs the
-sum of what a slice's loss consists of, Keras losses and plain means, by `SlicedBatch.weigh`.
-
-A loss in a loop inside `strategy.run` (`tf.map_fn`) raises, as every collective does there.
+sum of what a slice's loss consists of by `SlicedBatch.weigh`. A loss in a loop inside `strategy.run` (`tf.map_fn`) raises, as
+every collective does there.
 
 Note: losses that are one number. A loss that returns a scalar has averaged its rank's batch itself (a function that ends in
 `tf.reduce_mean`; `Dice` and `Tversky` without `axis`; `MeanSquaredError` of vectors). Keras does not scale such a loss, so that N
 ranks would train N times as fast as one; it divides `add_loss` and `activity_regularizer` by N. Here each of these losses is
-weighted by the rank's part of the batch's rows, which is exact if the loss is a mean over rows, or, as a weight's regularizer,
-has nothing to do with rows. Of any other (a sum, `Dice`, a ratio of sums) the ranks agree on the numbers that it needs first (see
-`placements.repair`). What `add_loss` gets from a Keras loss is a share already and stays one (a sum of such a share and of
-another mean, in one call, would be mistaken for a share: call `add_loss` twice).
+weighted by the rank's part of the batch's rows, if it is a mean over rows, or, as a weight's regularizer, has nothing to do with
+rows. A sum over rows, such as what `add_loss` gets from a Keras loss, is a share already (a sum of a share and of a mean, in one
+call, is taken for a share: call `add_loss` twice). Of any other (`Dice`, a ratio of sums) the ranks agree on the numbers that it
+needs first (see `placements.repair`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -51,17 +44,15 @@ from keras.src.losses import loss as keras_loss
 
 from tfdist import temporary
 from tfdist.collectives import rank_program
-from tfdist.losses.batch_part import BatchPart, widened
+from tfdist.losses.batch_part import BatchPart, RankBatch, widened
 from tfdist.losses.given_batch import GivenBatch
-from tfdist.losses.rank_batch import RankBatch
-from tfdist.losses.shares import Shares
 from tfdist.losses.sliced_batch import current_sliced_batch, is_on_trial
-from tfdist.losses.trainer_step import TrainerStep, trainer_step
+from tfdist.losses.trainer_step import trainer_step
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import How, Partial, Replicate
+from tfdist.placements.kinds import How, Partial, Placement, Replicate
 from tfdist.placements.repair import Repair
-from tfdist.placements.telling import is_sum, known_of_loss, without_extremes
+from tfdist.placements.telling import is_sum, known, known_of_loss, without_extremes
 
 _local = threading.local()
 
@@ -89,9 +80,9 @@ def _part() -> BatchPart | None:
     return None if program is None else program.attachment(RankBatch)
 
 
-def _trainer_step() -> TrainerStep | None:
-    """Returns the trainer's step in which losses are a rank's own means; None where they are shares."""
-    return None if current_sliced_batch() is not None else trainer_step()
+def _are_own_means() -> bool:
+    """Whether losses that are computed here are the part's own means; else they are its shares."""
+    return current_sliced_batch() is not None or trainer_step() is not None
 
 
 def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
@@ -100,7 +91,6 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
     The arguments are those of Keras's function of this name, with one of the reductions `MEANS`. Call it where the batch
     `is_shared`.
     """
-    part, step = _part(), _trainer_step()
     values, weights, mask = (
         x if x is None else keras.ops.convert_to_tensor(x, dtype=dtype) for x in (values, sample_weight, mask)
     )
@@ -110,67 +100,50 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         weights = tf.cast(weights, values.dtype)
         values, weights = keras_loss.squeeze_or_expand_to_same_rank(values, weights)
         values *= weights
-    if values.shape.rank == 0:  # see the note: losses that are one number
-        if current_sliced_batch() is not None:
-            return values
-        program = rank_program(peers_on="data")
-        placement = Replicate() if program is None else known_of_loss(program, values)
-        is_share = is_sum(placement)
-        if isinstance(placement, Partial) and placement.is_extreme:
-            values = without_extremes(program, values)
-        if step is not None:
-            return _noted(part.mean_of_share(values) if is_share else values, How.MEAN)
-        share = values if is_share else part.weigh(values)
-    else:
-        is_weighted = reduction == "mean_with_sample_weight" and weights is not None
-        values, mask, is_of_all = _of_all_rows(values, mask)
-        divisor = part.divisor(values, widened(weights) if is_weighted else None, mask)
-        if is_of_all:
-            program = rank_program()
-            divisor = divisor if is_weighted else divisor / len(program.group_ranks("data"))  # each has counted all rows
-            return of_all_rows(tf.cast(tf.math.divide_no_nan(tf.reduce_sum(widened(values)), divisor), values.dtype))
-        share = tf.cast(tf.math.divide_no_nan(tf.reduce_sum(widened(values)), divisor), values.dtype)
-    if step is not None:
-        return _noted(part.mean_of_share(share), How.MEAN)
-    if current_sliced_batch() is not None:
-        return part.mean_of_share(share)
-    program = rank_program(peers_on="data")
-    return share if program is None else program.attachment(Shares).add(_noted(share, How.SUM))
+    if values.shape.rank == 0:
+        return values if current_sliced_batch() is not None else _of_number(values, known_of_loss(rank_program(), values))
+    is_weighted = reduction == "mean_with_sample_weight" and weights is not None
+    values, mask, is_of_all = _of_all_rows(values, mask)
+    divisor = _part().divisor(values, widened(weights) if is_weighted else None, mask)
+    if is_of_all and not is_weighted:
+        divisor /= len(rank_program().group_ranks("data"))  # each has counted all rows
+    loss = tf.cast(tf.math.divide_no_nan(tf.reduce_sum(widened(values)), divisor), values.dtype)
+    return of_all_rows(loss) if is_of_all else _of_share(loss)
 
 
 def reduce_sum(values: Any) -> Any:
     """Returns what a Keras loss whose reduction is a sum makes of a part's `values`, which it has weighted."""
     total = tf.reduce_sum(values)
-    if values.shape.rank != 0 and current_sliced_batch() is not None:
-        return _mean_of_sum(total)
-    if _trainer_step() is None or values.shape.rank == 0:
-        return total
-    return _noted(_mean_of_sum(total), How.MEAN)
+    return _of_sum(total) if values.shape.rank != 0 and _are_own_means() else total
 
 
 def of_all_rows(loss: Any) -> Any:
-    """Returns what a rank's loss is, where `loss`, one number, was computed of the rows of all ranks, and is the same on all."""
-    if _trainer_step() is not None:
-        return _noted(loss, How.MEAN)
-    program = rank_program(peers_on="data")
-    return program.attachment(Shares).add(_noted(_part().weigh(loss), How.SUM))
+    """Returns what a part's loss is, where `loss`, one number, is a mean over its rows, or the same on all ranks."""
+    return _noted(loss, How.MEAN) if _are_own_means() else _noted(_part().weigh(loss), How.SUM)
 
 
-def average_loss(average: Callable[[Any], Any], per_example_loss: Any, global_batch_size: Any) -> Any:
-    """Returns a rank's own mean, where TensorFlow's `average` returns the sum of `per_example_loss` over a batch size.
-
-    `average` is given that size. Without a `global_batch_size` it is the number of the batch's rows.
-    """
-    if global_batch_size is None:
-        return _noted(average(tf.shape(per_example_loss)[0]), How.MEAN)
-    return _noted(_mean_of_sum(average(global_batch_size)), How.MEAN)
+def _of_share(share: tf.Tensor) -> tf.Tensor:
+    """Returns what a part's loss is, of the global batch's loss of which the part has `share`."""
+    return _noted(_part().mean_of_share(share), How.MEAN) if _are_own_means() else _noted(share, How.SUM)
 
 
-def _mean_of_sum(total: Any) -> Any:
+def _of_number(value: tf.Tensor, placement: Placement) -> tf.Tensor:
+    """Returns what a rank's loss is, where `value` is one number, of that placement: see the note."""
+    if isinstance(placement, Partial) and placement.is_extreme:
+        value = without_extremes(rank_program(), value)
+    return _of_share(value) if is_sum(placement) else of_all_rows(value)
+
+
+def own_mean(average: Any, *, is_over_batch: bool) -> Any:
+    """Returns a rank's own mean, from an `average` of its rows: their sum over the number of the batch's rows, or of its own."""
+    return _of_sum(average) if is_over_batch else _noted(average, How.MEAN)
+
+
+def _of_sum(total: Any) -> Any:
     """Returns of which own mean `total`, a sum over the part's rows, is the share; rows that several ranks have count once."""
     program = rank_program(peers_on="data")
     copies = 1 if program is None else program.attachment(GivenBatch).copies
-    return _part().mean_of_share(total) / tf.cast(copies, total.dtype)
+    return _noted(_part().mean_of_share(total) / tf.cast(copies, total.dtype), How.MEAN)
 
 
 def _of_all_rows(values: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor | None, bool]:
@@ -194,7 +167,7 @@ def _of_all_rows(values: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, 
 
 def _noted(loss: Any, how: How) -> Any:
     """Notes how the ranks' `loss`, which counts what it should, makes up that of the batch, and returns it."""
-    program = rank_program()
+    program = None if current_sliced_batch() is not None else rank_program()
     if program is not None and program.is_eager and tf.executing_eagerly():
         program.attachment(EagerFacts).declare(loss, Partial(how))
     elif program is not None and tf.is_symbolic_tensor(loss) and (here := program.that_made(loss)) is not None:
@@ -204,26 +177,29 @@ def _noted(loss: Any, how: How) -> Any:
 
 def is_own_mean() -> bool:
     """Whether losses that are computed here are a rank's own means."""
-    return is_shared() and _trainer_step() is not None
+    return is_shared() and current_sliced_batch() is None and trainer_step() is not None
 
 
 def scale_loss(value: Any) -> Any:
     """Returns the share of the step's loss, from a mean over a part of the batch, such as a layer's loss."""
-    part = _part()
-    if part is None or _trainer_step() is not None:
+    if _part() is None or is_own_mean():
         return value
-    value, program = tf.convert_to_tensor(value), rank_program(peers_on="data")
-    is_share = program is not None and program.attachment(Shares).is_share(value)
-    return part.weigh_share(value) if is_share else part.weigh(value)
+    value, sliced, program = tf.convert_to_tensor(value), current_sliced_batch(), rank_program(peers_on="data")
+    placement: Placement = Replicate()
+    if program is not None:
+        placement = known(program, value, "loss", tf.distribute.get_strategy(), "A loss that a layer adds")
+    if sliced is None:
+        return _of_number(value, placement)
+    return sliced.weigh_share(value) if is_sum(placement) else sliced.weigh(value)
 
 
 def unscale_loss(value: Any) -> Any:
-    """Returns what is logged of a step's loss, of which each rank has its share."""
+    """Returns what is logged of a step's loss, of which each rank has its share. Shares of slices are added up first."""
     part = _part()
     if part is None:
         return value
     value = tf.stop_gradient(tf.convert_to_tensor(value))
-    if _trainer_step() is None:
+    if isinstance(part, RankBatch) and not _are_own_means():
         return part.logged(value)
     # With reduction None a loss has one value per example, and Keras logs their mean.
     return value if value.shape.rank == 0 else tf.math.divide_no_nan(tf.reduce_sum(value), tf.cast(tf.size(value), value.dtype))

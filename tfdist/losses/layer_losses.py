@@ -13,19 +13,16 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, rank_program
 
 
-class LayerLosses:
-    """What layers have added on one eager rank; an attachment of its program."""
+class _Losses(dict[int, list[tf.Tensor]]):
+    """Those of one eager rank, by the id of the layer; an attachment of its program."""
 
     def __init__(self, program: RankProgram):
         del program
-        self._losses: dict[int, list[tf.Tensor]] = {}
-
-    def of(self, layer: Any) -> list[tf.Tensor]:
-        """Returns the list of the losses of `layer`, which is as long-lived as the step."""
-        return self._losses.setdefault(id(layer), [])
+        super().__init__()
 
 
-def eager_losses() -> LayerLosses | None:
-    """Returns the losses of the eager rank that runs here, None where none does."""
+def eager_losses(layer: Any) -> list[tf.Tensor] | None:
+    """Returns the list of the losses of `layer` on the eager rank that runs here, as long-lived as the step; None: none runs."""
     program = rank_program()
-    return program.attachment(LayerLosses) if program is not None and program.is_eager else None
+    is_eager = program is not None and program.is_eager
+    return program.attachment(_Losses).setdefault(id(layer), []) if is_eager else None

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce
-from tfdist.losses.batch_part import BatchPart, widened
+from tfdist.losses.batch_part import BatchPart
 from tfdist.placements.facts import Facts
 from tfdist.placements.graph_facts import TracedFacts
 from tfdist.placements.kinds import How, Partial, Replicate, Shard
@@ -83,25 +83,14 @@ class SlicedBatch(BatchPart):
         return tf.math.divide_no_nan(rows, self._all_rows)
 
     def weigh_share(self, share: tf.Tensor) -> tf.Tensor:
+        """Returns the share of the global batch's loss, from this rank's `share` of that of all slices of one number."""
         fraction = tf.math.divide_no_nan(self._rows_on_ranks[self._number], self._all_rows)
         return share * tf.cast(fraction, share.dtype)
 
-    def divisor(self, values: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None) -> tf.Tensor:
-        if weights is not None:
-            return self._total(tf.reduce_sum(weights))
-        dtype = widened(values).dtype
-        elements = self._total_count(tf.cast(tf.size(values), dtype))
-        if mask is None:
-            return elements
-        valid = self._total(tf.reduce_sum(tf.cast(mask, dtype)))
-        return elements * tf.math.divide_no_nan(valid, self._total_count(tf.cast(tf.size(mask), dtype)))
-
-    def logged(self, value: tf.Tensor) -> tf.Tensor:
-        return value  # whoever feeds the slices adds their shares up, and logs the sum
-
-    def _total_count(self, count: tf.Tensor) -> tf.Tensor:
-        """Returns how many there are in the global batch, from the slice's `count`, which is in proportion to its rows."""
-        return tf.math.divide_no_nan(count, tf.cast(self.fraction(), count.dtype))
+    def totals(self, counts: list[tf.Tensor], sums: list[tf.Tensor]) -> list[tf.Tensor]:
+        # Counts are in proportion to the rows.
+        in_all = [tf.math.divide_no_nan(count, tf.cast(self.fraction(), count.dtype)) for count in counts]
+        return [*in_all, *map(self._total, sums)]
 
     def _total(self, summand: tf.Tensor) -> tf.Tensor:
         """Returns the sum of `summand`, which depends on the data, over all slices of all ranks."""
@@ -140,13 +129,10 @@ class _ZeroState(keras.StatelessScope):
 
 
 def is_mean_over_rows(loss: Callable[[Any], Any], rows: Any, program: RankProgram | None) -> bool:
-    """Whether `loss(rows)` is what its values for slices are on average, weighted by their rows. What it is not seen to be, it
-    is not.
+    """Whether `loss(rows)` is seen to be what its values for slices are on average, weighted by their rows.
 
-    Args:
-        loss: is traced once more for that. What it has of weights counts as numbers that all ranks have.
-        rows: tensors, whose axis 0 is the batch, or their specs.
-        program: that of the rank; all ranks find the same.
+    It is traced once more for that, of `rows`: tensors whose axis 0 is the batch, or their specs. Weights count as numbers that
+    all ranks have.
     """
 
     def spec_of(x: Any) -> Any:

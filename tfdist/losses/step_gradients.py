@@ -14,7 +14,7 @@ from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.tensors_of_weights import is_of_weights
-from tfdist.losses.trainer_step import TrainerStep, trainer_step
+from tfdist.losses.trainer_step import trainer_step
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
@@ -187,7 +187,7 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Ca
         warn_of_custom_gradient(here, repair.unknown_since(start))
 
 
-def _placement(step: TrainerStep, program: RankProgram, target: tf.Tensor) -> Placement:
+def _placement(step: RankRows, program: RankProgram, target: tf.Tensor) -> Placement:
     """Returns the placement of what is differentiated; of one example's that of a mean."""
     if tape.in_vectorized_map():
         return Partial(How.MEAN)

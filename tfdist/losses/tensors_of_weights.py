@@ -14,10 +14,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.graphs.walks import before
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Replicate
+from tfdist.placements.surroundings import reads_variables
 
 
 def is_of_weights(source: Any, program: RankProgram) -> bool:
@@ -26,6 +26,5 @@ def is_of_weights(source: Any, program: RankProgram) -> bool:
         return False
     if not tf.is_symbolic_tensor(source):
         return program.is_eager and program.attachment(EagerFacts).is_of_weights(source)
-    if not program.exists_here(source) or program.attachment(Facts).of(source) != Replicate():
-        return False
-    return any(x.op.type == "ReadVariableOp" for x in before(source))
+    is_whole = program.exists_here(source) and program.attachment(Facts).of(source) == Replicate()
+    return is_whole and reads_variables(source)

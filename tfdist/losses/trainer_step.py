@@ -26,44 +26,27 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
-from tfdist.placements.eager import EagerFacts
 from tfdist.placements.rank_rows import RankRows
-from tfdist.placements.repair import Repair
-from tfdist.placements.telling import known
+from tfdist.placements.telling import as_mean
 from tfdist.sharding.gradient_weight import GradientWeight
 
 
-class TrainerStep:
-    """Whether one rank's program, in one trace, is a step of Keras's trainer; an attachment of the program.
-
-    Attributes:
-        model: the model that is trained; None: no trainer runs this program.
-    """
-
-    def __init__(self, program: RankProgram):
-        self._program = program
-        self.model: Any = None
-
-    def weight(self) -> tf.Tensor:
-        """Returns the rank's fraction of the batch's rows, a float64 scalar."""
-        return self._program.attachment(RankRows).weight()
-
-
-def trainer_step() -> TrainerStep | None:
-    """Returns the trainer's step that is traced or runs here; None elsewhere, and where one rank has the whole batch."""
+def trainer_step() -> RankRows | None:
+    """Returns the rank's rows in the trainer's step that is traced or runs here; None elsewhere, and where one rank has all."""
     program = rank_program(peers_on="data")
-    step = None if program is None else program.attachment(TrainerStep)
-    return None if step is None or step.model is None else step
+    rows = None if program is None else program.attachment(RankRows)
+    return None if rows is None or rows.model is None else rows
 
 
 def losses_of(model: Any) -> contextlib.AbstractContextManager[None]:
     """A block in which losses are a rank's own means, as in a step of Keras's trainer that trains `model`."""
     program = rank_program(peers_on="data")
-    return contextlib.nullcontext() if program is None else temporary.attributes(program.attachment(TrainerStep), model=model)
+    return contextlib.nullcontext() if program is None else temporary.attributes(program.attachment(RankRows), model=model)
 
 
 def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Callable[..., Any]:
@@ -76,16 +59,14 @@ def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Call
         program = rank_program(peers_on="data")
         if program is None:
             return step(data)
-        here = program.attachment(TrainerStep)
-        here.model = model
-        program.attachment(GradientWeight).use(here.weight)
-        program.attachment(RankRows).are_means = True
+        rows = program.attachment(RankRows)
+        rows.model, rows.are_means = model, True
+        program.attachment(GradientWeight).use(rows.weight)
         if is_keras_own:
-            program.attachment(RankRows).send_rows_along()
-        else:
-            here.weight()  # before any branch or loop in which no message could be sent
-        logs = step(data)
-        return logs if is_keras_own else _of_means(logs, model, program)
+            rows.send_rows_along()
+            return step(data)
+        rows.weight()  # before any branch or loop in which no message could be sent
+        return _of_means(step(data), model, program)
 
     return marked
 
@@ -97,27 +78,9 @@ def _of_means(logs: Any, model: Any, program: RankProgram) -> Any:
         if not (tf.is_tensor(x) and x.dtype.is_floating and x.shape.rank == 0 and program.exists_here(x)):
             return x
         name = "/".join(map(str, path))
-        known(program, x, f"log/{name}", model, f"What a step of {type(model).__name__} returns as {name!r}")
-        if program.is_eager:
-            return x if program.attachment(RankRows).are_everywhere else program.attachment(EagerFacts).as_mean(x)
-        return program.attachment(Repair).as_mean(x, f"log/{name}")
+        return as_mean(program, x, f"log/{name}", model, f"What a step of {type(model).__name__} returns as {name!r}")
 
-    return tf.nest.pack_sequence_as(logs, [mean(path, x) for path, x in _with_paths(logs)])
-
-
-def _with_paths(logs: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns the leaves of `logs` in the order of `tf.nest.flatten`, with the keys that lead to each."""
-    if isinstance(logs, dict):
-        return [((key, *path), x) for key in sorted(logs) for path, x in _with_paths(logs[key])]
-    if isinstance(logs, list | tuple):
-        return [((place, *path), x) for place, one in enumerate(logs) for path, x in _with_paths(one)]
-    return [((), logs)]
-
-
-def weight_of_logs() -> tf.Tensor | None:
-    """Returns with which weight this rank's numbers count in means over the ranks, a float64 scalar; None: with 1/N."""
-    step = trainer_step()
-    return None if step is None else step.weight()
+    return keras.tree.pack_sequence_as(logs, [mean(path, x) for path, x in keras.tree.flatten_with_path(logs)])
 
 
 def enters_with_the_loss() -> bool:
@@ -126,10 +89,9 @@ def enters_with_the_loss() -> bool:
     return program is not None and program.attachment(GradientWeight).is_in_loss
 
 
-def entered_with_the_loss(step: TrainerStep | None, function: Callable[[], Any]) -> Any:
-    """Calls Keras's own `train_step`, the `function`, where `weighted_in_gradient` gives gradients their weight."""
+def entered_with_the_loss() -> contextlib.AbstractContextManager[None]:
+    """A block of Keras's own `train_step`, where `weighted_in_gradient` gives gradients their weight."""
     program = rank_program()
-    if step is None or program is None:
-        return function()
-    with program.attachment(GradientWeight).entered_with_the_loss():
-        return function()
+    if trainer_step() is None or program is None:
+        return contextlib.nullcontext()
+    return program.attachment(GradientWeight).entered_with_the_loss()

@@ -1,1 +1,1 @@
-"""Level 5: Keras metrics of the global batch."""
+"""Level 5.5: Keras metrics of the global batch."""

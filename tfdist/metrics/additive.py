@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.metrics.arguments import Arguments
+from tfdist.metrics.arguments import dense, mapped, others
 from tfdist.placements.graph_facts import TracedFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate
 
@@ -26,24 +26,21 @@ _FUNCTIONS = frozenset("Case If PartitionedCall StatefulPartitionedCall Stateles
 _ASSIGNMENTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 
 
-def adds_up(update: Callable[..., Any], arguments: Arguments) -> bool:
-    """Whether the states that `update(*args, **kwargs)` assigns grow by sums over the rows of its arguments."""
+def adds_up(update: Callable[..., Any], given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Whether the states that `update` assigns, called with the arguments `given`, grow by sums over their rows."""
+    tensors = dense(given)
 
-    def traced(*tensors: tf.Tensor) -> None:
-        args, kwargs = arguments.replaced(tensors)
+    def traced(*found: tf.Tensor) -> None:
+        new = dict(zip(map(id, tensors), found, strict=True))
+        args, kwargs = mapped(lambda x: new[id(x)], given)
         update(*args, **kwargs)
 
-    specs = [_without_rows(tensor) for tensor in arguments.tensors]
+    specs = [tf.TensorSpec([None, *x.shape[1:]] if x.shape.rank else x.shape, x.dtype) for x in tensors]
     try:
         graph = tf.function(traced, autograph=False).get_concrete_function(*specs).graph
-        return not arguments.others and _Update(graph).adds_up()
+        return not others(given) and _Update(graph).adds_up()
     except Exception:  # noqa: BLE001  what cannot be traced here is not known to add up
         return False
-
-
-def _without_rows(tensor: tf.Tensor) -> tf.TensorSpec:
-    shape = tensor.shape
-    return tf.TensorSpec(shape if not shape.rank else [None, *shape[1:]], tensor.dtype)
 
 
 class _Update(TracedFacts):

@@ -1,8 +1,8 @@
-"""The arguments of a metric's update: the tensors in them, with their masks, to be replaced by others."""
+"""What a metric is updated with, `given`: its arguments, in any structure; the dense tensors in it, and their masks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -10,35 +10,26 @@ import tensorflow as tf
 _MASK = "_keras_mask"  # where Keras keeps the mask of a tensor
 
 
-class Arguments:
-    """What `update_state` is called with.
+def mapped(function: Callable[[tf.Tensor], tf.Tensor], given: Any) -> Any:
+    """Returns `given` with `function(x)` in the place of each dense tensor, and of its mask."""
 
-    Attributes:
-        tensors: the dense tensors among the arguments, then their masks.
-        others: the ragged and sparse tensors.
-    """
+    def of(x: Any) -> Any:
+        if not isinstance(x, tf.Tensor):
+            return x
+        made = function(x)
+        if isinstance(mask := getattr(x, _MASK, None), tf.Tensor):
+            setattr(made, _MASK, function(mask))
+        return made
 
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]):
-        self._structure = (tuple(args), kwargs)
-        self._leaves = tf.nest.flatten(self._structure)
-        dense = [leaf for leaf in self._leaves if isinstance(leaf, tf.Tensor)]
-        self._masks = [mask for leaf in dense if isinstance(mask := getattr(leaf, _MASK, None), tf.Tensor)]
-        self.tensors = [*dense, *self._masks]
-        self.others = [leaf for leaf in self._leaves if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor)]
+    return tf.nest.map_structure(of, given)
 
-    @property
-    def have_no_rows(self) -> bool:
-        """Whether it is known, before the step runs, that there are tensors of rows, and no row in any."""
-        sizes = {tensor.shape[0] if tensor.shape.rank else None for tensor in self.tensors}
-        return sizes == {0} and not self.others
 
-    def replaced(self, tensors: Sequence[tf.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments, positional and by name, with `tensors` in the place of those that they have."""
-        new = dict(zip(map(id, self.tensors), tensors, strict=True))
-        leaves = [new.get(id(leaf), leaf) for leaf in self._leaves]
-        for leaf in self._leaves:
-            mask = getattr(leaf, _MASK, None) if isinstance(leaf, tf.Tensor) else None
-            if isinstance(mask, tf.Tensor):
-                setattr(new[id(leaf)], _MASK, new[id(mask)])
-        args, kwargs = tf.nest.pack_sequence_as(self._structure, leaves)
-        return args, kwargs
+def dense(given: Any) -> list[tf.Tensor]:
+    """Returns the dense tensors, and then their masks."""
+    found = [x for x in tf.nest.flatten(given) if isinstance(x, tf.Tensor)]
+    return [*found, *(mask for x in found if isinstance(mask := getattr(x, _MASK, None), tf.Tensor))]
+
+
+def others(given: Any) -> list[tf.RaggedTensor | tf.SparseTensor]:
+    """Returns the ragged and sparse tensors."""
+    return [x for x in tf.nest.flatten(given) if isinstance(x, tf.RaggedTensor | tf.SparseTensor)]

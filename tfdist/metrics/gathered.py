@@ -5,20 +5,20 @@ Several metrics of a step gather the same predictions once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_reduce, can_be_gathered, gather_rows
-from tfdist.metrics.arguments import Arguments
+from tfdist.collectives import RankProgram, can_be_gathered, gather_rows
+from tfdist.metrics.arguments import dense, mapped, others
+from tfdist.placements.telling import as_whole
 
 
-def why_not(arguments: Arguments) -> str:
-    """Returns why `arguments` cannot be gathered, "" if they can."""
-    if arguments.others:
-        return f"a {type(arguments.others[0]).__name__} cannot be gathered from the ranks"
-    for tensor in arguments.tensors:
+def why_not(given: Any) -> str:
+    """Returns why the arguments `given` cannot be gathered, "" if they can."""
+    if found := others(given):
+        return f"a {type(found[0]).__name__} cannot be gathered from the ranks"
+    for tensor in dense(given):
         if not can_be_gathered(tensor):
             return f"a tensor of dtype {tensor.dtype.name} cannot be gathered from the ranks"
     return ""
@@ -31,20 +31,14 @@ class GatheredBatch:
         self._program = program
         self._gathered: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}  # with what was gathered: a number is that of a living object
 
-    def of(self, arguments: Arguments, fraction: Callable[[], tf.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns `arguments` with all ranks' rows; numbers averaged, weighted by `fraction()`, the rank's part of the rows."""
-        return arguments.replaced([self._whole(tensor, fraction) for tensor in arguments.tensors])
+    def of(self, given: Any) -> Any:
+        """Returns the arguments `given` with all ranks' rows, and numbers as they are on one device."""
+        return mapped(self._whole, given)
 
-    def _whole(self, tensor: tf.Tensor, fraction: Callable[[], tf.Tensor]) -> tf.Tensor:
+    def _whole(self, tensor: tf.Tensor) -> tf.Tensor:
         if id(tensor) not in self._gathered:
-            self._gathered[id(tensor)] = (tensor, self._gather(tensor, fraction))
+            is_number = tensor.shape.rank == 0
+            whole = as_whole(self._program, tensor, "metrics/scalar") if is_number else gather_rows(tensor, "metrics/rows")
+            self._gathered[id(tensor)] = tensor, whole
         # Another object each time: a mask is set on it.
         return tf.identity(self._gathered[id(tensor)][1])
-
-    def _gather(self, tensor: tf.Tensor, fraction: Callable[[], tf.Tensor]) -> tf.Tensor:
-        if tensor.shape.rank == 0:
-            if not tensor.dtype.is_floating:
-                return tensor
-            part = tf.cast(fraction(), tensor.dtype)
-            return all_reduce(tf.where(part > 0, part * tensor, tf.zeros_like(tensor)), "data", label="metrics/scalar")
-        return gather_rows(tensor, "metrics/rows")

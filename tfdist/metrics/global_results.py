@@ -14,6 +14,7 @@ N curves, of ratios with different denominators.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,21 +22,13 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute import values as distribute_values
 
 from tfdist.collectives import RankProgram, all_reduce, cross_replica_of, rank_program
+from tfdist.losses.trainer_step import trainer_step
 from tfdist.metrics import updates
 from tfdist.metrics.adoption import adopt
 from tfdist.placements import eager
 from tfdist.sharding import keras_scope
-
-
-class _Results:
-    """What results mean in one rank's program; an attachment of it."""
-
-    def __init__(self, program: RankProgram):
-        del program
-        self.are_own = False  # those of the rank
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,21 +44,21 @@ class _Summed:
     def __init__(self) -> None:
         self._metrics: weakref.WeakKeyDictionary[keras.metrics.Metric, bool] = weakref.WeakKeyDictionary()
 
-    def has(self, metric: keras.metrics.Metric) -> bool:
-        return self._metrics.setdefault(metric, any(map(updates.may_add_up, updates.parts(metric))))
+    def has(self, metric: keras.metrics.Metric, program: RankProgram) -> bool:
+        return self._metrics.setdefault(metric, any(updates.may_add_up(one, program) for one in updates.parts(metric)))
 
     def check_complete(self) -> None:
         pass
 
 
-def result(metric: keras.metrics.Metric, own: Callable[[], Any]) -> Any:
-    """Returns `own()`, the `result` of the metric's class; in a rank computed from the sums over the ranks."""
+def result(own: Callable[..., Any], metric: keras.metrics.Metric, /, *args: Any, **kwargs: Any) -> Any:
+    """Returns `own(*args, **kwargs)`, the `result` of the metric's class; in a rank computed from the sums over the ranks."""
     program = rank_program(peers_on="data")
     if program is None or keras_scope.in_stateless_scope():
-        return own()
+        return own(*args, **kwargs)
     adopt(metric, tf.distribute.get_strategy())
     with eager.own_use(program):
-        return tf.nest.map_structure(_as_tensor, _result(metric, own, program))
+        return tf.nest.map_structure(_as_tensor, _result(metric, functools.partial(own, *args, **kwargs), program))
 
 
 def _as_tensor(value: Any) -> Any:
@@ -74,10 +67,10 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _result(metric: keras.metrics.Metric, own: Callable[[], Any], program: RankProgram) -> Any:
-    if program.attachment(_Results).are_own:
+    if program.attachment(updates.RankMetrics).has_own_results:
         return own()
     variables = [variable for variable in metric.variables if updates.is_of_ranks(variable) and variable.aggregation == "sum"]
-    if not variables or not program.plan.attachment(_Summed).has(metric):
+    if not variables or not program.plan.attachment(_Summed).has(metric, program):
         return own()
     if not program.may_emit_here():
         warnings.warn(
@@ -97,21 +90,12 @@ def _result(metric: keras.metrics.Metric, own: Callable[[], Any], program: RankP
 
 
 def naming_the_model(
-    model: Any,
-    step: Callable[..., Any],
-    make: Callable[..., Any],
-    weight: Callable[[], tf.Tensor | None],
-    is_logged_after: Callable[[], bool],
+    model: Any, step: Callable[..., Any], make: Callable[..., Any], is_logged_after: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """Returns the function `make(step)` of an iterator, as Keras makes it, with a step that says whose its logs are.
+    """Returns the function `make(step)` of an iterator, as Keras makes it, with a step of `model` that says whose its logs are.
 
-    Args:
-        model: the model.
-        step: its `train_step` or `test_step`.
-        make: makes a function of an iterator from a step.
-        weight: called when the step is through, returns how much a rank's numbers count in their mean (None: 1/N).
-        is_logged_after: whether all that the step does with results is Keras's own code: results are those of the rank then, and
-            `reduce_logs` computes them anew.
+    Where `is_logged_after()`, all that the step does with results is Keras's own code: they are those of the rank then, and
+    `reduce_logs` computes them anew.
     """
     owner, no_owner = _Owner(model), _Owner(None)
 
@@ -119,8 +103,9 @@ def naming_the_model(
         program = rank_program(peers_on="data")
         has_owner = is_logged_after()
         if program is not None:
-            program.attachment(_Results).are_own = has_owner
-        return step(data), owner if has_owner else no_owner, weight()
+            program.attachment(updates.RankMetrics).has_own_results = has_owner
+        logs, rows = step(data), trainer_step()
+        return logs, owner if has_owner else no_owner, None if rows is None else rows.weight()
 
     return make(step_with_owner)
 
@@ -160,28 +145,21 @@ def _weighted_means(logs: Any, weights: Any, strategy: tf.distribute.Strategy) -
         tf.math.multiply_no_nan(tf.stack([tf.cast(of_rank[place][rank], tf.float64) for place in numbers]), weight)
         for rank, weight in enumerate(strategy.experimental_local_results(weights))
     ]
-    cross_replica = cross_replica_of(strategy)
-    if cross_replica.is_multi_worker:
-        total = cross_replica.all_reduce(parts, "sum", "logs")[0]
-    else:
-        total = tf.add_n(parts)  # of one rank of each replica already
-    means = tf.unstack(total, num=len(numbers))
+    means = tf.unstack(_sum_over_ranks(parts, strategy, "logs"), num=len(numbers))
     for place, mean in zip(numbers, means, strict=True):
         flat[place] = tf.cast(mean, of_rank[place][0].dtype)
     return tf.nest.pack_sequence_as(logs, flat)
 
 
-def _is_partial(variable: Any) -> bool:
-    return updates.is_of_ranks(variable) and variable._value.is_sum
-
-
 def _summed_outside(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras.StatelessScope:
     """Returns a scope in which `variables`, where each rank has its own part of a sum, read as the sum over all ranks."""
-    return _scope(
-        [variable for variable in variables if _is_partial(variable)],
-        lambda packed: _sum_over_ranks(packed, strategy),
-        lambda value: list(value.values),
-    )
+    partial = [variable for variable in variables if updates.is_of_ranks(variable) and variable._value.is_sum]
+    is_multi_worker = cross_replica_of(strategy).is_multi_worker
+
+    def parts_of(value: Any) -> list[tf.Tensor]:
+        return list((value if is_multi_worker else strategy.extended.one_per_replica(value)).values)
+
+    return _scope(partial, lambda packed: _sum_over_ranks(packed, strategy, "metrics"), parts_of)
 
 
 def _scope(
@@ -205,8 +183,7 @@ def _scope(
     return keras.StatelessScope(state_mapping=sums)
 
 
-def _sum_over_ranks(parts: Sequence[tf.Tensor], strategy: tf.distribute.Strategy) -> tf.Tensor:
+def _sum_over_ranks(parts: Sequence[tf.Tensor], strategy: tf.distribute.Strategy, label: str) -> tf.Tensor:
+    """Returns the sum of `parts`: over several workers of each local rank, in one process of one rank of each replica."""
     cross_replica = cross_replica_of(strategy)
-    if cross_replica.is_multi_worker:
-        return cross_replica.all_reduce(parts, "sum", "metrics")[0]
-    return tf.add_n(strategy.extended.one_per_replica(distribute_values.PerReplica(tuple(parts))).values)
+    return cross_replica.all_reduce(parts, "sum", label)[0] if cross_replica.is_multi_worker else tf.add_n(parts)

@@ -11,7 +11,6 @@ exact all the same: a maximum, a metric function that returns one number for the
 from __future__ import annotations
 
 import contextlib
-import enum
 import inspect
 import threading
 import warnings
@@ -24,98 +23,74 @@ import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
+from tfdist.losses.given_batch import GivenBatch
+from tfdist.losses.global_losses import whole_batch
 from tfdist.metrics.additive import adds_up
 from tfdist.metrics.adoption import adopt
-from tfdist.metrics.arguments import Arguments
+from tfdist.metrics.arguments import dense, mapped, others
 from tfdist.metrics.gathered import GatheredBatch, why_not
 from tfdist.placements import eager
 from tfdist.placements.rank_rows import RankRows
-from tfdist.placements.repair import Repair
-from tfdist.placements.telling import known
+from tfdist.placements.telling import as_mean
 from tfdist.sharding import PartialSyncOnReadVariable, keras_scope
 from tfdist.sharding.gradient_numbers import GradientNumbers
 
 Update = Callable[..., Any]
 
 
-class _Way(enum.Enum):
-    """With which rows a rank updates a metric."""
-
-    OWN_ROWS = enum.auto()  # nothing is sent
-    ALL_ROWS = enum.auto()  # the arguments are gathered, once a step for all metrics
-    ALL_ROWS_ON_FIRST = enum.auto()  # and data index 0 alone updates it: other stages' ranks do not, and hold summands
-
-
 _local = threading.local()
-_ways: weakref.WeakKeyDictionary[keras.metrics.Metric, _Way] = weakref.WeakKeyDictionary()
+# Whether a rank updates a metric with its own rows, and sends nothing; else its arguments are gathered.
+_has_own_rows: weakref.WeakKeyDictionary[keras.metrics.Metric, bool] = weakref.WeakKeyDictionary()
 
 
-class _Updates:
-    """Whether a metric is being updated in a rank's program: what it updates in turn is a part of it."""
+class RankMetrics:
+    """What one rank's program is doing with metrics; an attachment of it.
+
+    Attributes:
+        is_updating: whether it updates one: what that updates in turn is a part of it.
+        has_own_results: whether results are those of the rank.
+    """
 
     def __init__(self, program: RankProgram):
         del program
-        self.is_inside = False
+        self.is_updating = self.has_own_results = False
 
 
-def update(
-    metric: keras.metrics.Metric,
-    own: Update,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    fraction: Callable[[RankProgram], tf.Tensor],
-    once: Callable[[RankProgram, Any], Any],
-    whole_batch: Callable[[], contextlib.AbstractContextManager[None]],
-) -> Any:
-    """Updates `metric` by `own(*args, **kwargs)`, its `update_state`, with the rows that it needs.
+def update(own: Update, metric: keras.metrics.Metric, /, *args: Any, **kwargs: Any) -> Any:
+    """Updates `metric` by `own(*args, **kwargs)`, the bound `update_state` of its class, with the rows that it needs.
 
-    Args:
-        metric: the metric, made under a tfdist strategy or under none.
-        own: the bound `update_state` of its class.
-        args: the arguments, those of a rank in `strategy.run`; elsewhere `own` is called with them as they are.
-        kwargs: the arguments by name.
-        fraction: returns a rank's part of the global batch's rows, a float64 scalar.
-        once: returns rows, or a weight, without those that other ranks have, too, and that count there.
-        whole_batch: returns a block in which losses are those of a whole batch, not of a rank's part.
+    The metric may be made under a tfdist strategy or under none; outside `strategy.run` the arguments stay as they are.
     """
     program = rank_program(peers_on="data")
     if program is None or keras_scope.in_stateless_scope():
         return own(*args, **kwargs)
     adopt(metric, tf.distribute.get_strategy())
-    if not _spans_ranks(metric):
+    here = program.attachment(RankMetrics)
+    # Of a metric that is no strategy's all ranks have the same variables.
+    if here.is_updating or not all(map(is_of_ranks, metric.variables)):
         return own(*args, **kwargs)
-    updates = program.attachment(_Updates)
-    if updates.is_inside:
-        return own(*args, **kwargs)
-
-    def part() -> tf.Tensor:
-        return fraction(program)
-
-    def counted(x: Any) -> Any:
-        return once(program, x)
-
-    arguments = Arguments(args, kwargs)
-    args, kwargs = arguments.replaced([x if x.shape.rank == 0 else counted(x) for x in arguments.tensors])
-    arguments = Arguments(args, kwargs)
-    with temporary.attributes(updates, is_inside=True):
-        if metric not in _ways:
-            _ways[metric] = _way(metric, own, arguments, args, kwargs, program)
-        if _ways[metric] is not _Way.OWN_ROWS:
-            args, kwargs = program.attachment(GatheredBatch).of(arguments, part)
-            if _ways[metric] is _Way.ALL_ROWS:
-                _hold_whole(metric)
+    once = program.attachment(GivenBatch).once
+    args, kwargs = given = mapped(lambda x: x if x.shape.rank == 0 else once(x), (args, kwargs))
+    with temporary.attributes(here, is_updating=True):
+        if metric not in _has_own_rows:
+            _has_own_rows[metric] = _takes_own_rows(metric, own, args, kwargs, program)
+        if not _has_own_rows[metric]:
+            args, kwargs = program.attachment(GatheredBatch).of(given)
+            if not program.mesh.splits_layers:
+                _hold(metric, PartialSyncOnReadVariable.hold_whole)
             elif program.mesh.coordinate(program.rank).data > 0:
-                return None
+                return None  # one rank alone: those of other stages do not update it, and all hold summands
             with whole_batch(), _own_use(program):
                 return own(*args, **kwargs)
-        _hold_summands(metric)
-        if arguments.have_no_rows and metric.variables:
+        _hold(metric)
+        is_empty = {x.shape[0] if x.shape.rank else None for x in dense(given)} == {0} and not others(given)
+        if is_empty and metric.variables:
             return None  # it adds nothing, and Keras's operations refuse it where they see it: in eager runs
         if _is_keras(own, "Mean.update_state", "Sum.update_state"):
-            args, kwargs = _weighted(metric, own, args, kwargs, part, counted)
+            args, kwargs = _weighted(metric, own, args, kwargs, program)
         with _own_use(program):
             updated = own(*args, **kwargs)
-        _hold_summands(metric)  # also what it has made now
+        _hold(metric)  # also what it has made now
         return updated
 
 
@@ -160,51 +135,34 @@ def is_container(kind: type) -> bool:
     return kind.__module__ == "keras.src.trainers.compile_utils"
 
 
-def may_add_up(metric: keras.metrics.Metric) -> bool:
+def may_add_up(metric: keras.metrics.Metric, program: RankProgram) -> bool:
     """Whether ranks may hold summands of the metric's state; that of a metric of Keras they do from now on."""
-    if metric not in _ways and _is_known_to_add_up(metric, metric.update_state):
-        _ways[metric] = _Way.OWN_ROWS
-        _hold_summands(metric)
-    return _ways.get(metric) is not _Way.ALL_ROWS
+    if metric not in _has_own_rows and _is_known_to_add_up(metric, metric.update_state):
+        _has_own_rows[metric] = True
+        _hold(metric)
+    return _has_own_rows.get(metric, True) or program.mesh.splits_layers
 
 
-def _spans_ranks(metric: keras.metrics.Metric) -> bool:
-    """Whether the metric is the strategy's: else all ranks have the same variables."""
-    return all(map(is_of_ranks, metric.variables))
+def _hold(metric: keras.metrics.Metric, hold: Callable[[Any], None] = PartialSyncOnReadVariable.hold_summands) -> None:
+    for variable in filter(is_of_ranks, metric.variables):
+        hold(variable._value)
 
 
-def _hold_summands(metric: keras.metrics.Metric) -> None:
-    for variable in metric.variables:
-        if is_of_ranks(variable):
-            variable._value.hold_summands()
-
-
-def _hold_whole(metric: keras.metrics.Metric) -> None:
-    for variable in metric.variables:
-        if is_of_ranks(variable):
-            variable._value.hold_whole()
-
-
-def _way(
-    metric: keras.metrics.Metric,
-    own: Update,
-    arguments: Arguments,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    program: RankProgram,
-) -> _Way:
+def _takes_own_rows(
+    metric: keras.metrics.Metric, own: Update, args: tuple[Any, ...], kwargs: dict[str, Any], program: RankProgram
+) -> bool:
     if _is_known_to_add_up(metric, own, args, kwargs):
-        return _Way.OWN_ROWS
+        return True
     with program.on_trial():
-        if all(variable.aggregation == "sum" for variable in metric.variables) and adds_up(own, arguments):
-            return _Way.OWN_ROWS
-    obstacle = why_not(arguments)
+        if all(variable.aggregation == "sum" for variable in metric.variables) and adds_up(own, (args, kwargs)):
+            return True
+    obstacle = why_not((args, kwargs))
     if program.attachment(RankRows).are_of_slices:
         obstacle = "in a pipeline it is updated with the rows of one microbatch"
     if not program.may_emit_here():
         obstacle = "it is updated in a branch, a loop or a nested `tf.function`"
     if not obstacle:
-        return _Way.ALL_ROWS_ON_FIRST if program.mesh.splits_layers else _Way.ALL_ROWS
+        return False
     warnings.warn(
         f"The metric {metric.name!r} ({type(metric).__name__}) is updated by each device with its own rows, and the devices' "
         f"states are added up: right only if they are sums over rows. Its updates are not seen to be such sums, and {obstacle}. "
@@ -212,21 +170,15 @@ def _way(
         "`strategy.run`, with the whole batch.",
         stacklevel=2,
     )
-    return _Way.OWN_ROWS
+    return True
 
 
-def _as_mean(value: tf.Tensor, metric: keras.metrics.Metric, part: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """Returns `value`, a number, such that the ranks' own, by their weights, are that of the whole batch."""
-    program = rank_program()
-    here = None if program is None else program.here()
-    if here is None or program.attachment(RankRows).are_of_slices:
-        return value
-    known(program, value, f"metric/{metric.name}", metric, f"The number given to the metric {metric.name!r}")
-    if program.is_eager:
-        return here.attachment(eager.EagerFacts).as_mean(value)
-    if not tf.is_symbolic_tensor(value):
-        return value
-    return here.attachment(Repair).as_mean(value, f"metric/{metric.name}")
+def _part_of_rows(program: RankProgram) -> tf.Tensor:
+    """Returns the rank's part of the rows; in a branch, before they were counted, that of equal parts."""
+    rows, given = program.attachment(RankRows), program.attachment(GivenBatch)
+    is_known = rows.is_counted or program.may_emit_here()
+    part = rows.weight() if is_known else tf.constant(1 / program.mesh.size("data"), tf.float64)
+    return given.once(part * tf.cast(given.copies, part.dtype)) if rows.are_everywhere else part
 
 
 def _is_known_to_add_up(metric: keras.metrics.Metric, own: Update, args: Any = (), kwargs: Any = None) -> bool:
@@ -246,14 +198,9 @@ def _is_keras(function: Any, *names: str) -> bool:
 
 
 def _weighted(
-    metric: keras.metrics.Metric,
-    own: Update,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    part: Callable[[], tf.Tensor],
-    counted: Callable[[tf.Tensor], tf.Tensor],
+    metric: keras.metrics.Metric, own: Update, args: tuple[Any, ...], kwargs: dict[str, Any], program: RankProgram
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of `Mean` or `Sum` with a number weighted by the rank's `part` of the rows.
+    """Returns the arguments of `Mean` or `Sum` with a number weighted by the rank's part of the rows.
 
     A weight that is a tensor is taken for a count of the rank's rows, as Keras gives it.
     """
@@ -265,13 +212,14 @@ def _weighted(
     if value.shape.rank != 0:
         return args, kwargs
     if given_weight is None or isinstance(given_weight, int | float):
-        weight = tf.cast(part(), metric.dtype) * (1 if given_weight is None else given_weight)
+        weight = tf.cast(_part_of_rows(program), metric.dtype) * (1 if given_weight is None else given_weight)
     else:
-        weight = counted(tf.convert_to_tensor(given_weight))
+        weight = program.attachment(GivenBatch).once(tf.convert_to_tensor(given_weight))
         if weight.shape.rank != 0:
             return args, kwargs
         weight = tf.cast(weight, metric.dtype)
-    value = tf.cast(_as_mean(value, metric, part), metric.dtype)
+    told = f"The number given to the metric {metric.name!r}"
+    value = tf.cast(as_mean(program, value, f"metric/{metric.name}", metric, told), metric.dtype)
     value = tf.where(weight > 0, value, tf.zeros_like(value))  # of no rows it may be no number
     if given_weight is None and not _is_keras(own, "Mean.update_state"):
         return (value * weight,), {}

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, point_to_point
 from tfdist.graphs import tape
-from tfdist.losses.own_rows import with_own_rows
+from tfdist.losses.own_rows import OWN_ROWS
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.gradients import GradientSum, added
 from tfdist.pipeline.microbatches import Microbatches
@@ -196,7 +197,7 @@ class Executor:
 
     def _traced(self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor]) -> list[tf.Tensor]:
         """Computes `stage` by operations that this microbatch has for itself."""
-        with with_own_rows(self.data.rows[microbatch] if self.data.may_be_empty else None):
+        with temporary.context_value(OWN_ROWS, self.data.rows[microbatch] if self.data.may_be_empty else None):
             return stage(stage_inputs, self.data.fed[microbatch], training=self.training)
 
     def _record(

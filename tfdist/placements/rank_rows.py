@@ -20,6 +20,7 @@ class RankRows:
     Attributes:
         rows: how many rows the rank has, an int64 scalar.
         are_everywhere: whether all ranks have the same rows, those of the batch.
+        model: what Keras's trainer trains or tests in this trace; None: no trainer runs it.
         are_means: whether the losses of this trace are the ranks' own means, as in a step of Keras's trainer; else their shares.
     """
 
@@ -27,6 +28,7 @@ class RankRows:
         self._program = program
         with program.outermost():
             self.rows = _rows(program.arguments)
+        self.model: Any = None
         self.are_means = False
         self.are_everywhere = False
         self._weight: tf.Tensor | None = None

@@ -74,12 +74,21 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     return placement
 
 
-def as_whole(program: RankProgram, tensor: tf.Tensor) -> tf.Tensor:
+def as_whole(program: RankProgram, tensor: tf.Tensor, label: str) -> tf.Tensor:
     """Returns `tensor`, or what it is on one device where it is a number that each rank has of its own rows."""
     here = _where_known(program, tensor)
-    if here is not None and here.is_eager:
-        return here.attachment(EagerFacts).whole(tensor)
-    return tensor if here is None else here.attachment(Repair).as_whole(tensor, "custom_gradient")
+    if here is None:
+        return tensor
+    return here.attachment(EagerFacts).whole(tensor) if here.is_eager else here.attachment(Repair).as_whole(tensor, label)
+
+
+def as_mean(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name: str) -> tf.Tensor:
+    """Returns `tensor`, a number, such that the ranks' own, by their weights, make up that of one device, if it is `known`."""
+    known(program, tensor, label, owner, name)
+    here = _where_known(program, tensor)
+    if here is None:
+        return tensor
+    return here.attachment(EagerFacts).as_mean(tensor) if here.is_eager else here.attachment(Repair).as_mean(tensor, label)
 
 
 def without_extremes(program: RankProgram, tensor: tf.Tensor) -> tf.Tensor:

@@ -125,10 +125,10 @@ class ShardedExtendedMixin(VariableCreation):
                 outputs = sums_again.agreed(sharded_tensors.all_whole(fn(*args, **kwargs)), program)
                 if program.is_eager:  # which knows less at its end
                     sums_again.mark(outputs, program)
-                program.close(outputs)
-                if program.is_eager:
+                    program.close(outputs)
                     outputs = program.attachment(EagerSums).own(outputs)
                 else:
+                    program.close(outputs)
                     sums_again.mark(outputs, program)
             return outputs
 
@@ -179,10 +179,7 @@ class ShardedExtendedMixin(VariableCreation):
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         if not isinstance(value, values.Mirrored):
             value = tf.nest.map_structure(self.one_per_replica, value)
-            if reduce_op == tf.distribute.ReduceOp.SUM and sums_again.counts_once(value):
-                reduce_op = tf.distribute.ReduceOp.MEAN
-            elif reduce_op == tf.distribute.ReduceOp.SUM:
-                sums_again.warn(self._container_strategy(), value)
+            reduce_op = sums_again.as_reduced(reduce_op, value, self._container_strategy())
         return super()._reduce_to(reduce_op, value, destinations, options)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:

@@ -20,19 +20,11 @@ from tfdist.collectives import (
     find_member_orders,
     make_groups,
 )
-from tfdist.data import (
-    DatasetSignature,
-    comparison,
-    dataset_signature,
-    difference,
-    parts,
-    runs_python,
-    unordered,
-    unseeded,
-)
+from tfdist.data import comparison, parts, signature
 from tfdist.mesh import are_cpus
 from tfdist.runtime import Cluster, Coordination
 from tfdist.sharding import Layout, MeshConfig
+from tfdist.strategy import sums_again
 from tfdist.strategy.extended import ShardedExtendedMixin
 
 
@@ -139,6 +131,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     # Reductions over all workers, from cross-replica code
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        reduce_op = sums_again.as_reduced(reduce_op, self.one_per_replica(value), self._container_strategy())
         if not self.cross_replica.is_multi_worker:
             return mirrored_strategy.MirroredExtended._reduce_to(
                 self, reduce_op, self.one_per_replica(value), destinations, options
@@ -189,7 +182,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
 
     def _compared(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Returns `dataset`; if Python makes its batches, some are compared with those of other workers when they come."""
-        if not tf.executing_eagerly() or not runs_python(dataset):
+        if not tf.executing_eagerly() or not signature.runs_python(dataset):
             return dataset
         number, tasks, here = next(self._compared_datasets), self._cluster.tasks, self._cluster.worker_index
 
@@ -212,12 +205,11 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
 
     def _check_same_data(self, dataset: tf.data.Dataset) -> None:
         """Raises ValueError, on every worker, when the workers would not read the same examples in the same order."""
-        signature = dataset_signature(dataset)
-        answers = self._coordination.meet("the distribution of a dataset", signature.to_json(), self._timeout_seconds)
+        mine = signature.dataset_signature(dataset)
+        answers = self._coordination.meet("the distribution of a dataset", mine.to_json(), self._timeout_seconds)
         tasks = self._cluster.tasks
         for index, answer in enumerate(answers):
-            theirs = DatasetSignature.from_json(answer)
-            different = difference(signature, theirs)
+            different = signature.difference(mine, signature.DatasetSignature.from_json(answer))
             if different is not None:
                 raise errors.value_error(
                     f"Every worker must be given the same dataset, of which it takes its part, but {tasks[index]} differs "
@@ -227,8 +219,11 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
                     "`strategy.distribute_datasets_from_function`.",
                 )
         for found, fix in (
-            (unseeded(signature), "Give `shuffle` a seed, or call `keras.utils.set_random_seed` before the dataset is made."),
-            (unordered(signature), "Use `deterministic=True`, the default."),
+            (
+                signature.unseeded(mine),
+                "Give `shuffle` a seed, or call `keras.utils.set_random_seed` before the dataset is made.",
+            ),
+            (signature.unordered(mine), "Use `deterministic=True`, the default."),
         ):
             if found:
                 raise errors.value_error(

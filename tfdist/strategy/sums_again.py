@@ -49,22 +49,17 @@ def agreed(outputs: Any, program: RankProgram) -> Any:
     return tf.nest.map_structure(found, outputs)
 
 
-def counts_once(value: Any) -> bool:
-    """Whether `value`, of several replicas, is a number of the whole batch on each of them."""
-    parts = value.values if isinstance(value, tf.distribute.DistributedValues) else ()
-    return bool(parts) and all(getattr(part, _AGREED, False) for part in parts)
-
-
 def mark(outputs: Any, program: RankProgram) -> None:
     """Marks those of the `outputs` of a rank's function that are computed of sums of gradients."""
     for output in tf.nest.flatten(outputs):
         if not (isinstance(output, tf.Tensor) and output.dtype.is_floating):
             continue
-        if not program.is_eager:
-            is_of_sums = tf.is_symbolic_tensor(output) and program.attachment(TapeGradients).is_of_sums(output)
-        else:
+        if program.is_eager:
             is_of_sums = program.attachment(EagerSums).is_of_sums(output)
-        if is_of_sums and (program.is_eager or not _is_masked(output)):
+        else:
+            of_tapes = program.attachment(TapeGradients)
+            is_of_sums = tf.is_symbolic_tensor(output) and of_tapes.is_of_sums(output) and not _is_masked(output)
+        if is_of_sums:
             setattr(output, _MARK, True)
 
 
@@ -78,17 +73,24 @@ def _is_masked(output: tf.Tensor) -> bool:
     return op.type in ("Mul", "MulNoNan") and any(map(is_zero, op.inputs))
 
 
-def warn(strategy: tf.distribute.Strategy, value: Any) -> None:
-    """Warns, once for `strategy`, if `value`, of several replicas, is about to be summed and is marked."""
-    parts = value.values if isinstance(value, tf.distribute.DistributedValues) else ()
-    if len(parts) < 2 or strategy in _told or not all(getattr(part, _MARK, False) for part in parts):
-        return
-    _told.add(strategy)
-    warnings.warn(
-        errors.message(
-            "What `strategy.run` has returned is computed of the gradients of the whole batch, and the same on all replicas. "
-            "Summed, it counts as many times as there are replicas.",
-            fix='Reduce it by `"MEAN"`; or return the gradient as it left the tape, or scaled, which is each replica\'s summand.',
-        ),
-        stacklevel=2,
-    )
+def as_reduced(reduce_op: tf.distribute.ReduceOp, value: Any, strategy: tf.distribute.Strategy) -> tf.distribute.ReduceOp:
+    """Returns how `value`, of the replicas, is reduced where `reduce_op` is asked for: a number of the whole batch counts once.
+
+    Warns, once for `strategy`, if what is about to be summed is marked.
+    """
+    parts = value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
+    if reduce_op == tf.distribute.ReduceOp.SUM and all(getattr(part, _AGREED, False) for part in parts):
+        return tf.distribute.ReduceOp.MEAN
+    is_marked = len(parts) > 1 and all(getattr(part, _MARK, False) for part in parts)
+    if reduce_op == tf.distribute.ReduceOp.SUM and is_marked and strategy not in _told:
+        _told.add(strategy)
+        warnings.warn(
+            errors.message(
+                "What `strategy.run` has returned is computed of the gradients of the whole batch, and the same on all replicas. "
+                "Summed, it counts as many times as there are replicas.",
+                fix='Reduce it by `"MEAN"`; or return the gradient as it left the tape, or scaled, which is each replica\'s '
+                "summand.",
+            ),
+            stacklevel=2,
+        )
+    return reduce_op
