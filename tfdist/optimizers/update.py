@@ -106,5 +106,4 @@ class Updates:
         return self._functions[key](grad, self._learning_rate, *handles)
 
     def _slots(self, target: Target) -> list[tf.Variable]:
-        """Returns what this rank stores of the parameter's slots."""
         return [local_part(slot, self._program) for slot in slots_of(self._optimizer, target.variable)]
