@@ -31,11 +31,8 @@ from tfdist.sharding.tape_gradients import TapeGradients
 
 
 def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
-    """Returns `grad`, as the optimizer was given it, as far as it has come: a summand, or what this rank keeps of a sum.
-
-    Returns:
-        The tensor; and whether it is reduced already.
-    """
+    """Returns `grad`, as the optimizer was given it, as far as it has come: a summand, or what this rank keeps of a sum; and
+    whether it is reduced already."""
     program = target.program
     schedule = program.attachment(UnshardSchedule) if target.layout.is_data_sharded else None
     shard = program.attachment(GradientStubs).shard_of(grad) if schedule is not None and tf.is_tensor(grad) else None

@@ -157,16 +157,11 @@ class GradientStubs:
         below = [] if not self._stubs or self._linear.of(tensor) is not None else self.below(tensor)
         return any(self._stubs[source.name].is_whole for source in below)
 
-    def fill(self, tensors: Sequence[tf.Tensor]) -> bool:
-        """Fills the stubs `tensors`, which have been reduced: what is computed from them is then the same on all ranks.
-
-        Returns:
-            Whether there are any.
-        """
+    def fill(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Fills the stubs `tensors`, which have been reduced: what is computed from them is then the same on all ranks."""
         names = {tensor.name for tensor in tensors}
         # In one order on all ranks.
         self._gather([stub for name, stub in self._stubs.items() if name in names and not stub.is_whole])
-        return bool(tensors)
 
     def fill_what_is_read(self) -> None:
         """Fills the stubs that have been reduced and are read by more than what an optimizer does on shards."""

@@ -185,10 +185,9 @@ class UnshardSchedule:
         """Whether `gradient` is computed from what a tape has returned: it is then whole, and the same on all ranks."""
         self.flush(below := self._stubs.below(gradient))
         with self._own_emission():
-            is_of_sums = self._stubs.fill(below)
-        return (
-            is_of_sums or self._program.outer is not None and self._program.outer.attachment(UnshardSchedule).is_of_sums(gradient)
-        )
+            self._stubs.fill(below)
+        outer = self._program.outer
+        return bool(below) or outer is not None and outer.attachment(UnshardSchedule).is_of_sums(gradient)
 
     def _let_read(self, tensors: Sequence[tf.Tensor]) -> None:
         """Reduces and gathers what `tensors`, which a branch or the caller reads, are computed from, and what was read before."""
@@ -362,10 +361,8 @@ class UnshardSchedule:
     ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
         """Reduces a unit's gradients, in as few messages as `messages_of` says; packed only after the `previous` ones.
 
-        Packing earlier would hold a second copy of the gradients while they wait for their turn.
-
-        Returns:
-            What the rank gets of each message; and what ends their encoding, if they are encoded.
+        Packing earlier would hold a second copy of the gradients while they wait for their turn. Returns what the rank gets of
+        each message; and what ends their encoding, if they are encoded.
         """
         label = f"reduce_scatter/{stubs[0].unit.group.name}"
         weight = self._program.attachment(GradientWeight).of_tape()
