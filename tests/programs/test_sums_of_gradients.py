@@ -29,6 +29,11 @@ def merged_with_scale(strategy, grads, weights):
     return merged(strategy, [grad / 4 for grad in grads], weights)
 
 
+def clipped(strategy, grads, weights):
+    """Only returned: on shards as good as on the whole, and not what clipped summands add up to."""
+    return [tf.clip_by_value(grad * 0.5, -0.01, 0.01) for grad in grads]
+
+
 def norms(strategy, grads, weights):
     clipped, norm = tf.clip_by_global_norm(grads, 0.05)
     return [norm, tf.norm(grads[-1], axis=0), tf.linalg.global_norm(clipped)]
@@ -55,7 +60,7 @@ def clipped_in_a_loop(strategy, grads, weights):
     return [*halved, tf.linalg.global_norm(halved)]
 
 
-USES = {use.__name__: use for use in (merged, merged_with_scale, norms, power_iteration, clipped_in_a_loop)}
+USES = {use.__name__: use for use in (merged, merged_with_scale, clipped, norms, power_iteration, clipped_in_a_loop)}
 
 
 @functools.cache
@@ -91,7 +96,9 @@ def used(name, is_traced):
 
 
 @pytest.mark.parametrize("zero_stage", SHARDED)
-@pytest.mark.parametrize("name", ["merged", *map(exhaustive, ["merged_with_scale", "power_iteration", "clipped_in_a_loop"])])
+@pytest.mark.parametrize(
+    "name", ["merged", "clipped", *map(exhaustive, ["merged_with_scale", "power_iteration", "clipped_in_a_loop"])]
+)
 def test_in_a_traced_step(name, zero_stage):
     assert_as_on_one_device(used(name, is_traced=True), zero_stage, 3)
 

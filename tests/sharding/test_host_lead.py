@@ -15,6 +15,7 @@ import tensorflow as tf
 import tfdist
 from tests import training
 from tfdist.collectives import RING
+from tfdist.graphs import tape
 from tfdist.pipeline.stages import stage_functions
 from tfdist.sharding import host_lead
 
@@ -268,7 +269,7 @@ def test_in_a_pipeline_actions_are_queued_one_by_one(as_over_nccl, monkeypatch, 
     of_actions = {mark for mark, _, kind in marks if kind == "actions" and mark.graph is graph}
     calls = collections.defaultdict(list)  # by rank and action
     for operation in graph.get_operations():
-        if operation.type in host_lead.CALLS and "PP/" in operation.name:
+        if operation.type in tape.CALLS and "PP/" in operation.name:
             action = operation.name.partition("PP/")[2].partition("/")[0]
             calls[operation.device, action].append(operation)
     assert len(calls) == 2 * 2 * 4 * 2

@@ -7,7 +7,7 @@ from ranks import integers, rank_id, run, strategy_on
 
 from tfdist.collectives import current_program
 from tfdist.sharding import Layout, Replicate, Shard
-from tfdist.sharding.shard_messages import gather_shards, gather_shards_in_buckets, scatter_sums
+from tfdist.sharding.shard_messages import SumOfGradients, gather_shards, gather_shards_in_buckets
 
 SHAPES = [(5, 3), (1,), (), (7,)]  # padded, fewer elements than ranks, a scalar
 
@@ -25,7 +25,8 @@ def test_sums_are_scattered_and_gathered(devices):
     def on_rank(values):
         program = current_program("test")
         variables = [None] * len(values)  # they are looked at where gradients are compressed
-        shards = scatter_sums(program, values, variables, layouts, "scatter", strategy.sharding_config, tf.float32)
+        message = SumOfGradients(program, strategy.sharding_config, variables, layouts, "scatter")
+        shards = message.scattered(values, tf.float32)
         for shard, layout in zip(shards, layouts, strict=True):
             assert shard.shape == layout.component_shape
         return gather_shards(program, shards, layouts, "gather")

@@ -79,8 +79,9 @@ class Selection:
             self._branches.append(graph)
             self._root.selections[graph] = self
             outputs = function()
-            if graph in self.programs:
-                self.programs[graph].close(outputs)
+            if (program := self.programs.get(graph)) is not None:
+                outputs = tf.nest.map_structure(program.summand_made_here, outputs)
+                program.close(outputs)
             return outputs
 
         return traced

@@ -343,6 +343,10 @@ class RankProgram:
         found = None if made_by is None else next((y for one in made_by.summands if (y := one(x)) is not None), None)
         return x if found is None else found
 
+    def summand_made_here(self, x: Any) -> Any:
+        """Returns what stands for `x` where the function traced in this graph returns it: a gradient is the rank's own."""
+        return self.summand(x) if tf.is_symbolic_tensor(x) and self.exists_here(x) else x
+
     def close(self, outputs: Any) -> list[tf.Operation]:
         """Runs the `at_close` callbacks; `outputs` is what the rank's function returned.
 

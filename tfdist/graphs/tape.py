@@ -23,6 +23,7 @@ from tfdist.custom_gradients import as_read
 LOOPS = ("While", "StatelessWhile")
 BRANCHES = ("Case", "If", "StatelessCase", "StatelessIf")
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 _WITHOUT_VALUE = "_tfdist_is_without_value"  # of variables that hold none
 _RECONNECTED = "_tfdist_reconnected"  # of graphs
@@ -123,24 +124,6 @@ def stand_in(dtype: tf.DType, shape: Sequence[int]) -> tf.Tensor:
     return graph._create_op_internal("Identity", nothing.outputs, dtypes=[dtype], attrs={"T": kind}).outputs[0]  # noqa: SLF001
 
 
-def pass_nothing_on(operation: tf.Operation, tensor: tf.Tensor) -> bool:
-    """Lets an operation in which a `tf.custom_gradient` passes its arguments on, behind its results, pass on a NaN for `tensor`,
-    where nobody reads that behind it. Returns whether it does.
-
-    TensorFlow's graph optimizer would take out what nobody reads; without it such an operation needs all that it is given.
-    """
-    if operation.type != "IdentityN" or b"CustomGradient" not in operation.node_def.attr["_gradient_op_type"].s:
-        return False
-    places = [place for place, source in enumerate(operation.inputs) if same(source, tensor)]
-    if any(operation.outputs[place].consumers() for place in places):
-        return False
-    # Of no known shape: in the place of a tensor of another one a scalar is refused.
-    nothing = tf.compat.v1.placeholder_with_default(tf.constant(math.nan, tensor.dtype), None)
-    for place in places:
-        operation._update_input(place, nothing)
-    return True
-
-
 def same(one: tf.Tensor, other: tf.Tensor) -> bool:
     """Whether both are the same tensor of one graph; an operation whose inputs changed hands out new Python objects."""
     return one is other or one.name == other.name
@@ -187,7 +170,7 @@ def branches(operation: tf.Operation) -> list[tf.Graph]:
 
 def called(operation: tf.Operation) -> tf.Graph | None:
     """Returns the graph of the function that an operation calls, to be looked at; None: it calls none, or has control flow."""
-    if operation.type not in ("PartitionedCall", "StatefulPartitionedCall"):
+    if operation.type not in CALLS:
         return None
     shapes = [tensor.shape for tensor in operation.inputs]
     return control_flow_util_v2.get_func_graph(operation, shapes, operation.get_attr("f").name)

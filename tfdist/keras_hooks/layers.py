@@ -13,7 +13,8 @@ from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import BACKEND_NN, replaces
 from tfdist.layers import empty_batches, layer_strategy, normalization, randomness, recurrent_states, sharded_tensors
 from tfdist.placements.telling import calling, of_layer
-from tfdist.sharding import config_of, read_if_sharded, recompute
+from tfdist.sharding import config_of, read_if_sharded
+from tfdist.sharding.recomputation import Recomputation
 
 
 @replaces("keras.layers.Layer", "_maybe_build")
@@ -60,7 +61,7 @@ def _remat(original: Callable[..., Any], f: Callable[..., Any]) -> Callable[...,
     def call(*args: Any, **kwargs: Any) -> Any:
         program = rank_program()
         if program is not None:
-            return recompute(program, f, args, kwargs)
+            return program.attachment(Recomputation).call(f, args, kwargs)
         return (f if _is_sharded(f) else kept)(*args, **kwargs)
 
     return functools.update_wrapper(call, f, updated=())

@@ -21,7 +21,7 @@ from tfdist.placements.replicas import ReplicaCount, ReplicaPart
 from tfdist.placements.telling import as_whole, warn_of_number_read
 from tfdist.runtime import coordination, out_of_memory
 from tfdist.sharding import ShardedVariable
-from tfdist.sharding.eager_sums import EagerSums
+from tfdist.sharding.known_sums import KnownSums
 
 
 @replaces("tensorflow.python.autograph.core.config", "CONVERSION_RULES")
@@ -186,7 +186,7 @@ def _merge_call(original: Callable[..., Any], self: Any, merge_fn: Any, args: An
     which none of them would know for a sum."""
     program = rank_program()
     if program is not None and program.is_eager:
-        args, kwargs = program.attachment(EagerSums).own((args, kwargs))
+        args, kwargs = program.attachment(KnownSums).own((args, kwargs))
     elif program is not None:
         args, kwargs = tf.nest.map_structure(lambda x: program.summand(x) if tf.is_symbolic_tensor(x) else x, (args, kwargs))
     return original(self, merge_fn, args, kwargs)

@@ -29,13 +29,13 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops, rank_program
 from tfdist.losses.given_batch import is_given_everywhere
-from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.placements.kinds import Placement, Replicate, Unknown
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.sharding import gradient_graph, keras_scope
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.packing import apart, side_by_side
+from tfdist.sharding.tape_gradients import TapeGradients
 
 _told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: variables compare by value
 

@@ -63,9 +63,8 @@ def gradient_of_targets(
         seeds = _seeds_of_shares(program, targets, output_gradients)
         with _going_back(program, gradient_tape, lambda: None):
             found = gradient(targets, seeds)
-        flat = tf.nest.flatten(found)
         if seeds is not output_gradients or not _are_same_on_all(program, targets):
-            _declare(program, flat, tf.nest.flatten(sources), [How.SUM] * len(flat))
+            _declare(program, found, sources, lambda _: How.SUM)
         return found
     placements = [_placement(step, program, x) for x in targets]
     variables = [_strategys_variable(source) for source in tf.nest.flatten(sources)]
@@ -76,8 +75,7 @@ def gradient_of_targets(
     if is_in_loss and not all(of_rows):
         with _going_back(program, gradient_tape, lambda: None):
             found = gradient(targets, output_gradients)
-        flat = tf.nest.flatten(found)
-        _declare(program, flat, tf.nest.flatten(sources), [How.SUM] * len(flat))
+        _declare(program, found, sources, lambda _: How.SUM)
         return found
     begins_with_weight = all(of_rows) or any(is_sharded) or _sends_gradients(program) or _is_not_linear(program)
     weight = step.weight()
@@ -89,7 +87,8 @@ def gradient_of_targets(
     else:
         seeds = None
     began_with = weight if begins_with_weight and not all(of_rows) else None
-    with weights.beginning_with(began_with), _going_back(program, gradient_tape, lambda: None if begins_with_weight else weight):
+    factor = None if begins_with_weight else weight
+    with temporary.attributes(weights, began_with=began_with), _going_back(program, gradient_tape, lambda: factor):
         found = gradient(targets, seeds)
     flat = []
     for grad, is_of_rows, is_reduced in zip(tf.nest.flatten(found), of_rows, is_sharded, strict=True):
@@ -99,52 +98,43 @@ def gradient_of_targets(
             grad = _changed(grad, lambda x: tf.math.divide_no_nan(x, tf.cast(weight, x.dtype)))
         flat.append(grad)
     weights.note_of_rows([grad for grad, is_of_rows in zip(flat, of_rows, strict=True) if is_of_rows])
-    is_sum = [is_one and begins_with_weight for is_one in is_sharded]
-    _declare(program, flat, tf.nest.flatten(sources), [How.SUM if one else How.MEAN for one in is_sum])
-    return tf.nest.pack_sequence_as(found, flat)
+    found = tf.nest.pack_sequence_as(found, flat)
+    _declare(program, found, sources, lambda place: How.SUM if is_sharded[place] and begins_with_weight else How.MEAN)
+    return found
 
 
-def _declare(program: RankProgram, grads: list[Any], sources: list[Any], hows: list[How]) -> None:
-    """Notes what the `grads` that a tape has returned for `sources` are: of rows, one device's; else a rank's part."""
+def _declare(program: RankProgram, found: Any, sources: Any, how: Callable[[int], How]) -> None:
+    """Notes what the gradients `found`, which a tape has returned for `sources`, are: of rows, one device's; else a rank's part,
+    which makes up the whole as `how` says of its place. An eager rank has the whole of what is sharded over the data axis."""
     here = program.here()
     if here is None:
         return
-    if program.is_eager:
-        _declare_eagerly(here.attachment(EagerFacts), grads, sources, hows)
-        return
-    facts = here.attachment(Facts)
-    for grad, source, how in zip(grads, sources, hows, strict=True):
-        if not (tf.is_symbolic_tensor(grad) and program.exists_here(grad)):
-            continue
-        is_own = tf.is_symbolic_tensor(source) and program.exists_here(source)
-        placement = facts.of(source) if is_own else Replicate()
-        if isinstance(placement, Shard):
-            facts.declare(grad, placement)
-        elif isinstance(placement, Replicate):
-            facts.declare(grad, Partial(how))
-
-
-def _declare_eagerly(facts: EagerFacts, grads: list[Any], sources: list[Any], hows: list[How]) -> None:
-    """Does the same for eager tensors; what is reduced already (stage 3) is the same on all ranks."""
-    for grad, source, how in zip(grads, sources, hows, strict=True):
+    facts: Any = here.attachment(EagerFacts if program.is_eager else Facts)
+    for place, (grad, source) in enumerate(zip(tf.nest.flatten(found), tf.nest.flatten(sources), strict=True)):
         variable = _strategys_variable(source)
-        placement = facts.of(source) if variable is None and tf.is_tensor(source) else Replicate()
-        for x in tf.nest.flatten(grad, expand_composites=True):
-            if isinstance(placement, Shard):
-                facts.declare(x, placement)
-            elif isinstance(placement, Replicate) and tf.is_tensor(x) and x.dtype.is_floating:
-                is_whole = variable is not None and variable.layout.is_data_sharded
-                facts.declare(x, Replicate() if is_whole else Partial(how), is_gradient=True)
+        is_known = variable is None and tf.is_tensor(source)
+        is_known = is_known and (program.is_eager or tf.is_symbolic_tensor(source) and program.exists_here(source))
+        placement = facts.of(source) if is_known else Replicate()
+        if not isinstance(placement, Replicate | Shard):
+            continue
+        part = Partial(how(place)) if isinstance(placement, Replicate) else placement
+        if program.is_eager:
+            is_whole = variable is not None and variable.layout.is_data_sharded
+            for x in filter(tf.is_tensor, tf.nest.flatten(grad, expand_composites=True)):
+                if isinstance(placement, Shard):
+                    facts.declare(x, placement)
+                elif x.dtype.is_floating:
+                    facts.declare(x, Replicate() if is_whole else part, is_gradient=True)
+        elif tf.is_symbolic_tensor(grad) and program.exists_here(grad):
+            facts.declare(grad, part)
 
 
 def _are_same_on_all(program: RankProgram, targets: list[tf.Tensor]) -> bool:
     """Whether `targets` do not depend on rows: so do not their gradients."""
-    here = program.here()
-    if program.is_eager:
-        return False
-    if not all(tf.is_symbolic_tensor(x) and here.exists_here(x) for x in targets):
-        return False
-    return all(here.attachment(Facts).of(x) == Replicate() for x in targets)
+    here = None if program.is_eager else program.here()
+    return here is not None and all(
+        tf.is_symbolic_tensor(x) and here.exists_here(x) and here.attachment(Facts).of(x) == Replicate() for x in targets
+    )
 
 
 def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any) -> Any:

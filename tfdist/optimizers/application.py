@@ -14,12 +14,12 @@ from tfdist.graphs import tape
 from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients, whole_sums
 from tfdist.optimizers.support import is_elementwise, is_wrapper
-from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import variable_of
 from tfdist.optimizers.update import decays
 from tfdist.sharding import MeshConfig, Shard, config_of, placement
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.held_parameters import HeldParameters
+from tfdist.sharding.tape_gradients import TapeGradients
 
 
 def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: MeshConfig) -> None:
@@ -40,52 +40,34 @@ def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], 
     tape in a block that holds parameters is not the user's: what it returns is not noted.
     """
     program = rank_program(peers_on="data")
-    if program is None or tape.in_vectorized_map():  # which gives gradients of single examples
+    flat, sources = tf.nest.flatten(found), tf.nest.flatten(sources)
+    if program is None or program.is_eager or len(flat) != len(sources):
         return found
-    if program.attachment(HeldParameters).is_open:
+    if tape.in_vectorized_map() or program.attachment(HeldParameters).is_open:  # the first gives gradients of single examples
         return found
-    flat, variables = tf.nest.flatten(found), tf.nest.flatten(sources)
-    if len(flat) != len(variables):
-        return found
-    strategy = tf.distribute.get_strategy()
-    if program.is_eager:
-        return found
-    is_in_loop = in_loop(program.root.graph)
-    places = [
-        place
-        for place, (grad, variable) in enumerate(zip(flat, variables, strict=True))
-        if grad is not None and _is_parameter(variable, strategy, is_whole=not is_in_loop)
-    ]
-    if is_in_loop:
-        for place in places:
-            flat[place] = tf.convert_to_tensor(flat[place])
-            program.attachment(TapeGradients).note_in_loop(flat[place])
-        return tf.nest.pack_sequence_as(found, flat)
-    is_of_trainer = program.attachment(GradientWeight).is_of_trainer
-    tensors = [place for place, source in enumerate(variables) if is_of_trainer and is_of_weights(source, program)]
-    here = program.here()
-    tensors = [place for place in tensors if flat[place] is not None and here is program.root]
-    for place in tensors:
+    strategy, gradients, here = tf.distribute.get_strategy(), program.attachment(TapeGradients), program.here()
+    is_in_loop, is_of_trainer = in_loop(program.root.graph), program.attachment(GradientWeight).is_of_trainer
+    given = [place for place, grad in enumerate(flat) if grad is not None]
+    parameters = [place for place in given if _is_parameter(sources[place], strategy, is_whole=not is_in_loop)]
+    may_be_tensors = is_of_trainer and here is program.root and not is_in_loop
+    tensors = [place for place in given if may_be_tensors and is_of_weights(sources[place], program)]
+    for place in (*parameters, *tensors):
         flat[place] = tf.convert_to_tensor(flat[place])
+    for place in parameters if is_in_loop else ():
+        gradients.note_in_loop(flat[place])
     if tensors:
-        program.attachment(TapeGradients).note_of_tensors([flat[place] for place in tensors])
-        found = tf.nest.pack_sequence_as(found, flat)
-    if not places:
-        if here is not None and here.outer is not None:  # a branch, whose gradients of sharded parameters may come out of it
-            here.attachment(TapeGradients).be_asked()
-        return found
-    if here is None or tf.compat.v1.get_default_graph() is not here.graph:
-        raise nested_functions.refusal(variable_of(variables[places[0]]))
-    program = here
-    for place in places:
-        flat[place] = tf.convert_to_tensor(flat[place])
-    places = [place for place in places if flat[place].graph is program.graph]
-    config = config_of(strategy)
-    program.attachment(TapeGradients).note(
-        [flat[place] for place in places],
-        [variables[place] for place in places],
-        lambda grads, theirs: whole_sums(grads, theirs, config, program),
-    )
+        gradients.note([flat[place] for place in tensors], [None] * len(tensors))
+    if parameters and not is_in_loop:
+        if here is None or tf.compat.v1.get_default_graph() is not here.graph:
+            raise nested_functions.refusal(variable_of(sources[parameters[0]]))
+        places, config = [place for place in parameters if flat[place].graph is here.graph], config_of(strategy)
+        here.attachment(TapeGradients).note(
+            [flat[place] for place in places],
+            [sources[place] for place in places],
+            lambda grads, theirs: whole_sums(grads, theirs, config, here),
+        )
+    elif here is not None and here.outer is not None:  # a branch, whose gradients of sharded parameters may come out of it
+        here.attachment(TapeGradients).be_asked()
     return tf.nest.pack_sequence_as(found, flat)
 
 

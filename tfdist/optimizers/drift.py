@@ -43,7 +43,6 @@ def check_drift(optimizer: Any, variables: Sequence[Any], config: MeshConfig, pr
 
 
 def _compare(mesh_axis: str, variables: Sequence[Any], holders: str, cause: str, program: RankProgram) -> None:
-    """Compares what this rank stores of `variables` over its group along `mesh_axis`."""
     ranks = program.group_ranks(mesh_axis)
     if len(ranks) == 1:
         return

@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.optimizers.clipping import global_factor, norm_of
-from tfdist.optimizers.reduction import KnownReductions
 from tfdist.optimizers.step import reduce_gradients, stepping_program
-from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import MeshConfig, config_of
+from tfdist.sharding.known_sums import KnownSums
+from tfdist.sharding.tape_gradients import TapeGradients
 
 
 def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
@@ -77,12 +77,12 @@ def clip_by_global_norm(grads: Sequence[Any], variables: Sequence[Any], clip_nor
         return tf.clip_by_global_norm(list(grads), clip_norm)
     program = stepping_program("`clip_by_global_norm`")
     reduced, norm = _reduced_and_norm(pairs, config, program)
-    known, clipped = program.attachment(KnownReductions), []
+    known, clipped = program.attachment(KnownSums), []
     with tf.device(program.device):
         factor = global_factor(norm, clip_norm)
         for grad, (_, variable) in zip(reduced, pairs, strict=True):
             clipped.append(grad * tf.cast(factor, grad.dtype))
-            known.add_returned(clipped[-1])
+            known.note_returned(clipped[-1])
             if not program.is_eager and not config.slot_layout(variable_of(variable).layout).is_data_sharded:
                 program.attachment(TapeGradients).note_whole(clipped[-1])
     each = iter(clipped)
@@ -92,7 +92,6 @@ def clip_by_global_norm(grads: Sequence[Any], variables: Sequence[Any], clip_nor
 def _reduced_and_norm(
     pairs: Sequence[tuple[Any, Any]], config: MeshConfig, program: RankProgram
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Returns the reduced gradients of `pairs` of gradients and variables, and the norm of all ranks' together."""
     reduced = reduce_gradients([grad for grad, _ in pairs], [variable for _, variable in pairs], config, program)
     layouts = [config.slot_layout(variable_of(variable).layout) for _, variable in pairs]
     with tf.device(program.device):

@@ -16,13 +16,13 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, group_ops, rank_program
 from tfdist.graphs import tape
 from tfdist.mesh import MESH_AXES
-from tfdist.optimizers.reduction import KnownReductions
 from tfdist.optimizers.residuals import refuse_two_sums
 from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients, stepping_program, wholes_of
 from tfdist.optimizers.support import changes_gradients
-from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.sharding import MeshConfig, Shard
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
+from tfdist.sharding.known_sums import KnownSums
+from tfdist.sharding.tape_gradients import TapeGradients
 
 
 class EarlyScales:
@@ -68,52 +68,46 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     """
     program = stepping_program()
     with program.attachment(TapeGradients).own_use():
-        _apply_unscaled(optimizer, grads, variables, config, program)
+        inner = optimizer.inner_optimizer
+        variables = list(optimizer._trainable_variables if variables is None else variables)
+        pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
+        found = [grad for grad, _ in pairs]
+        program.attachment(EarlyScales).settle(optimizer)
+        scale = tf.convert_to_tensor(optimizer.dynamic_scale)
+        steppers = getattr(inner, "optimizers", [inner])
+        looks_at_gradients = any(map(changes_gradients, [inner, *steppers]))
+        known = program.attachment(KnownSums)
+        is_reduced = any(map(known.is_returned, found))
+        is_partial = any(accumulates_partial_sums(each, config) for each in steppers)
+        if is_partial and (looks_at_gradients or is_reduced):
+            refuse_two_sums(config)
+            is_partial = False
+        if is_partial:
+            # A gradient of a rank without rows says nothing. The inner optimizer weighs the others.
+            counts = program.attachment(GradientWeight).of_tape()
+            found = [weighted(tf.convert_to_tensor(grad), counts) for grad in found]
+        else:
+            found = reduce_gradients(found, [variable for _, variable in pairs], config, program)
+        is_finite = _agreed(found, config, program, is_partial)
+        unscaled = [grad / tf.cast(scale, grad.dtype) for grad in found]
+        for grad in () if is_partial else unscaled:
+            known.note_returned(grad)
+        if looks_at_gradients:
+            unscaled = wholes_of(unscaled, [variable for _, variable in pairs], config, program)
+        by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}
 
+        def step() -> None:
+            inner.apply([by_variable.get(id(variable)) for variable in variables], variables)
+            counter = tf.convert_to_tensor(optimizer.step_counter) + 1
+            is_grown = tf.equal(counter, optimizer.dynamic_growth_steps)
+            optimizer.step_counter.assign(tf.where(is_grown, tf.zeros_like(counter), counter))
+            optimizer.dynamic_scale.assign(tf.where(is_grown, scale * 2.0, scale))
 
-def _apply_unscaled(
-    optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None, config: MeshConfig, program: RankProgram
-) -> None:
-    inner = optimizer.inner_optimizer
-    variables = list(optimizer._trainable_variables if variables is None else variables)
-    pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
-    found = [grad for grad, _ in pairs]
-    program.attachment(EarlyScales).settle(optimizer)
-    scale = tf.convert_to_tensor(optimizer.dynamic_scale)
-    steppers = getattr(inner, "optimizers", [inner])
-    looks_at_gradients = any(map(changes_gradients, [inner, *steppers]))
-    known = program.attachment(KnownReductions)
-    is_reduced = any(map(known.is_returned, found))
-    is_partial = any(accumulates_partial_sums(each, config) for each in steppers)
-    if is_partial and (looks_at_gradients or is_reduced):
-        refuse_two_sums(config)
-        is_partial = False
-    if is_partial:
-        # A gradient of a rank without rows says nothing. The inner optimizer weighs the others.
-        counts = program.attachment(GradientWeight).of_tape()
-        found = [weighted(tf.convert_to_tensor(grad), counts) for grad in found]
-    else:
-        found = reduce_gradients(found, [variable for _, variable in pairs], config, program)
-    is_finite = _agreed(found, config, program, is_partial)
-    unscaled = [grad / tf.cast(scale, grad.dtype) for grad in found]
-    for grad in () if is_partial else unscaled:
-        known.add_returned(grad)
-    if looks_at_gradients:
-        unscaled = wholes_of(unscaled, [variable for _, variable in pairs], config, program)
-    by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}
+        def skip() -> None:
+            optimizer.step_counter.assign(0)
+            optimizer.dynamic_scale.assign(scale * 0.5)
 
-    def step() -> None:
-        inner.apply([by_variable.get(id(variable)) for variable in variables], variables)
-        counter = tf.convert_to_tensor(optimizer.step_counter) + 1
-        is_grown = tf.equal(counter, optimizer.dynamic_growth_steps)
-        optimizer.step_counter.assign(tf.where(is_grown, tf.zeros_like(counter), counter))
-        optimizer.dynamic_scale.assign(tf.where(is_grown, scale * 2.0, scale))
-
-    def skip() -> None:
-        optimizer.step_counter.assign(0)
-        optimizer.dynamic_scale.assign(scale * 0.5)
-
-    program.cond(is_finite, step, skip)
+        program.cond(is_finite, step, skip)
 
 
 def _agreed(grads: Sequence[tf.Tensor], config: MeshConfig, program: RankProgram, is_partial: bool) -> tf.Tensor:

@@ -69,7 +69,6 @@ def _for_all_ranks(
     config: MeshConfig,
     step: Callable[..., None],
 ) -> Callable[[Sequence[Any]], None]:
-    """Returns the function of the gradients of `variables` that runs `step` on every rank."""
     variables = [_held(variable) for variable in variables]
 
     @tf.autograph.experimental.do_not_convert

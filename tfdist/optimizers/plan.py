@@ -262,22 +262,21 @@ def plan_reduction(gradients: Sequence[Gradient], settings: Settings) -> list[Ac
 def buckets_of(gradients: Sequence[Gradient], bucket_bytes: int) -> list[tuple[int, ...]]:
     """Returns the gradients that leave the tape in full, in the messages in which they are reduced: the last ones first."""
     full = [place for place, gradient in enumerate(gradients) if not gradient.is_sharded]
-    sizes = [gradients[place].elements * gradients[place].itemsize for place in full[::-1]]
-    return _bucketed(full[::-1], sizes, bucket_bytes, [gradients[place].dtype for place in full[::-1]])
+    return _messages(gradients, full[::-1], bucket_bytes)
 
 
 def whole_of_shards(gradients: Sequence[Gradient], bucket_bytes: int) -> list[tuple[int, ...]]:
     """Returns, in the same way, those of sharded parameters that are no sums yet: a tape's are, but not the program's own."""
-    whole = [
-        place for place in reversed(range(len(gradients))) if gradients[place].is_sharded and not gradients[place].is_reduced
-    ]
-    sizes = [gradients[place].elements * gradients[place].itemsize for place in whole]
-    return _bucketed(whole, sizes, bucket_bytes, [gradients[place].dtype for place in whole])
+    whole = [place for place, gradient in enumerate(gradients) if gradient.is_sharded and not gradient.is_reduced]
+    return _messages(gradients, whole[::-1], bucket_bytes)
+
+
+def _messages(gradients: Sequence[Gradient], places: Sequence[int], bucket_bytes: int) -> list[tuple[int, ...]]:
+    sizes = [gradients[place].elements * gradients[place].itemsize for place in places]
+    return _bucketed(places, sizes, bucket_bytes, [gradients[place].dtype for place in places])
 
 
 class _Planner:
-    """The parts of which plans are made."""
-
     def __init__(self, gradients: Sequence[Gradient], settings: Settings):
         self._gradients = gradients
         self._settings = settings
@@ -329,7 +328,6 @@ class _Planner:
         return [*(Reduce(None, members) for members in together), *self.unscaled(self._sharded)]
 
     def _reduction(self, bucket: int) -> list[Action]:
-        """Returns the reduction of `bucket`, if there is one of that number."""
         members = self._buckets[bucket] if bucket < len(self._buckets) else ()
         missing = tuple(place for place in members if not self._gradients[place].is_reduced)
         actions: list[Action] = [Reduce(bucket, missing)] if missing else []

@@ -21,56 +21,22 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.collectives.transports.transport import sum_dtype
-from tfdist.collectives.where import is_visible
-from tfdist.optimizers.row_gradients import of_own_mean
-from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target
 from tfdist.placements.eager import EagerFacts
-from tfdist.placements.kinds import Replicate
+from tfdist.placements.kinds import Partial, Replicate
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
-from tfdist.sharding.gradient_weight import weighted
-from tfdist.sharding.shard_messages import all_reduce_sums, gather_shards_in_buckets, scatter_sums
-
-
-class KnownReductions:
-    """What has been reduced in this trace, by the gradient as it left the tape: a flat shard (L,), or the whole sum.
-
-    A reduced gradient is known, too, so that it may be given to `Optimizer.apply` in the place of a gradient.
-    """
-
-    def __init__(self, program: RankProgram):
-        del program
-        self._reduced: dict[int, tuple[Any, tf.Tensor]] = {}
-        self._returned: set[int] = set()
-
-    def find(self, grad: Any) -> tf.Tensor | None:
-        """Returns the reduced counterpart of `grad`, None where it has not been reduced, or in another branch only."""
-        reduced = self._reduced.get(id(grad), (None, None))[1]
-        return reduced if reduced is None or is_visible(reduced) else None
-
-    def add_returned(self, reduced: tf.Tensor) -> None:
-        """Notes a reduced gradient that the user's code is given, for an optimizer."""
-        self.add(reduced, reduced)
-        self._returned.add(id(reduced))
-
-    def is_returned(self, grad: Any) -> bool:
-        """Whether `grad` is reduced, and the user's code was given it."""
-        return id(grad) in self._returned
-
-    def add(self, grad: Any, reduced: tf.Tensor) -> None:
-        # The gradients are kept, so that their ids stay their own.
-        self._reduced.update({id(grad): (grad, reduced), id(reduced): (reduced, reduced)})
+from tfdist.sharding.gradient_stubs import GradientStubs
+from tfdist.sharding.gradient_weight import GradientWeight, weighted
+from tfdist.sharding.shard_messages import SumOfGradients, gather_shards_in_buckets
+from tfdist.sharding.tape_gradients import TapeGradients
 
 
 def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
-    """Returns `grad`, as the optimizer was given it, as far as it has come: a summand, or what this rank keeps of a sum.
-
-    Returns:
-        The tensor; and whether it is reduced already.
-    """
+    """Returns `grad`, as the optimizer was given it, as far as it has come: a summand, or what this rank keeps of a sum; and
+    whether it is reduced already."""
     program = target.program
     schedule = program.attachment(UnshardSchedule) if target.layout.is_data_sharded else None
-    shard = schedule.shard_of(grad) if schedule is not None and tf.is_tensor(grad) else None
+    shard = program.attachment(GradientStubs).shard_of(grad) if schedule is not None and tf.is_tensor(grad) else None
     if shard is not None:
         return shard, True
     grad = dense(grad, target)
@@ -104,6 +70,25 @@ def summand(grad: Any, target: Target, weight: tf.Tensor | None) -> tf.Tensor:
     # All ranks have the sum. Their weights add up to 1; without weights it is the first rank's summand.
     is_first = weight is not None or program.mesh.coordinate(program.rank).data == 0
     return whole if is_first else tf.zeros_like(whole)
+
+
+def of_own_mean(grad: tf.Tensor, program: RankProgram) -> tf.Tensor:
+    """Returns `grad`, the dense value of what an optimizer was given, as the gradient of the rank's own mean.
+
+    In a step of Keras's trainer what a tape returns for rows is one device's, and counts the rank's weight. So does what is made
+    of it, by the chain rule or as IndexedSlices, and the reduction would count the weight again:
+
+        rows = tf.gather(table, ids)                                      of_rows = tape.gradient(loss, rows)
+        optimizer.apply([tf.IndexedSlices(of_rows, ids)], [table])
+    """
+    weights = program.attachment(GradientWeight)
+    weight = weights.of_wholes() if weights.of_rows else None
+    if weight is None:
+        return grad
+    facts = program.attachment(EagerFacts if program.is_eager else TapeGradients)
+    placement = facts.of(grad) if program.is_eager else facts.placement_of(grad)
+    is_of_rows = isinstance(placement, Partial) and placement.is_sum
+    return tf.math.divide_no_nan(grad, tf.cast(weight, grad.dtype)) if is_of_rows else grad
 
 
 def summand_of_sum(total: tf.Tensor, target: Target) -> tf.Tensor:
@@ -170,9 +155,9 @@ def reduce_bucket(
     dtype = grads[0].dtype
     layouts, variables = [target.state_layout for target in targets], [target.variable for target in targets]
     if layouts[0].is_data_sharded:
-        return scatter_sums(program, grads, variables, layouts, f"reduce_scatter/{label}", config, dtype, weight)
+        return SumOfGradients(program, config, variables, layouts, f"reduce_scatter/{label}", weight).scattered(grads, dtype)
     if config.compresses or config.mesh.is_hybrid:
-        return all_reduce_sums(program, grads, variables, layouts, f"all_reduce/{label}", config, dtype, weight)
+        return SumOfGradients(program, config, variables, layouts, f"all_reduce/{label}", weight).everywhere(grads, dtype)
     # Summed on the way: a gradient of half precision as float32, unless the user wants otherwise.
     wide = config.travel_dtype(sum_dtype(dtype))
     flat = weighted(tf.cast(packing.side_by_side(grads, program.constant), wide), weight)

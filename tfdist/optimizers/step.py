@@ -18,21 +18,22 @@ from tfdist.optimizers.clipping import clip, kind_of_clipping
 from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.publication import publish
-from tfdist.optimizers.reduction import KnownReductions, agreed, own_part, reduce_bucket, summand, summand_of_sum
+from tfdist.optimizers.reduction import agreed, own_part, reduce_bucket, summand, summand_of_sum
 from tfdist.optimizers.residuals import refuse_two_sums
 from tfdist.optimizers.slots import publish_slots
 from tfdist.optimizers.support import changes_gradients, may_share
-from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.optimizers.target import Target, local_part, variable_of
 from tfdist.optimizers.update import Updates, decays
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
-from tfdist.sharding.gradients_in_flight import Encoded, GradientsInFlight
+from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.host_lead import is_on_chain, limit_lead
+from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
 from tfdist.sharding.slot_reads import SlotReads
+from tfdist.sharding.tape_gradients import TapeGradients
 
 
 def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig) -> None:
@@ -84,10 +85,10 @@ def _sum_outside_branches(
     graph = tf.compat.v1.get_default_graph()
     if program.is_eager:
         return
-    known = program.attachment(KnownReductions)
+    known = program.attachment(KnownSums)
     by_program: dict[RankProgram, list[tuple[Any, Any]]] = {}
     for grad, variable in zip(grads, variables, strict=True):
-        if tf.is_symbolic_tensor(grad) and grad.graph is not graph and known.find(grad) is None:
+        if tf.is_symbolic_tensor(grad) and grad.graph is not graph and known.part_of(grad) is None:
             outer = program.that_made(grad)
             if outer is not None:
                 by_program.setdefault(outer, []).append((grad, variable))
@@ -109,7 +110,7 @@ def wholes_of(parts: Sequence[tf.Tensor], variables: Sequence[Any], config: Mesh
     """Returns whole sums, of which each rank has its part; an optimizer that is given them finds the parts again."""
     wholes = _gathered(parts, variables, config, program)
     for whole, part in zip(wholes, parts, strict=True):
-        program.attachment(KnownReductions).add(whole, part)
+        program.attachment(KnownSums).note(whole, part)
         if not program.is_eager:
             program.attachment(TapeGradients).note_whole(whole)
     return wholes
@@ -243,18 +244,17 @@ class _Step:
         self._program.attachment(ErrorFeedback).write([target.variable for target in self._targets])
 
     def _note_reduction(self, bucket: int | None, members: Sequence[int]) -> None:
-        known = self._program.attachment(KnownReductions)
+        known = self._program.attachment(KnownSums)
         for place in members:
-            known.add(self._given[place], self._grads[place])
+            known.note(self._given[place], self._grads[place])
         if self._flight is not None and bucket is not None:
             self._latest = self._grads[members[0]].op
-            self._flight.note_emitted(self._program.attachment(Encoded).operations)
+            self._flight.note_emitted(self._program.attachment(ErrorFeedback).encoded)
 
     def _update_parameters(self) -> None:
         self._program.attachment(UnshardSchedule).invalidate()
-        variables = [target.variable for target in self._targets]
         # By way of the optimizer, because some have something of their own to do once per step (Nadam); it calls `take`.
-        self._optimizer._backend_update_step(self, variables, self._optimizer.learning_rate)
+        self._optimizer._backend_update_step(self, [target.variable for target in self._targets], self._optimizer.learning_rate)
 
     def _accumulate(self) -> None:
         """Adds to the accumulators; in every `gradient_accumulation_steps`-th call updates with their mean and empties them.
@@ -291,7 +291,7 @@ class _Step:
     def _facts(self) -> tuple[list[plan.Gradient], plan.Settings]:
         """Takes the gradients as they are, and returns what the plan must know of them and of the settings."""
         optimizer, config, program = self._optimizer, self._config, self._program
-        if any(program.attachment(KnownReductions).find(grad) is None for grad in self._given):
+        if any(program.attachment(KnownSums).part_of(grad) is None for grad in self._given):
             program.attachment(UnshardSchedule).flush(self._given)
             self._weight = program.attachment(GradientWeight).of_wholes()
         gradients = [self._facts_of(given, target) for given, target in zip(self._given, self._targets, strict=True)]
@@ -322,23 +322,23 @@ class _Step:
         )
 
     def _facts_of(self, given: Any, target: Target) -> plan.Gradient:
-        known = self._program.attachment(KnownReductions)
+        known = self._program.attachment(KnownSums)
         self._check_is_whole(given, target)
         if self._optimizer is not None and accumulates_partial_sums(self._optimizer, self._config):
+            is_reduced = False
             if known.is_returned(given):
                 refuse_two_sums(self._config)
-                grad, is_reduced = summand_of_sum(known.find(given), target), False
+                grad = summand_of_sum(known.part_of(given), target)
                 self._summed.add(len(self._grads))
             else:
-                grad, is_reduced = summand(given, target, self._weight), False
+                grad = summand(given, target, self._weight)
+        elif (grad := known.part_of(given)) is not None:
+            is_reduced = True
         else:
-            grad = known.find(given)
-            is_reduced = grad is not None
-        if grad is None:
             grad, is_reduced = own_part(given, target)
             if is_reduced:
                 self._whole += [] if target.state_layout.is_data_sharded else [len(self._grads)]
-                known.add(given, grad)
+                known.note(given, grad)
         self._grads.append(grad)
         return plan.Gradient(
             elements=target.layout.local_elements,
@@ -357,7 +357,7 @@ class _Step:
         if self._optimizer is None or not changes_gradients(self._optimizer) or not tf.is_tensor(given):
             return
         is_shard = given.shape == target.state_layout.component_shape != target.layout.local_shape
-        if is_shard and self._program.attachment(KnownReductions).find(given) is None:
+        if is_shard and self._program.attachment(KnownSums).part_of(given) is None:
             name = type(self._optimizer).__name__
             raise errors.not_implemented(
                 f"{name} changes gradients in an `apply` of its own and has been given shards, as `tfdist.clip_by_global_norm` "

@@ -84,10 +84,7 @@ class Target:
 
     def store_global(self, value: tf.Tensor) -> None:
         """Stores this rank's part of the global tensor `value`."""
-        value = packing.tensor_shard(value, self.layout, self._coordinate)
-        if self.layout.is_data_sharded:
-            value = packing.data_shard(value, self.layout, self._coordinate.data)
-        self.stored.assign(value, read_value=False)
+        self.stored.assign(packing.stored_part(value, self.layout, self._coordinate), read_value=False)
 
     @property
     def _is_all_stepped(self) -> bool:

@@ -53,12 +53,8 @@ class Updates:
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def update(self, targets: Sequence[Target], grads: Sequence[tf.Tensor], trace: Trace) -> list[tf.Tensor]:
-        """Updates `targets`, side by side if there are several, and their slots.
-
-        Returns:
-            The new shards of parameters that this rank stores whole. What it steps on in place is stored already, and not
-            returned.
-        """
+        """Updates `targets`, side by side if there are several, and their slots. Returns the new shards of parameters that this
+        rank stores whole; what it steps on in place is stored already."""
         if trace is not Trace.INLINE and not tf.executing_eagerly():
             return self._call(targets[0], grads[0], trace is Trace.COMPILED)
         if len(targets) == 1:
@@ -106,5 +102,4 @@ class Updates:
         return self._functions[key](grad, self._learning_rate, *handles)
 
     def _slots(self, target: Target) -> list[tf.Variable]:
-        """Returns what this rank stores of the parameter's slots."""
         return [local_part(slot, self._program) for slot in slots_of(self._optimizer, target.variable)]

@@ -336,6 +336,16 @@ def size_inputs(kind: str) -> Sequence[int]:
     return RULES.get(kind, _NOTHING).sizes
 
 
+def moved_inputs(kind: str, number: int) -> range:
+    """Returns the places of those among `number` inputs that such an operation only moves, casts or joins; none: it computes."""
+    row = RULES.get(kind)
+    moves = row is not None and (row.kind in (Kind.VIEW, Kind.JOIN) or row.rule in (pointwise.same, pointwise.cast))
+    if row is None or not moves or row.linear is None:
+        return range(0)
+    of_one = range(1, 2) if row.linear is Linear.SECOND else range(1)
+    return {Linear.TOGETHER: range(number), Linear.BUT_LAST: range(number - 1)}.get(row.linear, of_one)
+
+
 def placements_of(call: Call) -> list[Placement]:
     """Returns the placement of each output of `call`, whose inputs may be `Unknown` here."""
     row, found = RULES.get(call.type), list(call.inputs)

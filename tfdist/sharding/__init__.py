@@ -7,7 +7,6 @@ from tfdist.sharding.layout import Layout
 from tfdist.sharding.parameter_group import ParameterGroups
 from tfdist.sharding.placement_request import PlacementRequest, current_placement, kept_placement, placement, request_placement
 from tfdist.sharding.placements import Own, Partial, Replicate, Shard
-from tfdist.sharding.recomputation import recompute
 from tfdist.sharding.replicated_variables import PartialSyncOnReadVariable, with_layout
 from tfdist.sharding.unshard import UnshardSchedule
 from tfdist.sharding.variable import ShardedVariable, read_if_sharded
@@ -35,7 +34,6 @@ __all__ = [
     "layers_within",
     "placement",
     "placements_of",
-    "recompute",
     "read_if_sharded",
     "request_placement",
     "with_layout",

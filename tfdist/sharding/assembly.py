@@ -13,7 +13,7 @@ from tfdist.graphs import tape
 from tfdist.mesh import Coordinate
 from tfdist.sharding import packing
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards
+from tfdist.sharding.shard_messages import gather_over_data, gather_over_tensor
 
 
 def is_elsewhere(variable: Any) -> bool:
@@ -70,14 +70,9 @@ def _read(shard: tf.Variable) -> tf.Tensor:
 
 def gather_whole(layout: Layout, program: RankProgram, part: tf.Tensor) -> tf.Tensor:
     """Returns the full value from this rank's part, over all three axes."""
-    ranks = program.group_ranks("shard")
     owners = layout.pipe_owners
     if owners is None or program.mesh.coordinate(program.rank).pipe in owners:
-        if layout.data_owner is not None:
-            part = group_ops.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], "assemble")
-        elif layout.is_data_sharded:
-            (part,) = gather_shards(program, [part], [layout], "assemble")
-        part = gather_over_tensor(program, part, layout, "assemble")
+        part = gather_over_tensor(program, gather_over_data(program, part, layout, "assemble"), layout, "assemble")
     if owners is None:
         return part
     stages = program.group_ranks("pipe")

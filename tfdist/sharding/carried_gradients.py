@@ -17,11 +17,6 @@ from tfdist.collectives import RankProgram
 from tfdist.graphs import tape
 from tfdist.sharding import gradient_graph
 
-_BRANCHING = ("Case", "If", "StatelessCase", "StatelessIf")
-_PASSING = ("BroadcastTo", "Cast", "Identity", "Reshape")
-
-IsGradient = Callable[[tf.Tensor], bool]
-
 
 class CarriedGradients:
     """What has been taken in loops and branches of one rank's program in one trace; an attachment of the rank's program."""
@@ -38,67 +33,38 @@ class CarriedGradients:
 
     def out_of(self, operation: tf.Operation) -> list[tf.Tensor]:
         """Returns the outputs of `operation` that are linear in gradients taken inside of it, with nothing added; else none."""
-        found = self._linear_in(operation, lambda _: False) if self._taken else {}
+        found = self._linear_in(operation, lambda _: None) if self._taken else {}
         return [operation.outputs[place] for place in sorted(found) if found[place]]
 
-    def _linear_in(self, operation: tf.Operation, is_sum: IsGradient) -> dict[int, bool]:
-        """Returns the places of outputs that are linear in gradients taken inside, and in inputs that `is_sum`; and whether there
-        is a gradient in them."""
-        if operation.type not in (*_BRANCHING, *tape.LOOPS) or tape.is_backward(operation):
+    def _linear_in(
+        self, operation: tf.Operation, linear_in: Callable[[tf.Tensor], frozenset[str] | None]
+    ) -> dict[int, frozenset[str]]:
+        """Returns, by place, the outputs of a branch or a loop that are linear in gradients taken inside, and in inputs that are
+        `linear_in` something; with the gradients that are in them."""
+        if operation.type not in (*tape.BRANCHES, *tape.LOOPS) or tape.is_backward(operation):
             return {}
-        if operation.type in tape.LOOPS:
-            return self._out_of_loop(operation, is_sum)
-        given = [place for place, source in enumerate(operation.inputs[1:]) if is_sum(source) or _is_zero(source)]
-        found = [self._linear_outputs(branch, given) for branch in tape.traced_branches(operation)]
-        return {
-            place: any(one[place] for one in found) for place in (found[0] if found else ()) if all(place in x for x in found)
-        }
+        given = {place for place, x in enumerate(operation.inputs) if linear_in(x) is not None or gradient_graph.is_zero(x)}
+        if operation.type in tape.BRANCHES:
+            found = [self._linear_outputs(one, {place - 1 for place in given}) for one in tape.traced_branches(operation)]
+            places = set.intersection(*map(set, found)) if found else ()
+            return {place: frozenset().union(*(one[place] for one in found)) for place in places}
+        while True:  # what goes round is what the body makes of it
+            around = self._linear_outputs(tape.body(operation), given)
+            if not given - around.keys():
+                return {place: around[place] for place in given}
+            given &= around.keys()
 
-    def _out_of_loop(self, operation: tf.Operation, is_sum: IsGradient) -> dict[int, bool]:
-        summed = {place for place, source in enumerate(operation.inputs) if is_sum(source) or _is_zero(source)}
-        while True:
-            found = self._linear_outputs(tape.body(operation), summed)
-            if not summed - found.keys():
-                return {place: found[place] for place in summed}
-            summed &= found.keys()
-
-    def _linear_outputs(self, graph: tf.Graph, given: Collection[int]) -> dict[int, bool]:
-        """Returns the places of outputs that are linear in gradients and in the inputs at the places `given`; and whether a
-        gradient is in them."""
+    def _linear_outputs(self, graph: tf.Graph, given: Collection[int]) -> dict[int, frozenset[str]]:
+        """Returns, by place, the outputs that are linear in gradients and in the inputs at the places `given`; with the gradients
+        that are in them."""
         names = {graph.inputs[place].name for place in given}
-        known: dict[str, bool | None] = {}
-        found = {place: self._holds(x, lambda y: y.name in names, known) for place, x in enumerate(graph.outputs)}
-        return {place: holds for place, holds in found.items() if holds is not None}
 
-    def _holds(self, tensor: tf.Tensor, is_sum: IsGradient, known: dict[str, bool | None]) -> bool | None:
-        """Returns whether `tensor`, linear in gradients and sums, has a gradient in it; None: it is not linear."""
-        if tensor.name not in known:
-            known[tensor.name] = self._look(tensor, is_sum, known)
-        return known[tensor.name]
+        def leaf(x: tf.Tensor) -> frozenset[str] | None:
+            if (id(x.graph), x.name) in self._taken:
+                return frozenset([x.name])
+            if x.name in names or gradient_graph.is_zero(x):
+                return frozenset()
+            return self._linear_in(x.op, linear.of).get(x.value_index)
 
-    def _look(self, tensor: tf.Tensor, is_sum: IsGradient, known: dict[str, bool | None]) -> bool | None:
-        if not tensor.dtype.is_floating:
-            return None
-        if (id(tensor.graph), tensor.name) in self._taken:
-            return True
-        if is_sum(tensor) or _is_zero(tensor):
-            return False
-        if (source := gradient_graph.passed_on(tensor)) is not None:
-            return self._holds(source, is_sum, known)
-        if tensor.op.type in (*_BRANCHING, *tape.LOOPS):
-            return self._linear_in(tensor.op, lambda x: self._holds(x, is_sum, known) is not None).get(tensor.value_index)
-        if not gradient_graph.may_be_linear(tensor.op) or tape.is_backward(tensor.op):
-            return None
-        below = {source.name: self._holds(source, is_sum, known) for source in tensor.op.inputs}
-        is_linear = gradient_graph.is_linear(tensor.op, lambda x: below.get(x.name) is not None)
-        return any(below.values()) if is_linear else None
-
-
-def _is_zero(tensor: tf.Tensor) -> bool:
-    if not tensor.dtype.is_floating:
-        return False
-    while tensor.op.type in _PASSING:
-        tensor = tensor.op.inputs[0]
-    if tensor.op.type == "ZerosLike":
-        return True
-    return gradient_graph.is_zero(tensor.op.inputs[1] if tensor.op.type == "Fill" else tensor)
+        linear = gradient_graph.Derived(leaf)
+        return {place: found for place, x in enumerate(graph.outputs) if (found := linear.of(x)) is not None}

@@ -49,13 +49,8 @@ def _at_least(least: int, fix: str = "") -> _Check:
     return check
 
 
-def _at_least_one_or_none(fix: str) -> _Check:
-    def check(name: str, value: Any) -> int | None:
-        if value is not None:
-            errors.check_integer(name, value, 1, fix=fix)
-        return value
-
-    return check
+def _or_none(check: _Check) -> _Check:
+    return lambda name, value: None if value is None else check(name, value)
 
 
 def _one_of(*values: Any) -> _Check:
@@ -67,9 +62,7 @@ def _one_of(*values: Any) -> _Check:
     return check
 
 
-def _floating_dtype_or_none(name: str, value: Any) -> tf.DType | None:
-    if value is None:
-        return None
+def _floating_dtype(name: str, value: Any) -> tf.DType:
     try:
         dtype = tf.as_dtype(value)
     except TypeError:
@@ -128,7 +121,7 @@ class ShardingConfig:
     )
     sharding_group_size: int | None = _setting(
         None,
-        _at_least_one_or_none("None shards over all data ranks."),
+        _or_none(_at_least(1, fix="None shards over all data ranks.")),
         "hybrid sharding: over how many consecutive data ranks, such as those of a host, is sharded what the stage shards; each "
         "such group has a copy. Parameters are then gathered within a group only, and gradients are summed within it first: "
         "groups send each other a rank's shard of them, compressed where `gradient_compression` says so. It must divide the "
@@ -136,7 +129,7 @@ class ShardingConfig:
     )
     ranks_per_host: int | None = _setting(
         None,
-        _at_least_one_or_none("None finds the hosts."),
+        _or_none(_at_least(1, fix="None finds the hosts.")),
         "how many consecutive ranks, one for each device, share a host: `last_plan` tells apart what travels between hosts. "
         "None: in one process all ranks do; over several workers those whose addresses in TF_CONFIG name the same host.",
     )
@@ -156,7 +149,7 @@ class ShardingConfig:
     )
     reduce_dtype: str | tf.DType | None = _setting(
         None,
-        _floating_dtype_or_none,
+        _or_none(_floating_dtype),
         'dtype in which gradients travel; None: their own, and half-precision gradients are summed in float32. "bfloat16" is '
         'another name of `gradient_compression="bfloat16"`.',
     )

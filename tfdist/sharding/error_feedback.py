@@ -38,10 +38,16 @@ class _Loss:
 
 
 class ErrorFeedback:
-    """What the messages of one rank lose in one trace; an attachment of its program."""
+    """What the messages of one rank lose in one trace; an attachment of its program.
+
+    Attributes:
+        encoded: the operations after which the gradients of the last message are no longer needed in full, since all that is
+            made of them is there; none where they travel exactly.
+    """
 
     def __init__(self, program: RankProgram):
         self._program = program
+        self.encoded: list[tf.Operation] = []
         self._losses: dict[int, _Loss] = {}  # by the variable's id
         self._without: dict[int, Any] = {}  # variables of which a sum was taken before they had a residual
 
@@ -56,14 +62,14 @@ class ErrorFeedback:
             sent.append(part)
         return sent
 
-    def note(self, variables: Sequence[Any], losses: Sequence[tf.Tensor | None]) -> list[tf.Tensor]:
-        """Notes what the messages lack of each of the parts that were sent, None where nothing is kept; returns it, encoded."""
-        kept = []
+    def note(self, variables: Sequence[Any], losses: Sequence[tf.Tensor | None], words: tf.Tensor | None) -> None:
+        """Notes what the message of `words` lacks of each of the parts that it sends; None where nothing is kept."""
+        kept = [] if words is None else [words]
         for variable, lost in zip(variables, losses, strict=True):
             if lost is not None and variable.residual is not None:
                 kept.append(variable.residual.encoded(lost))
                 self._losses[id(variable)] = _Loss(kept[-1], variable)
-        return kept
+        self.encoded = [one.op for one in kept if tf.is_symbolic_tensor(one)]
 
     def write(self, variables: Sequence[Any]) -> None:
         """Lets `variables` keep what the sums have lost with which they are updated here."""

@@ -9,8 +9,7 @@ Two kinds of operations are told from all others:
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,29 +19,87 @@ from tfdist.graphs import tape
 from tfdist.graphs.walks import inputs_first
 from tfdist.placements import table
 
-_UNCHANGED = ("Cast", "Identity")
-_WRITES = frozenset("AssignAddVariableOp AssignSubVariableOp AssignVariableOp".split())
-
 
 def passed_on(tensor: tf.Tensor) -> tf.Tensor | None:
     """Returns the tensor that `tensor` is, passed on with others (by a `tf.custom_gradient`, say); None: it is computed."""
     return tensor.op.inputs[tensor.value_index] if tensor.op.type == "IdentityN" else None
 
 
-def is_elementwise(operation: tf.Operation) -> bool:
-    """Whether each element of what `operation` returns depends on the same element of its inputs, and on scalars."""
-    return table.is_elementwise(operation.type)
+def _key(tensor: tf.Tensor) -> tuple[int, str]:
+    return id(tensor.graph), tensor.name
 
 
-def may_be_linear(operation: tf.Operation) -> bool:
-    """Whether `operation` is of a kind that may be linear in gradients."""
-    return table.linear_inputs(operation.type) is not None
+class Derived:
+    """What of one graph is linear in some of its tensors, with nothing added, and what it is of others in their place.
 
+    Subclasses say the same of another kind of operations.
 
-def is_linear(operation: tf.Operation, is_gradient: Callable[[tf.Tensor], bool]) -> bool:
-    """Whether what `operation` returns is a linear function of the gradients among its inputs, with nothing added."""
-    linear = table.linear_inputs(operation.type)
-    return linear is not None and linear.holds([is_gradient(tensor) for tensor in operation.inputs])
+    Args:
+        leaf: returns in which of them a tensor is known to be linear, itself or others, a set; None: it is none of them.
+        is_of_tapes: whether what a tape has computed of them is looked at, too.
+    """
+
+    def __init__(self, leaf: Callable[[tf.Tensor], Any], *, is_of_tapes: bool = False):
+        self._leaf = leaf
+        self._is_of_tapes = is_of_tapes
+        self._found: dict[tuple[int, str], Any] = {}
+
+    def of(self, tensor: tf.Tensor) -> Any:
+        """Returns those that `tensor` is linear in; None: it is not."""
+        for current in inputs_first(tensor, self._inputs, self._found, _key):
+            known = self._leaf(current)
+            if known is None and (inputs := self._inputs(current)):
+                # One that is not known yet is computed of this one: a circle.
+                found = [self._found.get(_key(x)) for x in inputs]
+                known = found[0] if passed_on(current) is not None else self.of_result(current.op, found)
+            self._found[_key(current)] = known
+        return self._found[_key(tensor)]
+
+    def forget(self, tensor: tf.Tensor) -> None:
+        """Forgets what was found of `tensor`, which is one of them from now on."""
+        self._found.pop(_key(tensor), None)
+
+    def image(self, tensor: tf.Tensor, images: dict[str, tf.Tensor]) -> tf.Tensor:
+        """Returns what `tensor` is of other tensors, the `images` of those that it is computed of, by name.
+
+        What is made on the way is added to `images`.
+        """
+        for current in inputs_first(tensor, lambda x: [y for y in self._inputs(x) if self.of(y)], images):
+            if (source := passed_on(current)) is not None:
+                images[current.name] = images[source.name]
+                continue
+            inputs = [images[x.name] if x.name in images else self._beside(x) for x in current.op.inputs]
+            made = tape.with_inputs(current.op, inputs)
+            for output, image in zip(current.op.outputs, made.outputs, strict=True):
+                images[output.name] = self._finished(image, output)
+        return images[tensor.name]
+
+    def of_result(self, operation: tf.Operation, found: Sequence[Any]) -> Any:
+        """Returns what follows for the results of `operation` from what was `found` of its inputs; None: nothing."""
+        linear = table.linear_inputs(operation.type)
+        holds = linear is not None and linear.holds([x is not None for x in found])
+        return frozenset().union(*(x or () for x in found)) if holds else None
+
+    def _is_of_kind(self, tensor: tf.Tensor) -> bool:
+        if tensor.dtype.is_integer or tensor.dtype.is_bool or table.linear_inputs(tensor.op.type) is None:
+            return False
+        return self._is_of_tapes or not tape.is_backward(tensor.op)
+
+    def _finished(self, image: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
+        """Returns the image of `output` from what the operation, made again, returns."""
+        image.set_shape(output.shape)
+        return image
+
+    def _beside(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns what an image is computed of in the place of `tensor`, which has none."""
+        return tensor
+
+    def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        if self._leaf(tensor) is not None:
+            return []
+        if (source := passed_on(tensor)) is not None:
+            return [source]
+        return list(tensor.op.inputs) if self._is_of_kind(tensor) else []
 
 
 def written(operation: tf.Operation, gradient: tf.Tensor) -> list[tf.Tensor] | None:
@@ -51,47 +108,38 @@ def written(operation: tf.Operation, gradient: tf.Tensor) -> list[tf.Tensor] | N
     Also in branches, of which it returns all that they are given. To add the gradient to what a variable has, which is then
     written, is that: Keras adds to its variables so. None: it does something else.
     """
-    if operation.type in _WRITES:
+    if tape.writes(operation):
         return [operation.inputs[0]]
     if (handle := _added_to(operation, gradient)) is not None:
         return [handle]
     if operation.type not in ("If", "StatelessIf"):
         return None
-    places = [place for place, source in enumerate(operation.inputs[1:]) if source.name == gradient.name]
-    for branch in tape.branches(operation):
-        waiting = [branch.inputs[place] for place in places]
-        names = {tensor.name for tensor in waiting}
-        is_gradient = functools.partial(_is_named, names)
-        while waiting:
-            for reader in waiting.pop().consumers():
-                if reader.type in _WRITES:
-                    continue
-                if not is_linear(reader, is_gradient):
-                    return None
-                waiting.extend(reader.outputs)
-                names.update(output.name for output in reader.outputs)
-        if any(output.name in names for output in branch.outputs):
-            return None
-    return list(operation.inputs)
+    places = [place for place, source in enumerate(operation.inputs[1:]) if tape.same(source, gradient)]
+    return list(operation.inputs) if all(_only_writes(branch, places) for branch in tape.branches(operation)) else None
+
+
+def _only_writes(branch: tf.Graph, places: Sequence[int]) -> bool:
+    """Whether a branch writes what is linear in its inputs at `places`, and does nothing else with it."""
+    names = {branch.inputs[place].name for place in places}
+    linear = Derived(lambda x: frozenset([x.name]) if x.name in names else None)
+    readers = [op for op in branch.get_operations() if any(linear.of(x) is not None for x in op.inputs)]
+    return all(tape.writes(op) or op.outputs and all(linear.of(x) is not None for x in op.outputs) for op in readers) and all(
+        linear.of(x) is None for x in branch.outputs
+    )
 
 
 def _added_to(operation: tf.Operation, gradient: tf.Tensor) -> tf.Tensor | None:
     """Returns the handle of the variable whose new value `operation` makes of its old one and `gradient`, for nothing else."""
-    if operation.type not in ("Add", "AddV2", "BiasAdd", "Sub"):
+    others = [x for x in operation.inputs if not tape.same(x, gradient)]
+    if operation.type not in ("Add", "AddV2", "BiasAdd", "Sub") or len(others) != 1:
         return None
-    first, second = operation.inputs
-    if not tape.same(second, gradient):
-        first, second = second, first
-    is_turned = second is not operation.inputs[1]
-    if not tape.same(second, gradient) or (is_turned and operation.type in ("BiasAdd", "Sub")):
-        return None
-    read = _passed_on_from(first)
+    read = _origin(others[0]).op
     if read.type != "ReadVariableOp":
         return None
     waiting, writers = [operation.outputs[0]], []
-    while waiting:
-        for reader in waiting.pop().consumers():
-            if reader.type in _UNCHANGED:
+    for x in waiting:
+        for reader in x.consumers():
+            if len(table.moved_inputs(reader.type, len(reader.inputs))) == 1:
                 waiting.extend(reader.outputs)
             else:
                 writers.append(reader)
@@ -100,14 +148,11 @@ def _added_to(operation: tf.Operation, gradient: tf.Tensor) -> tf.Tensor | None:
     return handle if is_written else None
 
 
-def _passed_on_from(tensor: tf.Tensor) -> tf.Operation:
-    while tensor.op.type in _UNCHANGED:
-        tensor = tensor.op.inputs[0]
-    return tensor.op
-
-
-def _is_named(names: set[str], tensor: tf.Tensor) -> bool:
-    return tensor.name in names
+def _origin(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor of which `tensor` is the same numbers, moved or cast."""
+    while len(moved := table.moved_inputs(tensor.op.type, len(tensor.op.inputs))) == 1:
+        tensor = tensor.op.inputs[moved[0]]
+    return tensor
 
 
 def scalar_of(tensor: tf.Tensor) -> Any:
@@ -124,40 +169,35 @@ def scalar_of(tensor: tf.Tensor) -> Any:
 
 
 def is_zero(tensor: tf.Tensor) -> bool:
-    """Whether all elements of `tensor` are known to be zero."""
-    value = tf.get_static_value(tensor)
-    return value is not None and not np.any(value)
+    """Whether `tensor` is of floats, and all its elements are known to be zero."""
+    if not tensor.dtype.is_floating:
+        return False
+    tensor = _origin(tensor)
+    value = tf.get_static_value(tensor.op.inputs[1] if tensor.op.type == "Fill" else tensor)
+    return tensor.op.type == "ZerosLike" or (value is not None and not np.any(value))
 
 
-class Sources:
-    """Of which tensors of a given kind others are computed, also across the graphs of branches and functions.
+class Sources(Derived):
+    """Of which tensors of a given kind others are computed, whatever by, also across the graphs of branches and functions.
 
     Args:
         is_source: whether a tensor is of that kind. What it is computed from itself is not looked for.
     """
 
     def __init__(self, is_source: Callable[[tf.Tensor], bool]):
-        self._is_source = is_source
-        self._found: dict[tuple[int, str], frozenset[Any]] = {}
+        super().__init__(lambda x: frozenset([x.ref()]) if is_source(x) else None)
         self._captured: dict[int, dict[str, tf.Tensor]] = {}
 
     def of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """Returns the sources that `tensor` is computed from, in any order; itself, if it is one."""
-        for current in inputs_first(tensor, self._inputs, self._found, self._key):
-            if self._is_source(current):
-                found = frozenset([current.ref()])
-            else:  # one that is not known yet is computed of this one: a circle
-                found = frozenset().union(*(self._found.get(self._key(x), ()) for x in self._inputs(current)))
-            self._found[self._key(current)] = found
-        return [reference.deref() for reference in self._found[self._key(tensor)]]
+        return [reference.deref() for reference in super().of(tensor) or ()]
 
-    @staticmethod
-    def _key(tensor: tf.Tensor) -> tuple[int, str]:
-        return id(tensor.graph), tensor.name
+    def of_result(self, operation: tf.Operation, found: Sequence[frozenset[Any] | None]) -> frozenset[Any]:
+        return frozenset().union(*(x or () for x in found))
 
     def _inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         graph = tensor.graph
-        if self._is_source(tensor):
+        if self._leaf(tensor) is not None:
             return []
         if tensor.op.type == "Placeholder" and hasattr(graph, "captures"):
             if tensor.name not in self._captured.setdefault(id(graph), {}):

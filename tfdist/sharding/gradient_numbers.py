@@ -40,7 +40,7 @@ class GradientNumbers:
         self._program = program
         self._computed: set[str] = set()  # gradients, and what is computed of them, by name
         self._num_searched = 0
-        self._of_tapes: list[tuple[int, int]] = []  # from which operation to which a tape has made them
+        self._of_tapes: list[list[int]] = []  # from which operation to which a tape has made them
         self._is_own = False
         self.is_agreeing = False
         program.before_collective.append(self.settle)
@@ -76,14 +76,13 @@ class GradientNumbers:
         met = [(op, place) for op, place in met if self._must_be_whole(op, place)]
         if not met:
             return
-        with self._own(), temporary.attributes(self, is_agreeing=True):
+        with self.own_use(is_agreeing=True):
             wholes = self._program.attachment(Repair).wholes([op.inputs[place] for op, place in met], "gradient")
             for (op, place), whole in zip(met, wholes, strict=True):
                 if whole is not None and whole is not op.inputs[place]:
                     self._program.attachment(Redistribution).reads(op, place, whole)
 
     def _note_captured(self) -> None:
-        """Notes the gradients that a branch reads from outside."""
         outer = self._program.outer
         if outer is not None and (known := outer.attachment(GradientNumbers)._computed):
             for outside, inside in self._program.graph.captures:
@@ -91,7 +90,6 @@ class GradientNumbers:
                     self._computed.add(inside.name)
 
     def _must_be_whole(self, op: tf.Operation, place: int) -> bool:
-        """Whether `op` needs the number at `place` of the whole batch."""
         facts, number = self._program.attachment(Facts), op.inputs[place]
         if number.dtype == tf.resource or tape.is_backward(number.op) or isinstance(facts.of(number), Replicate | Shard):
             return False
@@ -118,22 +116,18 @@ class GradientNumbers:
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
         """A block in which a tape goes back."""
-        start = len(self._program.graph.get_operations())
-        self._of_tapes.append((start, sys.maxsize))
+        made = [len(self._program.graph.get_operations()), sys.maxsize]
+        self._of_tapes.append(made)
         yield
-        self._of_tapes[self._of_tapes.index((start, sys.maxsize))] = start, len(self._program.graph.get_operations())
+        made[1] = len(self._program.graph.get_operations())
 
     @contextlib.contextmanager
-    def own_use(self) -> Iterator[None]:
-        """A block that reads gradients for the optimizer."""
-        self.settle()
-        with self._own():
-            yield
-
-    @contextlib.contextmanager
-    def _own(self) -> Iterator[None]:
+    def own_use(self, *, is_agreeing: bool = False) -> Iterator[None]:
+        """A block that reads gradients for the optimizer, or for ranks to agree on what these have met."""
+        if not is_agreeing:
+            self.settle()
         try:
-            with temporary.attributes(self, _is_own=True):
+            with temporary.attributes(self, _is_own=True, is_agreeing=is_agreeing):
                 yield
         finally:
             self._num_searched = len(self._program.graph.get_operations())

@@ -17,7 +17,7 @@ Gathering makes all gradients exist whole, as at stage 1, and adds a third to wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,29 +25,70 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram
 from tfdist.collectives.padding import with_zeros
 from tfdist.graphs import tape
-from tfdist.graphs.walks import inputs_first
+from tfdist.placements import table
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Replicate
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
-from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_weight import GradientWeight
+from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
-
-_SHAPING = ("ExpandDims", "Squeeze")
+from tfdist.sharding.units import Unit
 
 
 @dataclasses.dataclass(eq=False)
-class _Stub:
+class Stub:
+    """What stands for the gradient of a sharded parameter.
+
+    Attributes:
+        tensor: what the tape has returned.
+        full: this rank's summand, of the parameter's shape.
+        weight: what that counts already; None: nothing.
+        unit: what gathers the parameter, if the stub waits to be reduced with it.
+        shard: this rank's of the sum; None until it is reduced.
+        is_whole: whether what reads it reads the sum.
+    """
+
     tensor: tf.Tensor
-    layout: Layout
-    full: tf.Tensor  # this rank's summand
-    weight: tf.Tensor | None  # which it has been given already
-    shard: tf.Tensor | None = None  # of the sum; None until it is reduced
-    is_connected: bool = False  # to what its readers get
-    is_whole: bool = False  # what they get is the sum
+    variable: Any
+    full: tf.Tensor
+    weight: tf.Tensor | None
+    unit: Unit | None = None
+    shard: tf.Tensor | None = None
+    is_whole: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """That of the parameter, and of the sum."""
+        return self.variable.layout
+
+
+class _OnShards(gradient_graph.Derived):
+    """What is an elementwise function of sums of one layout, and of scalars: layouts. It is as good on the ranks' shards."""
+
+    def __init__(self, leaf: Callable[[tf.Tensor], Layout | None], program: RankProgram):
+        super().__init__(leaf)
+        self._coordinate = program.mesh.coordinate(program.rank)
+
+    def of_result(self, operation: tf.Operation, found: Sequence[Layout | None]) -> Layout | None:
+        layouts = {x for x in found if x is not None}
+        others = [x for x, layout in zip(operation.inputs, found, strict=True) if layout is None]
+        return layouts.pop() if len(layouts) == 1 and all(gradient_graph.scalar_of(x) is not None for x in others) else None
+
+    def _is_of_kind(self, tensor: tf.Tensor) -> bool:
+        return table.is_elementwise(tensor.op.type)
+
+    def _beside(self, tensor: tf.Tensor) -> tf.Tensor:
+        return gradient_graph.scalar_of(tensor)
+
+    def _finished(self, image: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
+        """Returns a shard with zeros behind it, where the function has made something else of those."""
+        layout = self.of(output)
+        start, stop = layout.flat_range(self._coordinate)
+        missing = layout.shard_elements - (stop - start)
+        return with_zeros(image[: stop - start], missing) if missing else image
 
 
 class GradientStubs:
@@ -57,30 +98,29 @@ class GradientStubs:
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._stubs: dict[str, _Stub] = {}
-        self._linear: dict[str, bool] = {}  # what `_is_linear` has found, by name
-        self._layouts: dict[str, Layout | None] = {}  # what `_layout_of` has found
+        self._stubs: dict[str, Stub] = {}
+        self._linear = gradient_graph.Derived(self._as_stub, is_of_tapes=True)
+        self._layouts = _OnShards(lambda x: self._stubs[x.name].layout if x.name in self._stubs else None, program)
         self._images: dict[str, tf.Tensor] = {}  # shards by the name of the whole tensor that they are of
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._stubs)
         program.summands.append(self._own)
 
     @property
-    def are_made(self) -> bool:
-        """Whether there are any."""
-        return bool(self._stubs)
+    def waiting(self) -> list[Stub]:
+        """Those that are not reduced yet."""
+        return [stub for stub in self._stubs.values() if stub.shard is None]
 
-    def make(self, variable: Any, full: tf.Tensor) -> tf.Tensor:
-        """Returns a stub for the gradient of `variable`, of which `full` is this rank's summand."""
-        layout = variable.layout
-        tensor = tape.stand_in(variable.dtype, layout.local_shape)
+    def make(self, variable: Any, full: tf.Tensor, unit: Unit | None = None) -> Stub:
+        """Returns a stub for the gradient of `variable`, of which `full` is this rank's summand; it is reduced with `unit`."""
+        tensor = tape.stand_in(variable.dtype, variable.layout.local_shape)
         self._program.attachment(GradientNumbers).note(tensor)
-        self._stubs[tensor.name] = _Stub(tensor, layout, full, self._program.attachment(GradientWeight).began_with)
-        return tensor
+        began_with = self._program.attachment(GradientWeight).began_with
+        self._stubs[tensor.name] = Stub(tensor, variable, full, began_with, unit)
+        return self._stubs[tensor.name]
 
-    def note_reduced(self, tensor: tf.Tensor, shard: tf.Tensor) -> None:
-        """Notes that `shard` is this rank's of the sum that the stub `tensor` stands for."""
-        self._stubs[tensor.name].shard = shard
-        self._images[tensor.name] = shard
+    def note_reduced(self, stub: Stub, shard: tf.Tensor) -> None:
+        """Notes that `shard` is this rank's of the sum that `stub` stands for."""
+        stub.shard = self._images[stub.tensor.name] = shard
 
     def _own(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns this rank's summand of `tensor`, where that is a gradient, or linear in gradients.
@@ -88,21 +128,25 @@ class GradientStubs:
         Raises NotImplementedError in an eager run for what was computed of gradients.
         """
         if not tf.is_symbolic_tensor(tensor):
-            return self._program.attachment(EagerSums).summand_of(tensor)
-        if not self._stubs or not self._is_linear(tensor):
+            return self._program.attachment(KnownSums).summand_of(tensor) if self._program.is_eager else None
+        if not self._stubs or self._linear.of(tensor) is None:
             return None
         with self._program.outermost():
-            return self._summand(tensor)
+            summand = self._summand(tensor)
+        if self._program.outer is not None:
+            self._program.attachment(CarriedGradients).note(summand)
+        return summand
 
-    def is_read(self, tensor: tf.Tensor) -> bool:
-        """Whether an operation reads the stub `tensor`."""
-        return bool(tensor.consumers())
+    def _as_stub(self, tensor: tf.Tensor) -> frozenset[Stub] | None:
+        return frozenset([self._stubs[tensor.name]]) if tensor.name in self._stubs else None
 
     def shard_of(self, gradient: tf.Tensor) -> tf.Tensor | None:
         """Returns this rank's shard of `gradient`: of a sum, or of what elementwise operations make of sums; None: of neither."""
-        if not tf.is_symbolic_tensor(gradient):
-            return self._program.attachment(EagerSums).shard_of(gradient)
-        return self._image(gradient) if gradient.graph is self._program.graph and self._layout_of(gradient) else None
+        is_here = tf.is_symbolic_tensor(gradient) and gradient.graph is self._program.graph
+        if not is_here or self._layouts.of(gradient) is None:
+            return None
+        with self._program.outermost(), tape.stop_recording():
+            return self._layouts.image(gradient, self._images)
 
     def below(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """Returns the stubs that `tensor` is computed from."""
@@ -110,144 +154,45 @@ class GradientStubs:
 
     def of_sums(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is computed of sums, and is no summand."""
-        below = [] if not self._stubs or self._is_linear(tensor) else self.below(tensor)
+        below = [] if not self._stubs or self._linear.of(tensor) is not None else self.below(tensor)
         return any(self._stubs[source.name].is_whole for source in below)
 
-    def fill(self, tensors: Sequence[tf.Tensor]) -> bool:
-        """Fills the stubs `tensors`, which have been reduced: what is computed from them is then the same on all ranks.
-
-        Returns:
-            Whether there are any.
-        """
+    def fill(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Fills the stubs `tensors`, which have been reduced: what is computed from them is then the same on all ranks."""
         names = {tensor.name for tensor in tensors}
         # In one order on all ranks.
-        self._gather([stub for name, stub in self._stubs.items() if name in names and not stub.is_connected])
-        return bool(tensors)
+        self._gather([stub for name, stub in self._stubs.items() if name in names and not stub.is_whole])
 
     def fill_what_is_read(self) -> None:
         """Fills the stubs that have been reduced and are read by more than what an optimizer does on shards."""
-        self._gather([stub for stub in self._stubs.values() if self._is_missing(stub) and self._is_read_whole(stub.tensor)])
+        missing = [stub for stub in self._stubs.values() if stub.shard is not None and not stub.is_whole]
+        self._gather([stub for stub in missing if self._is_read_whole(stub.tensor)])
 
-    def fill_what_is_returned(self, outputs: Sequence[tf.Tensor]) -> None:
-        """Lets stubs that are returned, and read by nothing that wants the sum, be this rank's summands; what is written too."""
+    def write_summands(self) -> None:
+        """Lets variables that are written in a loop of one's own get this rank's summands."""
         for stub in self._stubs.values():
             self._write_summands(stub.tensor)
-        for output in outputs:
-            for tensor in self.below(output):
-                stub = self._stubs[tensor.name]
-                if not stub.is_connected and not self._is_read_whole(tensor):
-                    self._connect(stub, self._summand(tensor))
-                    if self._program.outer is not None:
-                        self._program.attachment(CarriedGradients).note(tensor)
 
-    def return_summands(self, outputs: Sequence[tf.Tensor]) -> None:
-        """Lets what is returned be this rank's summands, too, where something else reads the sums: that goes on reading them."""
-        number = {op.name: number for number, op in enumerate(self._program.graph.get_operations())} if self._stubs else {}
-        wanted = [
-            output
-            for output in {x.name: x for x in outputs}.values()
-            if any(self._stubs[tensor.name].is_whole for tensor in self.below(output)) and self._is_linear(output)
-        ]
-        # What is computed of another output comes before that.
-        for output in sorted(wanted, key=lambda x: -number.get(x.op.name, 0)):
-            with self._program.outermost(), tape.stop_recording():
-                self._part(output)
-            if self._program.outer is not None:
-                self._program.attachment(CarriedGradients).note(output)
-
-    def let_go(self, outputs: Sequence[tf.Tensor]) -> None:
-        """Lets no `tf.custom_gradient` pass on what is computed from stubs that are not filled, where nobody reads it."""
-        waiting = [stub.tensor for stub in self._stubs.values() if not stub.is_connected]
-        seen = {tensor.name for tensor in (*waiting, *outputs)}
-        while waiting:
-            tensor = waiting.pop()
-            for operation in tensor.consumers():
-                with self._program.outermost():
-                    is_let_go = tape.pass_nothing_on(operation, tensor)
-                after = [] if is_let_go else [output for output in _after(operation, tensor) if output.name not in seen]
-                seen.update(output.name for output in after)
-                waiting += after
-
-    def _part(self, output: tf.Tensor) -> None:
-        """Makes `output`, linear in stubs, of summands, and what reads it read the same of the sums."""
-        operation = output.op
-        if any(result.consumers() for result in operation.outputs):
-            again = tape.with_inputs(operation, list(operation.inputs))
-            for result, other in zip(operation.outputs, again.outputs, strict=True):
-                for reader in result.consumers():
-                    tape.reconnect(reader, result, other)
-        if output.name in self._stubs:
-            tape.reconnect(operation, operation.inputs[0], self._summand(output))
-            return
-        for source in list(operation.inputs):
-            if self._is_linear(source):
-                tape.reconnect(operation, source, self._summand(source))
-
-    def _is_missing(self, stub: _Stub) -> bool:
-        return stub.shard is not None and not stub.is_connected
-
-    def _layout_of(self, tensor: tf.Tensor) -> Layout | None:
-        """Returns the layout of the sum that `tensor` is, or is an elementwise function of; None: it is neither."""
-        for current in inputs_first(tensor, self._elementwise_inputs, self._layouts):
-            self._layouts[current.name] = self._found_layout(current)
-        return self._layouts[tensor.name]
-
-    def _elementwise_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        if tensor.name in self._stubs:
-            return []
-        if (source := gradient_graph.passed_on(tensor)) is not None:
-            return [source]
-        return list(tensor.op.inputs) if gradient_graph.is_elementwise(tensor.op) else []
-
-    def _found_layout(self, tensor: tf.Tensor) -> Layout | None:
-        if tensor.name in self._stubs:
-            return self._stubs[tensor.name].layout
-        if (source := gradient_graph.passed_on(tensor)) is not None:
-            return self._layouts[source.name]
-        inputs = self._elementwise_inputs(tensor)
-        layouts = {self._layouts[x.name] for x in inputs if self._layouts[x.name] is not None}
-        others = [x for x in inputs if self._layouts[x.name] is None]
-        return layouts.pop() if len(layouts) == 1 and all(gradient_graph.scalar_of(x) is not None for x in others) else None
-
-    def _image(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns the shard of `tensor`, which has a layout."""
-        for current in inputs_first(tensor, self._sharded_inputs, self._images):
-            if (source := gradient_graph.passed_on(current)) is not None:
-                self._images[current.name] = self._images[source.name]
-                continue
-            with self._program.outermost(), tape.stop_recording():
-                inputs = [
-                    self._images[source.name] if self._layout_of(source) else gradient_graph.scalar_of(source)
-                    for source in current.op.inputs
-                ]
-                made = tape.with_inputs(current.op, inputs)
-                for output, image in zip(current.op.outputs, made.outputs, strict=True):
-                    self._images[output.name] = self._without_padding(image, self._layout_of(current))
-        return self._images[tensor.name]
-
-    def _sharded_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        return [x for x in self._elementwise_inputs(tensor) if self._layout_of(x) is not None]
-
-    def _without_padding(self, image: tf.Tensor, layout: Layout) -> tf.Tensor:
-        """Returns a shard with zeros behind it, where an elementwise function has made something else of those."""
-        start, stop = layout.flat_range(self._program.mesh.coordinate(self._program.rank))
-        missing = layout.shard_elements - (stop - start)
-        return with_zeros(image[: stop - start], missing) if missing else image
+    def close(self) -> None:
+        """Gives stubs that are not filled a value, since an operation may need all that it is given, whatever is read of it."""
+        with self._program.outermost(), tape.stop_recording():
+            for stub in self._stubs.values():
+                if not stub.is_whole and stub.tensor.consumers():
+                    self._connect(stub, self._summand(stub.tensor))
 
     def _is_read_whole(self, tensor: tf.Tensor) -> bool:
         return any(
-            any(self._layout_of(output) is None or self._is_read_whole(output) for output in _after(operation, tensor))
+            any(self._layouts.of(output) is None or self._is_read_whole(output) for output in _after(operation, tensor))
             or not operation.outputs
             for operation in tensor.consumers()
             if not (self._gets_summand(operation, tensor) or self._is_only_written(operation))
         )
 
     def _is_only_written(self, operation: tf.Operation) -> bool:
-        """Whether what `operation` returns has the numbers of a stub, and goes to variables as `_gets_summand` says, and nowhere
-        else. Keras adds vectors to its variables so. A parameter's shard is cut out."""
-        return operation.type in _SHAPING and all(
+        """Whether what `operation` returns is linear in stubs, and goes to variables, as `_gets_summand` says, nowhere else."""
+        return bool(operation.outputs) and all(
             bool(output.consumers())
-            and self._is_linear(output)
+            and self._linear.of(output) is not None
             and all(self._gets_summand(reader, output) or self._is_only_written(reader) for reader in output.consumers())
             for output in operation.outputs
         )
@@ -259,62 +204,36 @@ class GradientStubs:
         """
         if self._program.attachment(GradientWeight).is_of_trainer:
             return False
-        return gradient_graph.written(operation, tensor) is not None and self._is_linear(tensor)
-
-    def _is_linear(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor` is a stub, or a linear function of stubs."""
-        for current in inputs_first(tensor, self._linear_inputs, self._linear):
-            if current.name in self._stubs:
-                self._linear[current.name] = True
-            elif (source := gradient_graph.passed_on(current)) is not None:
-                self._linear[current.name] = self._linear[source.name]
-            else:
-                self._linear[current.name] = gradient_graph.is_linear(current.op, lambda x: self._linear[x.name])
-        return self._linear[tensor.name]
-
-    def _linear_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        if tensor.name in self._stubs:
-            return []
-        if (source := gradient_graph.passed_on(tensor)) is not None:
-            return [source]
-        return list(tensor.op.inputs) if gradient_graph.may_be_linear(tensor.op) else []
+        return gradient_graph.written(operation, tensor) is not None and self._linear.of(tensor) is not None
 
     def _write_summands(self, tensor: tf.Tensor) -> None:
         for operation in tensor.consumers():
             if self._gets_summand(operation, tensor):
                 tape.reconnect(operation, tensor, self._summand(tensor))
             for output in _after(operation, tensor):
-                if self._layout_of(output) is not None or self._is_only_written(operation):
+                if self._layouts.of(output) is not None or self._is_only_written(operation):
                     self._write_summands(output)
 
     def _summand(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns what `tensor`, which is linear in stubs, is of this rank's summands."""
-        made: dict[str, tf.Tensor] = {}
-        for current in inputs_first(tensor, lambda x: [y for y in self._linear_inputs(x) if self._is_linear(y)], made):
-            if current.name in self._stubs:
-                stub = self._stubs[current.name]
-                full = tf.cast(stub.full, current.dtype)
-                weight = None if stub.weight is None else tf.cast(stub.weight, full.dtype)
-                made[current.name] = full if weight is None else tf.math.divide_no_nan(full, weight)
-            elif (source := gradient_graph.passed_on(current)) is not None:
-                made[current.name] = made[source.name]
-            else:
-                inputs = [made.get(source.name, source) for source in current.op.inputs]
-                made[current.name] = tape.with_inputs(current.op, inputs).outputs[current.value_index]
-        return made[tensor.name]
+        summands, found = {}, self._linear.of(tensor)
+        for stub in [stub for stub in self._stubs.values() if stub in found]:  # in one order on all ranks
+            full = tf.cast(stub.full, stub.tensor.dtype)
+            weight = None if stub.weight is None else tf.cast(stub.weight, full.dtype)
+            summands[stub.tensor.name] = full if weight is None else tf.math.divide_no_nan(full, weight)
+        return self._linear.image(tensor, summands)
 
-    def _gather(self, stubs: Sequence[_Stub]) -> None:
+    def _gather(self, stubs: Sequence[Stub]) -> None:
         if not stubs:
             return
         shards, layouts = [stub.shard for stub in stubs], [stub.layout for stub in stubs]
         with self._program.outermost(), tape.stop_recording():
             for place, whole in gather_shards_in_buckets(self._program, shards, layouts, 8 * 2**20, "all_gather/gradient"):
-                self._connect(stubs[place], whole)
-                stubs[place].is_whole = True
-                self._program.attachment(Facts).declare(stubs[place].tensor, Replicate())
+                stub = stubs[place]
+                stub.is_whole = True
+                self._connect(stub, whole)
+                self._program.attachment(Facts).declare(stub.tensor, Replicate())
 
-    def _connect(self, stub: _Stub, value: tf.Tensor) -> None:
-        stub.is_connected = True
+    def _connect(self, stub: Stub, value: tf.Tensor) -> None:
         tape.reconnect(stub.tensor.op, stub.tensor.op.inputs[0], value)
 
 
@@ -323,11 +242,3 @@ def _after(operation: tf.Operation, tensor: tf.Tensor) -> list[tf.Tensor]:
     if operation.type != "IdentityN":
         return list(operation.outputs)
     return [output for source, output in zip(operation.inputs, operation.outputs, strict=True) if tape.same(source, tensor)]
-
-
-def second_order(program: RankProgram, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
-    """The way back through the reduction, eager or traced: what a rank sends back to the sum is of its own summand, too.
-
-    A function of the sum is computed on every rank, and its gradient counts once: in the sum of the ranks' gradients.
-    """
-    return [program.attachment(GradientWeight).without_weight(tf.cast(upstream, dtype))]

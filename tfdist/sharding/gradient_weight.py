@@ -31,7 +31,7 @@ class GradientWeight:
         self._program = program
         self._weight: Callable[[], tf.Tensor] | None = None
         self.is_in_loss = False
-        self.began_with: tf.Tensor | None = None  # what the gradient that is being taken began with at the losses
+        self.began_with: tf.Tensor | None = None  # with what weight at the losses the gradient began that is being taken
         self.of_rows: dict[int, tf.Tensor] = {}  # gradients that count the weight, by id
 
     def use(self, weight: Callable[[], tf.Tensor]) -> None:
@@ -46,10 +46,6 @@ class GradientWeight:
     def entered_with_the_loss(self) -> contextlib.AbstractContextManager[None]:
         """A block in which gradients are those of losses that were weighted before they were differentiated."""
         return temporary.attributes(self, is_in_loss=True)
-
-    def beginning_with(self, weight: tf.Tensor | None) -> contextlib.AbstractContextManager[None]:
-        """A block in which a tape's gradient begins with `weight` at the losses; None: with nothing."""
-        return temporary.attributes(self, began_with=weight)
 
     def without_weight(self, upstream: tf.Tensor) -> tf.Tensor:
         """Returns `upstream`, that of a gradient which has been reduced, without the weight that the tape began with.

@@ -20,31 +20,16 @@ nor for its gathered parameters to be read and freed, which are as small.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.graphs import tape
+from tfdist.placements.table import moved_inputs
 
 # Of a message. Waiting seems to cost 1 to 2 % of a step, which smaller gradients are not worth.
 _LARGE_BYTES = 8 * 2**20
-_REARRANGING = ("Reshape", "Transpose", "ConcatV2", "Cast", "Identity")
-
-
-class Encoded:
-    """What a rank has encoded for its last message of gradients. An attachment of its program.
-
-    Attributes:
-        operations: those after which the gradients are no longer needed in full; none where they travel exactly.
-    """
-
-    def __init__(self, _: RankProgram):
-        self.operations: list[tf.Operation] = []
-
-    def note(self, words: Iterable[tf.Tensor | None]) -> None:
-        """Notes all that is made of the message's gradients; None is nothing."""
-        self.operations = [one.op for one in words if one is not None and tf.is_symbolic_tensor(one)]
 
 
 class GradientsInFlight:
@@ -116,5 +101,6 @@ def _computed_by(operation: tf.Operation, latest: int, numbers: Mapping[str, int
     """Returns `operation`, or those whose results it only rearranges, where they were made after number `latest` as well."""
     if numbers[operation.name] <= latest:
         return []
-    sources = [tensor.op for tensor in operation.inputs if tensor.dtype.is_floating] if operation.type in _REARRANGING else []
+    moved = [operation.inputs[place] for place in moved_inputs(operation.type, len(operation.inputs))]
+    sources = [tensor.op for tensor in moved if tensor.dtype.is_floating]
     return [found for source in sources for found in _computed_by(source, latest, numbers)] or [operation]

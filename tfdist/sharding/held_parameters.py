@@ -14,7 +14,6 @@ does a gradient that the program has made itself.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,24 +21,27 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.graphs import tape
-from tfdist.sharding import keras_scope
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
-from tfdist.sharding.shard_messages import gather_parameters, messages_of, scope_name
-from tfdist.sharding.units import copy_of, readers_of, sources_of, travelling_dtype
+from tfdist.sharding.units import compute_dtype_of, copy_of, gather_group, readers_of, sources_of
 
 Key = tuple[int, tf.DType]  # the id of a variable, and the dtype in which it is gathered
 
 
 class HeldParameters:
-    """What one rank holds in one trace; an attachment of the rank's program."""
+    """What one rank holds in one trace; an attachment of the rank's program.
+
+    Attributes:
+        is_open: whether parameters that are read are held.
+        names: the names of the tensors that reads have returned since `held()`, with what they are.
+    """
 
     def __init__(self, program: RankProgram):
         self._program = program
         self._known: dict[Key, tuple[Any, ParameterGroup, tf.DType | None]] = {}
         self._wholes: dict[Key, tf.Tensor] = {}
         self._seen: dict[Key, tf.Tensor] = {}  # what reads return: the whole, as the tapes know it
-        self._names: dict[str, Key] = {}
+        self.names: dict[str, Key] = {}
         self._after: Sequence[tf.Operation] = ()
         self._config: MeshConfig  # of what has been read
         self.is_open = False
@@ -53,7 +55,7 @@ class HeldParameters:
         finally:
             self.is_open = False
             self.renew(())
-            self._names.clear()
+            self.names.clear()
 
     def renew(self, after: Sequence[tf.Operation]) -> None:
         """Forgets what is held; what is gathered from here on is gathered when operations `after` have run."""
@@ -65,29 +67,22 @@ class HeldParameters:
         """Returns what is held now, of all that has been read since `held()` or `renew`."""
         return dict(self._wholes)
 
-    @property
-    def names(self) -> Mapping[str, Key]:
-        """The names of the tensors that reads have returned since `held()`, with what they are."""
-        return self._names
-
     def read(self, variable: Any, config: MeshConfig, dtype: tf.DType) -> tf.Tensor:
         """Returns the whole (local) value of `variable` in `dtype`, on this rank's tapes."""
         key, self._config = (id(variable), dtype), config
         if key not in self._known:
-            compute_dtype = keras_scope.autocast_dtype()
             group = self._program.shared(ParameterGroups, config.group_bytes).group_of(variable)
-            if travelling_dtype(variable, compute_dtype) != dtype:
-                compute_dtype = None  # a read of the stored value in a layer that computes in another dtype
-            self._known[key] = (variable, group, compute_dtype)
+            self._known[key] = (variable, group, compute_dtype_of(variable, dtype))
         whole = self.whole(key)
         with self._program.outermost():  # a loop hands its gradient on to what it captures
             shard = variable.component(self._program.rank).value()  # on the tapes that watch the variable
             if key not in self._seen or tape.tapes_watching([self._seen[key]]) < tape.tapes_watching([shard]):
                 with tape.stop_recording():
                     self._seen[key] = tf.identity(whole)
-                tape.record_gradient("Held", [self._seen[key]], [shard], functools.partial(_summand, variable.dtype))
+                # The way back: the whole gradient, or rows of it, of this rank alone.
+                tape.record_gradient("Held", [self._seen[key]], [shard], lambda upstream: [tf.cast(upstream, variable.dtype)])
         if not self._program.is_eager:
-            self._names[self._seen[key].name] = key
+            self.names[self._seen[key].name] = key
         return self._seen[key]
 
     def group_of(self, key: Key) -> ParameterGroup:
@@ -117,7 +112,6 @@ class HeldParameters:
         program = self._program
         here = program.mesh.coordinate(program.rank).pipe
         members = [v for v in group.variables if v.layout.is_data_sharded and here in (v.layout.pipe_owners or [here])]
-        label = f"unshard/{group.name}"
         with contextlib.ExitStack() as stack:
             stack.enter_context(program.outermost())
             stack.enter_context(program.on_trial(is_on=False))
@@ -125,17 +119,8 @@ class HeldParameters:
             stack.enter_context(tf.control_dependencies(None))
             stack.enter_context(tf.control_dependencies(self._after))
             stack.enter_context(tf.device(program.device))
-            stack.enter_context(tf.name_scope(scope_name(label)))
-            for message in messages_of(members, members, lambda v: travelling_dtype(v, compute_dtype)):
-                dtype = travelling_dtype(message[0], compute_dtype)
-                shards = [v.component(program.rank).value() for v in message]
-                wholes = gather_parameters(program, shards, message, label, self._config, dtype)
-                for member, whole in zip(message, wholes, strict=True):
-                    key = (id(member), dtype)
-                    self._known.setdefault(key, (member, group, compute_dtype))
-                    self._wholes[key] = whole
-
-
-def _summand(dtype: tf.DType, upstream: Any) -> list[Any]:
-    """The way back through a read: the whole gradient, or rows of it, of this rank alone."""
-    return [upstream if upstream.dtype == dtype else tf.cast(upstream, dtype)]
+            shards = {id(v): v.component(program.rank).value() for v in members}
+            for member, whole in gather_group(program, members, shards, compute_dtype, f"unshard/{group.name}", self._config):
+                key = (id(member), whole.dtype)
+                self._known.setdefault(key, (member, group, compute_dtype))
+                self._wholes[key] = whole

@@ -48,7 +48,6 @@ from tfdist.collectives import RankProgram, SideChain
 from tfdist.graphs import tape
 
 _ADDING = ("AddV2", "AddN", "EnsureShape", "Identity")
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 
 def is_on_chain(program: RankProgram) -> bool:
@@ -101,7 +100,7 @@ def limit_lead(
     before: set[tf.Operation] = set()
     for end, following in zip(ends, ends[1:], strict=False):
         last = operations[end]
-        if last.type in CALLS:  # see the note on sums
+        if last.type in tape.CALLS:  # see the note on sums
             before |= tape.ancestors([last], [operation for operation in operations if operation not in before])
         until = min([following, *(border for border in ended if border >= end)])
         held = [operation for operation in operations[end + 1 : until + 1] if operation in needed and operation not in before]
@@ -140,7 +139,6 @@ def gather_in_turn(units: Sequence[Sequence[tf.Operation]], program: RankProgram
 
 
 def _collectives_of(operations: Sequence[tf.Operation]) -> set[tf.Operation]:
-    """Returns the collectives whose results `operations` make something of."""
     seen, waiting = set(), list(operations)
     while waiting:
         operation = waiting.pop()
@@ -273,7 +271,7 @@ def _made_by(operation: tf.Operation, numbers: Mapping[str, int]) -> tf.Operatio
     maker = operation
     while maker.type in _ADDING:  # what is added last is no sum itself
         maker = max((tensor.op for tensor in maker.inputs), key=lambda one: (one.type not in _ADDING, numbers[one.name]))
-    return maker if maker.type in CALLS else operation
+    return maker if maker.type in tape.CALLS else operation
 
 
 def computing(operations: Sequence[tf.Operation], device: str) -> list[tf.Operation]:
@@ -284,7 +282,7 @@ def computing(operations: Sequence[tf.Operation], device: str) -> list[tf.Operat
     return [
         operation
         for operation in operations
-        if (tape.is_backward(operation) or operation.type in CALLS)
+        if (tape.is_backward(operation) or operation.type in tape.CALLS)
         and not operation.type.startswith("Collective")
         and operation.device == device
         and any(tensor.dtype.is_floating for tensor in operation.inputs)

@@ -9,25 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.common.symbolic_scope import SymbolicScope
+from keras.src.backend.common.stateless_scope import in_stateless_scope as in_stateless_scope
+from keras.src.backend.common.symbolic_scope import SymbolicScope as SymbolicScope
 from keras.src.backend.common.variables import get_autocast_scope
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
-
-__all__ = [
-    "SymbolicScope",
-    "autocast_dtype",
-    "callers",
-    "current_layer",
-    "global_generator",
-    "in_stateless_scope",
-    "layers_within",
-    "outermost_layer",
-    "own_variables",
-    "set_global_generator",
-    "thread_state",
-    "thread_state_of",
-]
 
 
 def current_layer() -> Any | None:

@@ -80,6 +80,12 @@ def tensor_shard(whole: tf.Tensor, layout: Layout, coordinate: Coordinate) -> tf
     return tf.pad(local, padding) if any(after for _, after in padding) else local
 
 
+def stored_part(whole: tf.Tensor, layout: Layout, coordinate: Coordinate) -> tf.Tensor:
+    """Returns what the rank at `coordinate` stores of a global tensor, if it stores a part."""
+    local = tensor_shard(whole, layout, coordinate)
+    return data_shard(local, layout, coordinate.data) if layout.is_data_sharded else local
+
+
 def data_shard(full: tf.Tensor, layout: Layout, data_rank: int, constant: Constant = _as_it_is) -> tf.Tensor:
     """Returns data rank `data_rank`'s flat shard of a full local tensor, padded with zeros: (...) to (L,)."""
     start = min(data_rank % layout.num_shards * layout.shard_elements, layout.local_elements)

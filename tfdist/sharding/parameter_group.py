@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from tfdist.sharding import keras_scope
 
 
+@dataclasses.dataclass(eq=False)
 class ParameterGroup:
     """Variables that are gathered in one message, because they are used together: those of a Keras layer, or of small neighbours.
 
@@ -17,9 +19,8 @@ class ParameterGroup:
     and updated on its own.
     """
 
-    def __init__(self, name: str, variables: Sequence[Any]):
-        self.name = name
-        self.variables = tuple(variables)
+    name: str
+    variables: Sequence[Any]
 
 
 class ParameterGroups:
@@ -91,7 +92,6 @@ def _owner(variable: Any, layers: Sequence[Any]) -> Any | None:
 
 
 def _parameters(layer: Any) -> list[Any]:
-    """Returns what `layer` itself gathers."""
     return [member for member, _, _ in keras_scope.own_variables(layer) if getattr(member, "is_parameter", False)]
 
 
@@ -107,5 +107,4 @@ def _new_members(layer: Any, grouped: dict[int, ParameterGroup]) -> dict[int, An
 
 
 def _bytes_of(layer: Any) -> int:
-    """Returns the bytes of what `layer` gathers."""
     return sum(variable.layout.local_elements * variable.dtype.size for variable in _parameters(layer))

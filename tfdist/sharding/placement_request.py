@@ -1,10 +1,6 @@
 """How the variable that is made next is to be placed: asked for in one scope, which the strategy reads when it makes a variable.
 
     with placement(tensor=Shard(1)):            a layer's weight, sharded over the tensor axis
-    with placement(pipe_owners=(0, 3)):         a weight that pipe ranks 0 and 3 store
-    with placement(data_owner=2):               an optimizer's slot that the third rank of each sharding group keeps, whole
-    with placement(is_partial=True):            a sum to which every rank holds a summand
-    with placement(is_of_metric=True):          a metric's state, of which every rank holds all until it updates it by itself
     with placement(is_replicated=True):         an optimizer's scalar, which is no parameter though Keras calls it trainable
 
 Scopes nest: an inner one changes what it names. A variable made within `tf.distribute`'s own `colocate_vars_with(parameter)`, as

@@ -46,6 +46,7 @@ class QueueOrder:
         sends_activations_first: whether the order is another than that in which operations were made. On a chain only
             where no ranks of the axis "pipe" have messages in its order, too.
         borders: the operations that end what lies between two collectives; on a chain these collectives themselves.
+        has_written: whether parameters are written: what those that are gathered then are computed of nobody knows here.
     """
 
     IS_OF_BRANCH = True
@@ -59,11 +60,7 @@ class QueueOrder:
         self.sends_activations_first = host_lead.begins_by_itself(program) or self._is_aside
         self.borders: list[tf.Operation] = []
         self._has_gathers = False
-        self._has_written = False
-
-    def note_write(self) -> None:
-        """Notes that parameters are written: what those that are gathered from now on are computed of nobody knows here."""
-        self._has_written = True
+        self.has_written = False
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
         """A block whose collectives, of activations, stand aside where a chain would have them before all others.
@@ -80,7 +77,7 @@ class QueueOrder:
         Behind the activations that these end in, for which what comes next waits: `following` reads the parameters after those
         that `gate` reads.
         """
-        if not self._is_aside or not self._is_in_graph() or self._has_written:
+        if not self._is_aside or not self._is_in_graph() or self.has_written:
             yield
             return
         self._has_gathers = True

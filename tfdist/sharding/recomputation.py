@@ -194,11 +194,6 @@ class Recomputation:
             repetition.is_placed = True
 
 
-def recompute(program: RankProgram, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns `function(*args, **kwargs)`; what it computes on the way is computed again for backward, not kept."""
-    return program.attachment(Recomputation).call(function, args, kwargs)
-
-
 def region_readers(tensors: Sequence[tf.Tensor]) -> Iterator[tuple[tf.Tensor, tf.Operation]]:
     """Yields each of `tensors` with each operation that reads it."""
     for tensor in tensors:

@@ -104,7 +104,6 @@ class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
                         component.assign(total)
 
     def _is_first(self, index: int) -> bool:
-        """Whether the component at `index` is that of a rank of data index 0."""
         ranks = self._distribute_strategy.extended.communicator.local_ranks
         return self.layout.mesh.coordinate(ranks[index]).data == 0
 

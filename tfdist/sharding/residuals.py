@@ -127,11 +127,8 @@ class Residual(tf.train.experimental.PythonState):
         share = tf.constant(total, tf.float32) / self._summands
         for rank, part in zip(self._strategy.extended.communicator.local_ranks, self._parts, strict=True):
             if self._stores(rank):
-                coordinate = self._layout.mesh.coordinate(rank)
                 with tf.device(part.device):
-                    local = packing.tensor_shard(share, self._layout, coordinate)
-                    if self._layout.is_data_sharded:
-                        local = packing.data_shard(local, self._layout, coordinate.data)
+                    local = packing.stored_part(share, self._layout, self._layout.mesh.coordinate(rank))
                     part.assign(self._words_of(tf.reshape(local, [-1])))
 
     def saved(self) -> np.ndarray:

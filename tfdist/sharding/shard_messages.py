@@ -1,6 +1,6 @@
 """From shards to whole tensors and back, over the data axis: the messages in which flat shards are gathered and summed.
 
-shard of each rank (L,)   -- gather_shards -->   local tensor of every rank   -- scatter_sums -->   shard of the sum (L,)
+shard of each rank (L,)   -- gather_shards -->   local tensor of every rank   -- SumOfGradients -->   shard of the sum (L,)
 
 Shards are gathered within a sharding group. Where there are several, of which each has a copy, sums are taken in two levels:
 
@@ -24,7 +24,6 @@ from tfdist.sharding import packing
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_weight import weighted
-from tfdist.sharding.gradients_in_flight import Encoded
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Shard
 
@@ -78,6 +77,14 @@ def gather_shards_in_buckets(
         yield from zip(places, gather_shards(program, members, theirs, f"{label}_{number}"), strict=True)
 
 
+def gather_over_data(program: RankProgram, part: tf.Tensor, layout: Layout, label: str) -> tf.Tensor:
+    """Returns the local tensor of `layout` from what each rank of the sharding group stores: shards, or one of them all of it."""
+    if layout.data_owner is not None:
+        ranks = program.group_ranks("shard")
+        return group_ops.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], label)
+    return gather_shards(program, [part], [layout], label)[0] if layout.is_data_sharded else part
+
+
 def gather_over_tensor(program: RankProgram, local: tf.Tensor, layout: Layout, label: str) -> tf.Tensor:
     """Returns the global tensor of `layout` from this rank's local one, gathered over the tensor axis."""
     if not layout.is_tensor_sharded:
@@ -86,97 +93,80 @@ def gather_over_tensor(program: RankProgram, local: tf.Tensor, layout: Layout, l
     return packing.join_tensor_shards(tf.unstack(gathered), layout)
 
 
-def scatter_sums(
-    program: RankProgram,
-    summands: Sequence[tf.Tensor],
-    variables: Sequence[Any],
-    layouts: Sequence[Layout],
-    label: str,
-    config: MeshConfig,
-    dtype: tf.DType,
-    weight: tf.Tensor | None = None,
-) -> list[tf.Tensor]:
-    """Returns this rank's shards, as `dtype`, of the sums of the data ranks' whole `summands`, sent as `config` says.
+@dataclasses.dataclass(frozen=True)
+class SumOfGradients:
+    """How the sums of the data ranks' whole gradients of `variables` are formed, in one message, sent as `config` says.
 
-    With a `weight` this rank's summands are multiplied by it (see `GradientWeight`). They are gradients of `variables`, of which
-    the plan says how they travel, and what they lose on the way is kept (see `error_feedback`).
+    Of the variables the plan says how their gradients travel, and what they lose on the way is kept (see `error_feedback`).
+
+    Attributes:
+        layouts: of what each rank keeps of the sums.
+        weight: what this rank's gradients are multiplied by (see `GradientWeight`); None: nothing.
     """
-    ranks, is_hybrid = sharding_group(program, layouts), layouts[0].mesh.is_hybrid
-    rows = packing.rows_of(summands, layouts, program.constant)
-    if config.compresses and not is_hybrid:
-        rows = [weighted(tf.cast(row, tf.float32), weight) for row in rows]
-        return _compressed_sums(compressed.reduce_scatter, program, rows, variables, ranks, label, config, dtype)
-    rows = [weighted(row, weight) for row in rows]
-    rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in rows]
-    shards = group_ops.reduce_scatter_parts(program, rows, ranks, label, dtype=sum_dtype(dtype) if is_hybrid else dtype)
-    if is_hybrid:
-        shards = _summed_over_groups(program, shards, variables, layouts, f"{label}/between_groups", config)
-    return [tf.cast(shard, dtype) for shard in shards]
 
+    program: RankProgram
+    config: MeshConfig
+    variables: Sequence[Any]
+    layouts: Sequence[Layout]
+    label: str
+    weight: tf.Tensor | None = None
 
-def _compressed_sums(
-    send: Callable[..., compressed.Sums],
-    program: RankProgram,
-    parts: Sequence[tf.Tensor],
-    variables: Sequence[Any],
-    ranks: Ranks,
-    label: str,
-    config: MeshConfig,
-    dtype: tf.DType,
-) -> list[tf.Tensor]:
-    """Returns the sums, as `dtype`, that `send` of `compressed` forms over `ranks` of their `parts`, of float32."""
-    compressors = [config.compressor_of(variable.layout) for variable in variables]
-    names = [variable.name.partition(":")[0] for variable in variables]
-    program.plan.gradients[program.rank].update(zip(names, compressors, strict=True))
-    feedback: ErrorFeedback = program.attachment(ErrorFeedback)
-    sums, words, losses = send(program, feedback.added(variables, parts, compressors), compressors, ranks, label)
-    program.attachment(Encoded).note([words, *feedback.note(variables, losses)])
-    return [tf.cast(total, dtype) for total in sums]
+    def scattered(self, summands: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
+        """Returns this rank's shards of the sums, as `dtype`."""
+        program, config, ranks = self.program, self.config, sharding_group(self.program, self.layouts)
+        rows = packing.rows_of(summands, self.layouts, program.constant)
+        if self._is_compressed_whole:
+            rows = [weighted(tf.cast(row, tf.float32), self.weight) for row in rows]
+            return self._compressed(compressed.reduce_scatter, rows, ranks, self.label, dtype)
+        rows = [weighted(row, self.weight) for row in rows]
+        rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in rows]
+        is_hybrid = self.layouts[0].mesh.is_hybrid
+        shards = group_ops.reduce_scatter_parts(program, rows, ranks, self.label, dtype=sum_dtype(dtype) if is_hybrid else dtype)
+        return [tf.cast(shard, dtype) for shard in (self._over_groups(shards) if is_hybrid else shards)]
 
+    def everywhere(self, summands: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
+        """Returns the sums, whole and as `dtype`. They travel in shards, of which each rank sums one.
 
-def _summed_over_groups(
-    program: RankProgram,
-    shards: Sequence[tf.Tensor],
-    variables: Sequence[Any],
-    layouts: Sequence[Layout],
-    label: str,
-    config: MeshConfig,
-) -> list[tf.Tensor]:
-    """Returns the sums of the sharding groups' `shards`, (L,) each, sent as `config` says."""
-    ranks = layouts[0].mesh.group_ranks("replicate", program.rank)
-    if config.compresses:
-        shards = [tf.cast(shard, tf.float32) for shard in shards]
-        return _compressed_sums(compressed.all_reduce, program, shards, variables, ranks, label, config, tf.float32)
-    packed = tf.cast(packing.side_by_side(shards, program.constant), config.travel_dtype(shards[0].dtype))
-    total = group_ops.all_reduce(program, packed, ranks, "sum", label)
-    return packing.apart(total, [shard.shape for shard in shards], program.constant)
+        Where they travel compressed in one level, all decode what a shard's owner has encoded of the sum, the owner too.
+        """
+        if self._is_compressed_whole:
+            parts = [weighted(tf.cast(tf.reshape(summand, [-1]), tf.float32), self.weight) for summand in summands]
+            ranks = sharding_group(self.program, self.layouts)
+            sums = self._compressed(compressed.all_reduce, parts, ranks, self.label, dtype)
+            return [tf.reshape(total, layout.local_shape) for total, layout in zip(sums, self.layouts, strict=True)]
+        flat = [dataclasses.replace(layout, data=Shard()) for layout in self.layouts]
+        wide = sum_dtype(dtype)
+        sums = dataclasses.replace(self, layouts=flat, label=f"{self.label}/scatter").scattered(summands, wide)
+        sums = [tf.cast(one, self.config.travel_dtype(wide)) for one in sums]
+        return [tf.cast(whole, dtype) for whole in gather_shards(self.program, sums, flat, f"{self.label}/gather")]
 
+    @property
+    def _is_compressed_whole(self) -> bool:
+        return self.config.compresses and not self.layouts[0].mesh.is_hybrid
 
-def all_reduce_sums(
-    program: RankProgram,
-    summands: Sequence[tf.Tensor],
-    variables: Sequence[Any],
-    layouts: Sequence[Layout],
-    label: str,
-    config: MeshConfig,
-    dtype: tf.DType,
-    weight: tf.Tensor | None = None,
-) -> list[tf.Tensor]:
-    """Returns the sums, whole and as `dtype`, of the data ranks' whole `summands`, which travel in shards.
+    def _compressed(
+        self, send: Callable[..., compressed.Sums], parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
+    ) -> list[tf.Tensor]:
+        """Returns the sums, as `dtype`, that `send` of `compressed` forms over `ranks` of their `parts`, of float32."""
+        program, variables = self.program, self.variables
+        compressors = [self.config.compressor_of(variable.layout) for variable in variables]
+        names = [variable.name.partition(":")[0] for variable in variables]
+        program.plan.gradients[program.rank].update(zip(names, compressors, strict=True))
+        feedback: ErrorFeedback = program.attachment(ErrorFeedback)
+        sums, words, losses = send(program, feedback.added(variables, parts, compressors), compressors, ranks, label)
+        feedback.note(variables, losses, words)
+        return [tf.cast(total, dtype) for total in sums]
 
-    Each rank sums a shard, as in `scatter_sums`. Where they travel compressed in one level, all decode what its owner has encoded
-    of the sum, the owner too.
-    """
-    if config.compresses and not layouts[0].mesh.is_hybrid:
-        parts = [weighted(tf.cast(tf.reshape(summand, [-1]), tf.float32), weight) for summand in summands]
-        ranks = sharding_group(program, layouts)
-        sums = _compressed_sums(compressed.all_reduce, program, parts, variables, ranks, label, config, dtype)
-        return [tf.reshape(total, layout.local_shape) for total, layout in zip(sums, layouts, strict=True)]
-    flat = [dataclasses.replace(layout, data=Shard()) for layout in layouts]
-    wide = sum_dtype(dtype)  # in which they are summed on the way, unless the user wants another one
-    sums = scatter_sums(program, summands, variables, flat, f"{label}/scatter", config, wide, weight)
-    wholes = gather_shards(program, [tf.cast(one, config.travel_dtype(wide)) for one in sums], flat, f"{label}/gather")
-    return [tf.cast(whole, dtype) for whole in wholes]
+    def _over_groups(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the sums of the sharding groups' `shards`, (L,) each."""
+        program, label = self.program, f"{self.label}/between_groups"
+        ranks = self.layouts[0].mesh.group_ranks("replicate", program.rank)
+        if self.config.compresses:
+            shards = [tf.cast(shard, tf.float32) for shard in shards]
+            return self._compressed(compressed.all_reduce, shards, ranks, label, tf.float32)
+        packed = tf.cast(packing.side_by_side(shards, program.constant), self.config.travel_dtype(shards[0].dtype))
+        total = group_ops.all_reduce(program, packed, ranks, "sum", label)
+        return packing.apart(total, [shard.shape for shard in shards], program.constant)
 
 
 def messages_of(items: Sequence[Any], variables: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:

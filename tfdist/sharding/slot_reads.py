@@ -14,11 +14,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors, temporary
-from tfdist.collectives import RankProgram, group_ops
+from tfdist.collectives import RankProgram
 from tfdist.graphs import tape
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.kinds import Replicate
-from tfdist.sharding.shard_messages import gather_shards
+from tfdist.sharding.shard_messages import gather_over_data
+from tfdist.sharding.tape_gradients import TapeGradients
 
 
 class SlotReads:
@@ -27,8 +28,6 @@ class SlotReads:
     def __init__(self, program: RankProgram):
         self._program = program
         self._is_stepping = False
-        self._wholes: set[str] = set()
-        self._written: set[str] = set()
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """A block in which an optimizer steps: slots read as what the rank stores."""
@@ -48,22 +47,13 @@ class SlotReads:
                 "function of the function given to `strategy.run`.",
                 fix="Read it before the loop, or use `zero_stage=0`.",
             )
-        label, ranks = f"slots/{variable.name}", program.group_ranks("shard")
         with tape.stop_recording(), tf.device(program.device):
-            part = component.read_value()
-            if layout.data_owner is None:
-                (whole,) = gather_shards(program, [part], [layout], label)
-            else:
-                whole = group_ops.broadcast(program, part, layout.local_shape, ranks, ranks[layout.data_owner], label)
+            whole = gather_over_data(program, component.read_value(), layout, f"slots/{variable.name}")
         if program.is_eager:
             program.attachment(EagerFacts).declare(whole, Replicate(), is_of_weights=True)
         else:
-            self._wholes.add(whole.name)
+            program.attachment(TapeGradients).note_slot(whole)
         return whole
-
-    def is_whole(self, tensor: tf.Tensor) -> bool:
-        """Whether the symbolic `tensor` is the whole value of a slot, the same on all ranks."""
-        return tensor.name in self._wholes
 
     def note_written(self, variable: Any) -> None:
         """Notes that the rank's function assigns to `variable`, a slot: its shard is cut out of what it gets."""
@@ -72,9 +62,5 @@ class SlotReads:
         handle = variable.component(self._program.rank).handle
         program = self._program.innermost()
         while program is not None:
-            self._written.add(program.graph.capture(handle).name)
+            program.attachment(TapeGradients).note_gets_sum(handle)
             program = program.outer
-
-    def is_written(self, handle: tf.Tensor) -> bool:
-        """Whether `handle` is that of a slot which the function assigns to."""
-        return handle.name in self._written

@@ -9,20 +9,18 @@ joins of weights that are gathered together, as Keras does for cuDNN's LSTM and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives import RankProgram
 from tfdist.graphs import tape
+from tfdist.placements.table import moved_inputs
+from tfdist.sharding import keras_scope
+from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.parameter_group import ParameterGroup
-
-# Operations whose first input is only moved or cast, of `Split` the second.
-_VIEWS = frozenset(
-    "BroadcastTo Cast ExpandDims Identity Pad Reshape Slice Split SplitV Squeeze StopGradient StridedSlice Transpose "
-    "Unpack".split()
-)
-_JOINING = frozenset(("ConcatV2", "Pack"))
+from tfdist.sharding.shard_messages import gather_parameters, messages_of, scope_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +37,7 @@ def readers_of(tensor: tf.Tensor, variable: int, gathered: Collection[str], join
 
     Args:
         gathered: the names of the tensors that are gathered together, of which what is joined is a view.
-        joined: the names of those operations that join, and have been seen.
+        joined: the names of those operations that join several inputs, and have been seen.
     """
     joined = set() if joined is None else joined
     for operation in tensor.consumers():
@@ -47,7 +45,7 @@ def readers_of(tensor: tf.Tensor, variable: int, gathered: Collection[str], join
             yield Reader(operation, tensor, variable)
         elif _is_view(operation, tensor, gathered):
             if operation.name not in joined:
-                joined.update([operation.name] if operation.type in _JOINING else [])
+                joined.update([operation.name] if len(_moved_by(operation)) > 1 else [])
                 for view in operation.outputs:
                     yield from readers_of(view, variable, gathered, joined)
         else:
@@ -72,17 +70,14 @@ def is_view(tensor: tf.Tensor, gathered: Collection[str]) -> bool:
 
 def _is_view(operation: tf.Operation, tensor: tf.Tensor, gathered: Collection[str]) -> bool:
     """Whether `operation`, which reads the view `tensor`, makes another of it."""
-    if operation.type in _JOINING:
+    moved = _moved_by(operation)
+    if len(moved) > 1:
         return is_view(operation.outputs[0], gathered)
-    return any(tape.same(operation.inputs[place], tensor) for place in _moved_by(operation))
+    return any(tape.same(operation.inputs[place], tensor) for place in moved)
 
 
 def _moved_by(operation: tf.Operation) -> range:
-    """Returns the places of the inputs that `operation` only moves, casts or joins."""
-    if operation.type in _JOINING:
-        return range(len(operation.inputs) - (operation.type == "ConcatV2"))
-    first = int(operation.type == "Split")
-    return range(first, first + 1) if operation.type in _VIEWS else range(0)
+    return moved_inputs(operation.type, len(operation.inputs))
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,23 +105,9 @@ class Unit:
         """Returns the operations that read them."""
         return [reader.operation for reader in self.readers()]
 
-    def forward_operations(self) -> list[tf.Operation]:
-        """Returns who reads them in forward."""
-        return [operation for operation in self.operations() if not tape.is_backward(operation)]
-
     def backward_readers(self, idle: Set[str] = frozenset()) -> list[Reader]:
         """Returns who reads them in backward, but for operations of the names `idle`, which do not run."""
         return [reader for reader in self.readers() if tape.is_backward(reader.operation) and reader.operation.name not in idle]
-
-
-@dataclasses.dataclass(eq=False)
-class PendingGradient:
-    """A full local gradient that waits to be reduce-scattered; `stub` stands for the result until then."""
-
-    unit: Unit
-    variable: Any
-    full: tf.Tensor
-    stub: tf.Tensor
 
 
 def copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
@@ -146,3 +127,26 @@ def copy_of(tensor: tf.Tensor, copies: dict[str, tf.Tensor]) -> tf.Tensor:
 def travelling_dtype(variable: Any, compute_dtype: tf.DType | None) -> tf.DType:
     """Returns the dtype in which `variable` is gathered for a layer that computes in `compute_dtype`."""
     return compute_dtype if compute_dtype is not None and variable.is_autocast else variable.dtype
+
+
+def compute_dtype_of(variable: Any, dtype: tf.DType) -> tf.DType | None:
+    """Returns the dtype in which the layer computes that reads `variable` as `dtype`; None: it reads what is stored."""
+    compute_dtype = keras_scope.autocast_dtype()
+    return compute_dtype if travelling_dtype(variable, compute_dtype) == dtype else None
+
+
+def gather_group(
+    program: RankProgram,
+    variables: Sequence[Any],
+    shards: Mapping[int, tf.Tensor],
+    compute_dtype: tf.DType | None,
+    label: str,
+    config: MeshConfig,
+) -> Iterator[tuple[Any, tf.Tensor]]:
+    """Yields `variables`, each with its full value for a layer that computes in `compute_dtype`, gathered from the ranks'
+    `shards`, this one's by the variable's id, in as few messages as `messages_of` says."""
+    for members in messages_of(variables, variables, lambda v: travelling_dtype(v, compute_dtype)):
+        with tf.name_scope(scope_name(label)):
+            given, dtype = [shards[id(v)] for v in members], travelling_dtype(members[0], compute_dtype)
+            fulls = gather_parameters(program, given, members, label, config, dtype)
+        yield from zip(members, fulls, strict=True)

@@ -25,20 +25,21 @@ from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_prog
 from tfdist.graphs import tape
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.kinds import Replicate
-from tfdist.sharding import host_lead, keras_scope
+from tfdist.sharding import host_lead
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import MeshConfig
-from tfdist.sharding.eager_sums import EagerSums
-from tfdist.sharding.gradient_stubs import GradientStubs, second_order
+from tfdist.sharding.error_feedback import ErrorFeedback
+from tfdist.sharding.gradient_stubs import GradientStubs, Stub
 from tfdist.sharding.gradient_weight import GradientWeight
-from tfdist.sharding.gradients_in_flight import Encoded, GradientsInFlight
+from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.kept_weights import kept_weights_of
+from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.nested_tapes import NestedTapes
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.recomputation import Recomputation
-from tfdist.sharding.shard_messages import gather_parameters, gather_shards, messages_of, scatter_sums, scope_name
-from tfdist.sharding.units import PendingGradient, Reader, Unit, copy_of, travelling_dtype
+from tfdist.sharding.shard_messages import SumOfGradients, gather_parameters, gather_shards, messages_of, scope_name
+from tfdist.sharding.units import Reader, Unit, compute_dtype_of, copy_of, gather_group
 
 
 class UnshardSchedule:
@@ -59,7 +60,6 @@ class UnshardSchedule:
         self._order: QueueOrder = program.attachment(QueueOrder)
         self._units: list[Unit] = []
         self._live: list[Unit] = []
-        self._pending: list[PendingGradient] = []
         self._emitting = self._takes_own = False
         self._config: MeshConfig | None = None
         self._has_regathered = False
@@ -68,7 +68,7 @@ class UnshardSchedule:
         program.before_collective.append(self._before_collective)
         self._stubs: GradientStubs = program.attachment(GradientStubs)
         program.at_close.append(self._close)
-        program.before_branch.append(self._let_branch_read)
+        program.before_branch.append(self._let_read)
 
     # Forward
 
@@ -78,9 +78,7 @@ class UnshardSchedule:
             return self._read_eagerly(variable, config, dtype)
         self._config = config
         group = self._program.shared(ParameterGroups, config.group_bytes).group_of(variable)
-        compute_dtype = keras_scope.autocast_dtype()
-        if travelling_dtype(variable, compute_dtype) != dtype:
-            compute_dtype = None  # a read of the stored value in a layer that computes in another dtype
+        compute_dtype = compute_dtype_of(variable, dtype)
         with self._program.outermost():
             for unit in reversed(self._live):
                 if unit.compute_dtype == compute_dtype and self._is_recorded(unit, variable):
@@ -104,11 +102,11 @@ class UnshardSchedule:
             with tape.stop_recording():
                 weight = program.attachment(GradientWeight).of_tape()
                 label = f"reduce_scatter/{variable.name}"
-                shards = scatter_sums(program, [grad], [variable], layouts, label, config, variable.dtype, weight)
+                shards = SumOfGradients(program, config, [variable], layouts, label, weight).scattered([grad], variable.dtype)
                 wholes = gather_shards(program, shards, layouts, f"all_gather/{variable.name}/gradient")
             own = program.attachment(GradientWeight).without_weight(tf.cast(grad, variable.dtype))
-            program.attachment(EagerSums).note(wholes[0], shards[0], own)
-            tape.record_gradient("ReduceScatter", wholes, [grad], functools.partial(second_order, program, grad.dtype))
+            program.attachment(KnownSums).note_handed(wholes[0], shards[0], own)
+            tape.record_gradient("ReduceScatter", wholes, [grad], functools.partial(self._second_order, grad.dtype))
             return wholes
 
         tape.record_gradient("Unshard", [full], [shard], reduced)
@@ -121,7 +119,7 @@ class UnshardSchedule:
     def invalidate(self) -> None:
         """Forgets what is gathered, because parameters are about to change: the next read gathers again."""
         self._live.clear()
-        self._order.note_write()
+        self._order.has_written = True
         if self._program.outer is not None:
             self._program.outer.attachment(UnshardSchedule).invalidate()
         kept_weights_of(tf.distribute.get_strategy()).drop_at_write()
@@ -140,7 +138,7 @@ class UnshardSchedule:
     def _gather(self, group: ParameterGroup, compute_dtype: tf.DType | None) -> Unit:
         config, variables = self._config, group.variables
         window = self._units[-config.prefetch - 1 :]
-        if self._pending or any(unit.backward_readers() for unit in window):
+        if self._stubs.waiting or any(unit.backward_readers() for unit in window):
             self.flush()  # a read within backward (recomputation)
         shards = {id(v): v.component(self._program.rank).value() for v in variables}
         readers = [one.operations() for one in window] if len(window) > config.prefetch else []
@@ -168,20 +166,11 @@ class UnshardSchedule:
 
     def _all_gather(self, unit: Unit, variables: Sequence[Any], gate: Sequence[tf.Operation], label: str) -> dict[int, tf.Tensor]:
         """Gathers `variables` of `unit`, in as few messages as `messages_of` says, not before `gate` has run."""
-        outputs = {}
-        for members in messages_of(variables, variables, lambda v: travelling_dtype(v, unit.compute_dtype)):
-            dtype = travelling_dtype(members[0], unit.compute_dtype)
-            with tf.name_scope(scope_name(label)):
-                shards = [unit.shards[id(v)] for v in members]
-                with tf.control_dependencies(gate):
-                    shards = [tf.identity(shard) for shard in shards] if gate else shards
-                fulls = gather_parameters(self._program, shards, members, label, self._config, dtype)
-                outputs.update({id(variable): full for variable, full in zip(members, fulls, strict=True)})
-        return outputs
-
-    def shard_of(self, gradient: tf.Tensor) -> tf.Tensor | None:
-        """Returns this rank's shard of `gradient`: of what a tape has returned, or of an elementwise function of that."""
-        return self._stubs.shard_of(gradient)
+        shards = {id(v): unit.shards[id(v)] for v in variables}
+        with tf.control_dependencies(gate):
+            shards = {key: tf.identity(shard) for key, shard in shards.items()} if gate else shards
+        gathered = gather_group(self._program, variables, shards, unit.compute_dtype, label, self._config)
+        return {id(variable): full for variable, full in gathered}
 
     def stub_of(self, variable: Any, shard: tf.Tensor, summand: tf.Tensor) -> tf.Tensor:
         """Returns what stands for the gradient of `variable`, of whose sum over the data ranks this rank has `shard`.
@@ -190,34 +179,32 @@ class UnshardSchedule:
         """
         stub = self._stubs.make(variable, summand)
         self._stubs.note_reduced(stub, shard)
-        return stub
+        return stub.tensor
 
     def is_of_sums(self, gradient: tf.Tensor) -> bool:
         """Whether `gradient` is computed from what a tape has returned: it is then whole, and the same on all ranks."""
         self.flush(below := self._stubs.below(gradient))
         with self._own_emission():
-            is_of_sums = self._stubs.fill(below)
-        return (
-            is_of_sums or self._program.outer is not None and self._program.outer.attachment(UnshardSchedule).is_of_sums(gradient)
-        )
+            self._stubs.fill(below)
+        outer = self._program.outer
+        return bool(below) or outer is not None and outer.attachment(UnshardSchedule).is_of_sums(gradient)
 
-    def _let_branch_read(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Reduces and gathers what `tensors`, which a branch reads, are computed from, and what has been read before."""
-        if any(pending.stub.consumers() for pending in self._pending):
+    def _let_read(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Reduces and gathers what `tensors`, which a branch or the caller reads, are computed from, and what was read before."""
+        if any(stub.tensor.consumers() for stub in self._stubs.waiting):
             self.flush()
         for tensor in tensors:
             if self._stubs.below(tensor):
                 self.is_of_sums(tensor)
 
     def _close(self, outputs: Any) -> None:
-        returned = [x for x in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(x)]
-        self._stubs.fill_what_is_returned(returned)
+        self._stubs.write_summands()
+        self._let_read([x for x in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(x)])
         self.flush()
-        with self._own_emission():
-            self._stubs.return_summands(returned)
-            self._stubs.let_go(returned)
+        self._stubs.close()
         if self._units and self._config.prefetch and host_lead.is_on_chain(self._program):
-            host_lead.queue_in_turn([([unit.gathered], unit.forward_operations()) for unit in self._units], self._program)
+            units = [([unit.gathered], [op for op in unit.operations() if not tape.is_backward(op)]) for unit in self._units]
+            host_lead.queue_in_turn(units, self._program)
 
     # Backward
 
@@ -242,15 +229,17 @@ class UnshardSchedule:
         self._program.attachment(NestedTapes).refuse(variable.name)
         self._differentiated.add(id(variable))
         with tape.stop_recording():
-            stub = self._stubs.make(variable, full)
-        pending = PendingGradient(unit, variable, full, stub)
+            stub = self._stubs.make(variable, full, unit).tensor
         tape.record_gradient("ReduceScatter", [stub], [full], functools.partial(self._second_order, full.dtype))
-        self._pending.append(pending)
         return [stub]
 
     def _second_order(self, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
+        """The way back through the reduction, eager or traced: what a rank sends back to the sum is of its own summand, too.
+
+        A function of the sum is computed on every rank, and its gradient counts once: in the sum of the ranks' gradients.
+        """
         self.is_of_sums(upstream)  # it may be a gradient itself, which must be there before what follows from it
-        return second_order(self._program, dtype, upstream)
+        return [self._program.attachment(GradientWeight).without_weight(tf.cast(upstream, dtype))]
 
     def _before_collective(self) -> None:
         """Emits what stands before a collective, but in a backward in which each begins when its input is there."""
@@ -266,9 +255,9 @@ class UnshardSchedule:
                 has its place, those of layers that are not frozen are taken to be wanted: kept until the end, all full
                 gradients would exist at once.
         """
-        if self._emitting or not (self._units or self._pending or self._stubs.are_made):
+        if self._emitting:
             return
-        if self._units or self._pending:
+        if self._units or self._stubs.waiting:
             self._reduce_and_regather(gradients)
         with self._own_emission():
             self._stubs.fill_what_is_read()
@@ -276,18 +265,17 @@ class UnshardSchedule:
     def _reduce_and_regather(self, gradients: Sequence[Any]) -> None:
         wanted = {id(tensor) for tensor in gradients}
         if tape.in_backward():
-            wanted.update(id(p.stub) for p in self._pending if not p.variable.is_frozen)
-        ready = [p for p in self._pending if id(p.stub) in wanted or p.stub.consumers()]
-        self._recomputation.settle([pending.full for pending in ready] or None)
+            wanted.update(id(stub.tensor) for stub in self._stubs.waiting if not stub.variable.is_frozen)
+        ready = [stub for stub in self._stubs.waiting if id(stub.tensor) in wanted or stub.tensor.consumers()]
+        self._recomputation.settle([stub.full for stub in ready] or None)
         uses = self._backward_uses()
         if not ready and not uses:
             return
-        self._pending = [p for p in self._pending if p not in ready]
-        operations = self._order.operations([pending.full for pending in ready])
+        operations = self._order.operations([stub.full for stub in ready])
         numbers = {op.name: number for number, op in enumerate(operations)}
-        by_unit: dict[int, list[PendingGradient]] = {}
-        for pending in ready:
-            by_unit.setdefault(pending.unit.index, []).append(pending)
+        by_unit: dict[int, list[Stub]] = {}
+        for stub in ready:
+            by_unit.setdefault(stub.unit.index, []).append(stub)
         reductions = [Reduction(i, max(numbers[p.full.op.name] for p in group)) for i, group in by_unit.items()]
         regathers = self._regathers(uses, numbers)
         start = self._start_of_backward(uses, numbers)
@@ -312,10 +300,10 @@ class UnshardSchedule:
                     previous = [] if has_own_turns else encoded or sent
 
     def _in_flight(
-        self, messages: Sequence[Sequence[PendingGradient]], uses: dict[int, list[Reader]], numbers: dict[str, int]
+        self, messages: Sequence[Sequence[Stub]], uses: dict[int, list[Reader]], numbers: dict[str, int]
     ) -> GradientsInFlight:
         """Returns the full gradients, large ones made when the unit's gathered parameters have been read and freed."""
-        fulls = [[pending.full for pending in message] for message in messages]
+        fulls = [[stub.full for stub in message] for message in messages]
         flight = GradientsInFlight(fulls, numbers, self._program)
         if host_lead.is_on_chain(self._program):
             operations = [one for one in self._order.operations([]) if one not in self._regathering]
@@ -369,29 +357,26 @@ class UnshardSchedule:
             tape.reconnect(reader.operation, reader.tensor, copy_of(reader.tensor, copies))
 
     def _reduce_scatter(
-        self, pending: Sequence[PendingGradient], previous: Sequence[tf.Tensor | tf.Operation]
+        self, stubs: Sequence[Stub], previous: Sequence[tf.Tensor | tf.Operation]
     ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
         """Reduces a unit's gradients, in as few messages as `messages_of` says; packed only after the `previous` ones.
 
-        Packing earlier would hold a second copy of the gradients while they wait for their turn.
-
-        Returns:
-            What the rank gets of each message; and what ends their encoding, if they are encoded.
+        Packing earlier would hold a second copy of the gradients while they wait for their turn. Returns what the rank gets of
+        each message; and what ends their encoding, if they are encoded.
         """
-        label = f"reduce_scatter/{pending[0].unit.group.name}"
+        label = f"reduce_scatter/{stubs[0].unit.group.name}"
         weight = self._program.attachment(GradientWeight).of_tape()
         sent: list[tf.Tensor] = []
         encoded: list[tf.Operation] = []
-        for members in messages_of(pending, [p.variable for p in pending], lambda p: (p.full.dtype, p.stub.dtype)):
-            variables, dtype = [p.variable for p in members], members[0].stub.dtype
-            layouts = [variable.layout for variable in variables]
+        for members in messages_of(stubs, [stub.variable for stub in stubs], lambda x: (x.full.dtype, x.tensor.dtype)):
+            variables, layouts = [stub.variable for stub in members], [stub.layout for stub in members]
+            message = SumOfGradients(self._program, self._config, variables, layouts, label, weight)
             with tf.name_scope(scope_name(label)), tf.control_dependencies(previous):
-                fulls = [p.full for p in members]
-                shards = scatter_sums(self._program, fulls, variables, layouts, label, self._config, dtype, weight)
-            for p, shard in zip(members, shards, strict=True):
-                self._stubs.note_reduced(p.stub, shard)
+                shards = message.scattered([stub.full for stub in members], members[0].tensor.dtype)
+            for stub, shard in zip(members, shards, strict=True):
+                self._stubs.note_reduced(stub, shard)
             sent.append(shards[0])
-            encoded += self._program.attachment(Encoded).operations
+            encoded += self._program.attachment(ErrorFeedback).encoded
         return sent, encoded
 
     def _own_emission(self) -> contextlib.AbstractContextManager[None]:

@@ -39,7 +39,7 @@ from tfdist.placements import eager, repair
 from tfdist.placements.replicas import ReplicaCount
 from tfdist.runtime import give_back_free_memory, out_of_memory
 from tfdist.sharding import KeptWeights, MeshConfig
-from tfdist.sharding.eager_sums import EagerSums
+from tfdist.sharding.known_sums import KnownSums
 from tfdist.strategy import rows_apart, sums_again
 from tfdist.strategy.variable_creation import VariableCreation
 
@@ -125,12 +125,13 @@ class ShardedExtendedMixin(VariableCreation):
                 outputs = sums_again.agreed(sharded_tensors.all_whole(fn(*args, **kwargs)), program)
                 if program.is_eager:  # which knows less at its end
                     sums_again.mark(outputs, program)
-                    program.close(outputs)
-                    outputs = program.attachment(EagerSums).own(outputs)
+                    summands = program.attachment(KnownSums).own(outputs)
                 else:
-                    program.close(outputs)
+                    summands = tf.nest.map_structure(program.summand_made_here, outputs)
+                program.close(summands)
+                if not program.is_eager:
                     sums_again.mark(outputs, program)
-            return outputs
+            return summands
 
         with rows_apart.told(self._sharding.mesh):
             result = mirrored_run.call_for_each_replica(self._container_strategy(), run_rank, args, kwargs)

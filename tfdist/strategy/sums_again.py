@@ -18,11 +18,11 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram
-from tfdist.optimizers.tape_gradients import TapeGradients
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
-from tfdist.sharding.eager_sums import EagerSums
 from tfdist.sharding.gradient_graph import is_zero
+from tfdist.sharding.known_sums import KnownSums
+from tfdist.sharding.tape_gradients import TapeGradients
 
 _MARK = "_tfdist_is_of_sums"
 _AGREED = "_tfdist_is_agreed"
@@ -55,7 +55,7 @@ def mark(outputs: Any, program: RankProgram) -> None:
         if not (isinstance(output, tf.Tensor) and output.dtype.is_floating):
             continue
         if program.is_eager:
-            is_of_sums = program.attachment(EagerSums).is_of_sums(output)
+            is_of_sums = program.attachment(KnownSums).is_of_sums(output)
         else:
             of_tapes = program.attachment(TapeGradients)
             is_of_sums = tf.is_symbolic_tensor(output) and of_tapes.is_of_sums(output) and not _is_masked(output)

@@ -156,7 +156,7 @@ class StageCall:
             before = tape.operations_so_far()
             wholes = self._call(part)
             if wholes:
-                calls = [one for one in tape.operations_since(before) if one.type in host_lead.CALLS]
+                calls = [one for one in tape.operations_since(before) if one.type in tape.CALLS]
                 self.runs.append(([whole.op for whole in wholes], calls))
         self.outputs = [self._known[x.name] for x in trace.outputs]
         for x, mask, logits in zip(self.outputs, trace.masks, trace.logits, strict=True):

@@ -26,8 +26,6 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.graphs import tape
-from tfdist.graphs.walks import inputs_first
-from tfdist.optimizers.target import local_part
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement
@@ -37,7 +35,6 @@ from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
-from tfdist.sharding.slot_reads import SlotReads
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,40 +53,39 @@ class TapeGradients:
     def __init__(self, program: RankProgram):
         self._program = program
         self._summands: dict[str, _Summand] = {}
-        self._linear: dict[str, set[_Summand] | None] = {}  # what `_linear_in` has found, by name
+        self._linear = gradient_graph.Derived(self._as_summand)
         self._images: dict[str, tf.Tensor] = {}  # by the name of what is linear in summands: the same of the sums
         self._wholes: set[str] = set()
-        self._parameters: set[str] = set()  # the names of their handles
+        self._slots: set[str] = set()  # whole values of an optimizer's slots
+        self._get_sums: set[str] = set()  # the handles of parameters, and of slots that the user's code assigns to
         self._own: set[str] = set()  # operations that are not the user's, by name
         self._is_own = False
         self._whole_sums: Callable[..., Sequence[tf.Tensor]] | None = None
         self._is_asked = False
         self._num_searched = 0  # operations of the graph that were looked at for gradients that come out of them
-        self._slots = program.attachment(SlotReads)
         self._numbers: GradientNumbers = program.attachment(GradientNumbers)
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and self._is_whole(x))
 
-    def note(self, grads: Sequence[tf.Tensor], variables: Sequence[Any], whole_sums: Callable[..., Sequence[tf.Tensor]]) -> None:
-        """Notes what a tape has returned for `variables`; `whole_sums(grads, variables)` sums them over the ranks."""
+    def note(
+        self, grads: Sequence[tf.Tensor], variables: Sequence[Any], whole_sums: Callable[..., Sequence[tf.Tensor]] | None = None
+    ) -> None:
+        """Notes what a tape has returned for `variables`, None for tensors that are computed of weights alone.
+
+        `whole_sums(grads, variables)` sums those of variables over the ranks.
+        """
         self.be_asked()
-        self._whole_sums = whole_sums
-        is_weighted = self._program.attachment(GradientWeight).is_in_loss
+        self._whole_sums = whole_sums or self._whole_sums
+        is_in_loss = self._program.attachment(GradientWeight).is_in_loss
         for grad, variable in zip(grads, variables, strict=True):
             self._numbers.note(grad)
-            self._add(_Summand(grad, variable, is_weighted))
-            self._parameters.add(self._program.graph.capture(local_part(variable, self._program).handle).name)
             self._own.update(operation.name for operation in grad.consumers())  # the backward pass itself goes on from it
+            if variable is not None or grad.name not in self._summands:
+                self._add(_Summand(grad, variable, is_in_loss and variable is not None))
+            if variable is not None:
+                stored = variable if isinstance(variable, tf.Variable) else variable.value
+                self.note_gets_sum(stored.values[self._program.local_index].handle)
             if self._program.outer is not None:
                 self._program.attachment(CarriedGradients).note(grad)
-
-    def note_of_tensors(self, grads: Sequence[tf.Tensor]) -> None:
-        """Notes what a tape has returned for tensors that are computed of weights alone."""
-        self.be_asked()
-        for grad in grads:
-            self._numbers.note(grad)
-            if grad.name not in self._summands:
-                self._add(_Summand(grad, None, is_weighted=False))
-            self._own.update(operation.name for operation in grad.consumers())
 
     def know_made_by_hand(self, grads: Sequence[Any]) -> None:
         """Lets what `grads`, for an optimizer, are made of by hand be of the whole batch: of gradients of rows, in a step of
@@ -99,7 +95,7 @@ class TapeGradients:
             return
         for x in tf.nest.flatten(list(grads), expand_composites=True):
             is_here = tf.is_symbolic_tensor(x) and x.dtype.is_floating and self._program.exists_here(x)
-            if not is_here or self._linear_in(x) is not None or self._program.attachment(GradientStubs).below(x):
+            if not is_here or self._linear.of(x) is not None or self._program.attachment(GradientStubs).below(x):
                 continue
             if not tape.is_backward(x.op) and not self._numbers.is_of_gradients(x):
                 self._program.attachment(Repair).known(x, "gradient")
@@ -122,10 +118,12 @@ class TapeGradients:
 
     def _add(self, summand: _Summand) -> None:
         self._summands[summand.tensor.name] = summand
-        self._linear.pop(summand.tensor.name, None)
+        self._linear.forget(summand.tensor)
+
+    def _as_summand(self, tensor: tf.Tensor) -> frozenset[_Summand] | None:
+        return frozenset([self._summands[tensor.name]]) if tensor.name in self._summands else None
 
     def _find_carried(self) -> None:
-        """Finds the summands that have come out of loops and branches since it was called before."""
         if self._is_asked:
             operations = self._program.graph.get_operations()
             for operation in operations[self._num_searched :]:
@@ -138,19 +136,28 @@ class TapeGradients:
         """Notes that `grad` is a sum, whole and the same on all ranks."""
         self._wholes.add(grad.name)
 
+    def note_slot(self, whole: tf.Tensor) -> None:
+        """Notes that `whole` is the whole value of an optimizer's slot, the same on all ranks."""
+        self._slots.add(whole.name)
+
+    def note_gets_sum(self, handle: tf.Tensor) -> None:
+        """Notes that `handle` is of a variable that is never assigned a summand: a parameter, or a slot, of which the rank's
+        shard is cut out of what it gets."""
+        self._get_sums.add(self._program.graph.capture(handle).name)
+
     def _is_whole(self, tensor: tf.Tensor) -> bool:
-        return tensor.name in self._wholes or self._slots.is_whole(tensor)
+        return tensor.name in self._wholes or tensor.name in self._slots
 
     def is_gradient(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is a sum, or linear in summands."""
-        return bool(self._summands or self._wholes) and (tensor.name in self._wholes or self._linear_in(tensor) is not None)
+        return bool(self._summands or self._wholes) and (tensor.name in self._wholes or self._linear.of(tensor) is not None)
 
     def is_of_sums(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor`, made where all ranks run, is computed of sums, and is neither a summand nor linear in summands."""
         if not self._program.exists_here(tensor):
             return False
         below = self._program.attachment(GradientStubs).of_sums(tensor)
-        of_wholes = bool(self._wholes) and self._linear_in(tensor) is None and bool(self._sources.of(tensor))
+        of_wholes = bool(self._wholes) and self._linear.of(tensor) is None and bool(self._sources.of(tensor))
         return below or of_wholes
 
     def placement_of(self, grad: tf.Tensor) -> Placement | None:
@@ -167,7 +174,7 @@ class TapeGradients:
         made_by = self._program.that_made(grad)
         if made_by not in (None, self._program):
             return made_by.attachment(TapeGradients).whole_of(grad)
-        below = self._linear_in(grad) if made_by is not None and (self._summands or self._wholes) else None
+        below = self._linear.of(grad) if made_by is not None and (self._summands or self._wholes) else None
         if below:
             return self._image(grad) if all(summand.whole is not None for summand in below) else None
         outer = self._program.outer
@@ -178,7 +185,7 @@ class TapeGradients:
     def _read_as_summand(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns `tensor`, linear in summands, for the user's code to sum itself."""
         self._find_carried()
-        if not self._linear_in(tensor):
+        if not self._linear.of(tensor):
             return None
         with self._marked(), self._program.outermost():
             return tf.identity(tensor)
@@ -186,7 +193,7 @@ class TapeGradients:
     def sum_now(self, grads: Sequence[tf.Tensor]) -> None:
         """Sums what `grads` are linear in, so that `whole_of` finds the sums."""
         with self._marked(), self._program.outermost(), tape.stop_recording():
-            self._sum_missing(dict.fromkeys(summand for grad in grads for summand in self._linear_in(grad) or ()))
+            self._sum_missing(dict.fromkeys(summand for grad in grads for summand in self._linear.of(grad) or ()))
 
     def _prepare_branch(self, tensors: Sequence[tf.Tensor]) -> None:
         """Sums what has been read so far: a branch may wait for a variable that was written with it, and send something."""
@@ -237,7 +244,7 @@ class TapeGradients:
         reads = [] if self._is_own else self._reads()
         if not reads:
             return
-        below = dict.fromkeys(summand for _, tensor in reads for summand in self._linear_in(tensor) or ())
+        below = dict.fromkeys(summand for _, tensor in reads for summand in self._linear.of(tensor) or ())
         with self._marked(), self._program.outermost(), tape.stop_recording():
             self._sum_missing(below)
             for operation, tensor in reads:
@@ -282,55 +289,16 @@ class TapeGradients:
                     is_read = True  # by the gradient of something that reads it
                 elif (handles := gradient_graph.written(operation, tensor)) is not None:
                     is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
-                    gets_sum = any(x.name in self._parameters or self._slots.is_written(x) for x in handles)
-                    is_read = is_of_trainer or gets_sum
+                    is_read = is_of_trainer or any(x.name in self._get_sums for x in handles)
                 else:
-                    is_read = not gradient_graph.is_linear(operation, lambda x: self._linear_in(x) is not None)
+                    is_read = self._linear.of_result(operation, [*map(self._linear.of, operation.inputs)]) is None
                 if is_read:
                     reads.append((operation, tensor))
-                after = [] if is_read else [x for x in operation.outputs if x.name not in seen and self._linear_in(x) is not None]
+                after = [] if is_read else [x for x in operation.outputs if x.name not in seen and self._linear.of(x) is not None]
                 waiting += after
                 seen.update(output.name for output in after)
         return reads
 
-    def _linear_in(self, tensor: tf.Tensor) -> set[_Summand] | None:
-        """Returns the summands that `tensor` is linear in, with nothing added; None: it is not."""
-        for current in inputs_first(tensor, self._linear_inputs, self._linear):
-            self._linear[current.name] = self._found_linear_in(current)
-        return self._linear[tensor.name]
-
-    def _found_linear_in(self, tensor: tf.Tensor) -> set[_Summand] | None:
-        if tensor.name in self._summands:
-            return {self._summands[tensor.name]}
-        inputs = self._linear_inputs(tensor)
-        if gradient_graph.passed_on(tensor) is not None:
-            return self._linear[inputs[0].name]
-        if not inputs or not gradient_graph.is_linear(tensor.op, lambda x: self._linear[x.name] is not None):
-            return None
-        return set().union(*(self._linear[x.name] or () for x in inputs))
-
-    def _linear_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        if tensor.name in self._summands:
-            return []
-        if (source := gradient_graph.passed_on(tensor)) is not None:
-            return [source]
-        is_of_user = gradient_graph.may_be_linear(tensor.op) and not tape.is_backward(tensor.op)
-        return list(tensor.op.inputs) if is_of_user else []
-
     def _image(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns what `tensor`, which is linear in summands, is of their sums."""
-
-        def linear_inputs(x: tf.Tensor) -> list[tf.Tensor]:
-            return [y for y in self._linear_inputs(x) if self._linear_in(y)]
-
-        for current in inputs_first(tensor, linear_inputs, self._images):
-            if (source := gradient_graph.passed_on(current)) is not None:
-                self._images[current.name] = self._images[source.name]
-                continue
-            with self._program.outermost(), tape.stop_recording():
-                made = tape.with_inputs(current.op, [self._images.get(source.name, source) for source in current.op.inputs])
-            self._own.add(made.name)
-            for output, image in zip(current.op.outputs, made.outputs, strict=True):
-                image.set_shape(output.shape)
-                self._images[output.name] = image
-        return self._images[tensor.name]
+        with self._marked(), self._program.outermost(), tape.stop_recording():
+            return self._linear.image(tensor, self._images)
