@@ -4,27 +4,23 @@ from tfdist.checkpoint import checkpoint_children, plain_variables, saving, tens
 from tfdist.checkpoint.backups import FitBackup
 from tfdist.checkpoint.log_rows import keep_rows_before
 from tfdist.checkpoint.writing_role import (
-    WritingRole,
     all_workers_inside,
     chief_decides,
-    cluster_strategy,
     cluster_strategy_of,
+    is_chief,
     tfdist_strategy,
-    writing_role,
 )
 
 __all__ = [
     "FitBackup",
-    "WritingRole",
     "all_workers_inside",
     "checkpoint_children",
     "chief_decides",
-    "cluster_strategy",
     "cluster_strategy_of",
+    "is_chief",
     "keep_rows_before",
     "plain_variables",
     "saving",
     "tensorflow_checkpoints",
     "tfdist_strategy",
-    "writing_role",
 ]

@@ -28,14 +28,9 @@ from tfdist import errors, temporary
 from tfdist.checkpoint.writing_role import cluster_strategy_of, is_chief
 from tfdist.sharding.exact_shards import complete_copies
 
-# Whether this worker writes, records and removes no files: it is not the chief.
-_only_reads: contextvars.ContextVar[bool] = contextvars.ContextVar("only_reads", default=False)
+# Whether this worker writes, records and removes no files, here and now: they are left to the chief.
+only_reads: contextvars.ContextVar[bool] = contextvars.ContextVar("only_reads", default=False)
 _TOKEN = ".tfdist-writing"
-
-
-def only_reads() -> bool:
-    """Whether what TensorFlow writes for a checkpoint, here and now, is left to the chief."""
-    return _only_reads.get()
 
 
 def refuse_background(checkpoint: Any) -> None:
@@ -68,7 +63,7 @@ def write_checkpoint(checkpoint: Any, path: str, write: Callable[[], Any]) -> An
     failure, written = None, None
     leaves_files = not _writes_files(strategy, path)
     try:
-        with temporary.context_value(_only_reads, leaves_files):
+        with temporary.context_value(only_reads, leaves_files):
             complete_copies(variables)
             written = write()
     except (tf.errors.OpError, OSError) as error:  # others may wait for this worker

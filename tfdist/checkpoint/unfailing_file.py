@@ -115,9 +115,3 @@ class UnfailingStore(saving_lib.H5IOStore):
         if self._is_sealed:
             put_seal(self.io_file)
         super().close()
-
-    def __enter__(self) -> UnfailingStore:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
