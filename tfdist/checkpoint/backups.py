@@ -21,6 +21,7 @@ job passes by what has a mark, with its weights and its history; another run of 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import glob
 import itertools
 import json
@@ -86,7 +87,6 @@ class FitBackup:
         return self._directory if file_utils.is_remote_path(self._directory) else os.path.abspath(self._directory)
 
     def _share(self, name: str, value: Any) -> Any:
-        """Returns the chief's `value` on every worker."""
         return json.loads(self._strategy.share(f"BackupAndRestore/{name}", json.dumps(value) if self._is_chief else ""))
 
     def _on_chief(self, name: str, action: Callable[[], Any]) -> Any:
@@ -225,7 +225,6 @@ class FitBackup:
             os.remove(os.path.join(self._directory, path))
 
     def _bring_back_previous(self) -> None:
-        """Puts the previous backup in the place of the latest."""
         for latest, previous in self._files:
             if file_utils.exists(previous):
                 file_utils.copy(previous, latest)
@@ -238,7 +237,8 @@ class FitBackup:
         same = file_utils.exists(self._callback._weights_path) == found["has_latest"]
         if same and path is not None and not self._is_chief:
             state, why = backup_file.read(path)
-            same = file_utils.exists(path) and not why and (state is None or state == found["state"])
+            # As text: in logs may be NaN, which does not equal itself.
+            same = file_utils.exists(path) and not why and (state is None or json.dumps(state) == json.dumps(found["state"]))
         if not same:
             raise errors.runtime_error(
                 "`backup_dir` must be on a file system that all workers share: the chief found another backup there.",
@@ -329,7 +329,7 @@ class FitBackup:
             "callbacks": numbers,
             "optimizers": trained_variables(self._model),
             "stop_training": bool(self._model.stop_training),
-            "run": this_run().to_json(),
+            "run": dataclasses.asdict(this_run()),
             **more,
         }
         groups = {"extra": extra_state(self._model), "callbacks": arrays}

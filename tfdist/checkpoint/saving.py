@@ -68,6 +68,8 @@ def save_weights(
 ) -> None:
     """Saves a model's weights as `.weights.h5`, or as `.weights.json` with shards."""
 
+    add = _addition.get()
+
     def read() -> None:
         store = DiscardingStore() if max_shard_size is None else DiscardingShardedStore(filepath, max_shard_size)
         _read_state(model, store, None, skipped=objects_to_skip or ())
@@ -76,14 +78,13 @@ def save_weights(
         if max_shard_size is not None:
             write(path)
             return []
-        add = _addition.get()
         with contextlib.closing(UnfailingStore(path, is_sealed=add is not None)) as store:
             _read_state(model, store, None, skipped=objects_to_skip or ())
             if add is not None:
                 add(store.h5_file)
         return [store.io_file]
 
-    _save(model, filepath, write_to, read, write)
+    _save(model, filepath, write_to, read, write, makes_directory=add is not None)
 
 
 def save_model_to_hdf5(model: Any, filepath: Any, write: Callable[[Any], None]) -> None:
@@ -99,12 +100,9 @@ def save_model_to_hdf5(model: Any, filepath: Any, write: Callable[[Any], None]) 
 
 
 def save_backup(model: Any, filepath: str, add: Callable[[h5py.File], None]) -> None:
-    """Saves a model's weights as `model.save_weights` does, sealed, in a directory that is made if need be.
+    """Saves a model's weights as `model.save_weights` does, sealed, in a directory that is made if need be; all workers call it.
 
-    All workers call it.
-
-    Args:
-        add: what else stands in the file; called with it on the chief, when the weights are written.
+    On the chief `add`, called with the file when the weights are written, puts into it what else it is to hold.
     """
     with temporary.context_value(_addition, add):
         model.save_weights(filepath, overwrite=True)
@@ -135,7 +133,7 @@ def _save(
     elif file_utils.is_remote_path(filepath):
         write_as_keras(filepath)
     else:
-        failure = _written(filepath, write, read, makes_directory or _addition.get() is not None)
+        failure = _written(filepath, write, read, makes_directory)
     _raise_on_all(strategy, "save/end", failure)
 
 

@@ -39,7 +39,7 @@ def refuse_background(checkpoint: Any) -> None:
     Raises:
         NotImplementedError: its variables are of several workers.
     """
-    if _strategy_of(checkpoint) is not None:
+    if cluster_strategy_of(tf.train.TrackableView(checkpoint).descendants()) is not None:
         raise errors.not_implemented(
             "`tf.train.Checkpoint` cannot be written in the background under several workers: reading its variables is a "
             "collective.",
@@ -56,7 +56,8 @@ def write_checkpoint(checkpoint: Any, path: str, write: Callable[[], Any]) -> An
     """
     if not tf.executing_eagerly():
         return write()
-    strategy, variables = _strategy_of(checkpoint), tf.train.TrackableView(checkpoint).descendants()
+    variables = tf.train.TrackableView(checkpoint).descendants()
+    strategy = cluster_strategy_of(variables)
     if strategy is None:
         complete_copies(variables)
         return write()
@@ -86,10 +87,6 @@ def read_tensors(saver: Any) -> None:
 
     # As TensorFlow does: collectives of a traced function meet none of an eager call.
     (tf.function(read, jit_compile=False) if saver._num_unique_tasks > 1 else read)()
-
-
-def _strategy_of(checkpoint: Any) -> Any | None:
-    return cluster_strategy_of(tf.train.TrackableView(checkpoint).descendants())
 
 
 def _writes_files(strategy: Any, path: str) -> bool:
