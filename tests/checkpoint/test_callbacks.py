@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import shutil
 import threading
@@ -16,6 +17,7 @@ from saved_models import X, Y, sequential
 from test_saving import no_files_beyond
 
 from tfdist.checkpoint import backups
+from tfdist.checkpoint.backup_file import put_state
 from tfdist.checkpoint.seal import BLOCK_BYTES
 from tfdist.strategy import ShardedStrategy
 
@@ -407,6 +409,17 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch, backup
     assert_is_refused()
     shutil.move(tmp_path / "chief" / "latest.weights.h5", tmp_path / "reader")
     assert_is_refused()
+
+
+def test_a_backup_with_a_loss_that_is_no_number(tmp_path, monkeypatch, backup):
+    """NaN does not equal itself, and all workers see one backup nevertheless."""
+    backup(tmp_path)
+    unseal(tmp_path / "latest.weights.h5")
+    with h5py.File(tmp_path / "latest.weights.h5", "r+") as file:
+        state = json.loads(file["tfdist/fit/json"][()].tobytes())
+        del file["tfdist/fit"]
+        put_state(file, "fit", {"json": np.frombuffer(json.dumps({**state, "logs": {"loss": math.nan}}).encode(), np.uint8)})
+    assert [epoch for epoch, _ in begin(monkeypatch, tmp_path)] == [2, 2]
 
 
 def test_a_backup_that_is_kept(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Seals: whatever is changed in a file is seen, and a file that has none is read to its end."""
 
+import contextlib
 import shutil
 
 import h5py
@@ -13,7 +14,7 @@ VALUES = {f"layers/dense_{index}/vars/{index % 2}": np.full([33, 7], index, "flo
 
 
 def write(path, is_sealed):
-    with UnfailingStore(path, is_sealed) as store:
+    with contextlib.closing(UnfailingStore(path, is_sealed)) as store:
         for name, value in VALUES.items():
             store.h5_file[name] = value
         store.h5_file.attrs["state"] = "an attribute"

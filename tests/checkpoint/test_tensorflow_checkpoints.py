@@ -137,9 +137,9 @@ def test_who_writes_nothing_reads_the_same(tmp_path, monkeypatch, cpus):
     checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
     checkpoint.write(str(tmp_path / "written"))
     reads, read[:] = list(read), []
-    token = tensorflow_checkpoints._only_reads.set(True)
+    token = tensorflow_checkpoints.only_reads.set(True)
     checkpoint.write(str(tmp_path / "only_read"))
-    tensorflow_checkpoints._only_reads.reset(token)
+    tensorflow_checkpoints.only_reads.reset(token)
     assert read == reads and len(set(reads)) == 6
     assert {path.stem for path in tmp_path.iterdir()} == {"written"}
 

@@ -6,8 +6,7 @@ import saved_models
 import tensorflow as tf
 from two_workers import CHIEF, READER, attach_cluster
 
-from tfdist.checkpoint import WritingRole, writing_role
-from tfdist.checkpoint.writing_role import all_workers_inside, chief_decides, cluster_strategy
+from tfdist.checkpoint import all_workers_inside, chief_decides, cluster_strategy_of, is_chief, tfdist_strategy
 from tfdist.strategy import ShardedStrategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -19,36 +18,37 @@ def made_under(strategy):
 
 
 def test_alone_without_a_strategy_of_tfdist(cpus):
-    assert writing_role(saved_models.sequential()) is WritingRole.ALONE
-    assert writing_role(made_under(tf.distribute.MirroredStrategy(cpus[:2]))) is WritingRole.ALONE
+    assert tfdist_strategy(saved_models.sequential()) is None
+    assert tfdist_strategy(made_under(tf.distribute.MirroredStrategy(cpus[:2]))) is None
+    assert is_chief(None)
 
 
 def test_the_only_worker_writes(cpus):
-    assert writing_role(made_under(ShardedStrategy(cpus[:2]))) is WritingRole.CHIEF
-    assert writing_role(made_under(attach_cluster(ShardedStrategy(cpus[:1]), CHIEF, num_workers=1))) is WritingRole.CHIEF
-    strategy = ShardedStrategy(cpus[:1])
+    strategy = ShardedStrategy(cpus[:2])
+    model = made_under(strategy)
+    assert tfdist_strategy(model) is strategy and is_chief(strategy)
     strategy.cluster = None
-    assert writing_role(made_under(strategy)) is WritingRole.CHIEF
-    assert cluster_strategy(made_under(strategy)) is None
+    assert tfdist_strategy(model) is strategy and is_chief(strategy)
+    assert cluster_strategy_of(model.variables) is None
 
 
-@pytest.mark.parametrize(("role", "expected"), [(CHIEF, WritingRole.CHIEF), (READER, WritingRole.READER)])
+@pytest.mark.parametrize(("role", "writes"), [(CHIEF, True), (READER, False)])
 @pytest.mark.parametrize("zero_stage", [0, 3])
-def test_chief_and_reader(role, expected, zero_stage, cpus):
+def test_chief_and_reader(role, writes, zero_stage, cpus):
     strategy = attach_cluster(ShardedStrategy(cpus[:2], zero_stage=zero_stage), role)
     model = made_under(strategy)
-    assert writing_role(model) is expected
-    assert cluster_strategy(model) is strategy
+    assert is_chief(strategy) is writes
+    assert tfdist_strategy(model) is cluster_strategy_of(model.variables) is strategy
     # Put together outside the scope, of layers made inside it.
     part = keras.Model(model.inputs, model.layers[0].output)
     assert part._distribute_strategy is None
-    assert writing_role(part) is expected
-    assert writing_role(model.layers[0]) is expected  # Keras saves layers too
+    assert tfdist_strategy(part) is strategy
+    assert tfdist_strategy(model.layers[0]) is strategy  # Keras saves layers too
 
 
-def test_objects_without_variables_are_alone():
-    assert writing_role(object()) is WritingRole.ALONE
-    assert writing_role(keras.Sequential()) is WritingRole.ALONE
+def test_objects_without_variables_have_no_strategy():
+    assert tfdist_strategy(object()) is None
+    assert tfdist_strategy(keras.Sequential()) is None
 
 
 def test_the_chief_decides():

@@ -67,9 +67,9 @@ class Worker:
         return self.role == CHIEF
 
 
-def attach_cluster(strategy, role, num_workers=2):
+def attach_cluster(strategy, role):
     """Gives a strategy the `cluster` by which tfdist's strategies over several workers are known."""
-    strategy.cluster = types.SimpleNamespace(is_chief=role == CHIEF, num_workers=num_workers)
+    strategy.cluster = types.SimpleNamespace(is_chief=role == CHIEF, num_workers=2)
     return strategy
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import types
 
 import pytest
 
@@ -19,15 +20,14 @@ class Store(Coordination):
     def __init__(self, index, number, shared, written):
         self.errors = []
         cluster, nothing = Cluster(TASKS[:number], index), lambda *_: None
-        super().__init__(cluster, "test", nothing, lambda message, awaited: self.errors.append(message), nothing)
+        watch = types.SimpleNamespace(check=nothing, report=lambda message, awaited: self.errors.append(message))
+        super().__init__(cluster, "test", watch)
         self._shared, self._written = shared, written
 
     def put(self, key, value):
         with self._written:
-            new = key not in self._shared
             self._shared.setdefault(key, value)
             self._written.notify_all()
-        return new
 
     def poll(self, key, seconds):
         with self._written:

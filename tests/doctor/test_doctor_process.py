@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tfdist.doctor.check import Check, Finding, LeftOutError, Result, Status
-from tfdist.doctor.examination import Examination
+from tfdist.doctor.examination import run_checks
 from tfdist.doctor.progress import Progress
 from tfdist.doctor.workers import Workers
 
@@ -61,7 +61,7 @@ def fails(_):
 
 def examine(*functions, seconds=20.0, needed=()):
     checks = [Check(f"part/{function.__name__}", function, function in needed) for function in functions]
-    outcomes = Examination(checks, Alone, seconds).run(Workers(None, 1.0), Progress(None, len(checks)))
+    outcomes = run_checks(checks, Alone, seconds, Workers(None, 1.0), Progress(None, len(checks)))
     assert [outcome.name for outcome in outcomes] == [check.name for check in checks]
     return outcomes
 
@@ -119,7 +119,7 @@ def test_workers_go_on_together_behind_a_check_that_went_wrong_on_one():
     holds = [("a", Status.HOLDS, "", 0.0)]
     crashed = ("b", Status.ERROR, "its process was ended by SIGSEGV", 0.0)
     others = Others([*holds, crashed], [("c", Status.HOLDS, "", 0.0)])
-    a, b, c = Examination(checks, Alone, 20.0).run(others, Progress(None, 3))
+    a, b, c = run_checks(checks, Alone, 20.0, others, Progress(None, 3))
     assert (a.status, b.status, c.status) == (Status.HOLDS, Status.ERROR, Status.HOLDS)
     assert b.summary == "worker 1: its process was ended by SIGSEGV"
     assert a.chief.data["process"] != c.chief.data["process"], "c has run once more, with the other worker"

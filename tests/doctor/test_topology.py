@@ -2,8 +2,7 @@
 
 import pytest
 
-from tfdist.doctor.links import link_between
-from tfdist.doctor.topology import Topology, parse_cards, parse_links, parse_nvlinks, read_topology, uuids_of
+from tfdist.doctor.topology import Topology, link_between, parse_cards, parse_links, parse_nvlinks, read_topology, uuids_of
 
 CARDS = """\
 0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559, 4, 550.54.15, 5, 16

@@ -5,7 +5,6 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.mesh import default_devices, logical_gpus, resolve_devices, use_logical_cpus, uses_physical_gpus, worker_devices
-from tfdist.runtime.gpu_memory import GpuMemory
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:{}".format
 GPU = "/job:localhost/replica:0/task:0/device:GPU:{}".format
@@ -150,7 +149,7 @@ def test_the_launcher_asks_for_parts(gpus, monkeypatch):
     assert worker_devices() == ("GPU", 3)
     asked = []
     monkeypatch.setattr(logical_gpus, "use_logical_gpus", lambda n, memory: asked.append((n, memory)))
-    monkeypatch.setattr(logical_gpus, "gpu_memory", lambda index: GpuMemory(free=1 << 30, total=80 << 30))
+    monkeypatch.setattr(logical_gpus, "gpu_memory", lambda index: (1 << 30, 80 << 30))
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [f"{kind}:0"])
     monkeypatch.setenv("TFDIST_LOGICAL_GPUS", "3")
     assert worker_devices() == ("GPU", 3)

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.mesh import logical_gpus
-from tfdist.runtime.gpu_memory import GpuMemory, gpu_memory
+from tfdist.runtime.gpu_memory import gpu_memory
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -21,7 +21,7 @@ def configured(monkeypatch):
     monkeypatch.setattr(tf.config, "set_visible_devices", lambda card, kind: found.update(visible=card))
     monkeypatch.setattr(tf.config, "set_logical_device_configuration", found.__setitem__)
     monkeypatch.setattr(tf.config, "get_logical_device_configuration", found.get)
-    monkeypatch.setattr(logical_gpus, "gpu_memory", lambda index: GpuMemory(free=8192 * MIB, total=9000 * MIB))
+    monkeypatch.setattr(logical_gpus, "gpu_memory", lambda index: (8192 * MIB, 9000 * MIB))
     return found
 
 
@@ -38,7 +38,7 @@ def test_parts(configured, memory, expected):
 
 
 def test_no_more_than_1_5_gib_are_left_out(configured, monkeypatch):
-    monkeypatch.setattr(logical_gpus, "gpu_memory", lambda index: GpuMemory(free=80 << 30, total=80 << 30))
+    monkeypatch.setattr(logical_gpus, "gpu_memory", lambda index: (80 << 30, 80 << 30))
     tfdist.use_logical_gpus(4)
     assert limits(configured[configured["visible"]]) == [(80 * 1024 - 1536) // 4] * 4
 
@@ -46,7 +46,7 @@ def test_no_more_than_1_5_gib_are_left_out(configured, monkeypatch):
 def test_again(configured, monkeypatch):
     """The same call asks for what is there; nothing is free by then."""
     tfdist.use_logical_gpus(2)
-    monkeypatch.setattr(logical_gpus, "gpu_memory", lambda index: GpuMemory(free=0, total=9000 * MIB))
+    monkeypatch.setattr(logical_gpus, "gpu_memory", lambda index: (0, 9000 * MIB))
     assert tfdist.use_logical_gpus(2) == tfdist.use_logical_gpus(2, 3584 * MIB) == ["GPU:0", "GPU:1"]
     with pytest.raises(ValueError, match="too small"):
         tfdist.use_logical_gpus(3)

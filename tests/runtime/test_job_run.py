@@ -18,7 +18,7 @@ def environment(monkeypatch):
 
 def elsewhere(run):
     """The same run as another process of it would see it, after it was written down."""
-    return dataclasses.replace(run, process="another").to_json()
+    return dataclasses.asdict(dataclasses.replace(run, process="another"))
 
 
 def test_nothing_is_known_of_a_plain_process(environment):
@@ -30,7 +30,7 @@ def test_a_name_tells_restarts_from_new_jobs(environment):
     environment.setenv("TFDIST_JOB", "a")
     run = this_run()
     assert run.restarts(elsewhere(run))
-    assert not run.restarts(run.to_json()), "a `fit` of this process"
+    assert not run.restarts(dataclasses.asdict(run)), "a `fit` of this process"
     assert not run.restarts(elsewhere(JobRun("b", None, "")))
     environment.setenv("SLURM_JOB_ID", "7")
     assert this_run() == run

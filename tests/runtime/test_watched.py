@@ -12,7 +12,8 @@ def watched(program, completed=5, meetings=2, waits_at=""):
     """A strategy on worker 0 of 3 of 2 ranks each, which runs `program`, and has come to so many `meetings`."""
     counts = {"step 1": completed, "assemble": 7}
     progress = types.SimpleNamespace(running=lambda: {0: (6, program)}, completed=lambda: counts)
-    return Watched(progress, types.SimpleNamespace(meetings=meetings, waits_at=waits_at), 600.0, 0, 2)
+    cluster = types.SimpleNamespace(worker_index=0)
+    return Watched(progress, types.SimpleNamespace(meetings=meetings, waits_at=waits_at, cluster=cluster), 600.0, 2)
 
 
 class Program:

@@ -3,7 +3,7 @@
     latest.weights.h5
         seal                                    the checksum of all that follows
         layers, optimizer, ...                  Keras's
-        tfdist/extra, metrics, callbacks        arrays that Keras does not save
+        tfdist/extra, metrics, callbacks        arrays that Keras does not save: of each, named "/" as "|", its bytes
         tfdist/fit                              the state of `fit`: epoch, batch, place in the data, ..., as JSON
         attribute `tfdist_training_state`       epoch and batch again, where Keras's own metadata are of an earlier file
 
@@ -24,18 +24,18 @@ from keras.src.utils import file_utils
 
 from tfdist.checkpoint import seal
 from tfdist.checkpoint.saving import save_backup
-from tfdist.checkpoint.stored_state import put_state, take_state
 from tfdist.checkpoint.unsaved import tell_what_is_not_saved
 
-_ATTRIBUTE, _FIT = "tfdist_training_state", "fit"
+_ATTRIBUTE, _GROUP, _FIT = "tfdist_training_state", "tfdist", "fit"
 
-Arrays = dict[str, dict[str, np.ndarray]]
+State = Mapping[str, np.ndarray]
 
 
-def write(path: str, model: Any, state: Mapping[str, Any], arrays: Arrays) -> None:
+def write(path: str, model: Any, state: Mapping[str, Any], arrays: Mapping[str, State]) -> None:
     """Writes the weights of `model` with `state`, which JSON can carry, and groups of `arrays`; the file is replaced at once.
 
-    All workers call it; the chief writes. In a remote folder the weights are written alone, as Keras writes them.
+    Numbers of NumPy and TensorFlow in `state` become Python's. All workers call it; the chief writes. In a remote folder the
+    weights are written alone, as Keras writes them.
     """
 
     def add(file: h5py.File) -> None:
@@ -50,6 +50,8 @@ def write(path: str, model: Any, state: Mapping[str, Any], arrays: Arrays) -> No
 
 def _plain(value: Any) -> Any:
     """Returns what stands for `value`, which JSON does not know, in logs of the user's own: a number if it is one."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -68,16 +70,31 @@ def read(path: str) -> tuple[dict[str, Any] | None, str]:
     try:
         with h5py.File(path, "r") as file:
             stored = take_state(file, _FIT)
-            if stored is not None:
-                return json.loads(stored["json"].tobytes()), ""
-            return json.loads(file.attrs.get(_ATTRIBUTE, "null")), ""
+            return json.loads(stored["json"].tobytes() if stored else file.attrs.get(_ATTRIBUTE, "null")), ""
     except Exception as error:  # a file that has lost its seal, too
         return None, f"{type(error).__name__}: {error}"
 
 
-def read_arrays(path: str, name: str) -> dict[str, np.ndarray] | None:
-    """Returns the group of arrays `name` of a file, None where there is none."""
+def read_arrays(path: str, name: str) -> dict[str, np.ndarray]:
+    """Returns the group of arrays `name` of a file, an empty one where there is none."""
     if file_utils.is_remote_path(path):
-        return None
+        return {}
     with h5py.File(path, "r") as file:
         return take_state(file, name)
+
+
+def put_state(file: h5py.File, name: str, state: State) -> None:
+    """Stores the arrays of `state` under `name`: the bytes of NumPy's, because HDF5 knows neither bfloat16 nor float8."""
+    group = file.create_group(f"{_GROUP}/{name}")
+    for key, value in state.items():
+        value = np.asarray(value)
+        stored = group.create_dataset(key.replace("/", "|"), data=np.frombuffer(value.tobytes(), np.uint8))
+        stored.attrs["dtype"], stored.attrs["shape"] = value.dtype.name, value.shape
+
+
+def take_state(file: h5py.File, name: str) -> dict[str, np.ndarray]:
+    """Returns the arrays that were stored under `name`; none where nothing was, as in a file of Keras without tfdist."""
+    return {
+        key.replace("|", "/"): np.frombuffer(stored[()].tobytes(), np.dtype(stored.attrs["dtype"])).reshape(stored.attrs["shape"])
+        for key, stored in file.get(f"{_GROUP}/{name}", {}).items()
+    }

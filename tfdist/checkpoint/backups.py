@@ -21,7 +21,9 @@ job passes by what has a mark, with its weights and its history; another run of 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import glob
+import itertools
 import json
 import os
 import warnings
@@ -85,7 +87,6 @@ class FitBackup:
         return self._directory if file_utils.is_remote_path(self._directory) else os.path.abspath(self._directory)
 
     def _share(self, name: str, value: Any) -> Any:
-        """Returns the chief's `value` on every worker."""
         return json.loads(self._strategy.share(f"BackupAndRestore/{name}", json.dumps(value) if self._is_chief else ""))
 
     def _on_chief(self, name: str, action: Callable[[], Any]) -> Any:
@@ -125,7 +126,7 @@ class FitBackup:
             return
         self._model._initial_epoch = state["epoch"]
         self._restored = state
-        self._restore_extra()
+        restore_extra_state(self._model, backup_file.read_arrays(self._path, "extra"))
         if found["is_over"] or state.get("stop_training") and not state["batch"]:
             self._model._initial_epoch = self._callback.params["epochs"]
         if found["is_over"] or "position" not in state:
@@ -184,7 +185,7 @@ class FitBackup:
             with file_utils.File(callback._training_metadata_path, "r") as file:
                 state = json.loads(file.read())
         over = is_there and state is not None and state.get("fit", 0) > self._number
-        mark, run = self._mark(self._number), this_run()
+        mark, run = self._mark, this_run()
         if file_utils.exists(mark):
             mark_state, why = backup_file.read(mark)
             if mark_state is not None and (over or run.restarts(mark_state["run"])):
@@ -208,21 +209,27 @@ class FitBackup:
             lines.append(f"training goes on from the backup in {self._directory}: epoch {state['epoch'] + 1}{step}")
         return {"path": callback._weights_path, "state": state, "is_over": over, "lines": lines, "has_latest": has_latest}
 
-    def _mark(self, number: int) -> str:
-        return file_utils.join(self._directory, f"finished-{number}.weights.h5")
+    @property
+    def _mark(self) -> str:
+        return file_utils.join(self._directory, f"finished-{self._number}.weights.h5")
+
+    @property
+    def _files(self) -> tuple[tuple[str, str], ...]:
+        """The latest and the previous file of the weights, and those of Keras's metadata."""
+        callback = self._callback
+        metadata = callback._training_metadata_path, callback._prev_training_metadata_path
+        return (callback._weights_path, callback._prev_weights_path), metadata
 
     def _remove_marks(self) -> None:
         for path in glob.glob("finished-*.weights.h5", root_dir=self._directory):
             os.remove(os.path.join(self._directory, path))
 
     def _bring_back_previous(self) -> None:
-        """Puts the previous backup in the place of the latest."""
-        callback = self._callback
-        file_utils.copy(callback._prev_weights_path, callback._weights_path)
-        if file_utils.exists(callback._prev_training_metadata_path):
-            file_utils.copy(callback._prev_training_metadata_path, callback._training_metadata_path)
-        elif file_utils.exists(callback._training_metadata_path):
-            file_utils.remove(callback._training_metadata_path)
+        for latest, previous in self._files:
+            if file_utils.exists(previous):
+                file_utils.copy(previous, latest)
+            elif file_utils.exists(latest):
+                file_utils.remove(latest)
 
     def _check_is_shared(self, found: State) -> None:
         """Raises RuntimeError on a worker that does not see what the chief sees."""
@@ -230,7 +237,8 @@ class FitBackup:
         same = file_utils.exists(self._callback._weights_path) == found["has_latest"]
         if same and path is not None and not self._is_chief:
             state, why = backup_file.read(path)
-            same = file_utils.exists(path) and not why and (state is None or state == found["state"])
+            # As text: in logs may be NaN, which does not equal itself.
+            same = file_utils.exists(path) and not why and (state is None or json.dumps(state) == json.dumps(found["state"]))
         if not same:
             raise errors.runtime_error(
                 "`backup_dir` must be on a file system that all workers share: the chief found another backup there.",
@@ -261,15 +269,10 @@ class FitBackup:
                 fix="Give each model a `backup_dir` of its own, or remove the backup to begin anew.",
             ) from error
 
-    def _restore_extra(self) -> None:
-        extra = backup_file.read_arrays(self._path, "extra")
-        if extra is not None:
-            restore_extra_state(self._model, extra)
-
     def restore_callbacks(self) -> None:
         """Restores what the other callbacks know; they have begun."""
         if self._restored is not None and "callbacks" in self._restored:
-            arrays = backup_file.read_arrays(self._path, "callbacks") or {}
+            arrays = backup_file.read_arrays(self._path, "callbacks")
             restore_callback_states(self._callbacks, self._restored["callbacks"], arrays)
 
     # Running
@@ -285,10 +288,10 @@ class FitBackup:
         self._model.stop_training = restored["stop_training"]
         for variable, value in self._rates:
             variable.assign(value)
-        self._restore_extra()
+        restore_extra_state(self._model, backup_file.read_arrays(self._path, "extra"))
         if any(not getattr(metric, "built", True) for metric in self._model.metrics):
             self._build(self._model)
-        restore_metrics_state(self._model, backup_file.read_arrays(self._path, "metrics") or {})
+        restore_metrics_state(self._model, backup_file.read_arrays(self._path, "metrics"))
 
     def end_batches(self, batch: int, logs: Any) -> None:
         """Notes a step that has ended: the last one of an execution."""
@@ -310,11 +313,7 @@ class FitBackup:
         write_on_chief(self._strategy, "BackupAndRestore/metadata", lambda: _write_bytes(path, metadata))
 
     def _keep_previous(self) -> None:
-        callback = self._callback
-        for latest, previous in (
-            (callback._weights_path, callback._prev_weights_path),
-            (callback._training_metadata_path, callback._prev_training_metadata_path),
-        ):
+        for latest, previous in self._files:
             if file_utils.exists(latest):
                 (file_utils.copy if file_utils.is_remote_path(latest) else copy_file)(latest, previous)
 
@@ -326,11 +325,11 @@ class FitBackup:
             "fit": self._number,
             "position": self._data.position(self._batches),
             "validations": self._data.validations(),
-            "logs": _plain(self._logs),
+            "logs": self._logs,
             "callbacks": numbers,
             "optimizers": trained_variables(self._model),
             "stop_training": bool(self._model.stop_training),
-            "run": this_run().to_json(),
+            "run": dataclasses.asdict(this_run()),
             **more,
         }
         groups = {"extra": extra_state(self._model), "callbacks": arrays}
@@ -356,10 +355,8 @@ class FitBackup:
             return
         leaves_mark = self._share("job", this_run().job != "" and not file_utils.is_remote_path(self._directory))
         if leaves_mark:
-            curve = {name: [_plain(value) for value in values] for name, values in getattr(history, "history", {}).items()}
-            self._write(
-                self._mark(self._number), history=curve, epochs=list(getattr(history, "epoch", ())), random=random_states()
-            )
+            curve, epochs = getattr(history, "history", {}), getattr(history, "epoch", [])
+            self._write(self._mark, history=curve, epochs=epochs, random=random_states())
             self._tell_of_mark()
         if self._callback.delete_checkpoint:
             self._on_chief("remove", lambda: self._remove(leaves_mark))
@@ -367,16 +364,14 @@ class FitBackup:
     def _tell_of_mark(self) -> None:
         """Lets the launcher remove the mark when the job has succeeded, and no restart can come any more."""
         if self._is_chief:
-            remove_after_success(self._mark(self._number))
+            remove_after_success(self._mark)
 
     def _remove(self, leaves_mark: bool) -> None:
-        callback = self._callback
         if not leaves_mark:
             if file_utils.exists(self._directory):
                 file_utils.rmtree(self._directory)
             return
-        latest = callback._weights_path, callback._training_metadata_path
-        for path in (*latest, callback._prev_weights_path, callback._prev_training_metadata_path):
+        for path in itertools.chain(*self._files):
             if file_utils.exists(path):
                 file_utils.remove(path)
 
@@ -387,10 +382,3 @@ def _write_bytes(path: str, content: bytes) -> None:
         return
     with file_utils.File(path, "wb") as file:
         file.write(content)
-
-
-def _plain(value: Any) -> Any:
-    """Returns `value` as what JSON can carry: numbers of NumPy become Python's."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value

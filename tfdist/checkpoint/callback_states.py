@@ -42,13 +42,9 @@ def restore_callback_states(callbacks: Sequence[Any], numbers: dict[str, Any], a
     for name, callback, attribute in _attributes(callbacks):
         if name in numbers:
             setattr(callback, attribute, numbers[name])
-        listed = [arrays[key] for key in sorted(arrays, key=_place) if key.rpartition("/")[0] == name]
-        if listed:
-            setattr(callback, attribute, listed)
-
-
-def _place(key: str) -> int:
-    return int(key.rpartition("/")[2])
+        number = sum(key.rpartition("/")[0] == name for key in arrays)
+        if number:
+            setattr(callback, attribute, [arrays[f"{name}/{index}"] for index in range(number)])
 
 
 def _attributes(callbacks: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:

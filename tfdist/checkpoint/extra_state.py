@@ -110,7 +110,8 @@ def _variables(model: Any) -> dict[str, Any]:
     for number, optimizer in enumerate(optimizers_of(model)):
         found |= _numbered(f"optimizer_{number}", optimizer.variables)
     of_keras = {id(variable._value) for variable in [*found.values(), *model.metrics_variables]}
-    found |= _numbered("tensorflow", [part for part in parts if _is_of_tensorflow(part) and id(part) not in of_keras])
+    kinds = tf.Variable | tf.distribute.DistributedValues
+    found |= _numbered("tensorflow", [part for part in parts if isinstance(part, kinds) and id(part) not in of_keras])
     generator = global_generator()
     return found if generator is None else found | _numbered("keras.random", [generator.state])
 
@@ -141,10 +142,6 @@ def _saveables(part: Any, seen: set[int]) -> Iterator[Any]:
 
 def _numbered(group: str, variables: Iterable[Any]) -> dict[str, Any]:
     return {f"{group}/{number}": variable for number, variable in enumerate(variables)}
-
-
-def _is_of_tensorflow(part: Any) -> bool:
-    return isinstance(part, tf.Variable | tf.distribute.DistributedValues)
 
 
 class _Recorder(DiscardingStore):

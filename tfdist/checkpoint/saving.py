@@ -12,12 +12,13 @@ What the disk refuses is raised on all workers alike, with the previous file sti
 is read (`UnfailingFile`), or else reads on as the others do. Any other error of the chief is raised on the chief only, and ends
 the job. The mistake to avoid: saving on the chief alone, which waits for the others for ever.
 
-A function here is for a model whose `writing_role` is not `ALONE`; `write(path)` is how Keras writes the file. The walk over a
+A function here is for a model that a tfdist strategy made; `write(path)` is how Keras writes the file. The walk over a
 model and its stores are private to Keras: tests/checkpoint/test_private_names_of_saving.py fails when they change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import io
 import json
@@ -67,6 +68,8 @@ def save_weights(
 ) -> None:
     """Saves a model's weights as `.weights.h5`, or as `.weights.json` with shards."""
 
+    add = _addition.get()
+
     def read() -> None:
         store = DiscardingStore() if max_shard_size is None else DiscardingShardedStore(filepath, max_shard_size)
         _read_state(model, store, None, skipped=objects_to_skip or ())
@@ -75,14 +78,13 @@ def save_weights(
         if max_shard_size is not None:
             write(path)
             return []
-        add = _addition.get()
-        with UnfailingStore(path, is_sealed=add is not None) as store:
+        with contextlib.closing(UnfailingStore(path, is_sealed=add is not None)) as store:
             _read_state(model, store, None, skipped=objects_to_skip or ())
             if add is not None:
                 add(store.h5_file)
         return [store.io_file]
 
-    _save(model, filepath, write_to, read, write)
+    _save(model, filepath, write_to, read, write, makes_directory=add is not None)
 
 
 def save_model_to_hdf5(model: Any, filepath: Any, write: Callable[[Any], None]) -> None:
@@ -98,12 +100,9 @@ def save_model_to_hdf5(model: Any, filepath: Any, write: Callable[[Any], None]) 
 
 
 def save_backup(model: Any, filepath: str, add: Callable[[h5py.File], None]) -> None:
-    """Saves a model's weights as `model.save_weights` does, sealed, in a directory that is made if need be.
+    """Saves a model's weights as `model.save_weights` does, sealed, in a directory that is made if need be; all workers call it.
 
-    All workers call it.
-
-    Args:
-        add: what else stands in the file; called with it on the chief, when the weights are written.
+    On the chief `add`, called with the file when the weights are written, puts into it what else it is to hold.
     """
     with temporary.context_value(_addition, add):
         model.save_weights(filepath, overwrite=True)
@@ -112,13 +111,8 @@ def save_backup(model: Any, filepath: str, add: Callable[[h5py.File], None]) -> 
 def may_write(model: Any, filepath: Any) -> bool:
     """Returns, on all workers, whether a file may be overwritten: the chief asks, for all."""
     strategy = tfdist_strategy(model)
-    return chief_decides(strategy, "overwrite", is_chief(strategy) and _may_write(filepath))
-
-
-def _may_write(filepath: Any) -> bool:
-    if isinstance(filepath, io.IOBase):
-        return True
-    return not os.path.exists(filepath) or io_utils.ask_to_proceed_with_overwrite(str(filepath))
+    is_free = not is_chief(strategy) or isinstance(filepath, io.IOBase) or not os.path.exists(filepath)
+    return chief_decides(strategy, "overwrite", is_free or io_utils.ask_to_proceed_with_overwrite(str(filepath)))
 
 
 def _save(
@@ -139,7 +133,7 @@ def _save(
     elif file_utils.is_remote_path(filepath):
         write_as_keras(filepath)
     else:
-        failure = _written(filepath, write, read, makes_directory or _addition.get() is not None)
+        failure = _written(filepath, write, read, makes_directory)
     _raise_on_all(strategy, "save/end", failure)
 
 
@@ -186,13 +180,8 @@ def _written(filepath: Any, write: _Write, read: Callable[[], None], makes_direc
 def _read_state(model: Any, store: saving_lib.H5IOStore, assets: DiscardingAssets | None, skipped: Iterable[Any] = ()) -> None:
     """Reads what Keras would save, by Keras's own walk."""
     try:
-        saving_lib._save_state(
-            model,
-            weights_store=store,
-            assets_store=assets,
-            inner_path="",
-            visited_saveables={id(saveable) for saveable in skipped},
-        )
+        visited = {id(saveable) for saveable in skipped}
+        saving_lib._save_state(model, weights_store=store, assets_store=assets, inner_path="", visited_saveables=visited)
     finally:
         if assets is not None:
             assets.close()

@@ -28,14 +28,9 @@ from tfdist import errors, temporary
 from tfdist.checkpoint.writing_role import cluster_strategy_of, is_chief
 from tfdist.sharding.exact_shards import complete_copies
 
-# Whether this worker writes, records and removes no files: it is not the chief.
-_only_reads: contextvars.ContextVar[bool] = contextvars.ContextVar("only_reads", default=False)
+# Whether this worker writes, records and removes no files, here and now: they are left to the chief.
+only_reads: contextvars.ContextVar[bool] = contextvars.ContextVar("only_reads", default=False)
 _TOKEN = ".tfdist-writing"
-
-
-def only_reads() -> bool:
-    """Whether what TensorFlow writes for a checkpoint, here and now, is left to the chief."""
-    return _only_reads.get()
 
 
 def refuse_background(checkpoint: Any) -> None:
@@ -44,7 +39,7 @@ def refuse_background(checkpoint: Any) -> None:
     Raises:
         NotImplementedError: its variables are of several workers.
     """
-    if _strategy_of(checkpoint) is not None:
+    if cluster_strategy_of(tf.train.TrackableView(checkpoint).descendants()) is not None:
         raise errors.not_implemented(
             "`tf.train.Checkpoint` cannot be written in the background under several workers: reading its variables is a "
             "collective.",
@@ -61,14 +56,15 @@ def write_checkpoint(checkpoint: Any, path: str, write: Callable[[], Any]) -> An
     """
     if not tf.executing_eagerly():
         return write()
-    strategy, variables = _strategy_of(checkpoint), tf.train.TrackableView(checkpoint).descendants()
+    variables = tf.train.TrackableView(checkpoint).descendants()
+    strategy = cluster_strategy_of(variables)
     if strategy is None:
         complete_copies(variables)
         return write()
     failure, written = None, None
     leaves_files = not _writes_files(strategy, path)
     try:
-        with temporary.context_value(_only_reads, leaves_files):
+        with temporary.context_value(only_reads, leaves_files):
             complete_copies(variables)
             written = write()
     except (tf.errors.OpError, OSError) as error:  # others may wait for this worker
@@ -91,10 +87,6 @@ def read_tensors(saver: Any) -> None:
 
     # As TensorFlow does: collectives of a traced function meet none of an eager call.
     (tf.function(read, jit_compile=False) if saver._num_unique_tasks > 1 else read)()
-
-
-def _strategy_of(checkpoint: Any) -> Any | None:
-    return cluster_strategy_of(tf.train.TrackableView(checkpoint).descendants())
 
 
 def _writes_files(strategy: Any, path: str) -> bool:

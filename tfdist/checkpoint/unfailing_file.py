@@ -20,11 +20,7 @@ from tfdist.checkpoint.staging import not_written
 
 
 class UnfailingFile(io.RawIOBase):
-    """A binary file for reading and writing, whose `check` raises what its writer was not told.
-
-    Args:
-        path: of a new file, or of one that is overwritten.
-    """
+    """A binary file for reading and writing, new or overwritten, whose `check` raises what its writer was not told."""
 
     def __init__(self, path: str):
         super().__init__()
@@ -95,12 +91,7 @@ class UnfailingFile(io.RawIOBase):
 
 
 class UnfailingStore(saving_lib.H5IOStore):
-    """Keras's store of weights in an HDF5 file, in an `UnfailingFile`: `io_file`.
-
-    Args:
-        path: of a new file, or of one that is overwritten.
-        is_sealed: whether the file gets a seal when it is closed.
-    """
+    """Keras's store of weights in an HDF5 file, in an `UnfailingFile`: `io_file`. If `is_sealed`, closing it seals it."""
 
     def __init__(self, path: str, is_sealed: bool = False):
         self._is_sealed = is_sealed
@@ -115,9 +106,3 @@ class UnfailingStore(saving_lib.H5IOStore):
         if self._is_sealed:
             put_seal(self.io_file)
         super().close()
-
-    def __enter__(self) -> UnfailingStore:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()

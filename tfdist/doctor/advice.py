@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfdist.doctor.check import Outcome, Status
-from tfdist.doctor.links import Link, link_between
-from tfdist.doctor.topology import Topology
+from tfdist.doctor.topology import Link, Topology, link_between
 
 # A link that moves less than this part of what it is said to move, in its largest messages, is worth a look.
 _LOW = 0.4
@@ -25,19 +24,21 @@ class Seen:
         """Returns the data of each worker."""
         return [result.data for result in self.outcomes[name].results if result.data] if name in self.outcomes else []
 
+    def first(self, name: str) -> dict[str, Any]:
+        """Returns the data of the first worker that has any, as a rule the chief's."""
+        return next(iter(self.data(name)), {})
+
     def devices(self) -> list[dict[str, Any]]:
         """Returns the devices of all workers in rank order, each with its "host"."""
         return [{**device, "host": data["host"]} for data in self.data("devices") for device in data["devices"]]
 
     def topology(self) -> Topology:
-        """Returns the chief's."""
-        data = self.data("topology")
-        return Topology.from_json(data[0]) if data else Topology()
+        data = self.first("topology")
+        return Topology.from_json(data) if data else Topology()
 
     def environment(self) -> dict[str, str]:
-        """Returns the chief's variables that bear on GPUs."""
-        data = self.data("versions")
-        return data[0]["environment"] if data else {}
+        """Returns the variables that bear on GPUs."""
+        return self.first("versions").get("environment", {})
 
     def link(self) -> Link:
         """Returns the slowest link between devices."""
@@ -45,8 +46,8 @@ class Seen:
 
     def bus_bandwidth(self, name: str) -> float | None:
         """Returns what a collective moves in its largest messages, GB/s; None where no large ones were measured."""
-        rows = [row for data in self.data(f"bandwidth/{name}")[:1] for row in data["sizes"] if row["bytes"] >= _LARGE_BYTES]
-        return max(row["bus_gb_per_second"] for row in rows) if rows else None
+        rows = self.first(f"bandwidth/{name}").get("sizes", ())
+        return max((row["bus_gb_per_second"] for row in rows if row["bytes"] >= _LARGE_BYTES), default=None)
 
     def errors(self) -> Iterator[tuple[str, str]]:
         """Returns (name of the check, all that was said) of those that went wrong."""
@@ -105,9 +106,8 @@ def _nccl_failed(seen: Seen) -> Iterator[str]:
 
 
 def _collective_hung(seen: Seen) -> Iterator[str]:
-    transports = [data["transport"] for data in seen.data("devices")]
     hung = [name for name, said in seen.errors() if name.startswith("bandwidth/") and "still running" in said]
-    if hung and transports and transports[0] == "NCCL":
+    if hung and seen.first("devices").get("transport") == "NCCL":
         yield (
             f"{', '.join(hung)} did not end. Where the cards talk over PCIe this is often a machine whose IOMMU or ACS breaks "
             "direct access: try NCCL_P2P_DISABLE=1, and NCCL_DEBUG=INFO to see what NCCL does."
@@ -116,8 +116,7 @@ def _collective_hung(seen: Seen) -> Iterator[str]:
 
 def _switched_off(seen: Seen) -> Iterator[str]:
     environment = seen.environment()
-    transports = [data["transport"] for data in seen.data("devices")]
-    if transports[:1] != ["NCCL"]:
+    if seen.first("devices").get("transport") != "NCCL":
         return
     if environment.get("NCCL_P2P_DISABLE", "0") not in ("", "0") and seen.link().is_nvlink:
         yield "NCCL_P2P_DISABLE is set, so that NCCL does not use the NVLinks that are there. Unset it."
@@ -141,12 +140,12 @@ def _slow_link(seen: Seen) -> Iterator[str]:
 
 
 def _no_shared_memory(seen: Seen) -> Iterator[str]:
-    for data in seen.data("devices")[:1]:
-        if "could not share memory" in data["reason"]:
-            yield (
-                f"Workers on one machine talk over gRPC, several times slower than through memory: {data['reason']}. "
-                "Give /dev/shm room (docker run --shm-size=1g), and let the workers' containers share it (--ipc)."
-            )
+    reason = seen.first("devices").get("reason", "")
+    if "could not share memory" in reason:
+        yield (
+            f"Workers on one machine talk over gRPC, several times slower than through memory: {reason}. "
+            "Give /dev/shm room (docker run --shm-size=1g), and let the workers' containers share it (--ipc)."
+        )
 
 
 def _unlike_cards(seen: Seen) -> Iterator[str]:

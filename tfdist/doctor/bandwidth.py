@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ import tensorflow as tf
 from tfdist import collectives
 from tfdist.doctor.check import Check, Finding
 from tfdist.doctor.session import Session
-from tfdist.doctor.timing import median_seconds
+from tfdist.doctor.timing import Timed
 from tfdist.planning.hardware import BUS_FACTORS
 
 MIB = 2**20
@@ -39,17 +40,12 @@ _LIMIT_SECONDS = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective as it is measured.
+    """One collective as it is measured."""
 
-    Attributes:
-        call: takes a rank's tensor, its place in the group, N and the group's axis; returns the tensor that arrives, None on a
-            rank that takes no part.
-        input_part: the part of S that a rank's tensor has, given N.
-        first: what the first element that arrives must be when every rank sends its place plus 1, given the place and N.
-    """
-
+    # Takes a rank's tensor, its place in the group, N and the axis; returns what arrives, None on a rank that takes no part.
     call: Callable[[tf.Tensor, int, int, str], tf.Tensor | None]
-    input_part: Callable[[int], float]
+    input_part: Callable[[int], float]  # the part of S that a rank's tensor has, given N
+    # What the first element that arrives must be when every rank sends its place plus 1, given the place and N.
     first: Callable[[int, int], float]
 
 
@@ -140,7 +136,7 @@ def _seconds(strategy: Any, collective: Collective, elements: int, repeats: int,
     def place_of(rank: int) -> int:
         return strategy.mesh.group_ranks(axis, rank).index(rank)
 
-    def on_rank() -> tf.Tensor:
+    def on_rank(_: tf.Tensor) -> tf.Tensor:
         place = place_of(collectives.current_program("the doctor").rank)
         value = tf.fill([elements], tf.constant(place + 1, tf.float32))
         total = tf.zeros([])
@@ -155,4 +151,4 @@ def _seconds(strategy: Any, collective: Collective, elements: int, repeats: int,
         if total != expected:
             raise RuntimeError(f"rank {rank} got {total:g} in the place of {expected:g}")
 
-    return median_seconds(strategy, on_rank, check) / repeats
+    return statistics.median(Timed(strategy, on_rank, check).rounds()) / repeats

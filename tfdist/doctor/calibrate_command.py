@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import pathlib
 import sys
 from typing import Any
 
 from tfdist.doctor.calibration import calibration_checks, hardware_of
-from tfdist.doctor.session_arguments import add_arguments, cluster_of, examine
-from tfdist.launch.arguments import add_command
+from tfdist.doctor.session_arguments import add_arguments, examine
+from tfdist.launch.arguments import add_command, output_file
 
 _DESCRIPTION = """\
 Measures the devices of this machine, or of all workers of a TF_CONFIG job, in about a minute: products of matrices at three
@@ -31,16 +30,13 @@ def add_calibrate(commands: Any) -> None:
     parser = add_command(
         commands, "calibrate", _calibrate, help="measure devices and links, for plans", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE", help="where to write it, as JSON")
+    parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help="where to write it, as JSON")
     add_arguments(parser, "measurement")
 
 
 def _calibrate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    if not args.out.absolute().parent.is_dir():
-        parser.error(f"argument --out: must be a file in a directory that exists. Received: {args.out}")
-    cluster = cluster_of(parser, args)
     try:
-        outcomes, is_chief = examine(args, cluster, calibration_checks())
+        outcomes, is_chief = examine(parser, args, calibration_checks())
         hardware = hardware_of(outcomes)
     except KeyboardInterrupt:
         return 130

@@ -79,12 +79,14 @@ def hardware_of(outcomes: Sequence[Outcome]) -> Hardware:
     }
     if "float32" not in matmul:
         raise errors.runtime_error("No product of float32 could be measured.")
-    links: dict[str, Any] = {}
+    links: dict[str, dict[str, Any]] = {}
     for kind in ("within", "between", "staged"):
-        names = [name for name in COLLECTIVES if f"{kind}/{name}" in known]
-        slowest = {name: _slowest([data["sizes"] for data in found[f"{kind}/{name}"]]) for name in names}
-        if names:
-            links[kind] = {name: fitted(rows, name, found[f"{kind}/{name}"][0]["ranks"]) for name, rows in slowest.items()}
+        for name in COLLECTIVES:
+            if f"{kind}/{name}" in known:
+                workers = found[f"{kind}/{name}"]
+                sizes = zip(*(data["sizes"] for data in workers), strict=False)
+                slowest = [max(rows, key=lambda row: row["seconds"]) for rows in sizes]
+                links.setdefault(kind, {})[name] = fitted(slowest, name, workers[0]["ranks"])
     cards = sorted({device["card"] or "CPU" for data in found["devices"] for device in data["devices"]})
     memory = [device["memory_bytes"] for data in found["devices"] for device in data["devices"] if device["memory_bytes"]]
     hosts = len({data["host"] for data in found["devices"]})
@@ -105,11 +107,6 @@ def hardware_of(outcomes: Sequence[Outcome]) -> Hardware:
     )
     each, seconds = (max(data[name] for data in found["block"]) for name in ("operation", "seconds"))
     return with_operations(hardware, each, seconds, found["block"][0]["work"])
-
-
-def _slowest(workers: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Returns for each size the row of the worker that took longest."""
-    return [max(rows, key=lambda row: row["seconds"]) for rows in zip(*workers, strict=False)]
 
 
 def _kind(session: Session) -> str:

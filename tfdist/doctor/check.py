@@ -27,53 +27,32 @@ class LeftOutError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a check has found.
+    """What a check has found."""
 
-    Attributes:
-        summary: a line for the reader.
-        data: the figures, what JSON can carry.
-        holds: False when it found something that must not be.
-    """
-
-    summary: str
-    data: dict[str, Any] = dataclasses.field(default_factory=dict)
-    holds: bool = True
+    summary: str  # a line for the reader
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)  # the figures, what JSON can carry
+    holds: bool = True  # False when it found something that must not be
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Something to find out about this machine.
+    """Something to find out about this machine."""
 
-    Attributes:
-        name: "part/what", such as "parity/zero_stage_3", or the part alone.
-        run: called with the `Session` of its process, or whatever the caller gives to all checks.
-        is_needed: without it nothing that stands behind it can run.
-    """
-
-    name: str
-    run: Callable[[Any], Finding]
-    is_needed: bool = False
-
-    @property
-    def part(self) -> str:
-        return self.name.partition("/")[0]
+    name: str  # "part/what", such as "parity/zero_stage_3", or the part alone
+    run: Callable[[Any], Finding]  # called with the `Session` of its process, or whatever the caller gives to all checks
+    is_needed: bool = False  # without it nothing that stands behind it can run
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a check has ended on one worker.
-
-    Attributes:
-        summary: the line of the finding, the reason why it was left out, or the error.
-        log: the last lines that the process has printed, of an error.
-    """
+    """How a check has ended on one worker."""
 
     name: str
     status: Status
-    summary: str
+    summary: str  # the line of the finding, the reason why it was left out, or the error
     seconds: float
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
-    log: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()  # the last lines that the process has printed, of an error
 
     def to_json(self) -> dict[str, Any]:
         """Returns the result as what JSON can carry."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +17,7 @@ from tfdist.doctor.workers import WorkerGoneError, Workers
 # What the doctors of other workers may need beyond the time of their checks.
 _MARGIN_SECONDS = 60.0
 
-PARTS: dict[str, Callable[[], list[Check]]] = {
-    "bandwidth": bandwidth_checks,
-    "parity": parity_checks,
-    "memory": memory_checks,
-}
+PARTS = {"bandwidth": bandwidth_checks, "parity": parity_checks, "memory": memory_checks}
 
 
 def all_checks(parts: Sequence[str] = tuple(PARTS)) -> list[Check]:
@@ -30,40 +25,33 @@ def all_checks(parts: Sequence[str] = tuple(PARTS)) -> list[Check]:
     return [VERSIONS, TOPOLOGY, DEVICES, *(check for part in parts for check in PARTS[part]())]
 
 
-@dataclasses.dataclass(frozen=True)
-class Examination:
-    """Runs checks on all workers.
+def run_checks(
+    checks: Sequence[Check], make_session: Callable[[], Any], timeout_seconds: float, workers: Workers, progress: Progress
+) -> list[Outcome]:
+    """Returns how each check has ended on all workers, in order.
 
-    Attributes:
-        checks: in order; the same on all workers.
+    After a check that has ended its process on one worker, all workers go on with the check behind it, in new processes.
+
+    Args:
+        checks: the same on all workers.
         make_session: makes what each check is called with, in its process.
         timeout_seconds: what a check may take.
     """
-
-    checks: Sequence[Check]
-    make_session: Callable[[], Any]
-    timeout_seconds: float
-
-    def run(self, workers: Workers, progress: Progress) -> list[Outcome]:
-        """Returns how each check has ended, in order.
-
-        After a check that has ended its process on one worker, all workers go on with the check behind it, in new processes.
-        """
-        outcomes: list[Outcome] = []
-        while len(outcomes) < len(self.checks):
-            left = self.checks[len(outcomes) :]
-            progress.at(outcomes)
-            patience = len(left) * self.timeout_seconds + _MARGIN_SECONDS
-            with run_in_process(left, self.make_session, self.timeout_seconds, progress.begin, progress.end) as found:
-                try:
-                    every = workers.gather([result.to_json() for result in found], patience)
-                except WorkerGoneError as gone:
-                    return [*outcomes, *_unrun(found, left, f"not all workers took part: {gone}")]
-            done = min(map(len, every))
-            outcomes += [Outcome(tuple(Result.from_json(mine[i]) for mine in every)) for i in range(done)]
-            if self.checks[len(outcomes) - 1].is_needed and outcomes[-1].status.is_bad:
-                return [*outcomes, *_unrun([], left[done:], f"not run, because {outcomes[-1].name} went wrong")]
-        return outcomes
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(checks):
+        left = checks[len(outcomes) :]
+        progress.at(outcomes)
+        patience = len(left) * timeout_seconds + _MARGIN_SECONDS
+        with run_in_process(left, make_session, timeout_seconds, progress.begin, progress.end) as found:
+            try:
+                every = workers.gather([result.to_json() for result in found], patience)
+            except WorkerGoneError as gone:
+                return [*outcomes, *_unrun(found, left, f"not all workers took part: {gone}")]
+        done = min(map(len, every))
+        outcomes += [Outcome(tuple(Result.from_json(mine[i]) for mine in every)) for i in range(done)]
+        if checks[len(outcomes) - 1].is_needed and outcomes[-1].status.is_bad:
+            return [*outcomes, *_unrun([], left[done:], f"not run, because {outcomes[-1].name} went wrong")]
+    return outcomes
 
 
 def _unrun(found: Sequence[Result], checks: Sequence[Check], reason: str) -> list[Outcome]:

@@ -60,7 +60,8 @@ def _measure(zero_stage: int, session: Session) -> Finding:
     padding = 4 * _ITEM_BYTES * session.world_size * len(sizes)  # less than N elements of each variable and kind
     states = [memory.total_bytes - _COUNTER_BYTES for memory in report.devices]
     local = session.base.extended.communicator.local_ranks[0]
-    there = _existing_bytes(strategy, [*model.variables, *model.optimizer.variables])
+    here = [strategy.experimental_local_results(v.value)[0] for v in (*model.variables, *model.optimizer.variables)]
+    there = sum(math.prod(part.shape) * part.dtype.size for part in here)  # on this worker's first device
     counted = report.devices[local].total_bytes - report.devices[local].gradient_bytes
     holds = all(formula <= state < formula + padding for state in states) and there == counted
     data: dict[str, Any] = {
@@ -98,9 +99,3 @@ def most_bytes(sizes: Sequence[int], config: Any, ranks: int) -> float:
     updated = placements.fraction("optimizer_state", ranks) * _ITEM_BYTES
     in_flight = 2 * config.bucket_bytes + (config.prefetch + 2) * _ITEM_BYTES * max(sizes)
     return (placements.bytes_per_parameter(ranks) + updated) * sum(sizes) + in_flight + _WORKSPACE_BYTES
-
-
-def _existing_bytes(strategy: Any, variables: list[Any]) -> int:
-    """Returns the bytes of what `variables` have on this worker's first device."""
-    parts = [strategy.experimental_local_results(variable.value)[0] for variable in variables]
-    return sum(math.prod(part.shape) * part.dtype.size for part in parts)

@@ -52,23 +52,14 @@ def _momentum() -> keras.optimizers.Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Technique:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        settings: of the strategy.
-        dtype: a name of `TOLERANCES`: a dtype policy of Keras, or "tensor_float_32".
-        prepare: what is done with the Keras model in the strategy's scope.
-        divisor: what must divide the number of devices.
-        optimizer: makes the optimizer, on one device too.
-        first_weight: of the first example's loss; a large one lets gradients of float16 overflow in the first step.
-    """
-
-    settings: dict[str, Any]
-    dtype: str = "float32"
-    prepare: Callable[[keras.Model], keras.Model] = _as_it_is
-    divisor: int = 1
-    optimizer: Callable[[], keras.optimizers.Optimizer] = _momentum
-    first_weight: float = 1.0
+    settings: dict[str, Any]  # of the strategy
+    dtype: str = "float32"  # a name of `TOLERANCES`: a dtype policy of Keras, or "tensor_float_32"
+    prepare: Callable[[keras.Model], keras.Model] = _as_it_is  # done with the Keras model in the strategy's scope
+    divisor: int = 1  # what must divide the number of devices
+    optimizer: Callable[[], keras.optimizers.Optimizer] = _momentum  # makes the optimizer, on one device too
+    first_weight: float = 1.0  # of the first example's loss; a large one lets gradients of float16 overflow in the first step
 
 
 TECHNIQUES = {
@@ -83,19 +74,12 @@ TECHNIQUES = {
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What training leaves behind, as NumPy arrays in float64.
+    """What training leaves behind, as NumPy arrays in float64."""
 
-    Attributes:
-        losses: one a step.
-        moves: of each weight, its last value minus its first.
-        slots: the optimizer's variables.
-        names: of the losses, the moves and the slots, in words.
-    """
-
-    losses: np.ndarray
-    moves: list[np.ndarray]
-    slots: list[np.ndarray]
-    names: list[str]
+    losses: np.ndarray  # one a step
+    moves: list[np.ndarray]  # of each weight, its last value minus its first
+    slots: list[np.ndarray]  # the optimizer's variables
+    names: list[str]  # of the losses, the moves and the slots, in words
 
     @property
     def arrays(self) -> list[np.ndarray]:

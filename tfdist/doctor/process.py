@@ -12,7 +12,6 @@ that TensorFlow is imported once. That is allowed as long as this process has as
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -28,9 +27,9 @@ from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
 
 from tfdist.doctor.check import Check, LeftOutError, Result, Status
+from tfdist.launch.worker import death_with_parent
 from tfdist.runtime.first_line import first_line
 
-_PR_SET_PDEATHSIG = 1
 _LOG_LINES = 60
 _LINE_LENGTH = 400
 # A child that is asked where it hangs has so long to say it.
@@ -41,8 +40,6 @@ _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
-Reporter = Callable[[Result], None]
-
 
 @contextlib.contextmanager
 def run_in_process(
@@ -50,7 +47,7 @@ def run_in_process(
     make_session: Callable[[], Any],
     timeout_seconds: float,
     on_begin: Callable[[Check], None],
-    on_end: Reporter,
+    on_end: Callable[[Result], None],
 ) -> Iterator[list[Result]]:
     """Runs `checks` in a child, until they are done or one has ended the child; gives the results so far, at least one.
 
@@ -66,7 +63,7 @@ def run_in_process(
     here, there = context.Pipe()
     results: list[Result] = []
     with tempfile.TemporaryFile("a+b") as log:
-        child = context.Process(target=_run, args=(checks, make_session, there, here, log, os.getpid()), daemon=True)
+        child = context.Process(target=_run, args=(checks, make_session, there, here, log, death_with_parent()), daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads at a fork: NumPy's, which handle it
             child.start()
@@ -109,11 +106,7 @@ def _ended(child: Any, check: Check, seconds: float, log: BinaryIO, timeout_seco
     else:
         what = f"its process ended with exit code {child.exitcode}"
     lines = _last_lines(log)
-    told = (
-        [lines[-1]]
-        if lines and child.exitcode and child.exitcode > 0
-        else [match[1] for match in map(_FATAL.match, lines) if match]
-    )
+    told = lines if (child.exitcode or 0) > 0 else [match[1] for match in map(_FATAL.match, lines) if match]
     what += "".join(f"; its last words: {line}" for line in told[-1:])
     if place := _place(lines):
         what += f"; it was at {place}"
@@ -140,12 +133,9 @@ def _run(
     results: Connection,
     others_end: Connection,
     log: BinaryIO,
-    parent: int,
+    prepare: Callable[[], None],
 ) -> None:
-    """The child."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    prepare()
     others_end.close()
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)
@@ -164,8 +154,7 @@ def _run(
         except Exception as error:
             sys.excepthook(type(error), error, error.__traceback__)  # which tells the other workers of the job
             sys.stderr.flush()
-            line = first_line(type(error), error, error.__traceback__)
-            result = Result(check.name, Status.ERROR, line, time.monotonic() - start, log=_last_lines(log))
+            result = Result(check.name, Status.ERROR, first_line(error), time.monotonic() - start, log=_last_lines(log))
         results.send(result)
     with contextlib.suppress(EOFError):
         results.recv()  # until this process is killed

@@ -9,11 +9,7 @@ from tfdist.doctor.check import Check, Outcome, Result
 
 
 class Progress:
-    """Writes a line for each check to `stream`; nothing where that is None.
-
-    Args:
-        total: number of checks.
-    """
+    """Writes a line for each of `total` checks to `stream`; nothing where that is None."""
 
     def __init__(self, stream: TextIO | None, total: int):
         self._stream = stream

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tfdist.doctor.advice import Seen, advice
@@ -15,19 +15,12 @@ _LAST_LINES = 6
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found on all workers.
+    """What was found on all workers."""
 
-    Attributes:
-        outcomes: of the checks, in order.
-        started: when, as ISO 8601 in UTC.
-        seconds: how long it took.
-        command: the arguments.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    started: str
-    seconds: float
-    command: tuple[str, ...] = ()
+    outcomes: tuple[Outcome, ...]  # of the checks, in order
+    started: str  # when, as ISO 8601 in UTC
+    seconds: float  # how long it took
+    command: tuple[str, ...] = ()  # the arguments
 
     @property
     def holds(self) -> bool:
@@ -86,31 +79,24 @@ def _telling(log: Sequence[str]) -> Sequence[str]:
 
 
 def _versions(seen: Seen) -> list[str]:
-    lines = ["Versions"]
-    for data in seen.data("versions")[:1]:
-        lines += [f"  {name}: {version}" for name, version in data["versions"].items() if version]
-        lines += [f"  {name}={value}" for name, value in data["environment"].items()]
-    return lines
+    versions = [f"  {name}: {version}" for name, version in seen.first("versions").get("versions", {}).items() if version]
+    return ["Versions", *versions, *(f"  {name}={value}" for name, value in seen.environment().items())]
 
 
 def _devices(seen: Seen) -> list[str]:
-    devices = seen.devices()
+    devices, cards = seen.devices(), {card.uuid: card.memory_bytes for card in seen.topology().cards}
     if not devices:
         return []
     rows = [["  rank", "host", "device", "card", "memory", "compute capability"]]
     for device in devices:
-        memory = device["memory_bytes"] or _card_bytes(seen, device["uuid"])
+        memory = device["memory_bytes"] or cards.get(device["uuid"])
         cells = [device["host"], device["device"], device["card"] or "-", size_text(memory) if memory else "unknown"]
         rows.append([f"  {device['rank']}", *cells, device["compute_capability"] or "-"])
-    link, chief = seen.link(), seen.data("devices")[0]
+    link, chief = seen.link(), seen.first("devices")
     said = f", said to move {link.gb_per_second:.4g} GB/s in a direction" if link.gb_per_second else ""
     lines = ["Devices", *table_lines(rows, "<<<<><"), f"  link: {link.words}{said}"]
     lines += [f"  unknown: {text}" for text in seen.topology().unknown]
     return [*lines, f"  transport: {chief['transport']}, because {chief['reason']}"]
-
-
-def _card_bytes(seen: Seen, uuid: str) -> int | None:
-    return next((card.memory_bytes for card in seen.topology().cards if uuid and card.uuid == uuid), None)
 
 
 def _bandwidth(seen: Seen) -> list[str]:
@@ -131,9 +117,5 @@ def _bandwidth(seen: Seen) -> list[str]:
 
 
 def _lines(outcomes: Sequence[Outcome], part: str, title: str) -> list[str]:
-    return [title, *_told(outcome for outcome in outcomes if outcome.part == part)]
-
-
-def _told(outcomes: Iterator[Outcome]) -> Iterator[str]:
-    for outcome in outcomes:
-        yield f"  {outcome.name.partition('/')[2]:18} {outcome.status:9} {outcome.summary}"
+    found = [outcome for outcome in outcomes if outcome.part == part]
+    return [title, *(f"  {one.name.partition('/')[2]:18} {one.status:9} {one.summary}" for one in found)]

@@ -42,7 +42,15 @@ class Session:
 
     @functools.cached_property
     def _devices(self) -> list[str]:
-        return use_logical_gpus(self._logical_gpus) if self._logical_gpus else _devices(self._number)
+        if self._logical_gpus:
+            return use_logical_gpus(self._logical_gpus)
+        kind, present = worker_devices()
+        if kind == "CPU" and present == 1:
+            return use_logical_cpus(self._number or _LOGICAL_CPUS)
+        names = default_devices()
+        if self._number is not None and self._number > len(names):
+            raise errors.value_error(f"`--devices` asks for more than there are: {len(names)} {kind}s.", devices=self._number)
+        return list(resolve_devices(names[: self._number]))
 
     def strategy(self, **settings: Any) -> Any:
         """Returns a new strategy over the devices, with these settings."""
@@ -82,13 +90,3 @@ class Session:
             raise LeftOutError(f"there is one device, and {what} needs several")
         if self.world_size % divisor:
             raise LeftOutError(f"{what} needs a number of devices that {divisor} divides, and there are {self.world_size}")
-
-
-def _devices(number: int | None) -> list[str]:
-    kind, present = worker_devices()
-    if kind == "CPU" and present == 1:
-        return use_logical_cpus(number or _LOGICAL_CPUS)
-    names = default_devices()
-    if number is not None and number > len(names):
-        raise errors.value_error(f"`--devices` asks for more than there are: {len(names)} {kind}s.", devices=number)
-    return list(resolve_devices(names[:number]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,11 +32,6 @@ Things = Callable[[], tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]]
 OnRank = Callable[[tf.Tensor], tf.Tensor]
 
 
-def median_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor], check: Callable[[int, float], None] | None = None) -> float:
-    """Returns the median time of what every rank computes, on this worker; the arguments are those of `Timed`."""
-    return statistics.median(Timed(strategy, lambda _: on_rank(), check).rounds())
-
-
 def least_seconds(strategy: Any, on_rank: Callable[[], tf.Tensor]) -> float:
     """Returns the least time of what every rank computes: without what else the machine may do."""
     return min(Timed(strategy, lambda _: on_rank()).rounds())
@@ -48,10 +42,6 @@ def seconds_of_one(strategy: Any, things: Things) -> float:
 
     They are so many that their time is long beside what workers take to meet. They stand in a loop: a GPU does tens of thousands
     in that time, which would take minutes to trace.
-
-    Args:
-        strategy: whose ranks do it; all workers measure the same at once.
-        things: what is done, and what it begins with.
 
     Raises:
         RuntimeError: many thousands of them take no time.

@@ -1,11 +1,13 @@
 """Which links the GPUs of this machine have, as `nvidia-smi` tells, and what its network interfaces are said to do.
 
+The link of a job is the slowest between its devices, since every collective waits for it.
 Speeds are those of one direction, in GB/s, as bus bandwidths are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import re
 import subprocess
@@ -44,21 +46,15 @@ class Card:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The links of one machine.
-
-    Attributes:
-        cards: its GPUs.
-        links: between two cards, by their indices, the lower first: a word of `nvidia-smi topo -m`, such as "NV12" or "PHB".
-        nvlink_gb_per_second: of one NVLink of a card, by its index, where `nvidia-smi nvlink` tells it.
-        interfaces: GB/s of the network interfaces that are up, by name.
-        unknown: what could not be found out, and why.
-    """
+    """The links of one machine."""
 
     cards: tuple[Card, ...] = ()
+    # Between two cards, by their indices, the lower first: a word of `nvidia-smi topo -m`, such as "NV12" or "PHB".
     links: dict[tuple[int, int], str] = dataclasses.field(default_factory=dict)
+    # Of one NVLink of a card, by its index, where `nvidia-smi nvlink` tells it.
     nvlink_gb_per_second: dict[int, float] = dataclasses.field(default_factory=dict)
-    interfaces: dict[str, float] = dataclasses.field(default_factory=dict)
-    unknown: tuple[str, ...] = ()
+    interfaces: dict[str, float] = dataclasses.field(default_factory=dict)  # GB/s of those that are up, by name
+    unknown: tuple[str, ...] = ()  # what could not be found out, and why
 
     def link(self, first: str, second: str) -> tuple[str, float | None]:
         """Returns, of two cards by their UUIDs, the word for the link between them ("" if unknown) and its GB/s, if known."""
@@ -89,6 +85,45 @@ class Topology:
             interfaces=found["interfaces"],
             unknown=tuple(found["unknown"]),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A link in words, and what it is said to move in one direction; None where that is not known."""
+
+    words: str
+    gb_per_second: float | None = None
+    is_nvlink: bool = False
+    is_network: bool = False
+
+
+def link_between(devices: Sequence[dict[str, Any]], topology: Topology) -> Link:
+    """Returns the slowest link between any two of `devices`.
+
+    Args:
+        devices: each with its "device", "uuid" and "host".
+        topology: of the first one's machine.
+    """
+    if len(devices) < 2:
+        return Link("no link: there is one device")
+    hosts = {device["host"] for device in devices}
+    if len(hosts) > 1:
+        fastest = max(topology.interfaces.values(), default=None)
+        names = [name for name, speed in topology.interfaces.items() if speed == fastest]
+        words = f"the network between {len(hosts)} machines"
+        return Link(f"{words} (the fastest interface is {names[0]})" if names else words, fastest, is_network=True)
+    if any("GPU" not in device["device"] for device in devices):
+        return Link("the memory of one machine")
+    uuids = [device["uuid"] for device in devices]
+    if len(set(uuids)) < len(uuids) and all(uuids):
+        return Link("the memory of one card")
+    found = [topology.link(first, second) for first, second in itertools.combinations(uuids, 2)]
+    if not all(word for word, _ in found):
+        return Link("links that are not known")
+    # Without a figure of one link the slowest is not known; a word stands for its kind.
+    word, speed = min(found, key=lambda link: (link[1] is not None, link[1] or 0.0))
+    is_nvlink = word.startswith("NV")
+    return Link(f"{word} ({LINKS.get('NV' if is_nvlink else word, 'unknown')})", speed, is_nvlink=is_nvlink)
 
 
 def ask_nvidia_smi(*arguments: str) -> str:
@@ -134,26 +169,23 @@ def parse_cards(text: str) -> list[Card]:
         index, uuid, name, total, used, driver, generation, width = (field.strip() for field in line.split(","))
         lane, lanes = _PCIE_LANE.get(_number(generation) or 0), _number(width)
         speed = round(lane * lanes, 2) if lane and lanes else None
-        cards.append(Card(int(index), uuid, name, _mebibytes(total), _mebibytes(used), driver, speed))
+        cards.append(Card(int(index), uuid, name, _number(total, 2**20), _number(used, 2**20), driver, speed))
     return cards
 
 
 def parse_links(text: str) -> dict[tuple[int, int], str]:
     """Returns the links between GPUs in the table that `nvidia-smi topo -m` prints."""
-    lines = [line.split("\t") for line in _COLOURS.sub("", text).splitlines()]
-    rows = [[cell.strip() for cell in line] for line in lines]
+    rows = [[cell.strip() for cell in line.split("\t")] for line in _COLOURS.sub("", text).splitlines()]
     header = next((row for row in rows if "GPU0" in row[1:]), None)
     if header is None:
         raise ValueError("there is no row of GPUs in its table")
-    links = {}
-    for row in rows:
-        if row is header or not (own := _gpu(row[0])) and own != 0:
-            continue
-        for name, word in zip(header, row, strict=False):
-            other = _gpu(name)
-            if other is not None and own < other:
-                links[own, other] = word
-    return links
+    gpus = {name: int(name[3:]) for name in header if re.fullmatch(r"GPU\d+", name)}
+    return {
+        (gpus[row[0]], gpus[name]): word
+        for row in rows
+        for name, word in zip(header, row, strict=False)
+        if row[0] in gpus and name in gpus and gpus[row[0]] < gpus[name]
+    }
 
 
 def parse_nvlinks(text: str) -> dict[int, float]:
@@ -168,18 +200,8 @@ def parse_nvlinks(text: str) -> dict[int, float]:
     return found
 
 
-def _gpu(name: str) -> int | None:
-    match = re.fullmatch(r"GPU(\d+)", name)
-    return int(match[1]) if match else None
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
-
-
-def _mebibytes(text: str) -> int | None:
-    number = _number(text)
-    return None if number is None else number * 2**20
+def _number(text: str, unit: int = 1) -> int | None:
+    return int(text) * unit if text.isdecimal() else None
 
 
 def _interfaces(system: pathlib.Path) -> dict[str, float]:
@@ -203,10 +225,9 @@ def _read(path: pathlib.Path) -> str:
 
 
 def uuids_of(visible: Sequence[str], topology: Topology) -> list[str]:
-    """Returns the UUIDs of the GPUs that a process sees, in its order; "" for one that is not to be found.
+    """Returns the UUIDs of GPUs in order, "" for one that is not to be found.
 
-    Args:
-        visible: their ids, as CUDA_VISIBLE_DEVICES spells them: indices, or (beginnings of) UUIDs.
+    They are `visible` to a process, as CUDA_VISIBLE_DEVICES spells them: indices, or (beginnings of) UUIDs.
     """
     found = []
     for name in visible:

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from tfdist.runtime import Cluster
+from tfdist.runtime.peers import Peers
 from tfdist.runtime.rendezvous import wait_for_workers
 
 _LOOK_SECONDS = 0.2
@@ -22,18 +23,14 @@ class WorkerGoneError(Exception):
 class Workers:
     """The doctors of a job; of one worker where `cluster` is None.
 
-    Args:
-        cluster: the workers.
-        timeout_seconds: how long to wait for the others to start.
-
     Raises:
         RuntimeError: this worker's port is in use.
-        TimeoutError: workers are missing; it names them.
+        TimeoutError: workers are missing after `timeout_seconds`; it names them.
     """
 
     def __init__(self, cluster: Cluster | None, timeout_seconds: float):
         self._cluster = cluster
-        self._peers = wait_for_workers(cluster, timeout_seconds) if cluster else None
+        self._peers = wait_for_workers(cluster, timeout_seconds) if cluster else Peers()
         self._heard: dict[int, list[Any]] = {index: [] for index, _ in cluster.others()} if cluster else {}
 
     @property
@@ -46,7 +43,7 @@ class Workers:
         Raises:
             WorkerGoneError: a worker has ended, or does not call it within `timeout_seconds`.
         """
-        if self._peers is None or self._cluster is None:
+        if self._cluster is None:
             return [value]
         self._peers.tell({"value": value})
         end = time.monotonic() + timeout_seconds
@@ -63,5 +60,4 @@ class Workers:
 
     def close(self) -> None:
         """Lets go of the others."""
-        if self._peers is not None:
-            self._peers.close()
+        self._peers.close()

@@ -13,15 +13,7 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.checkpoint import (
-    FitBackup,
-    WritingRole,
-    chief_decides,
-    cluster_strategy,
-    keep_rows_before,
-    tfdist_strategy,
-    writing_role,
-)
+from tfdist.checkpoint import FitBackup, chief_decides, is_chief, keep_rows_before, tfdist_strategy
 from tfdist.data import FitData
 from tfdist.keras_hooks.table import replaces
 from tfdist.keras_hooks.trainer import build_for_backup
@@ -34,7 +26,7 @@ _CHECKPOINT, _BACKUP, _CSV = (f"keras.callbacks.{name}" for name in ("ModelCheck
 def _should_save(original: Callable[..., bool], self: Any, epoch: int, batch: Any, logs: Any, filepath: str) -> bool:
     """Each worker would decide for itself whether this epoch is the best; saving needs all of them."""
     wanted = original(self, epoch, batch, logs, filepath)
-    strategy = cluster_strategy(self.model)
+    strategy = tfdist_strategy(self.model)
     return wanted if strategy is None else chief_decides(strategy, "ModelCheckpoint", wanted)
 
 
@@ -42,7 +34,7 @@ def _should_save(original: Callable[..., bool], self: Any, epoch: int, batch: An
 def _checkpoint_path(original: Callable[..., str], self: Any, epoch: int, batch: Any, logs: Any) -> str:
     """Keras makes the directory of the path, on workers too that write nothing."""
     path = original(self, epoch, batch, logs)
-    return os.path.basename(path) if writing_role(self.model) is WritingRole.READER else path
+    return path if is_chief(tfdist_strategy(self.model)) else os.path.basename(path)
 
 
 # A backup must have what the other callbacks have done, and they begin with what is restored: wherever it stands in the list, it
@@ -69,7 +61,7 @@ def _begin_training(original: Callable[..., None], self: Any, logs: Any = None) 
             fit = FitBackup(callback, strategy, FitData.of(callback.model), self.callbacks, build_for_backup)
             vars(callback)[_FIT] = fit
             fit.restore()
-            if fit.goes_on and writing_role(callback.model) is WritingRole.CHIEF:
+            if fit.goes_on and is_chief(strategy):
                 _keep_rows(self.callbacks, callback.model._initial_epoch or 0)
     original(self, logs)
 
@@ -149,7 +141,7 @@ def _remove_backup(original: Callable[..., None], self: Any, logs: Any = None) -
 @replaces(_CSV, "on_train_end", signature="(self, logs=None)")
 def _log(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Every worker would write the same file."""
-    if writing_role(self.model) is not WritingRole.READER:
+    if is_chief(tfdist_strategy(self.model)):
         original(self, *args, **kwargs)
 
 

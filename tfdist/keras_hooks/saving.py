@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tfdist.checkpoint import (
-    WritingRole,
     all_workers_inside,
     checkpoint_children,
     cluster_strategy_of,
     plain_variables,
     saving,
     tensorflow_checkpoints,
-    writing_role,
+    tfdist_strategy,
 )
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import checkpoint_names
@@ -40,7 +39,7 @@ def _save_model(original: Callable[..., None], model: Any, filepath: Any, *args:
     if isinstance(filepath, io.IOBase):
         complete_copies(model.variables)
     # An object in memory is no file: each worker fills its own. What Keras refuses, it refuses on every worker.
-    if writing_role(model) is WritingRole.ALONE or isinstance(filepath, io.IOBase) or refused:
+    if tfdist_strategy(model) is None or isinstance(filepath, io.IOBase) or refused:
         write(filepath)
     else:
         saving.save_model(model, filepath, given.get("weights_format", "h5"), write)
@@ -59,7 +58,7 @@ def _save_weights_only(
 
     suffixes = (".weights.h5",) if max_shard_size is None else ("weights.h5", "weights.json")
     refused = not model.built or not str(filepath).endswith(suffixes)
-    if writing_role(model) is WritingRole.ALONE or refused:
+    if tfdist_strategy(model) is None or refused:
         write(filepath)
     else:
         saving.save_weights(model, filepath, max_shard_size, objects_to_skip, write)
@@ -69,7 +68,7 @@ def _save_weights_only(
 def _save_model_to_hdf5(
     original: Callable[..., None], model: Any, filepath: Any, overwrite: bool = True, include_optimizer: bool = True
 ) -> None:
-    if writing_role(model) is WritingRole.ALONE:
+    if tfdist_strategy(model) is None:
         original(model, filepath, overwrite, include_optimizer)
     else:
         saving.save_model_to_hdf5(model, filepath, lambda target: original(model, target, True, include_optimizer))
@@ -89,7 +88,7 @@ def _ask_once(
     original: Callable[..., None], model: Any, filepath: Any, overwrite: bool = True, *args: Any, **kwargs: Any
 ) -> None:
     """Every worker would ask whether to overwrite the file."""
-    if not overwrite and writing_role(model) is not WritingRole.ALONE:
+    if not overwrite and tfdist_strategy(model) is not None:
         overwrite = saving.may_write(model, filepath)
         if not overwrite:
             return
@@ -139,7 +138,7 @@ def _in_background(original: Callable[..., Any], self: Any) -> Any:
 
 @replaces("tensorflow.python.checkpoint.functional_saver.MultiDeviceSaver", "save", why=_ONE_PATH)
 def _save_tensors(original: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:
-    reads = tensorflow_checkpoints.only_reads()
+    reads = tensorflow_checkpoints.only_reads.get()
     return tensorflow_checkpoints.read_tensors(self) if reads else original(self, file_prefix, options)
 
 
@@ -151,7 +150,7 @@ _MANAGEMENT = "tensorflow.python.checkpoint.checkpoint_management"
 @replaces(_MANAGEMENT, "update_checkpoint_state_internal", signature=_RECORD, why=_ONE_PATH)
 @replaces(_MANAGEMENT, "_delete_file_if_exists", signature="(filespec)", why=_ONE_PATH)
 def _record_or_remove(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    if not tensorflow_checkpoints.only_reads():
+    if not tensorflow_checkpoints.only_reads.get():
         original(*args, **kwargs)
 
 

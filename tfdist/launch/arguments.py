@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,14 @@ def add_command(
     return parser
 
 
+def publish(report: Any, file: str | None) -> None:
+    """Prints a report, and writes it to `file`, if any, as JSON; for "-" prints the JSON alone."""
+    text = json.dumps(report.to_json(), indent=2)
+    print(text if file == "-" else report)
+    if file not in (None, "-"):
+        pathlib.Path(file).write_text(f"{text}\n", encoding="utf-8")
+
+
 def positive_int(text: str) -> int:
     return _number(int, text, least=1, expected="a positive integer")
 
@@ -30,6 +40,13 @@ def non_negative_int(text: str) -> int:
 
 def seconds(text: str) -> float:
     return _number(float, text, least=0, most=_LONGEST_TIME, expected=f"a number of seconds from 0 to {_LONGEST_TIME:g}")
+
+
+def output_file(text: str) -> str:
+    """A file to be written, or "-"."""
+    if not pathlib.Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a directory that exists. Received: {text}")
+    return text
 
 
 def _number(kind: type, text: str, *, least: float, most: float = float("inf"), expected: str) -> Any:

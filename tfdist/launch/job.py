@@ -136,7 +136,6 @@ class Attempt:
         return stack.enter_context(Worker(task, [sys.executable, "-u", *self._job.command], environment, output))
 
     def _watch(self) -> None:
-        """Returns when every worker has ended."""
         with selectors.EpollSelector() as selector:  # Note: the order of ends
             selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
             for worker in self._workers:

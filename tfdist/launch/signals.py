@@ -23,7 +23,8 @@ class Signals:
         self._write.setblocking(False)
         # Python's handler writes the signal's number to this descriptor.
         self._previous_fd = signal.set_wakeup_fd(self._write.fileno())
-        self._previous_handlers = {number: signal.signal(number, _do_nothing) for number in SIGNALS}
+        # A handler that does nothing, because an ignored signal would not be written there.
+        self._previous_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -48,7 +49,3 @@ class Signals:
         """Waits at most `seconds` for a signal; returns those that came."""
         select.select([self], [], [], seconds)
         return self.read()
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    """A handler, because an ignored signal would not be written to the wakeup descriptor."""

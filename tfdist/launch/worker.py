@@ -45,7 +45,7 @@ class Worker:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            preexec_fn=_death_with_launcher(),
+            preexec_fn=death_with_parent(),
         )
         os.close(told_through)
         self.pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
@@ -106,16 +106,16 @@ class Worker:
             os.close(self.pidfd)
 
 
-def _death_with_launcher() -> Callable[[], None]:
-    """Returns what runs in the new process before the program: the kernel kills it when the launcher's main thread ends.
+def death_with_parent() -> Callable[[], None]:
+    """Returns what runs in a new process before anything else: the kernel kills it when this process's main thread ends.
 
     It does no more than two system calls: between fork and exec another thread's locks may be held for ever.
     """
-    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def prepare() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it ended before the call
+        if os.getppid() != parent:  # it ended before the call
             os._exit(1)
 
     return prepare

@@ -14,30 +14,20 @@ from tfdist.mesh.devices import short_name
 
 @dataclasses.dataclass(frozen=True)
 class DeviceDetails:
-    """One logical device of this process.
+    """One logical device of this process."""
 
-    Attributes:
-        device: its name, such as "GPU:0".
-        card: what it is, in the words of its driver; "" where that is not known.
-        physical_index: which of the physical devices of its type it is, or is a part of.
-        parts: in how many logical devices that one is split.
-        compute_capability: of a GPU, such as (9, 0).
-        memory_bytes: what it may use, where that is known: the limit of a part of a GPU, the machine's memory of a CPU.
-        memory_growth: whether the allocator takes a GPU's memory when it needs it, not all at once.
-    """
-
-    device: str
-    card: str
-    physical_index: int
-    parts: int
-    compute_capability: tuple[int, int] | None
-    memory_bytes: int | None
-    memory_growth: bool
+    device: str  # its name, such as "GPU:0"
+    card: str  # what it is, in the words of its driver; "" where that is not known
+    physical_index: int  # which of the physical devices of its type it is, or is a part of
+    parts: int  # in how many logical devices that one is split
+    compute_capability: tuple[int, int] | None  # of a GPU, such as (9, 0)
+    memory_bytes: int | None  # what it may use, if known: the limit of a part of a GPU, the machine's memory of a CPU
+    memory_growth: bool  # whether the allocator takes a GPU's memory when it needs it, not all at once
 
 
 def details_of(devices: Sequence[str]) -> list[DeviceDetails]:
     """Returns what is known of `devices`, logical devices of this process."""
-    found = {}
+    found, machine_bytes = {}, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for kind in ("CPU", "GPU"):
         index = 0
         for physical_index, physical in enumerate(tf.config.list_physical_devices(kind)):
@@ -53,16 +43,12 @@ def details_of(devices: Sequence[str]) -> list[DeviceDetails]:
                     physical_index=physical_index,
                     parts=len(parts),
                     compute_capability=told.get("compute_capability"),
-                    memory_bytes=_machine_bytes() if kind == "CPU" else limit and limit * 2**20,
+                    memory_bytes=machine_bytes if kind == "CPU" else limit and limit * 2**20,
                     memory_growth=kind == "GPU" and bool(tf.config.experimental.get_memory_growth(physical)),
                 )
                 index += 1
     specs = map(tf.DeviceSpec.from_string, devices)
     return [found[spec.device_type, spec.device_index] for spec in specs]
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def allocated_bytes(device: str) -> int:

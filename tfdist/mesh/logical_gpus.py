@@ -69,19 +69,19 @@ def use_logical_gpus(n: int, memory_per_device: int | None = None, gpu: int = 0)
     return names
 
 
-def split_gpu_as_asked() -> bool:
-    """Splits this worker's GPU where the launcher asks for it (`--logical-gpus`); returns whether it does.
+def split_gpu_as_asked() -> None:
+    """Splits this worker's GPU where the launcher asks for it (`--logical-gpus`).
 
     Workers that share a card have equal parts of it, whichever starts first.
     """
     asked = logical_gpus_setting()
     if asked is None:
-        return False
-    memory = None
-    if asked.workers_per_gpu > 1 and tf.config.list_physical_devices("GPU"):
-        memory = _usable(gpu_memory(0).total, asked.workers_per_gpu) // (asked.number * asked.workers_per_gpu)
-    use_logical_gpus(asked.number, memory)
-    return True
+        return
+    (number, workers), memory = asked, None
+    if workers > 1 and tf.config.list_physical_devices("GPU"):
+        _, total = gpu_memory(0)
+        memory = _usable(total, workers) // (number * workers)
+    use_logical_gpus(number, memory)
 
 
 def _is_split(card: tf.config.PhysicalDevice, n: int, memory_per_device: int | None) -> bool:
@@ -97,7 +97,7 @@ def _usable(memory: int, processes: int = 1) -> int:
 
 def _limit(n: int, memory_per_device: int | None, gpu: int) -> int:
     """Returns the memory limit of each part, in MiB."""
-    free = gpu_memory(gpu).free
+    free, _ = gpu_memory(gpu)
     part = memory_per_device
     if part is None:
         part = _usable(free) // n

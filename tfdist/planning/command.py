@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.launch.arguments import add_command, positive_int
+from tfdist.launch.arguments import add_command, output_file, positive_int, publish
 from tfdist.planning.builders import arguments_of, named_builder
 from tfdist.planning.data_sheets import DATA_SHEETS
 from tfdist.planning.decoder import decoder_builder
@@ -73,12 +72,11 @@ def add_plan(commands: Any) -> None:
     )
     parser.add_argument("--top", type=positive_int, default=5, metavar="N", help="how many plans to show (default: 5)")
     parser.add_argument("--png", type=pathlib.Path, metavar="FILE", help="draw their memory to this file; needs matplotlib")
-    parser.add_argument("--json", metavar="FILE", help="write all plans as JSON; -: to the standard output, and no text")
+    text = "write all plans as JSON; -: to the standard output, and no text"
+    parser.add_argument("--json", type=output_file, metavar="FILE", help=text)
 
 
 def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    if args.json not in (None, "-") and not pathlib.Path(args.json).absolute().parent.is_dir():
-        parser.error(f"argument --json: must be a file in a directory that exists. Received: {args.json}")
     try:
         plans = plan(
             _builder(args),
@@ -102,13 +100,7 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
             plans.draw(args.png)
     except (ValueError, NotImplementedError, ImportError) as error:
         parser.error(str(error))
-    told = json.dumps(plans.to_json(), indent=2)
-    if args.json == "-":
-        print(told)
-    else:
-        print(plans)
-        if args.json is not None:
-            pathlib.Path(args.json).write_text(f"{told}\n", encoding="utf-8")
+    publish(plans, args.json)
     return 0 if plans.fitting else 1
 
 

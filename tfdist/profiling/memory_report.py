@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -107,10 +106,10 @@ def memory_report(model: keras.Model) -> MemoryReport:
     memories = tuple(
         DeviceMemory(
             device=_short_name(device),
-            parameter_bytes=sum(_stored_bytes(variable.value, index) for variable in model.variables),
-            gradient_bytes=sum(_gradient_bytes(variable.value, index) for variable in model.trainable_variables),
-            optimizer_bytes=sum(_stored_bytes(variable.value, index) for variable in slots),
-            exact_bytes=sum(_stored_bytes(exact, index) for exact in exact_shards),
+            parameter_bytes=sum(_bytes(variable.value, index) for variable in model.variables),
+            gradient_bytes=sum(_bytes(variable.value, index, is_gradient=True) for variable in model.trainable_variables),
+            optimizer_bytes=sum(_bytes(variable.value, index) for variable in slots),
+            exact_bytes=sum(_bytes(exact, index) for exact in exact_shards),
             residual_bytes=sum(residual.bytes_at(mesh.coordinate(index)) for residual, mesh in residuals),
         )
         for index, device in enumerate(_devices(model))
@@ -136,31 +135,26 @@ def _short_name(device: str) -> str:
     return name if spec.job in (None, "localhost") else f"{spec.job} {spec.task} {name}"
 
 
-def _stored_bytes(value: tf.Variable, index: int) -> int:
-    if config_of(getattr(value, "distribute_strategy", None)) is not None:
-        # By the layout, since parts of other workers are not here: shards are padded to one size.
-        is_stored = value.layout.stores(value.layout.mesh.coordinate(index))
-        return _bytes(value.layout.component_shape, value.dtype) if is_stored else 0
-    return _bytes(value.shape, value.dtype)
-
-
-def _gradient_bytes(value: tf.Variable, index: int) -> int:
+def _bytes(value: tf.Variable, index: int, is_gradient: bool = False) -> int:
+    """Returns the bytes of a variable, or of its gradient, on the device of a rank."""
     config = config_of(getattr(value, "distribute_strategy", None))
     if config is None:
-        return _bytes(value.shape, value.dtype)
+        return math.prod(value.shape) * value.dtype.size
+    # By the layout, since parts of other workers are not here: shards are padded to one size.
     layout = value.layout
     if not layout.stores(config.mesh.coordinate(index)):
         return 0
-    is_sharded = config.placements.fraction("gradient", config.mesh.num_shards) < 1
-    return (layout.shard_elements if is_sharded else layout.local_elements) * value.dtype.size
+    if not is_gradient:
+        elements = math.prod(layout.component_shape)
+    elif config.placements.fraction("gradient", config.mesh.num_shards) < 1:
+        elements = layout.shard_elements
+    else:
+        elements = layout.local_elements
+    return elements * value.dtype.size
 
 
 def _full_bytes(variables: Iterable[keras.Variable]) -> int:
-    return sum(_bytes(variable.shape, variable.value.dtype) for variable in variables)
-
-
-def _bytes(shape: Any, dtype: tf.DType) -> int:
-    return math.prod(shape) * dtype.size
+    return sum(math.prod(variable.shape) * variable.value.dtype.size for variable in variables)
 
 
 def _describe(model: keras.Model) -> str:

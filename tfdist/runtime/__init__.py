@@ -3,7 +3,6 @@
 Only `tf_config` reads TF_CONFIG.
 """
 
-from tfdist.runtime import coordination, out_of_memory
 from tfdist.runtime.cluster import Cluster, Task
 from tfdist.runtime.coordination import Coordination
 from tfdist.runtime.failure_watch import FailureWatch
@@ -25,10 +24,8 @@ __all__ = [
     "Watched",
     "before_first_use",
     "begin_use",
-    "coordination",
     "give_back_free_memory",
     "operations_at_once",
-    "out_of_memory",
     "random_states",
     "read_cluster",
     "remove_after_success",

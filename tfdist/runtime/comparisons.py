@@ -14,11 +14,7 @@ _MOST_WAITING = 4096
 
 
 class Comparisons:
-    """The values of this worker and of others, by key, until they have been compared. For any thread.
-
-    Args:
-        num_others: how many other workers there are.
-    """
+    """The values of this worker and of `num_others`, by key, until they have been compared. For any thread."""
 
     def __init__(self, num_others: int):
         self._num_others = num_others

@@ -114,11 +114,7 @@ def enable_collective_ops(original: Callable[[Any, bytes], None], context_handle
 
 
 class NoAnswerError(TimeoutError):
-    """Workers have not written what this one has waited for.
-
-    Attributes:
-        missing: their indices.
-    """
+    """Workers, by their indices in `missing`, have not written what this one has waited for."""
 
     def __init__(self, timeout_seconds: float, missing: Sequence[int], cluster: Cluster):
         names = ", ".join(str(cluster.tasks[index]) for index in missing)
@@ -132,38 +128,21 @@ class Coordination:
     A key is written once; `prefix`, put before every key, keeps the strategies of a process apart.
 
     Args:
-        check: called now and then while this worker waits, with the index of the worker that it waits for, None for any; raises
-            when waiting has become pointless.
-        report: called with the message of an error that ends the job, before it is raised, and the index of the worker that did
-            not come, None for an error of this one.
-        compare: see `compare`.
-
-    Attributes:
-        meetings: how many meetings this worker has come to.
-        waits_at: the words for the meeting at which it waits for others, "" where it does not.
+        watch: the process's `FailureWatch`: its `check` raises when waiting has become pointless, and its `report` is told of an
+            error that ends the job, before it is raised.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        prefix: str,
-        check: Callable[[int | None], None],
-        report: Callable[[str, int | None], None],
-        compare: Callable[[str, Any, Difference], None],
-    ):
+    def __init__(self, cluster: Cluster, prefix: str, watch: Any):
         self.cluster = cluster
-        self._check, self._report, self._compare = check, report, compare
+        self._watch = watch
         self._prefix = f"tfdist/{prefix}"
-        self.meetings = 0
-        self.waits_at = ""
+        self.meetings = 0  # to which this worker has come
+        self.waits_at = ""  # the words for the meeting at which it waits for others, "" where it does not
 
-    def put(self, key: str, value: str) -> bool:
-        """Writes `value`; returns False, and changes nothing, when the key has been written."""
-        try:
+    def put(self, key: str, value: str) -> None:
+        """Writes `value`; changes nothing when the key has been written."""
+        with contextlib.suppress(tf.errors.AlreadyExistsError):
             context.context().set_config_key_value(f"{self._prefix}/{key}", value)
-        except tf.errors.AlreadyExistsError:
-            return False
-        return True
 
     def poll(self, key: str, seconds: float) -> str | None:
         """Returns the value of `key`, None when nobody has written it within `seconds`."""
@@ -183,7 +162,7 @@ class Coordination:
             value = self.poll(key, min(left, _POLL_SECONDS))
             if value is not None:
                 return value
-            self._check(writer)
+            self._watch.check(writer)
         raise TimeoutError(f"{key!r} was not written within {timeout_seconds:g} s")
 
     def all_gather(self, key: str, value: Any, timeout_seconds: float) -> list[Any]:
@@ -247,7 +226,7 @@ class Coordination:
 
     def compare(self, key: str, value: Any, difference: Difference) -> None:
         """Ends the job where `difference` has words for another worker's value of `key`; waits for nobody. For any thread."""
-        self._compare(f"{self._prefix}/{key}", value, difference)
+        self._watch.compare(f"{self._prefix}/{key}", value, difference)
 
     def fail(self, expected: str, *, fix: str = _SAME_PROGRAM, awaited: int | None = None) -> NoReturn:
         """Raises RuntimeError with this text, as `errors.message`, after telling the other workers: the job cannot go on.
@@ -255,7 +234,7 @@ class Coordination:
         `awaited` is the worker whose fault it is, because it did not come; None: this one's, or nobody's alone.
         """
         message = errors.message(expected, fix=fix)
-        self._report(message, awaited)
+        self._watch.report(message, awaited)
         raise RuntimeError(message)
 
 

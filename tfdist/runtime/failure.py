@@ -12,17 +12,11 @@ from tfdist.runtime.cluster import Cluster
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What ended the job.
+    """What ended the job."""
 
-    Attributes:
-        worker_index: the worker it started on; None: all wait for each other, and none is behind.
-        what: a clause about this worker ("raised ValueError: ..."), or a sentence's beginning where there is none.
-        is_of_program: whether the program, or what it stands on, is at fault: started again as it is, it would fail again.
-    """
-
-    worker_index: int | None
-    what: str
-    is_of_program: bool = False
+    worker_index: int | None  # the worker it started on; None: all wait for each other, and none is behind
+    what: str  # a clause about this worker ("raised ValueError: ..."), or a sentence's beginning where there is none
+    is_of_program: bool = False  # whether the program, or what it stands on, is at fault: a restart would fail again
 
     def to_word(self) -> dict[str, Any]:
         return {"failed": dataclasses.asdict(self)}

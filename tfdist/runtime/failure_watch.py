@@ -78,10 +78,7 @@ _COLLECTIVE_ERRORS = (
 class FailureWatch:
     """Watches the other workers of `cluster`, and tells them of this one. One per process.
 
-    Its life: `start`, `connect`, `servers_run`, and `add` for every strategy.
-
     Args:
-        cluster: the workers.
         abort: makes what waits for another worker in this process fail with a message, beside TensorFlow's collectives.
         peer_timeout_seconds: after so long without a word a worker is taken for lost.
     """
@@ -95,7 +92,7 @@ class FailureWatch:
         self._beats: dict[int, Word] = {}  # the last word of each other worker about itself
         self._comparisons = Comparisons(cluster.num_workers - 1)
         self._ended: dict[int, float] = {}  # whose programs have ended, and when
-        self._watched: list[Watched] = []
+        self.watched: list[Watched] = []  # strategies; all workers add theirs in the same order
         self._idle_since = time.monotonic()
         self._awaited: tuple[int | None, float] = (None, 0.0)  # whom the main thread waits for outside of steps, and when it did
         self._next_look = 0.0
@@ -104,24 +101,21 @@ class FailureWatch:
         self._known = threading.Event()
         self._raised = False
         self._is_ending = False
-        self._servers_run = False
+        self.servers_run = False  # whether TensorFlow's have met: there are collectives, and who is silent can be asked
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._watch, name="tfdist failure watch", daemon=True)
 
-    def start(self) -> None:
-        """Takes part in the end of the process."""
-        self._interrupts = Interrupts()
-        previous = sys.excepthook
-        sys.excepthook = lambda *error: self._on_exception(previous, *error)
-        atexit.register(self._at_exit)
-
-    def connect(self, timeout_seconds: float) -> None:
-        """Finds the other workers, and watches them from now on.
+    def start(self, timeout_seconds: float) -> None:
+        """Takes part in the end of the process, finds the other workers, and watches them from now on.
 
         Raises:
             RuntimeError: one has ended, or this machine already uses the port of this worker.
             TimeoutError: workers are missing after `timeout_seconds`; it names them.
         """
+        self._interrupts = Interrupts()
+        previous = sys.excepthook
+        sys.excepthook = lambda *error: self._on_exception(previous, *error)
+        atexit.register(self._at_exit)
         try:
             self._peers = wait_for_workers(self._cluster, timeout_seconds)
         except WorkerFailedError as error:
@@ -129,19 +123,11 @@ class FailureWatch:
             raise RuntimeError(error.failure.message(self._cluster)) from None
         self._thread.start()
 
-    def servers_run(self) -> None:
-        """Says that TensorFlow's servers have met: from now on there are collectives, and who is silent can be asked."""
-        self._servers_run = True
-
     def close(self) -> None:
         """Lets go of the other workers, with whom there will be no job."""
         self._is_ending = True
         self._known.set()
         self._peers.close()
-
-    def add(self, watched: Watched) -> None:
-        """Watches the progress of a strategy; all workers add theirs in the same order."""
-        self._watched.append(watched)
 
     def check(self, awaited: int | None = None) -> None:
         """Raises RuntimeError when the job has failed, or worker `awaited` has ended: for code that waits for another worker."""
@@ -183,9 +169,7 @@ class FailureWatch:
             while failure is None and not self._known.is_set():
                 failure = self._turn()
         except BaseException as error:  # unwatched, the job could wait for ever
-            failure = Failure(
-                self._cluster.worker_index, f"cannot watch the others: {first_line(type(error), error, error.__traceback__)}"
-            )
+            failure = Failure(self._cluster.worker_index, f"cannot watch the others: {first_line(error)}")
         if failure is not None or not self._raised:
             self._end(failure or self._failure)
 
@@ -195,7 +179,8 @@ class FailureWatch:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
-            waiting = self._waiting()
+            is_running = any_is_in_tensorflow()
+            waiting = [one for watched in self.watched for one in watched.waiting(is_running)]
             if now >= self._next_beat:
                 self._next_beat = now + self._beat_seconds
                 self._beat(waiting)
@@ -234,14 +219,14 @@ class FailureWatch:
 
     def _own_beat(self) -> Word:
         idle = time.monotonic() - self._idle_since
-        return {"at": where_it_stands(), "beside": where_beside(), "idle": idle, "point": point_of(self._watched)}
+        return {"at": where_it_stands(), "beside": where_beside(), "idle": idle, "point": point_of(self.watched)}
 
     def _silent(self) -> Failure | None:
         """Returns the failure of a worker that has been silent for too long, and does not answer."""
         for index, seconds in self._peers.silences().items():
             if seconds > self._peer_timeout and index not in self._ended:
                 # Note: silence and the interpreter
-                if self._servers_run and coordination.is_reachable(self._cluster.tasks[index]):
+                if self.servers_run and coordination.is_reachable(self._cluster.tasks[index]):
                     self._peers.excuse(index, self._peer_timeout / 10)
                 else:
                     return Failure(index, self._how_silent(seconds))
@@ -249,12 +234,10 @@ class FailureWatch:
 
     def _how_silent(self, seconds: float) -> str:
         silences = self._peers.silences()
-        nobody = len(silences) > 1 and min(silences.values()) > self._peer_timeout / 2
-        reason = (
-            "the network of this machine is cut" if nobody else "it is stopped, or its machine or the network between is gone"
-        )
-        others = ", nor has any other" if nobody else ""
-        return f"has not been heard of for {seconds:.0f} s (`peer_timeout_seconds`){others}: {reason}"
+        silent = f"has not been heard of for {seconds:.0f} s (`peer_timeout_seconds`)"
+        if len(silences) > 1 and min(silences.values()) > self._peer_timeout / 2:
+            return f"{silent}, nor has any other: the network of this machine is cut"
+        return f"{silent}: it is stopped, or its machine or the network between is gone"
 
     def _stuck(self, waiting: list[tuple[float, float, Any]]) -> Failure | None:
         """Returns a failure when a rank of this worker waits in a collective for too long."""
@@ -269,7 +252,7 @@ class FailureWatch:
 
     def _apart(self, program: Any) -> Failure | None:
         """Returns the failure of workers that wait for each other at different points, of which this one's is `program`."""
-        index, point = who_never_comes(self._watched, self._beats, program)
+        index, point = who_never_comes(self.watched, self._beats, program)
         if index is None:
             return None
         return Failure(
@@ -306,22 +289,12 @@ class FailureWatch:
         beat = self._beats.get(index)
         return f": its main thread is at {both_places(beat)}" if beat else ""
 
-    def _waiting(self) -> list[tuple[float, float, Any]]:
-        """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and the program."""
-        is_running = any_is_in_tensorflow()
-        return [
-            (seconds, watched.step_timeout_seconds, program)
-            for watched in self._watched
-            for seconds, program in watched.waiting(is_running)
-        ]
-
     def _end_if_interrupted(self, waiting: list[tuple[float, float, Any]]) -> None:
         """Ends a process whose main thread does not see that Ctrl-C was pressed: it waits in TensorFlow, for no collective."""
-        is_deaf = not self._servers_run or (main_is_in_tensorflow() and not waiting)
+        is_deaf = not self.servers_run or (main_is_in_tensorflow() and not waiting)
         if self._interrupts.unhandled_seconds() > _INTERRUPT_SECONDS and is_deaf:
-            failure = Failure(
-                self._cluster.worker_index, f"was interrupted: its main thread was at {both_places(self._own_beat())}"
-            )
+            what = f"was interrupted: its main thread was at {both_places(self._own_beat())}"
+            failure = Failure(self._cluster.worker_index, what)
             self._learn(failure)
             failure.say(self._cluster)
             end_process(_INTERRUPTED_EXIT_CODE)
@@ -330,10 +303,10 @@ class FailureWatch:
         self._learn(failure)
         if self._is_ending:
             return
-        if self._servers_run:
+        if self.servers_run:
             self._abort(failure.message(self._cluster))
             coordination.abort_collectives(failure.message(self._cluster))
-        time.sleep(_GRACE_SECONDS if self._servers_run else _GRACE_WHILE_CONNECTING_SECONDS)
+        time.sleep(_GRACE_SECONDS if self.servers_run else _GRACE_WHILE_CONNECTING_SECONDS)
         if not self._is_ending:
             failure.say(self._cluster)
             end_process(self._exit_code(failure))
@@ -358,7 +331,7 @@ class FailureWatch:
         if failure is None:
             self._raised = True
             is_of_program = not is_collective and kind is not KeyboardInterrupt
-            failure = Failure(here, f"raised {first_line(kind, value, traceback)}", is_of_program)
+            failure = Failure(here, f"raised {first_line(value)}", is_of_program)
             self._learn(failure)
         if self._raised:
             previous(kind, value, traceback)

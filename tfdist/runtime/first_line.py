@@ -6,9 +6,11 @@ an error of Python inside a graph (`tf.py_function`, `Dataset.from_generator`) c
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import re
 import traceback as tracebacks
+from collections.abc import Callable
 from types import TracebackType
 
 import keras
@@ -36,12 +38,9 @@ _LIBRARIES = [str(pathlib.Path(module.__file__).parent) + "/" for module in (tf,
 _LIBRARIES += [str(pathlib.Path(__file__).parents[1]) + "/"]
 
 
-def first_line(kind: type, value: BaseException, traceback: TracebackType | None = None) -> str:
-    """Returns "ValueError: what happened (train.py, line 12)" of an exception, on one line.
-
-    Args:
-        traceback: where it was raised; the last line of it that is the user's is told. None: not told.
-    """
+def first_line(value: BaseException) -> str:
+    """Returns "ValueError: what happened (train.py, line 12)" of an exception, on one line; the place is the user's last."""
+    kind, traceback = type(value), value.__traceback__
     lines = _lines(value)
     start = _start(lines)
     said = _said(lines[start:])
@@ -49,7 +48,8 @@ def first_line(kind: type, value: BaseException, traceback: TracebackType | None
         return _shortened(kind.__name__, _of_user(traceback))
     if is_of_python(value):
         return _shortened(said, _of_python(lines[start:]))
-    return _shortened(f"{kind.__name__}: {said}", _of_layer(lines) or _of_node(lines[start:]) or _of_user(traceback))
+    where = _of_part(_LAYER.match, lines) or _of_part(_NODE.search, lines[start:]) or _of_user(traceback)
+    return _shortened(f"{kind.__name__}: {said}", where)
 
 
 def is_of_python(value: BaseException) -> bool:
@@ -82,20 +82,14 @@ def _said(lines: list[str]) -> str:
 
 def _of_python(lines: list[str]) -> str:
     """Returns the place of an error that Python has raised inside a graph: the last of the trace."""
-    places = []
-    for line in lines:
-        if line.startswith("[["):
-            break
-        places += [f"{found[1]}, line {found[2]}" for found in [_FILE.match(line)] if found]
+    trace = itertools.takewhile(lambda line: not line.startswith("[["), lines)
+    places = [f"{found[1]}, line {found[2]}" for found in map(_FILE.match, trace) if found]
     return places[-1] if places else ""
 
 
-def _of_layer(lines: list[str]) -> str:
-    return next((f"in {found[1]}" for found in map(_LAYER.match, lines) if found), "")
-
-
-def _of_node(lines: list[str]) -> str:
-    return next((f"in {found[1]}" for found in map(_NODE.search, lines) if found), "")
+def _of_part(find: Callable[[str], re.Match[str] | None], lines: list[str]) -> str:
+    """Returns "in ..." with the layer or node that `find` finds first."""
+    return next((f"in {found[1]}" for found in map(find, lines) if found), "")
 
 
 def _of_user(traceback: TracebackType | None) -> str:

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-
-_DRIVER = "libcuda.so.1"
 
 
-@dataclasses.dataclass(frozen=True)
-class GpuMemory:
-    """Bytes of a GPU."""
-
-    free: int
-    total: int
-
-
-def gpu_memory(index: int) -> GpuMemory:
-    """Returns the memory of the GPU that CUDA, and so TensorFlow, numbers `index`, as it is now.
+def gpu_memory(index: int) -> tuple[int, int]:
+    """Returns the free and the total bytes of the GPU that CUDA, and so TensorFlow, numbers `index`, as they are now.
 
     The question needs a context on the GPU, some hundred MB, which is given back before the answer is returned.
 
@@ -25,7 +14,7 @@ def gpu_memory(index: int) -> GpuMemory:
         RuntimeError: there is no driver, or it fails; the text has the driver's function and CUDA's number of the error.
     """
     try:
-        driver = ctypes.CDLL(_DRIVER)
+        driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise RuntimeError(f"The CUDA driver cannot be loaded: {error}.") from error
 
@@ -45,4 +34,4 @@ def gpu_memory(index: int) -> GpuMemory:
         call("cuCtxPopCurrent_v2", ctypes.byref(context))
     finally:
         call("cuDevicePrimaryCtxRelease_v2", device)
-    return GpuMemory(free.value, total.value)
+    return free.value, total.value

@@ -24,12 +24,8 @@ class JobRun:
     requeued: int | None
     process: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the run as what JSON can carry."""
-        return dataclasses.asdict(self)
-
     def restarts(self, earlier: dict[str, Any]) -> bool:
-        """Whether this is a restart of the job of which `earlier` is a run, as `to_json` has written it."""
+        """Whether this is a restart of the job of which `earlier`, as `dataclasses.asdict` tells it, is a run."""
         if not self.job or earlier["job"] != self.job or earlier["process"] == self.process:
             return False
         return self.requeued is None or self.requeued > (earlier["requeued"] or 0)
@@ -37,11 +33,10 @@ class JobRun:
 
 def this_run() -> JobRun:
     """Returns the run that this process belongs to."""
-    if job := os.environ.get("TFDIST_JOB", ""):
+    job, number = os.environ.get("TFDIST_JOB", ""), os.environ.get("SLURM_JOB_ID", "")
+    if job or not number:
         return JobRun(job, None, _process())
-    if number := os.environ.get("SLURM_JOB_ID", ""):
-        return JobRun(f"SLURM {number}", int(os.environ.get("SLURM_RESTART_COUNT") or 0), _process())
-    return JobRun("", None, _process())
+    return JobRun(f"SLURM {number}", int(os.environ.get("SLURM_RESTART_COUNT") or 0), _process())
 
 
 @functools.cache

@@ -33,11 +33,7 @@ _CHIEF_FIRST_SECONDS = 2.0
 
 
 class WorkerFailedError(Exception):
-    """A worker has ended while the others were connecting.
-
-    Attributes:
-        failure: which one, and how.
-    """
+    """A worker has ended while the others were connecting; `failure` says which one, and how."""
 
     def __init__(self, failure: Failure):
         super().__init__(failure.what)
@@ -103,7 +99,6 @@ class _Rendezvous:
         return self.peers
 
     def _listen(self) -> None:
-        """Hears what those say that are connected."""
         for index, word in self.peers.listen(_POLL_SECONDS):
             if word is None:
                 raise WorkerFailedError(Failure(index, "ended while the workers of the job were connecting"))
@@ -158,7 +153,6 @@ class _Rendezvous:
             time.sleep(_POLL_SECONDS)
 
     def _missing(self, everybody: set[int]) -> str:
-        """Returns who has kept this worker waiting, and why."""
         here, tasks, connected = self._cluster.task, self._cluster.tasks, self.peers.indices()
         never = [index for index in sorted(everybody - connected) if index > self._cluster.worker_index]
         found = [f"{', '.join(str(tasks[index]) for index in never)} did not come"] if never else []

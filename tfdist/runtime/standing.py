@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+import traceback
 from types import FrameType
 from typing import Any
 
@@ -20,19 +20,17 @@ _TENSORFLOW = f"{os.sep}tensorflow{os.sep}python{os.sep}"
 
 def where_it_stands() -> str:
     """Returns where the main thread is, in the program's own code: "train.py:33, in load"."""
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    main, _ = _frames()
     return "its end" if main is None else _place(_own(main) or main)
 
 
 def where_beside() -> str:
     """Returns where another thread is in the program's own code, as one that reads data, while the main thread is in a call of
     TensorFlow; "" where none is."""
-    frames = sys._current_frames()
-    main = frames.pop(threading.main_thread().ident or 0, None)
-    frames.pop(threading.get_ident(), None)
+    main, others = _frames()
     if main is None or not _is_in_tensorflow(main):
         return ""
-    return next((_place(own) for own in map(_own, frames.values()) if own is not None), "")
+    return next((_place(own) for own in map(_own, others) if own is not None), "")
 
 
 def both_places(of_worker: dict[str, Any]) -> str:
@@ -43,15 +41,22 @@ def both_places(of_worker: dict[str, Any]) -> str:
 
 def main_is_in_tensorflow() -> bool:
     """Whether the main thread runs, or has called, TensorFlow."""
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    main, _ = _frames()
     return main is not None and _is_in_tensorflow(main)
 
 
 def any_is_in_tensorflow() -> bool:
-    """Whether another thread than this one does."""
+    """Whether the main thread, or another than this one, does."""
+    main, others = _frames()
+    return any(map(_is_in_tensorflow, others if main is None else [main, *others]))
+
+
+def _frames() -> tuple[FrameType | None, list[FrameType]]:
+    """Returns where the main thread is, None after its end, and where the others are, without this one."""
     frames = sys._current_frames()
+    main = frames.pop(threading.main_thread().ident or 0, None)
     frames.pop(threading.get_ident(), None)
-    return any(map(_is_in_tensorflow, frames.values()))
+    return main, list(frames.values())
 
 
 def _is_in_tensorflow(frame: FrameType) -> bool:
@@ -60,18 +65,12 @@ def _is_in_tensorflow(frame: FrameType) -> bool:
 
 def _own(frame: FrameType) -> FrameType | None:
     """Returns the innermost frame that is of no library."""
-    return next((one for one in _outwards(frame) if not _is_library(one.f_code.co_filename)), None)
+    return next((one for one, _ in traceback.walk_stack(frame) if not _is_library(one.f_code.co_filename)), None)
 
 
 @functools.cache
 def _is_library(path: str) -> bool:
     return os.path.realpath(path).startswith(_LIBRARIES) or path.startswith("<frozen ")
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _place(frame: FrameType) -> str:

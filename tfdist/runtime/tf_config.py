@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -102,22 +101,15 @@ def _is_address(value: Any) -> bool:
     return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
-@dataclasses.dataclass(frozen=True)
-class LogicalGpus:
-    """How the launcher wants the GPU of each worker to be split."""
-
-    number: int  # logical GPUs of a worker
-    workers_per_gpu: int  # that share a card
-
-
-def logical_gpus_setting() -> LogicalGpus | None:
-    """Returns what the launcher asks for (TFDIST_LOGICAL_GPUS, TFDIST_WORKERS_PER_GPU), None when it asks for nothing.
+def logical_gpus_setting() -> tuple[int, int] | None:
+    """Returns how many logical GPUs the launcher wants each worker to have (TFDIST_LOGICAL_GPUS), and how many workers share a
+    card (TFDIST_WORKERS_PER_GPU); None when it asks for nothing.
 
     Raises:
         ValueError: a variable is set to something other than a positive integer.
     """
     number = _number_setting("TFDIST_LOGICAL_GPUS")
-    return None if number is None else LogicalGpus(number, _number_setting("TFDIST_WORKERS_PER_GPU") or 1)
+    return None if number is None else (number, _number_setting("TFDIST_WORKERS_PER_GPU") or 1)
 
 
 def devices_per_worker_setting() -> int | None:

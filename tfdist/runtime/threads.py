@@ -12,9 +12,6 @@ import os
 
 import tensorflow as tf
 
-# Read by TensorFlow.
-_ENVIRONMENT = "TF_NUM_INTRAOP_THREADS"
-_OPERATIONS_ENVIRONMENT = "TF_NUM_INTEROP_THREADS"
 _set_here: int | None = None
 
 
@@ -26,7 +23,7 @@ def share_cores(ranks: int) -> None:
     """
     global _set_here
     present = tf.config.threading.get_intra_op_parallelism_threads() or None  # 0: as many as cores
-    if ranks < 2 or os.environ.get(_ENVIRONMENT, "").strip() or present != _set_here:
+    if ranks < 2 or os.environ.get("TF_NUM_INTRAOP_THREADS", "").strip() or present != _set_here:
         return
     threads = max(1, cores() // ranks)
     with contextlib.suppress(RuntimeError):  # initialised
@@ -36,7 +33,8 @@ def share_cores(ranks: int) -> None:
 
 def operations_at_once() -> int:
     """Returns how many threads TensorFlow has, or will have, to run the operations of a step side by side."""
-    chosen = tf.config.threading.get_inter_op_parallelism_threads() or int(os.environ.get(_OPERATIONS_ENVIRONMENT, "0") or 0)
+    asked = int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
+    chosen = tf.config.threading.get_inter_op_parallelism_threads() or asked
     return chosen if chosen > 0 else cores()
 
 

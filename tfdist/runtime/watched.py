@@ -50,18 +50,17 @@ class Watched:
         progress: of its ranks.
         meetings: where it meets the other workers.
         step_timeout_seconds: how long a collective may wait for others.
-        here: the index of this worker.
         ranks_per_worker: how many ranks a worker has.
     """
 
-    def __init__(self, progress: Progress, meetings: Coordination, step_timeout_seconds: float, here: int, ranks_per_worker: int):
-        self.step_timeout_seconds = step_timeout_seconds
+    def __init__(self, progress: Progress, meetings: Coordination, step_timeout_seconds: float, ranks_per_worker: int):
+        self._step_timeout = step_timeout_seconds
         self._progress, self._meetings = progress, meetings
-        self._here, self._each = here, ranks_per_worker
+        self._each = ranks_per_worker
         self._since: dict[int, tuple[int, float, Any]] = {}
 
-    def waiting(self, is_running: bool) -> list[tuple[float, Any]]:
-        """Returns, per local rank in a program: for how many seconds it has been in it, and the program.
+    def waiting(self, is_running: bool) -> list[tuple[float, float, Any]]:
+        """Returns, per local rank in a program: for how many seconds it has been in it, how many it may be, and the program.
 
         A step that ended with an error, as when its data have run out, may have noted its beginning and no end: with
         `is_running=False` no rank is taken to be in one.
@@ -71,7 +70,7 @@ class Watched:
             before, since, _ = self._since.get(rank, (None, now, None))
             found[rank] = (count, since if before == count else now, program)
         self._since = found
-        return [(now - since, program) for _, since, program in found.values()]
+        return [(now - since, self._step_timeout, program) for _, since, program in found.values()]
 
     def point(self) -> Word | None:
         """Returns the point at which this worker waits for others, as they need it to compare; None where it does not."""
@@ -92,7 +91,8 @@ class Watched:
 
         Note: points in another order. What is counted is read in the order that errs on the safe side, beside running steps.
         """
-        theirs, own = (range(index * self._each, (index + 1) * self._each) for index in (other, self._here))
+        here = self._meetings.cluster.worker_index
+        theirs, own = (range(index * self._each, (index + 1) * self._each) for index in (other, here))
         if not program.name or not set(theirs) & set(program.partners()):
             return False
         completed = self._progress.completed()

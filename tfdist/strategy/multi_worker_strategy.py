@@ -123,8 +123,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         try:
             if watch is not None:
                 coordination.configure(cluster, rendezvous_timeout_seconds, peer_timeout_seconds)
-                watch.start()
-                watch.connect(rendezvous_timeout_seconds)
+                watch.start(rendezvous_timeout_seconds)
                 MultiWorkerShardedStrategy._watch = watch
             with coordination.starting_servers():
                 extended = ShardedCollectiveExtended(self, self._sharding_config, cluster, resolver, options, server_runs)
@@ -133,7 +132,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
                 watch.close()
             raise RuntimeError(_not_met(cluster, rendezvous_timeout_seconds, str(error).splitlines()[0])) from error
         if watch is not None:
-            watch.servers_run()
+            watch.servers_run = True
         # Not MultiWorkerMirroredStrategy.__init__, which makes its own extended.
         tf.distribute.Strategy.__init__(self, extended)
         if cluster is not None:
@@ -148,9 +147,9 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         """Waits for all workers, compares their settings, and starts to watch them."""
         watch = MultiWorkerShardedStrategy._watch
         communicator = self.extended.communicator
-        self._coordination = Coordination(self._cluster, name, watch.check, watch.report, watch.compare)
-        here, each = self._cluster.worker_index, len(communicator.local_ranks)
-        watch.add(Watched(communicator, self._coordination, self._step_timeout_seconds, here, each))
+        self._coordination = Coordination(self._cluster, name, watch)
+        each = len(communicator.local_ranks)
+        watch.watched.append(Watched(communicator, self._coordination, self._step_timeout_seconds, each))
         mine = self._settings()
         try:
             answers = self._coordination.all_gather("hello", mine, timeout_seconds)
