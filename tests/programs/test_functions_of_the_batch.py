@@ -77,6 +77,10 @@ def default_cases():
     yield Case(ALONE, "step", "uneven"), 0, 2
     yield Case(("roots_of_stacked_tasks", "mean_of_stacked_tasks", "largest_task", "covariance"), "step", "seven"), 3, 2
     yield Case(("rmse", "dice", "centred_rows", "in_batch_negatives"), "step", "uneven", "adam"), 2, 4
+    seconds = ("norm_of_the_gradient", "gradient_of_a_root", "norm_of_the_gradient_of_a_root")
+    yield Case(seconds, "fit", "uneven"), 0, 2
+    yield Case(seconds, "metric", "uneven"), 3, 2
+    yield Case(seconds, "assigned", "coincide"), 3, 2
     yield Case(("predictions_and_targets", "pairs_by_keras", "hardest_of_a_class", "scan_of_tasks"), "step", "coincide"), 3, 2
     yield Case(("masked_mean", "flooding", "softmax_weights"), "accumulated", "uneven"), 3, 2
     yield Case(("rmse", "where_of_the_mean", "centred_rows"), "scaled", "uneven"), 0, 2

@@ -30,6 +30,7 @@ from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_lo
 from tfdist.optimizers.application import noted
 from tfdist.pipeline.model import PipelineModel
 from tfdist.sharding import UnshardSchedule, config_of
+from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.nested_tapes import NestedTapes
 
 _MODULE = "keras.src.losses.loss"
@@ -165,11 +166,12 @@ def _gradient(
     program = rank_program()
     if program is None:
         return gradient(target, output_gradients)
-    with program.attachment(NestedTapes).going_back() as is_nested:
-        if is_nested:
-            return gradient(target, output_gradients)
-        found = gradient_of_targets(self, gradient, target, sources, output_gradients)
-    return noted(found, sources, is_of_weights)
+    with program.attachment(GradientWeight).of_gradient():
+        with program.attachment(NestedTapes).going_back() as is_nested:
+            if is_nested:
+                return gradient(target, output_gradients)
+            found = gradient_of_targets(self, gradient, target, sources, output_gradients)
+        return noted(found, sources, is_of_weights)
 
 
 @replaces(

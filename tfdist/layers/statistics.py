@@ -29,10 +29,11 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops, rank_program
 from tfdist.losses.given_batch import is_given_everywhere
-from tfdist.placements.kinds import Placement, Replicate, Unknown
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
-from tfdist.sharding import gradient_graph, keras_scope
+from tfdist.sharding import UnshardSchedule, gradient_graph, keras_scope
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.packing import apart, side_by_side
 from tfdist.sharding.tape_gradients import TapeGradients
@@ -70,8 +71,8 @@ class Statistics:
             return value
         if program.graph is not tf.compat.v1.get_default_graph() or is_given_everywhere():
             return value
-        if _is_of_gradients(value, program):  # the sum of the ranks', or this rank's part of it
-            self._agreed.add(key)
+        if _is_of_gradients(value, program) and not self._is_of_rows_and_sums(value):
+            self._agreed.add(key)  # the sum of the ranks', or this rank's part of it
             return value
         repair, label = program.attachment(Repair), f"statistics/{variable.path}"
         placement = repair.known(value, label)
@@ -85,6 +86,14 @@ class Statistics:
         self._agreed.add(key)
         whole.set_shape(value.shape)
         return whole
+
+    def _is_of_rows_and_sums(self, value: tf.Tensor) -> bool:
+        """Whether `value`, computed of gradients, is a number of the rank's own rows and of sums of gradients."""
+        gradients: TapeGradients = self._program.attachment(TapeGradients)
+        gradients.settle()
+        if self._program.attachment(GradientStubs).needs_sums(value):
+            self._program.attachment(UnshardSchedule).is_of_sums(value)
+        return gradients.is_of_sums(value) and isinstance(self._program.attachment(Facts).of(value), Partial)
 
     def _average(self, outputs: Any) -> None:
         variables = [variable for key, variable in self._assigned.items() if key not in self._agreed]

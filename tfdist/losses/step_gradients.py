@@ -39,6 +39,7 @@ def weighted_in_gradient(loss: Any) -> Any:
     weight = step.weight()  # not within the gradient function, where ranks would send it at another time
     if is_sum(placement):
         loss = tf.math.divide_no_nan(loss, tf.cast(weight, loss.dtype))
+    rank_program().attachment(GradientWeight).note_entered()
     return with_adjoint(tf.identity, lambda upstream: upstream * tf.cast(weight, upstream.dtype), loss)
 
 
@@ -59,6 +60,8 @@ def gradient_of_targets(
     with records.recording(gradient_tape) if program.is_eager else contextlib.nullcontext():
         targets = [without_extremes(program, x) for x in targets]
     weights = program.attachment(GradientWeight)
+    if _are_of_all_rows(program, targets, sources):
+        return gradient(target, output_gradients)
     if step is None:
         seeds = _seeds_of_shares(program, targets, output_gradients)
         with _going_back(program, gradient_tape, lambda: None):
@@ -71,9 +74,9 @@ def gradient_of_targets(
     of_rows = [v is None and not is_of_weights(x, program) for v, x in zip(variables, tf.nest.flatten(sources), strict=True)]
     is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken behind it
     is_sharded = [v is not None and v.layout.is_data_sharded and not is_of_examples for v in variables]
-    is_in_loss = weights.of_wholes() is None
-    if is_in_loss and not all(of_rows):
-        with _going_back(program, gradient_tape, lambda: None):
+    if weights.of_wholes() is None:
+        began_with = temporary.attributes(weights, began_with=step.weight())
+        with began_with, _going_back(program, gradient_tape, lambda: None):
             found = gradient(targets, output_gradients)
         _declare(program, found, sources, lambda _: How.SUM)
         return found
@@ -101,6 +104,13 @@ def gradient_of_targets(
     found = tf.nest.pack_sequence_as(found, flat)
     _declare(program, found, sources, lambda place: How.SUM if is_sharded[place] and begins_with_weight else How.MEAN)
     return found
+
+
+def _are_of_all_rows(program: RankProgram, targets: list[tf.Tensor], sources: Any) -> bool:
+    """Whether `targets` and `sources`, no weights, are the same on all ranks, as where rows were gathered: a gradient is, too."""
+    tensors = [x for x in tf.nest.flatten(sources) if tf.is_symbolic_tensor(x) and program.exists_here(x)]
+    is_known = len(tensors) == len(tf.nest.flatten(sources)) and _are_same_on_all(program, [*targets, *tensors])
+    return is_known and not any(is_of_weights(x, program) for x in tensors)
 
 
 def _declare(program: RankProgram, found: Any, sources: Any, how: Callable[[int], How]) -> None:

@@ -154,8 +154,11 @@ class GradientStubs:
 
     def of_sums(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is computed of sums, and is no summand."""
-        below = [] if not self._stubs or self._linear.of(tensor) is not None else self.below(tensor)
-        return any(self._stubs[source.name].is_whole for source in below)
+        return self.needs_sums(tensor) and any(self._stubs[source.name].is_whole for source in self.below(tensor))
+
+    def needs_sums(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor` is computed of what stubs stand for, and not linear in it."""
+        return bool(self.below(tensor)) and self._linear.of(tensor) is None
 
     def fill(self, tensors: Sequence[tf.Tensor]) -> None:
         """Fills the stubs `tensors`, which have been reduced: what is computed from them is then the same on all ranks."""

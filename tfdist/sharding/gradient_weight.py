@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -31,6 +31,7 @@ class GradientWeight:
         self._program = program
         self._weight: Callable[[], tf.Tensor] | None = None
         self.is_in_loss = False
+        self._has_entered = False
         self.began_with: tf.Tensor | None = None  # with what weight at the losses the gradient began that is being taken
         self.of_rows: dict[int, tf.Tensor] = {}  # gradients that count the weight, by id
 
@@ -43,9 +44,20 @@ class GradientWeight:
         """Whether gradients are taken in a step of Keras's trainer, and count a weight, wherever it is entered."""
         return self._weight is not None
 
-    def entered_with_the_loss(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which gradients are those of losses that were weighted before they were differentiated."""
-        return temporary.attributes(self, is_in_loss=True)
+    def entered_with_the_loss(self, has_entered: bool = True) -> contextlib.AbstractContextManager[None]:
+        """A block in which gradients are those of losses that were weighted before they were differentiated; or are not."""
+        return temporary.attributes(self, is_in_loss=has_entered)
+
+    def note_entered(self) -> None:
+        """Notes that the weight has entered in a loss: the next gradient is that of this loss."""
+        self._has_entered = True
+
+    @contextlib.contextmanager
+    def of_gradient(self) -> Iterator[None]:
+        """A block in which a gradient is taken and noted: in one that a loss, or a metric, is made of no weight has entered."""
+        has_entered, self._has_entered = self._has_entered, False
+        with temporary.attributes(self, is_in_loss=self.is_in_loss and has_entered):
+            yield
 
     def without_weight(self, upstream: tf.Tensor) -> tf.Tensor:
         """Returns `upstream`, that of a gradient which has been reduced, without the weight that the tape began with.

@@ -253,9 +253,9 @@ class TapeGradients:
     def _sum_missing(self, summands: Iterable[_Summand]) -> None:
         wanted = set(summands)
         missing = [s for s in self._summands.values() if s in wanted and s.whole is None]  # in one order on all ranks
-        self._sum([summand for summand in missing if not summand.is_weighted])
-        with self._program.attachment(GradientWeight).entered_with_the_loss():
-            self._sum([summand for summand in missing if summand.is_weighted])
+        for is_weighted in (False, True):
+            with self._program.attachment(GradientWeight).entered_with_the_loss(is_weighted):
+                self._sum([summand for summand in missing if summand.is_weighted is is_weighted])
 
     def _sum(self, summands: Sequence[_Summand]) -> None:
         carried = [summand for summand in summands if summand.variable is None]
