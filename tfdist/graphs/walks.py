@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+_OURS = f"{pathlib.Path(__file__).parents[1]}/"  # the files of this package
 _LIBRARIES = ("/tensorflow/", "/keras/", "/tfdist/", "<frozen", "<string>")
 
 
@@ -60,3 +62,9 @@ def line_of_user(graph: tf.Graph, what: str) -> str:
         return ""
     frames = [frame for frame in operation.traceback or () if not any(one in frame.filename for one in _LIBRARIES)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def is_of_users(operation: tf.Operation) -> bool:
+    """Whether the user's code, not Keras's or tfdist's, has called TensorFlow for `operation`."""
+    callers = [frame.filename for frame in operation.traceback or () if "/tensorflow/python/" not in frame.filename]
+    return not callers or not (callers[-1].startswith(_OURS) or "/keras/src/" in callers[-1])

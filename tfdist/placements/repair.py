@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce, can_be_gathered
-from tfdist.graphs import records, tape
+from tfdist.graphs import records, tape, walks
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
@@ -191,8 +191,11 @@ class Repair:
         """
         made = [op for op in self._program.graph.get_operations()[start:] if not tape.is_backward(op)]
         facts = MadeGoingBack(made, self._facts)
-        found = (facts.of(x) for op in made for x in op.outputs)
-        return next((x for x in found if isinstance(x, Unknown) and x.why is not Why.NO_RULE), None)
+        for op in made:
+            for found in map(facts.of, op.outputs):
+                if isinstance(found, Unknown) and found.why is not Why.NO_RULE and walks.is_of_users(op):
+                    return found
+        return None
 
     def pass_over(self) -> None:
         """Lets `look` not see what has been traced so far."""

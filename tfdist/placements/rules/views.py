@@ -61,22 +61,40 @@ def reshape(call: Call) -> Placement:
 
 def _reshaped_axis(call: Call, given: Shard, before: int) -> int | None:
     """Returns the axis whose size is the one that varies with the rows; None: it is not known."""
-    sizes, shape = call.elements(1), call.shapes[0]
-    if shape.rank is None or shape[given.axis] is None:
+    sizes, shape, result = call.elements(1), call.shapes[0], call.results[0]
+    old = [] if shape.rank is None else shape.as_list()
+    others = old[: given.axis] + old[given.axis + 1 :]
+    if sizes is not None and old and old[given.axis] is None and -1 not in sizes and result.is_fully_defined() and all(others):
+        old[given.axis] = result.num_elements() // math.prod(others)  # the rank's own number, hidden where ranks' differ
+    if not old or old[given.axis] is None:
         if sizes is not None and -1 in sizes:
             return sizes.index(-1)
-        open_axes = [axis for axis, size in enumerate(call.results[0].as_list()) if size is None] if call.results[0].rank else []
+        open_axes = [axis for axis, size in enumerate(result.as_list()) if size is None] if result.rank else []
         return open_axes[0] if len(open_axes) == 1 and sizes is None else None
-    if sizes is None or (not call.results[0].is_fully_defined() and None in sizes):
+    if sizes is None or (not result.is_fully_defined() and None in sizes):
         return None
-    size, axis = shape[given.axis], given.axis
-    new = call.results[0].as_list() if call.results[0].is_fully_defined() else [size or 0 for size in sizes]
-    rows = size // given.pieces if given.pieces else 1  # of the batch
-    if rows < 2:  # which of several axes of one it is, only the shape tells
-        is_kept = size and new[: axis + 1] == shape.as_list()[: axis + 1] and new[axis + 1 : axis + 2] != [1]
-        return axis if is_kept else None
+    new = result.as_list() if result.is_fully_defined() else [size or 0 for size in sizes]
+    rows = old[given.axis] // given.pieces if given.pieces else 1  # of the batch
+    if rows < 2:
+        return _axis_of_one_row(given, old, sizes, new, before)
     found = [b for b in range(len(new)) if math.prod(new[:b]) == before and new[b] > 1]
     return found[0] if found and new[found[0]] % rows == 0 else None
+
+
+def _axis_of_one_row(given: Shard, old: list[int], sizes: list[int | None], new: list[int], before: int) -> int | None:
+    """Returns along which axis one row lies, or none, in the shape `new`, of which the code has said `sizes`: axes of size 1 in
+    front of others look alike."""
+    axis = given.axis
+    if 0 in new:
+        return new.index(0) if new.count(0) == 1 else None
+    found = [b for b in range(len(new)) if math.prod(new[:b]) == before]
+    if -1 in sizes and 1 not in sizes:
+        return sizes.index(-1) if sizes.index(-1) in found else None
+    if len(found) == 1:
+        return found[0]
+    is_kept = new[: axis + 1] == old[: axis + 1] and new[axis + 1 : axis + 2] != [1]
+    is_apart_again = bool(found) and given.pieces != 1 and new[found[0] : found[0] + 2] == [1, given.pieces]
+    return axis if is_kept else found[0] if is_apart_again else None
 
 
 def _number(shape: tf.TensorShape, start: int, stop: int | None = None) -> int | None:
