@@ -238,13 +238,25 @@ def test_it_is_one_device(program, zero_stage):
 
 
 class Looped(layers.Layer):
-    """A mean of what a loop has made of each row, of which no graph tells that they are rows."""
+    """A mean of what a loop has made of each row."""
 
     def build(self, shape):
         self.mean = self.add_weight(name="mean", shape=shape[1:], initializer="zeros", trainable=False)
 
     def call(self, x):
         self.mean.assign(ops.mean(tf.map_fn(lambda row: 2 * row, x), 0))
+        return x
+
+
+class ToldByPython(layers.Layer):
+    """A mean of what Python has made of each row, of which no graph tells that they are rows."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(name="mean", shape=shape[1:], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        doubled = tf.ensure_shape(tf.numpy_function(lambda rows: 2 * rows, [x], x.dtype), x.shape)
+        self.mean.assign(ops.mean(doubled, 0))
         return x
 
 
@@ -278,7 +290,19 @@ def test_tensor_ranks_share_their_rows(zero_stage):
 
 
 def test_what_cannot_be_told_is_warned_of():
-    with pytest.warns(UserWarning, match=r"(?s)looped/mean' is assigned .*`tfdist.collectives.all_gather\(x, uneven=True\)`"):
+    words = r"(?s)told_by_python/mean' is assigned .*`tfdist.collectives.all_gather\(x, uneven=True\)`"
+    with pytest.warns(UserWarning, match=words):
+        assert_as_on_one_device(told_by_python, 0)
+
+
+def told_by_python(strategy):
+    return fitted(strategy, stacked(lambda: ToldByPython(name="told_by_python")), sgd, 5)
+
+
+@pytest.mark.as_traced
+def test_a_loop_over_rows():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
         assert_as_on_one_device(looped, 0)
 
 
