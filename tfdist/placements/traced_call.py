@@ -14,6 +14,7 @@ from tfdist.placements.kinds import Placement
 from tfdist.placements.table import is_elementwise
 
 _MOST_ALIKE = 64  # operations that are looked back through
+_CUTTING = {"Slice": (), "StridedSlice": ("new_axis_mask", "shrink_axis_mask")}  # which keep axes, without these attributes
 _REPEATING = ("BroadcastTo", "Tile")
 _OF_OTHER_AXES = ("Bitcast", "Select")  # elementwise ones whose inputs may have fewer axes, or more, at the end
 
@@ -42,7 +43,7 @@ class TracedCall(Call):
                 return False
             if x.shape.rank < -axis or x.shape[axis] == 1 or x.op.type == "Fill":
                 continue
-            if x.op.type in _REPEATING and x.op.inputs[0].shape.rank is not None:
+            if x.op.type in _REPEATING and x.op.inputs[0].shape.rank is not None or x.op.type in _CUTTING and not any(x.op.get_attr(mask) for mask in _CUTTING[x.op.type]):
                 waiting.append(x.op.inputs[0])
             elif x.op.type == "BiasAdd" or (is_elementwise(x.op.type) and x.op.type not in _OF_OTHER_AXES):
                 waiting.extend(x.op.inputs)
