@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
+from tfdist.placements.facts import Facts
 from tfdist.sharding import config_of
 from tfdist.sharding.apart import apart
 from tfdist.sharding.moving import made_by, move
@@ -35,6 +36,7 @@ def deal_out(layer: keras.layers.RNN, sequences: Any) -> Any:
         return sequences
     program, rows, expected = rank_program(), sequences.shape[0], layer._expected_batch_size
     if expected is None or rows == expected:
+        _note_rows(layer, program)
         return sequences
     if program is None:
         if rows is not None and config_of(made_by(tf.nest.flatten(layer.states)[0])) is not None:
@@ -42,6 +44,7 @@ def deal_out(layer: keras.layers.RNN, sequences: Any) -> Any:
         return sequences
     size = program.mesh.data_parallel_size
     if rows is None:
+        _note_rows(layer, program)
         message = f"{_wrong_size(layer, 'not known before the step runs')} The batch of this rank has another size:"
         with tf.control_dependencies([tf.debugging.assert_equal(tf.shape(sequences)[0], expected, message)]):
             return tf.identity(sequences)
@@ -49,7 +52,16 @@ def deal_out(layer: keras.layers.RNN, sequences: Any) -> Any:
         raise _wrong_size(layer, rows)
     strategy = tf.distribute.get_strategy()
     apart(lambda: _cut(layer, program, strategy, rows))
+    _note_rows(layer, program)
     return sequences
+
+
+def _note_rows(layer: keras.layers.RNN, program: RankProgram | None) -> None:
+    """Notes that the states of `layer` have a rank's own rows, in the graph that is traced here."""
+    here = None if program is None or program.is_eager else program.here()
+    for state in tf.nest.flatten(layer.states) if here is not None else ():
+        if isinstance(state._value, tf.distribute.DistributedValues):
+            here.attachment(Facts).note_rows(state._value.values[program.local_index].handle)
 
 
 def _cut(layer: keras.layers.RNN, program: RankProgram, strategy: tf.distribute.Strategy, rows: int) -> None:

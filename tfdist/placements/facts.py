@@ -39,6 +39,7 @@ class Facts(GraphFacts):
         self._declared: dict[str, Placement] = {x.name: placement for x, placement in given if tf.is_symbolic_tensor(x)}
         self._captured: dict[str, tf.Tensor] = {}
         self._reconnected, self._num_reconnected = tape.reconnected(program.graph), 0
+        self._of_rows: set[str] = set()  # handles of variables of the rank's own rows
         self._agreed: dict[str, bool] = {}
         self._assumed: dict[tuple[str, int], Placement] = {}
 
@@ -73,6 +74,10 @@ class Facts(GraphFacts):
         if tf.is_symbolic_tensor(tensor):
             self._declared[tensor.name] = placement
             self.forget([tensor])
+
+    def note_rows(self, handle: tf.Tensor) -> None:
+        """Notes that the variable of `handle` has a value for each of the rank's own rows, along its first axis."""
+        self._of_rows.add(self._program.graph.capture(handle).name)
 
     def declare_agreed(self, tensor: tf.Tensor) -> None:
         """Says that `tensor` is what ranks have agreed on."""
@@ -170,6 +175,8 @@ class Facts(GraphFacts):
             return self._declared[tensor.name]
         if self._rows.is_weight(tensor):
             return Partial(How.SHARE)
+        if self._of_rows and tensor.op.type == "ReadVariableOp" and tensor.op.inputs[0].name in self._of_rows:
+            return Shard()
         if (found := self._of_collective(tensor)) is not None:
             return found
         if tensor.op.type == "Placeholder" and self._program.outer is not None:

@@ -14,8 +14,7 @@ from tfdist.placements.kinds import Placement
 from tfdist.placements.table import is_elementwise
 
 _MOST_ALIKE = 64  # operations that are looked back through
-_CUTTING = {"Slice": (), "StridedSlice": ("new_axis_mask", "shrink_axis_mask")}  # which keep axes, without these attributes
-_REPEATING = ("BroadcastTo", "Tile")
+_REPEATING = ("BroadcastTo", "Slice", "Tile")
 _OF_OTHER_AXES = ("Bitcast", "Select")  # elementwise ones whose inputs may have fewer axes, or more, at the end
 
 
@@ -43,7 +42,7 @@ class TracedCall(Call):
                 return False
             if x.shape.rank < -axis or x.shape[axis] == 1 or x.op.type == "Fill":
                 continue
-            if x.op.type in _REPEATING and x.op.inputs[0].shape.rank is not None or x.op.type in _CUTTING and not any(x.op.get_attr(mask) for mask in _CUTTING[x.op.type]):
+            if (x.op.type in _REPEATING or _is_cut_along_axes(x.op)) and x.op.inputs[0].shape.rank is not None:
                 waiting.append(x.op.inputs[0])
             elif x.op.type == "BiasAdd" or (is_elementwise(x.op.type) and x.op.type not in _OF_OTHER_AXES):
                 waiting.extend(x.op.inputs)
@@ -73,3 +72,8 @@ class TracedCall(Call):
                 number = one.shape.num_elements() if one.shape.rank else 1
                 found.extend([None] * number if value is None else value.reshape(-1).tolist())
         return found
+
+
+def _is_cut_along_axes(op: tf.Operation) -> bool:
+    """Whether `op` takes a part of a tensor that has the same axes."""
+    return op.type == "StridedSlice" and not (op.get_attr("new_axis_mask") or op.get_attr("shrink_axis_mask"))
