@@ -32,6 +32,7 @@ def weighted_in_gradient(loss: Any) -> Any:
     step = trainer_step()
     if step is None or loss is None:
         return loss
+    rank_program().attachment(GradientWeight).note_entered()
     loss = without_extremes(rank_program(), tf.convert_to_tensor(loss))
     placement = _placement(step, rank_program(), loss)
     if isinstance(placement, Shard):
@@ -39,7 +40,6 @@ def weighted_in_gradient(loss: Any) -> Any:
     weight = step.weight()  # not within the gradient function, where ranks would send it at another time
     if is_sum(placement):
         loss = tf.math.divide_no_nan(loss, tf.cast(weight, loss.dtype))
-    rank_program().attachment(GradientWeight).note_entered()
     return with_adjoint(tf.identity, lambda upstream: upstream * tf.cast(weight, upstream.dtype), loss)
 
 
