@@ -25,10 +25,10 @@ from tfdist.collectives import group_ops
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.where import rank_program
+from tfdist.graphs import tape
 
 Build = Callable[[tf.Tensor, list[Callable[[], Any]]], Any]
 
-_BRANCHING = ("Case", "If", "StatelessCase", "StatelessIf")
 _READ_ONLY = "_read_only_resource_inputs"  # TensorFlow's attribute of operations that call functions
 
 
@@ -67,7 +67,7 @@ class Selection:
             operation = next(
                 op
                 for op in reversed(self._graph.get_operations()[began:])
-                if op.type in _BRANCHING and op.inputs[0].name == self._selector.name
+                if op.type in tape.BRANCHES and op.inputs[0].name == self._selector.name
             )
             operation._update_input(0, self._agreed)
             self._root.shared(SharedResources).check(operation, self._root)

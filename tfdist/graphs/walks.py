@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-_OURS = f"{pathlib.Path(__file__).parents[1]}/"  # the files of this package
-_LIBRARIES = ("/tensorflow/", "/keras/", "/tfdist/", "<frozen", "<string>")
+# Files of TensorFlow, Keras and this package, wherever they lie: a user's may lie below a folder of such a name, too.
+_LIBRARIES = ("/tensorflow/python/", "/keras/src/", f"{pathlib.Path(__file__).parents[1]}/", "<frozen", "<string>")
 
 
 def _name(tensor: tf.Tensor) -> Any:
@@ -66,5 +66,5 @@ def line_of_user(graph: tf.Graph, what: str) -> str:
 
 def is_of_users(operation: tf.Operation) -> bool:
     """Whether the user's code, not Keras's or tfdist's, has called TensorFlow for `operation`."""
-    callers = [frame.filename for frame in operation.traceback or () if "/tensorflow/python/" not in frame.filename]
-    return not callers or not (callers[-1].startswith(_OURS) or "/keras/src/" in callers[-1])
+    callers = [frame.filename for frame in operation.traceback or () if _LIBRARIES[0] not in frame.filename]
+    return not callers or not any(one in callers[-1] for one in _LIBRARIES)

@@ -109,7 +109,8 @@ def _sparse_categorical_crossentropy(
     """TensorFlow's kernel goes over the logits in a scalar loop on CPUs, and takes three times as long."""
     program, losses = _program(), None
     # On a GPU TensorFlow's kernel is good, and another would not notice a label that is out of range.
-    # Where classes are rows, their number is no constant.
-    if program is not None and program.is_on_cpu and from_logits and len(output.shape) - 1 not in axes_of_static_rows(output):
+    axes = axes_of_static_rows(output)
+    are_rows = bool(axes) and axes[-1] == len(output.shape) - 1  # the classes, whose number is then no constant
+    if program is not None and program.is_on_cpu and from_logits and not are_rows:
         losses = crossentropy.of_logits(target, output, axis)
     return original(target, output, from_logits=from_logits, axis=axis) if losses is None else losses

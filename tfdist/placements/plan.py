@@ -123,9 +123,8 @@ class RepairPlan:
             return [Want(op, OUTPUT, op.outputs[0], Partial(How.SUM))]
         numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not is_size(op, place)]
         loops_over_rows = is_control and any(isinstance(one, Lengths | Places | Shard) for one in inputs)
-        if (
-            not may_gather or loops_over_rows
-        ):  # an integer may be a number of rows, beside own ones; with its weight a rank changes gradients
+        # An integer may be a number of rows, beside own ones; with its weight a rank changes gradients.
+        if not may_gather or loops_over_rows:
             numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer and inputs[place] != _WEIGHT]
         if why is Why.MIXED and op.outputs[0].dtype.is_floating and self._rows.are_means:
             return [Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]

@@ -79,13 +79,13 @@ def is_size(op: tf.Operation, place: int) -> bool:
     """Whether the input number `place` of `op`, or what follows from it, says how large something is: own rows then fit it."""
     if not op.inputs[place].dtype.is_integer:
         return False
-    waiting, seen = [(op, place)], {op.name}
+    waiting, seen = [(op, place)], set()
     for reader, at in waiting:
         if at in size_inputs(reader.type):
             return True
         for x in (x for x in reader.outputs if x.dtype.is_integer and x.name not in seen):
             seen.add(x.name)
-            waiting.extend((one, at) for one in x.consumers() for at, y in enumerate(one.inputs) if tape.same(x, y))
+            waiting.extend((one, where) for one in x.consumers() for where, y in enumerate(one.inputs) if tape.same(x, y))
     return False
 
 
