@@ -1,5 +1,6 @@
 """Programs of this folder over two workers: losses of the whole batch, steps in branches, exports, recomputation."""
 
+import itertools
 import pathlib
 
 import pytest
@@ -9,6 +10,8 @@ from tests import workers
 from tests.parity.comparison import assert_same_tree
 from tests.programs import test_deferred_restore, test_exports, test_recomputation_everywhere, worker_programs
 from tests.programs.comparing import run
+from tests.programs.test_functions_of_the_batch import members, parts
+from tests.programs.ways_of_functions import PIPELINES, WAYS, Case, faults_of, on_one_device
 
 pytestmark = pytest.mark.as_traced
 
@@ -21,6 +24,50 @@ def test_losses_of_the_whole_batch(tmp_path):
         expected = {name: run(program, one_device()) for name, program in worker_programs.LOSSES.items()}
         for found in job.results(120):
             assert_same_tree(found, expected, "losses of the whole batch")
+
+
+FUNCTIONS = [
+    (Case(("rmse", "dice", "centred_rows", "in_batch_negatives"), "step", "uneven"), 3),
+    (Case(("masked_mean", "flooding", "max_of_the_rows"), "fit", "empty"), 0),
+    (Case(("correlation", "where_of_the_mean"), "loop", "coincide_dynamic"), 2),
+]
+
+
+def all_functions(way):
+    """Every function in that way, forms and stages in turns."""
+    of_kinds = itertools.product(WAYS[way][1], ("uneven", "empty", "coincide"))
+    return [
+        (Case(taken, way, form), 3 * (place % 2))
+        for place, (kind, form) in enumerate(of_kinds)
+        for taken in parts(members(kind, way, form))
+    ]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("cases", "settings"),
+    [
+        pytest.param(FUNCTIONS, {}, id="some"),
+        *(pytest.param(all_functions(way), {}, id=way, marks=pytest.mark.exhaustive) for way in WAYS),
+        *(
+            pytest.param(all_functions(way), {"tensor_parallel_size": 2}, id=f"{way}-tensor", marks=pytest.mark.exhaustive)
+            for way in ("step", "fit", "loop", "layer", "gradient")
+        ),
+    ],
+)
+def test_functions_of_the_batch(tmp_path, cases, settings):
+    devices = 2 if settings or cases[0][0].way in PIPELINES else 1
+    target = "tests.programs.worker_programs:run_functions"
+    with workers.job(tmp_path, 2, target, cases, settings, devices_per_worker=devices) as job:
+        expected = [on_one_device(case)[1] for case, _ in cases]
+        results = job.results(880)
+    faults = []
+    for worker, result in enumerate(results):
+        for (case, stage), (found, told), known in zip(cases, result, expected, strict=True):
+            new = [message for message in told if message not in known]
+            faults += [f"worker {worker}, {case.way}, {case.form}, {stage}: {x}" for x in faults_of(case, found) + new]
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.exhaustive

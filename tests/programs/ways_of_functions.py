@@ -547,12 +547,18 @@ def on_one_device(case: Case) -> tuple[dict[str, Any], list[str]]:
 
 def under(case: Case, stage: int, devices: int = 2, **settings: Any) -> tuple[dict[str, Any], list[str]]:
     """The same under a strategy; only warnings that one device does not give."""
-    expected_words = on_one_device(case)[1]
-    if case.way in PIPELINES:
-        settings = {"pipeline_parallel_size": 2} | settings
-    strategy = tfdist.ShardedStrategy(names(devices), zero_stage=stage, **settings)
+    strategy = tfdist.ShardedStrategy(names(devices), zero_stage=stage, **_of_way(case), **settings)
     found, told = fresh(program(case), strategy)
-    return found, [message for message in told if message not in expected_words]
+    return found, [message for message in told if message not in on_one_device(case)[1]]
+
+
+def under_workers(case: Case, stage: int, **settings: Any) -> tuple[dict[str, Any], list[str]]:
+    """The same in one worker of a job, with all that is told."""
+    return fresh(program(case), tfdist.MultiWorkerShardedStrategy(zero_stage=stage, **_of_way(case), **settings))
+
+
+def _of_way(case: Case) -> dict[str, Any]:
+    return {"pipeline_parallel_size": 2} if case.way in PIPELINES else {}
 
 
 def error_of(found: Any, expected: Any) -> tuple[float, str]:
@@ -574,16 +580,20 @@ def error_of(found: Any, expected: Any) -> tuple[float, str]:
 
 def assert_same(case: Case, stage: int, devices: int = 2, is_silent: bool = True, **settings: Any) -> None:
     """All that each function leaves behind is one device's; what is not is told of all functions."""
-    expected = on_one_device(case)[0]
     found, told = under(case, stage, devices, **settings)
+    assert not (faults := faults_of(case, found)), "; ".join(faults)
+    assert not (is_silent and told), told
+
+
+def faults_of(case: Case, found: dict[str, Any]) -> list[str]:
+    """What is not one device's: a line for each function."""
     faults = []
-    for name, theirs in expected.items():
+    for name, theirs in on_one_device(case)[0].items():
         try:
             assert_same_tree(found[name], theirs, name, RTOL)
         except AssertionError:
             faults.append("{}: {:.1e} in {}".format(name, *error_of(found[name], theirs)))
-    assert not faults, "; ".join(faults)
-    assert not (is_silent and told), told
+    return faults
 
 
 def moved(case: Case) -> dict[str, float]:

@@ -25,6 +25,7 @@ from tests.programs import (
     test_steps_in_branches,
 )
 from tests.programs.comparing import Program, run
+from tests.programs.ways_of_functions import Case, under_workers
 
 PROGRAMS: dict[str, Program] = {
     "branches": test_steps_in_branches.fitted(test_steps_in_branches.TrainsInABranch),
@@ -51,6 +52,12 @@ def run_losses(stage: int) -> dict[str, Any]:
     keras.config.set_floatx("float64")
     strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
     return {name: run(program, strategy) for name, program in LOSSES.items()}
+
+
+def run_functions(cases: list[tuple[Case, int]], settings: dict[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Functions of the batch (see `functions_of_the_batch`), each case at its stage: what it leaves, and what is told of it."""
+    keras.config.set_floatx("float64")
+    return [under_workers(case, stage, **settings) for case, stage in cases]
 
 
 def run_recomputed() -> dict[str, Any]:

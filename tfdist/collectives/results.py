@@ -25,7 +25,7 @@ class Result(NamedTuple):
     Attributes:
         is_of_all: whether it is what all data ranks have gathered, reduced or exchanged: of no rank's own rows.
         is_same: whether ranks with other rows have the same.
-        like: what it was made of by ranks that have the same rows, row by row; None: it was not.
+        like: what it was made of, row by row, by each of the ranks; None: it was not.
     """
 
     is_of_all: bool
@@ -47,12 +47,11 @@ class Results:
 
     def note(self, found: tf.Tensor, ranks: Ranks, given: tf.Tensor | None, is_like: bool, is_same: bool) -> None:
         is_of_all = self._over_data <= set(ranks)
-        like = given if is_like and not is_of_all else None
         if tf.is_symbolic_tensor(found):
-            like = like if tf.is_symbolic_tensor(like) else None
+            like = given if is_like and tf.is_symbolic_tensor(given) else None
             self._results[id(found.graph), found.name] = Result(is_of_all, is_of_all and is_same, like)
-        elif self.tell is not None and (is_of_all or like is not None):
-            self.tell(found, is_of_all and is_same, like)
+        elif self.tell is not None and (is_of_all or is_like):
+            self.tell(found, is_of_all and is_same, given if is_like and not is_of_all else None)
 
     def of(self, tensor: tf.Tensor) -> Result | None:
         """Returns what is noted of `tensor`, of the graph of the step or of a branch; None: no collective has returned it."""

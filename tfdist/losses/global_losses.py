@@ -50,7 +50,7 @@ from tfdist.losses.sliced_batch import current_sliced_batch, is_on_trial
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import How, Partial, Placement, Replicate
+from tfdist.placements.kinds import How, Partial, Placement
 from tfdist.placements.repair import Repair
 from tfdist.placements.telling import is_sum, known, known_of_loss, without_extremes
 
@@ -182,15 +182,10 @@ def is_own_mean() -> bool:
 
 def scale_loss(value: Any) -> Any:
     """Returns the share of the step's loss, from a mean over a part of the batch, such as a layer's loss."""
-    if _part() is None or is_own_mean():
+    if not isinstance(_part(), RankBatch) or is_own_mean():
         return value
-    value, sliced, program = tf.convert_to_tensor(value), current_sliced_batch(), rank_program(peers_on="data")
-    placement: Placement = Replicate()
-    if program is not None:
-        placement = known(program, value, "loss", tf.distribute.get_strategy(), "A loss that a layer adds")
-    if sliced is None:
-        return _of_number(value, placement)
-    return sliced.weigh_share(value) if is_sum(placement) else sliced.weigh(value)
+    value, program = tf.convert_to_tensor(value), rank_program(peers_on="data")
+    return _of_number(value, known(program, value, "loss", tf.distribute.get_strategy(), "A loss that a layer adds"))
 
 
 def unscale_loss(value: Any) -> Any:

@@ -21,12 +21,14 @@ import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.collectives import RankProgram, all_reduce
+from tfdist.collectives.results import Results
 from tfdist.losses.batch_part import BatchPart
 from tfdist.placements.facts import Facts
-from tfdist.placements.graph_facts import TracedFacts
-from tfdist.placements.kinds import How, Partial, Replicate, Shard
+from tfdist.placements.graph_facts import GivenFacts, TracedFacts
+from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
+from tfdist.placements.telling import is_sum, warn_of_layer_in_pipeline
 
 _local = threading.local()
 
@@ -40,10 +42,9 @@ class SlicedBatch(BatchPart):
 
     def __init__(self, program: RankProgram | None, rows: list[tf.Tensor], call_on_zeros: Callable[[int], Any]):
         self._program = program if program is not None and program.mesh.size("data") > 1 else None
+        self._results = None if program is None else program.attachment(Results)
         self._rows = [tf.cast(count, tf.float64) for count in rows]
-        # How many rows the slices of each number have on all ranks together.
-        self._rows_on_ranks = tf.unstack(self._over_ranks(tf.stack(self._rows), "loss/rows"), num=len(rows))
-        self._all_rows = tf.add_n(self._rows_on_ranks)
+        self._all_rows = self._over_ranks(tf.add_n(self._rows), "loss/rows")
         self._call_on_zeros = call_on_zeros
         self._number: int | None = 0  # None: all of them
         self._num_summands = 0  # how often `_total` was called for this slice
@@ -82,10 +83,24 @@ class SlicedBatch(BatchPart):
         rows = tf.add_n(self._rows) if self._number is None else self._rows[self._number]
         return tf.math.divide_no_nan(rows, self._all_rows)
 
-    def weigh_share(self, share: tf.Tensor) -> tf.Tensor:
-        """Returns the share of the global batch's loss, from this rank's `share` of that of all slices of one number."""
-        fraction = tf.math.divide_no_nan(self._rows_on_ranks[self._number], self._all_rows)
-        return share * tf.cast(fraction, share.dtype)
+    def of_layer(self, loss: tf.Tensor, given: Sequence[tf.Tensor], owner: Any) -> tf.Tensor:
+        """Returns what `loss`, a number that a layer has added, counts in the loss of the global batch.
+
+        Args:
+            given: the rows of the slice that the layers have read.
+            owner: the model of the layer; what cannot be told of its losses is told once.
+        """
+        if loss.shape.rank != 0:
+            loss = tf.reduce_sum(loss)
+        if not tf.is_symbolic_tensor(loss):
+            return self.weigh(loss)
+        facts = _SliceFacts({x.name: Shard() for x in given}, self._results, {x.shape[0] for x in given if x.shape.rank} - {None})
+        placement = facts.of(loss)
+        if is_sum(placement):
+            return tf.where(self.fraction() > 0, loss, tf.zeros_like(loss))
+        if placement not in (Replicate(), Replicate(is_drawn=True), Partial(How.MEAN)):
+            warn_of_layer_in_pipeline(owner, placement, loss)
+        return self.weigh(loss)
 
     def totals(self, counts: list[tf.Tensor], sums: list[tf.Tensor]) -> list[tf.Tensor]:
         # Counts are in proportion to the rows.
@@ -119,6 +134,14 @@ class SlicedBatch(BatchPart):
 
     def _over_ranks(self, x: tf.Tensor, label: str) -> tf.Tensor:
         return x if self._program is None else all_reduce(x, "data", label=label)
+
+
+class _SliceFacts(GivenFacts):
+    """Those of what is computed of one slice of a batch: what ranks have agreed on is of that slice, too."""
+
+    def _of_collective(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
+        result = None if self._results is None else self._results.of(tensor)
+        return None if result is None else Replicate() if result.like is None else result.like
 
 
 class _ZeroState(keras.StatelessScope):

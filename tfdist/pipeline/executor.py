@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, point_to_point
 from tfdist.graphs import tape
+from tfdist.losses.global_losses import whole_batch
 from tfdist.losses.own_rows import OWN_ROWS
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.gradients import GradientSum, added
@@ -156,7 +157,7 @@ class Executor:
                     self._to_recompute[stage.index, microbatch] = (stage_inputs, state)
                 call = self.functions.call(stage, stage_inputs, self.data.fed[microbatch], has_backward=False)
                 outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
-                losses = self.work.losses(stage.index, microbatch, outputs)
+                losses = self.work.losses(stage, microbatch, stage_inputs, outputs)
             self.work.observe(stage.index, microbatch, outputs, losses)
         if stage.index < len(self.stages) - 1:
             self._made[action] = outputs
@@ -197,7 +198,8 @@ class Executor:
 
     def _traced(self, stage: StageLayer, microbatch: int, stage_inputs: list[tf.Tensor]) -> list[tf.Tensor]:
         """Computes `stage` by operations that this microbatch has for itself."""
-        with temporary.context_value(OWN_ROWS, self.data.rows[microbatch] if self.data.may_be_empty else None):
+        own_rows = temporary.context_value(OWN_ROWS, self.data.rows[microbatch] if self.data.may_be_empty else None)
+        with own_rows, whole_batch():  # what layers add is weighed by the microbatch's rows
             return stage(stage_inputs, self.data.fed[microbatch], training=self.training)
 
     def _record(
@@ -213,7 +215,7 @@ class Executor:
         with tf.GradientTape() as recorder:
             recorder.watch(floats(stage_inputs) if call is None else call.ends)
             outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
-            losses = self.work.losses(stage.index, microbatch, outputs)
+            losses = self.work.losses(stage, microbatch, stage_inputs, outputs)
             targets = [self.work.scale(loss) for loss in losses]
         weights = {} if self._held is None or call is not None else self._held.wholes()
         is_last = stage.index == len(self.stages) - 1

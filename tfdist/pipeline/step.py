@@ -13,7 +13,6 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, all_reduce, point_to_point
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.graphs import tape
-from tfdist.losses.global_losses import scale_loss
 from tfdist.losses.sliced_batch import SlicedBatch, is_mean_over_rows
 from tfdist.losses.step_gradients import weighted_in_gradient
 from tfdist.losses.trainer_step import losses_of
@@ -192,13 +191,18 @@ class Step:
             mark_as_held(self._program, x, tensor)
         self._staged.masks.put(stage.index - 1, stage_inputs, self._data.fed[microbatch])
 
-    def losses(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the scalars with whose gradients a stage's backward begins, from the stage's outputs."""
+    def losses(
+        self, stage: StageLayer, microbatch: int, stage_inputs: Sequence[tf.Tensor], stage_outputs: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Returns the scalars with whose gradients a stage's backward begins, from the stage's inputs and outputs."""
         if not self._has_loss:
             return []
+        stage_index = stage.index
         with self._batch.slice(microbatch):
-            of_layers = (*self._staged.stages[stage_index].added_losses(), *self._staged.regularization(stage_index))
-            found = [scale_loss(tf.reduce_sum(loss)) for loss in of_layers]
+            given = [x for x in (*stage_inputs, *self._data.fed[microbatch]) if isinstance(x, tf.Tensor)]
+            of_weights = map(tf.reduce_sum, self._staged.regularization(stage_index))
+            of_layers = [self._batch.of_layer(x, given, self._model) for x in stage.added_losses()]
+            found = [*of_layers, *map(self._batch.weigh, of_weights)]
             if stage_index == self._staged.last_stage and not self._is_together:
                 self._first_outputs = self._first_outputs or stage_outputs
                 with self._trackers.withheld(microbatch):

@@ -17,12 +17,10 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
-from tfdist.graphs.constants import value_of
-from tfdist.graphs.walks import before, inputs_first
+from tfdist.graphs.walks import inputs_first
 from tfdist.placements.graph_facts import GraphFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
-from tfdist.placements.table import is_elementwise, is_quotient
 from tfdist.placements.traced_call import TracedCall
 
 
@@ -136,25 +134,6 @@ class Facts(GraphFacts):
         selection = self._program.root.selections.get(graph)
         inner = None if selection is None else selection.programs.get(graph)
         return super().out_of(graph, given) if inner is None else [inner.attachment(Facts).of(x) for x in graph.outputs]
-
-    def _look(self, op: tf.Operation) -> list[Placement]:
-        found = super()._look(op)
-        if is_quotient(op.type) and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
-            return [Partial(How.MEAN)]
-        return found
-
-    def _divides_by_own_rows(self, op: tf.Operation) -> bool:
-        """Whether a sum over rows is divided by the rank's own number of them, or of what is summed, known when it is traced: a
-        constant like any other."""
-        divisor = value_of(op.inputs[1])
-        if divisor is None or divisor.size != 1 or not self.static_rows or float(divisor.reshape(-1)[0]) <= 1:
-            return False
-        sizes = set(self.static_rows)
-        for x in before(op.inputs[0], lambda one: not is_elementwise(one.type)):
-            summed = x.op.inputs[0].shape if x.op.inputs else None
-            if not is_elementwise(x.op.type) and summed is not None and summed.is_fully_defined() and summed.rank:
-                sizes |= {summed.num_elements()} if summed[0] in self.static_rows else set()
-        return float(divisor.reshape(-1)[0]) in sizes
 
     def reasons_of(self, tensor: tf.Tensor) -> list[tf.Operation]:
         """Returns the operations that make `tensor` unknown: of inputs that are known they make what is not."""

@@ -6,16 +6,16 @@ Branches, loops and functions are graphs within, of which only the placements of
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import tensorflow as tf
 
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
 from tfdist.graphs.constants import value_of
-from tfdist.graphs.walks import inputs_first
+from tfdist.graphs.walks import before, inputs_first
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
-from tfdist.placements.table import placements_of
+from tfdist.placements.table import is_elementwise, is_quotient, placements_of
 from tfdist.placements.traced_call import TracedCall
 
 _LEAVES = ("Placeholder", "ReadVariableOp", "VarHandleOp")
@@ -97,6 +97,25 @@ class GraphFacts(abc.ABC):
         return tuple(self._known[x.name] for x in op.inputs)
 
     def _look(self, op: tf.Operation) -> list[Placement]:
+        found = self._by_rule(op)
+        if is_quotient(op.type) and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
+            return [Partial(How.MEAN)]
+        return found
+
+    def _divides_by_own_rows(self, op: tf.Operation) -> bool:
+        """Whether a sum over rows is divided by the rank's own number of them, or of what is summed, known when it is traced: a
+        constant like any other."""
+        divisor = value_of(op.inputs[1])
+        if divisor is None or divisor.size != 1 or not self.static_rows or float(divisor.reshape(-1)[0]) <= 1:
+            return False
+        sizes = set(self.static_rows)
+        for x in before(op.inputs[0], lambda one: not is_elementwise(one.type)):
+            summed = x.op.inputs[0].shape if x.op.inputs else None
+            if not is_elementwise(x.op.type) and summed is not None and summed.is_fully_defined() and summed.rank:
+                sizes |= {summed.num_elements()} if summed[0] in self.static_rows else set()
+        return float(divisor.reshape(-1)[0]) in sizes
+
+    def _by_rule(self, op: tf.Operation) -> list[Placement]:
         inputs = self._read_by(op)
         if op.type in _LEAVES:
             return [Replicate()] * len(op.outputs)
@@ -112,7 +131,8 @@ class GraphFacts(abc.ABC):
         key = id(graph), len(graph.outputs), tuple(given)
         if key not in self._inner:
             self._graphs.append(graph)
-            inside = _FunctionFacts(graph, given, self._results, self.static_rows)
+            names = [x.name for x in graph.inputs]
+            inside = GivenFacts(dict(zip(names, given, strict=False)), self._results, self.static_rows)
             self._inner[key] = [inside.of(x) for x in graph.outputs]
         return self._inner[key]
 
@@ -137,30 +157,28 @@ class GraphFacts(abc.ABC):
         return carried[: len(op.outputs)]
 
 
-class _FunctionFacts(GraphFacts):
-    """Those of the graph of a branch, the body of a loop or a function, from the placements of its inputs."""
+class GivenFacts(GraphFacts):
+    """Those of a graph of which it is known what some tensors are, by their names: what a function was given, say."""
 
-    def __init__(
-        self, graph: tf.Graph, given: Sequence[Placement], results: Results | None, static_rows: Collection[int]
-    ) -> None:
+    def __init__(self, given: Mapping[str, Placement], results: Results | None = None, static_rows: Collection[int] = ()) -> None:
         super().__init__(results, static_rows)
-        self._given = {x.name: placement for x, placement in zip(graph.inputs, given, strict=False)}
+        self._given = given
 
     def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
         return self._given.get(tensor.name, self._of_collective(tensor))
 
 
-class TracedFacts(_FunctionFacts):
+class TracedFacts(GivenFacts):
     """Those of a function that was traced by itself: its arguments are rows, what it captures of other graphs is not known."""
 
     def __init__(self, graph: tf.Graph) -> None:
-        given: list[Placement] = []
+        given: dict[str, Placement] = {}
         captured = {inner.name: outer for outer, inner in graph.captures}
         for x in graph.inputs:
             is_constant = x.name in captured and not tf.is_symbolic_tensor(captured[x.name])
             is_rows = x.name not in captured and x.shape.rank
-            given.append(Replicate() if is_constant else Shard(0, (x.name,)) if is_rows else Unknown(Why.GIVEN, x.op.name))
-        super().__init__(graph, given, None, ())
+            given[x.name] = Replicate() if is_constant else Shard(0, (x.name,)) if is_rows else Unknown(Why.GIVEN, x.op.name)
+        super().__init__(given)
 
 
 def _joined_branches(facts: GraphFacts, op: tf.Operation, inputs: tuple[Placement, ...]) -> list[Placement]:

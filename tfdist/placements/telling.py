@@ -164,6 +164,24 @@ def warn_of_custom_gradient(program: RankProgram, unknown: Unknown | None) -> No
     )
 
 
+def warn_of_layer_in_pipeline(model: Any, placement: Placement, loss: tf.Tensor) -> None:
+    """Warns, once for a model, where what a layer of a pipeline adds to the loss is neither a mean nor a sum over rows."""
+    if model in _told:
+        return
+    _told.add(model)
+    what = placement.what if isinstance(placement, Unknown) else f"{loss.op.type} {loss.op.name!r}"
+    why = placement.why.value if isinstance(placement, Unknown) else Why.FUNCTION.value
+    warnings.warn(
+        errors.message(
+            f"A loss that a layer of the pipeline {model.name!r} adds contains {why}: {what}{line_of_user(loss.graph, what)}. "
+            "The layer sees a microbatch, and what is added counts as a mean over its rows.",
+            fix="Add means or sums over rows in layers. Return what another loss is made of as an output of the model, and "
+            "compute it in the model's loss, which is that of the whole batch.",
+        ),
+        stacklevel=2,
+    )
+
+
 def calling(loss: Any) -> contextlib.AbstractContextManager[None]:
     """A block in which `loss`, a Keras loss, is called."""
     return temporary.attributes(_local, loss=loss)
