@@ -148,7 +148,8 @@ def _are_same_on_all(program: RankProgram, targets: list[tf.Tensor]) -> bool:
 
 
 def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any) -> Any:
-    """Returns what a tape in a loop of one's own is to begin with: at what ranks have agreed on, with the rank's weight."""
+    """Returns what a tape in a loop of one's own is to begin with: at what ranks have agreed on, or at a mean for which
+    they have, with the rank's weight."""
     is_alone = program.mesh.size("data") == 1 or program.mesh.splits_layers
     if is_alone or not all(map(program.exists_here, targets)):
         return given
@@ -156,16 +157,19 @@ def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any)
     for target in targets:
         known(program, target, "loss", owner, "A loss in the function given to `strategy.run`")
     if program.is_eager:
-        is_agreed = [program.attachment(EagerFacts).is_agreed(x) for x in targets]
+        count_once = [program.attachment(EagerFacts).counts_once(x) for x in targets]
     else:
         repair = program.attachment(Repair)
-        is_agreed = [isinstance(repair.as_share(x, "loss"), Replicate) and repair.is_agreed(x) for x in targets]
-    if not any(is_agreed):
+        shares = [repair.as_share(x, "loss") for x in targets]
+        count_once = [
+            x in (Replicate(), Partial(How.MEAN)) and repair.counts_once(y) for x, y in zip(shares, targets, strict=True)
+        ]
+    if not any(count_once):
         return given
     weight = program.attachment(RankRows).weight()
     seeds = [None] * len(targets) if given is None else tf.nest.flatten(given)
     ones = [tf.ones_like(x) if seed is None else seed for x, seed in zip(targets, seeds, strict=True)]
-    return [one * tf.cast(weight, one.dtype) if agreed else one for one, agreed in zip(ones, is_agreed, strict=True)]
+    return [one * tf.cast(weight, one.dtype) if is_one else one for one, is_one in zip(ones, count_once, strict=True)]
 
 
 @contextlib.contextmanager

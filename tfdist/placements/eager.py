@@ -64,10 +64,10 @@ class EagerFacts:
         found = self._of(tensor)
         return found.placement if isinstance(found.placement, Unknown) else found.why
 
-    def is_agreed(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor` is the same on all ranks since they have agreed on what it is computed of."""
+    def counts_once(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor`, a loss of a loop of one's own, is that of one device, or a mean, of what ranks have agreed on."""
         found = self._of(tensor)
-        return found.is_agreed and isinstance(found.placement, Replicate)
+        return found.is_agreed and found.placement in (Replicate(), Partial(How.MEAN))
 
     def is_whole(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is the same on all ranks, and is of gradients, of what ranks have agreed on, or of weights."""

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
-from tfdist.graphs.walks import inputs_first
+from tfdist.graphs.walks import before, inputs_first
 from tfdist.placements.graph_facts import GraphFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
@@ -89,6 +89,11 @@ class Facts(GraphFacts):
         for current in inputs_first(tensor, self._agreed_inputs, self._agreed):
             self._agreed[current.name] = any(self._agreed[x.name] for x in self._agreed_inputs(current))
         return self._agreed[tensor.name]
+
+    def is_of_agreed(self, tensor: tf.Tensor) -> bool:
+        """Whether something that `tensor` is computed of is what ranks have agreed on, or is assumed to be."""
+        assumed = {name for (name, _), placement in self._assumed.items() if placement == Replicate()}
+        return bool(self._agreed or assumed) and any(self._agreed.get(x.name) or x.op.name in assumed for x in before(tensor))
 
     def _agreed_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         return [x for x in self._inputs(tensor) if x.dtype != tf.resource and isinstance(self.of(x), Replicate)]

@@ -119,7 +119,8 @@ class RepairPlan:
             return [Want(op, OUTPUT, op.outputs[0], Shard())]
         if why is Why.SOME_ROWS:
             return [Want(op, OUTPUT, op.outputs[0], Partial(How.MEAN))] if op.type == "Mean" else []
-        if why is Why.MIXED and not self._rows.are_means and goes_on_linearly(op, self._facts):
+        is_share = not self._rows.are_means and not any(map(self._facts.is_of_agreed, op.inputs))
+        if why is Why.MIXED and is_share and goes_on_linearly(op, self._facts):
             return [Want(op, OUTPUT, op.outputs[0], Partial(How.SUM))]
         numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not is_size(op, place)]
         loops_over_rows = is_control and any(isinstance(one, Lengths | Places | Shard) for one in inputs)

@@ -147,10 +147,12 @@ class Repair:
         What the same number is added to that ranks have agreed on is a rank's share, as the loop says it; the number becomes one.
         """
         placement = self.known(tensor, label)
-        if placement == Partial(How.MEAN):  # a mean that is added to a number of the whole batch is one, too
-            sums = [op for op in self._sums_before(tensor) if any(map(self._facts.is_agreed, op.inputs))]
+        sums = self._sums_before(tensor) if placement == Partial(How.MEAN) else []
+        if any(self._facts.is_agreed(x) for op in sums for x in op.inputs):  # means that are added to it are such numbers, too
+            made = {op.outputs[0].name for op in sums}
             means = [(op, place) for op in sums for place, x in enumerate(op.inputs) if self._facts.of(x) == placement]
-            self._mend([Want(op, place, op.inputs[place], Replicate()) for op, place in means], label, tensor)
+            wants = [Want(op, at, op.inputs[at], Replicate()) for op, at in means if op.inputs[at].name not in made]
+            self._mend(wants, label, tensor)
             placement = self._facts.of(tensor)
         if isinstance(placement, Replicate) and self._facts.is_agreed(tensor):
             with self._working():
@@ -164,6 +166,11 @@ class Repair:
     def is_agreed(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is the same on all ranks since they have agreed on what it is computed of."""
         return self._program.exists_here(tensor) and self._facts.is_agreed(tensor)
+
+    def counts_once(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor`, a number of a loop of one's own, is that of one device: of what ranks have agreed on."""
+        is_number = self._program.exists_here(tensor) and isinstance(self._facts.of(tensor), Partial | Replicate)
+        return is_number and self._facts.is_of_agreed(tensor)
 
     def look(self) -> None:
         """Mends what goes back to rows, or lets rows meet, in what has been traced since it was called before."""
@@ -233,7 +240,7 @@ class Repair:
             elif x.op.type == "IdentityN":
                 waiting.append(x.op.inputs[x.value_index])
             elif linear is not None and is_elementwise(x.op.type):
-                waiting.extend(y for y in x.op.inputs if self._facts.is_agreed(y))
+                waiting.extend(y for y in x.op.inputs if self._facts.is_agreed(y) or self._facts.of(y) == Partial(How.MEAN))
         return found
 
     def _mend(self, wants: Sequence[Want], label: str, target: tf.Tensor) -> None:
@@ -291,6 +298,7 @@ class Repair:
         with self._program.outermost(), tape.stop_recording():
             rows, weight = tf.cast(tf.shape(given)[axis], tf.float64), self._rows.weight()
             all_rows = all_reduce(rows, "data", label=f"agree/{label}")
+            self._facts.declare_agreed(all_rows)
             factor = tf.where(weight > 0, (rows + 1) / (weight * all_rows), tf.zeros_like(rows))
 
         def counted(x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:

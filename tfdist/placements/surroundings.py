@@ -57,7 +57,8 @@ def reads_variables(tensor: tf.Tensor) -> bool:
 def goes_on_linearly(op: tf.Operation, facts: Facts) -> bool:
     """Whether all that is computed of what `op` returns is linear in it, as far as the graph has come.
 
-    What is divided by the number of replicas is not: it is the same on all ranks.
+    What is divided by the number of replicas is not: it is the same on all ranks. Nor is what is divided by a number of all rows,
+    or multiplied: that is a number of all rows, too.
     """
     waiting, seen = list(op.outputs), {x.name for x in op.outputs}
     for x in waiting:
@@ -66,6 +67,9 @@ def goes_on_linearly(op: tf.Operation, facts: Facts) -> bool:
             reads = [y.name in seen for y in reader.inputs]
             is_passed_on = reader.type == "IdentityN" or linear is Linear.TOGETHER
             if any(facts.of(y) == Partial(How.REPLICAS) for y in reader.inputs):
+                return False
+            others = [facts.of(y) for y, is_read in zip(reader.inputs, reads, strict=True) if not is_read]
+            if not is_passed_on and any(isinstance(one, Partial | Unknown) for one in others):
                 return False
             if not is_passed_on and (linear is None or not linear.holds(reads)):
                 return False
