@@ -20,6 +20,7 @@ from tfdist.graphs import tape
 from tfdist.planning.equal_layers import LayerCall
 from tfdist.planning.step_trace import StepTrace
 from tfdist.sharding import keras_scope, layers_within
+from tfdist.sharding.parameter_group import gathered_together
 from tfdist.sharding.units import readers_of
 
 
@@ -102,20 +103,12 @@ def _new_group(
     local_bytes: Mapping[str, int],
     group_bytes: int,
 ) -> tuple[str, ...]:
-    """Returns what a weight is gathered with: its layer's, and small layers made next (`sharding.parameter_group`)."""
+    """Returns what a weight is gathered with: its layer's, and small layers made next."""
     place = next((place for place, (_, paths) in enumerate(layers) if path in paths), None)
     if place is None:
         return (path,)
-    layer, paths = layers[place]
-    members = [one for one in paths if one not in grouped]
-    filled = sum(local_bytes[one] for one in paths)
-    for following, theirs in layers[place + 1 :]:
-        more = [one for one in theirs if one not in grouped]
-        filled += sum(local_bytes[one] for one in theirs)
-        if filled > group_bytes or not more or following.compute_dtype != layer.compute_dtype:
-            break  # a message has one dtype
-        members += more
-    return tuple(members)
+    sizes = [(layer, {one: local_bytes[one] for one in paths}) for layer, paths in layers[place:]]
+    return tuple(gathered_together(sizes, grouped, group_bytes))
 
 
 def _reads(model: keras.Model, trace: StepTrace, recomputed: Collection[int]) -> Iterator[tuple[str, float | None]]:
