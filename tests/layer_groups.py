@@ -6,7 +6,8 @@ would be gathered ahead, freed and gathered again. Tests of groups pass a `group
 
 from __future__ import annotations
 
-from tfdist.sharding import ParameterGroups, ShardingConfig
+from tfdist.sharding import ShardingConfig
+from tfdist.sharding.parameter_group import ParameterGroups
 
 
 def gather_each_layer_alone() -> None:

@@ -23,6 +23,7 @@ from signatures import parameters
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import ag_ctx, config
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.checkpoint import tensor_callable
 from tensorflow.python.distribute import (
     cross_device_ops,
     distribute_lib,
@@ -42,7 +43,7 @@ from tensorflow.python.ops import (
     while_v2,
 )
 from tensorflow.python.trackable import base as trackable
-from tensorflow.python.training.saving import saveable_object
+from tensorflow.python.training.saving import saveable_object_util
 
 from tfdist import custom_gradients
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
@@ -573,6 +574,7 @@ def test_distributed_variable(cpus):
         "_get_on_device_or_primary",
         "_gather_saveables_for_checkpoint",
         "_is_mirrored",
+        "_serialize_to_tensors",
         "_update_cross_replica",
         "_update_replica",
         "handle",
@@ -595,32 +597,31 @@ def test_distributed_variable(cpus):
     assert variable._unique_id
 
 
-def test_saveables(tmp_path):
-    """One full tensor is written and handed back."""
+def test_tensors_of_checkpoints(tmp_path):
+    """One full tensor is written, made when it is, and handed back; also by an old `Saver`."""
     assert trackable.VARIABLE_VALUE_KEY == "VARIABLE_VALUE"
-    assert parameters(saveable_object.SaveableObject.__init__) == ["self", "op", "specs", "name"]
-    assert parameters(saveable_object.SaveableObject.restore) == ["self", "restored_tensors", "restored_shapes"]
-    spec = saveable_object.SaveSpec(
-        tensor=lambda: tf.constant([1.0, 2.0]), slice_spec="", name="v", dtype=tf.float32, device="CPU:0"
-    )
-    np.testing.assert_array_equal(spec.tensor, [1.0, 2.0])
-    restored = []
-
-    class Saveable(saveable_object.SaveableObject):
-        def __init__(self, name):
-            super().__init__(spec.tensor, [spec], name)
-
-        def restore(self, restored_tensors, restored_shapes):
-            restored.extend(restored_tensors)
-            return tf.no_op()
+    assert parameters(tensor_callable.Callable.__init__) == ["self", "tensor_callable", "dtype", "device"]
+    made, restored = [], []
 
     class Holder(tf.Module):
+        def _serialize_to_tensors(self):
+            made_later = tensor_callable.Callable(lambda: made.append(1) or tf.constant([1.0, 2.0]), tf.float32, "CPU:0")
+            return {trackable.VARIABLE_VALUE_KEY: made_later}
+
         def _gather_saveables_for_checkpoint(self):
-            return {trackable.VARIABLE_VALUE_KEY: Saveable}
+            return {}
+
+        def _restore_from_tensors(self, restored_tensors):
+            restored.append(restored_tensors[trackable.VARIABLE_VALUE_KEY])
+            return tf.no_op()
 
     path = tf.train.Checkpoint(holder=Holder()).write(str(tmp_path / "checkpoint"))
+    assert made == [1]
     tf.train.Checkpoint(holder=Holder()).read(path)
     np.testing.assert_array_equal(restored[0], [1.0, 2.0])
+    assert made == [1]
+    (make,) = saveable_object_util.saveable_objects_from_trackable(Holder(), tf1_saver=True).values()
+    np.testing.assert_array_equal(make("holder").specs[0].tensor, [1.0, 2.0])
 
 
 def test_operations_of_an_eager_thread_are_seen():

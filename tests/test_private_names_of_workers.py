@@ -60,7 +60,6 @@ def test_state_of_the_eager_context():
     [
         ("__init__", ["self", "container_strategy", "cluster_resolver", "communication_options", "devices"]),
         ("_initialize_strategy", ["self", "cluster_resolver", "devices"]),
-        ("_initialize_local", ["self", "cluster_resolver", "devices"]),
         ("_initialize_multi_worker", ["self", "cluster_resolver"]),
         ("_initialize_local_devices", ["self", "cluster_resolver", "worker_device"]),
         ("_get_variable_creator_initial_value", ["self", "replica_id", "device", "primary_var", "kwargs"]),

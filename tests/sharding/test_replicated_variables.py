@@ -30,7 +30,7 @@ def test_every_floating_variable_of_layers_and_optimizers_has_a_layout(zero_stag
         assert layout.is_data_sharded == (zero_stage == 3)
         assert optimizer._momentums[0].value.layout.is_data_sharded == (zero_stage >= 1)
     if accumulation:
-        assert [v.value.layout.is_partial for v in optimizer._accumulated_gradients] == [zero_stage < 2] * 4
+        assert [v.value.layout.data == Partial() for v in optimizer._accumulated_gradients] == [zero_stage < 2] * 4
 
 
 def test_it_stays_what_tensorflow_tests_for():

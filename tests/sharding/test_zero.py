@@ -18,18 +18,6 @@ def test_bytes_per_parameter_of_adam_in_single_precision(zero_stage, n):
     assert placements_of(zero_stage).bytes_per_parameter(n) == pytest.approx(FORMULAS[zero_stage](n), rel=1e-12)
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_other_optimizers_and_dtypes(n):
-    sgd = [placements_of(stage).bytes_per_parameter(n, num_slots=0) for stage in range(4)]
-    assert sgd == pytest.approx([8, 8, 4 + 4 / n, 8 / n])
-    momentum = [placements_of(stage).bytes_per_parameter(n, num_slots=1, itemsize=8) for stage in range(4)]
-    assert momentum == pytest.approx([24, 16 + 8 / n, 8 + 16 / n, 24 / n])
-
-
-def test_traffic():
-    assert [placements_of(stage).traffic for stage in range(4)] == [2, 2, 2, 3]
-
-
 def test_each_stage_shards_one_thing_more():
     sharded = [
         [isinstance(getattr(ZERO_STAGES[stage], kind), Shard) for kind in ("optimizer_state", "gradient", "parameter")]

@@ -11,7 +11,8 @@ from tfdist.collectives import RankProgram, assign_buckets
 from tfdist.optimizers.reduction import summand_of_sum
 from tfdist.optimizers.step import reduce_gradients
 from tfdist.optimizers.target import Target
-from tfdist.sharding import MeshConfig, ShardedVariable, UnshardSchedule
+from tfdist.sharding import MeshConfig, ShardedVariable
+from tfdist.sharding.gradient_stubs import GradientStubs
 
 
 class GradientSum:
@@ -61,7 +62,6 @@ class ScatteredSum(GradientSum):
         super().__init__()
         self._program = program
         self._config = config
-        self._schedule: UnshardSchedule = program.attachment(UnshardSchedule)
 
     def add(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:
         parts = list(gradients)
@@ -89,8 +89,10 @@ class ScatteredSum(GradientSum):
         """Returns a tensor of the parameter's shape, by which an optimizer finds this rank's shard of the sum."""
         if total is None or not _is_data_sharded(variable):
             return total
-        target = Target.of(variable, self._config, self._program)
-        return self._schedule.stub_of(target.variable, total, summand_of_sum(total, target))
+        target, stubs = Target.of(variable, self._config, self._program), self._program.attachment(GradientStubs)
+        stub = stubs.make(target.variable, summand_of_sum(total, target))
+        stubs.note_reduced(stub, total)
+        return stub.tensor
 
 
 def _is_data_sharded(variable: Any) -> bool:

@@ -20,6 +20,7 @@ from tfdist.graphs import tape
 from tfdist.planning.equal_layers import LayerCall
 from tfdist.planning.step_trace import StepTrace
 from tfdist.sharding import keras_scope, layers_within
+from tfdist.sharding.parameter_group import gathered_together
 from tfdist.sharding.units import readers_of
 
 
@@ -69,7 +70,8 @@ def gathers_of(
         found = next((one for one in reversed(gathers[-prefetch - 1 :]) if path in one.paths), None)
         if found is None:
             if path not in groups:
-                members = _new_group(path, layers, groups, local_bytes, group_bytes)
+                place = next((place for place, (_, own) in enumerate(layers) if path in own), None)
+                members = (path,) if place is None else tuple(gathered_together(layers[place:], groups, group_bytes))
                 groups.update(dict.fromkeys(members, members))
             found = Gather(groups[path])
             gathers.append(found)
@@ -83,39 +85,18 @@ def gathers_of(
     return gathers
 
 
-def _layers_in_order(model: keras.Model, local_bytes: Mapping[str, int], made_anew: Sequence[str]) -> list[tuple[Any, list[str]]]:
-    """Returns the layers that have parameters of their own, in the order in which they made the first, with these."""
+def _layers_in_order(
+    model: keras.Model, local_bytes: Mapping[str, int], made_anew: Sequence[str]
+) -> list[tuple[Any, dict[str, int]]]:
+    """Returns the layers that have parameters, in the order in which they made the first, each with the bytes of its own."""
     anew = {path: place for place, path in enumerate(made_anew)}
     found = []
     for layer in layers_within(model):
         numbered = [(getattr(made, "number", 0), variable.path) for made, variable, _ in keras_scope.own_variables(layer)]
         own = [((path in anew, anew.get(path, number)), path) for number, path in numbered if path in local_bytes]
         if own:
-            found.append((min(own)[0], layer, [path for _, path in own]))
-    return [(layer, paths) for _, layer, paths in sorted(found, key=lambda one: one[0])]
-
-
-def _new_group(
-    path: str,
-    layers: Sequence[tuple[Any, list[str]]],
-    grouped: Mapping[str, tuple[str, ...]],
-    local_bytes: Mapping[str, int],
-    group_bytes: int,
-) -> tuple[str, ...]:
-    """Returns what a weight is gathered with: its layer's, and small layers made next (`sharding.parameter_group`)."""
-    place = next((place for place, (_, paths) in enumerate(layers) if path in paths), None)
-    if place is None:
-        return (path,)
-    layer, paths = layers[place]
-    members = [one for one in paths if one not in grouped]
-    filled = sum(local_bytes[one] for one in paths)
-    for following, theirs in layers[place + 1 :]:
-        more = [one for one in theirs if one not in grouped]
-        filled += sum(local_bytes[one] for one in theirs)
-        if filled > group_bytes or not more or following.compute_dtype != layer.compute_dtype:
-            break  # a message has one dtype
-        members += more
-    return tuple(members)
+            found.append((min(own)[0], layer, {path: local_bytes[path] for _, path in own}))
+    return [(layer, sizes) for _, layer, sizes in sorted(found, key=lambda one: one[0])]
 
 
 def _reads(model: keras.Model, trace: StepTrace, recomputed: Collection[int]) -> Iterator[tuple[str, float | None]]:

@@ -4,9 +4,8 @@ from tfdist.sharding.config import MeshConfig, ShardingConfig, config_of, settin
 from tfdist.sharding.kept_weights import KeptWeights, sharded_parameters
 from tfdist.sharding.keras_scope import layers_within
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.parameter_group import ParameterGroups
 from tfdist.sharding.placement_request import PlacementRequest, current_placement, kept_placement, placement, request_placement
-from tfdist.sharding.placements import Own, Partial, Replicate, Shard
+from tfdist.sharding.placements import Partial, Replicate, Shard
 from tfdist.sharding.replicated_variables import PartialSyncOnReadVariable, with_layout
 from tfdist.sharding.unshard import UnshardSchedule
 from tfdist.sharding.variable import ShardedVariable, read_if_sharded
@@ -17,8 +16,6 @@ __all__ = [
     "KeptWeights",
     "Layout",
     "MeshConfig",
-    "Own",
-    "ParameterGroups",
     "Partial",
     "PartialSyncOnReadVariable",
     "PlacementRequest",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -27,40 +28,37 @@ def assemble(variable: Any) -> tf.Tensor:
     Where other workers hold some of the shards it is a collective: all workers call it at once.
     """
     with tape.stop_recording():
-        if not is_elsewhere(variable):
-            return _join(variable)
         layout = variable.layout
+        if not is_elsewhere(variable):
+            with tf.device(variable.values[0].device):
+                return join(layout, lambda rank: _read(variable.component(rank)))
         if where() is Where.SYMBOLIC_BUILD:
             return tf.zeros(layout.shape, variable.dtype)  # a scratch graph, which only wants the shape
         parts = [component.read_value() for component in variable.values]
-        emit = functools.partial(gather_whole, layout)
-        key, name = ("assemble", layout), _program_name(layout)
-        return cross_replica_of(variable.distribute_strategy).call(key, emit, parts, name=name)[0]
+        emit, key = functools.partial(gather_whole, layout), ("assemble", layout)
+        return cross_replica_of(variable.distribute_strategy).call(key, emit, parts, name=program_name(*key))[0]
 
 
 @functools.cache
-def _program_name(layout: Layout) -> str:
+def program_name(what: str, layout: Layout) -> str:
     """Returns the same on all workers; of layouts with one name the same ranks have parts."""
-    return f"assemble {zlib.crc32(repr(layout).encode())}"
+    return f"{what} {zlib.crc32(repr(layout).encode())}"
 
 
-def _join(variable: Any) -> tf.Tensor:
-    """Returns the full value from shards that are all in this process, on the device of the first."""
-    layout = variable.layout
+def join(layout: Layout, shard_of: Callable[[int], tf.Tensor]) -> tf.Tensor:
+    """Returns the full value from shards that are all in this process; `shard_of` returns that of a rank which stores one."""
     mesh, pipe = layout.mesh, layout.first_pipe
     pieces = []
-    with tf.device(variable.values[0].device):
-        for tensor in range(mesh.tensor_parallel_size if layout.is_tensor_sharded else 1):
-            holders = range(layout.num_shards) if layout.is_data_sharded else [layout.data_owner or 0]
-            ranks = [mesh.rank(Coordinate(data, pipe, tensor)) for data in holders]
-            # Only what is needed: a model that is called eagerly after a step puts all of its weights together.
-            shards = [_read(variable.component(rank)) for rank in ranks]
-            piece = tf.concat(shards, 0) if len(shards) > 1 else tf.identity(shards[0])
-            if piece.shape != layout.local_shape:
-                piece = piece if piece.shape == [layout.local_elements] else tf.reshape(piece, [-1])[: layout.local_elements]
-                piece = tf.reshape(piece, tf.constant(layout.local_shape, tf.int32))  # of a tuple it takes three times as long
-            pieces.append(piece)
-        return packing.join_tensor_shards(pieces, layout)
+    for tensor in range(mesh.tensor_parallel_size if layout.is_tensor_sharded else 1):
+        holders = range(layout.num_shards) if layout.is_data_sharded else [layout.data_owner or 0]
+        # Only what is needed: a model that is called eagerly after a step puts all of its weights together.
+        shards = [shard_of(mesh.rank(Coordinate(data, pipe, tensor))) for data in holders]
+        piece = tf.concat(shards, 0) if len(shards) > 1 else tf.identity(shards[0])
+        if piece.shape != layout.local_shape:
+            piece = piece if piece.shape == [layout.local_elements] else tf.reshape(piece, [-1])[: layout.local_elements]
+            piece = tf.reshape(piece, tf.constant(layout.local_shape, tf.int32))  # of a tuple it takes three times as long
+        pieces.append(piece)
+    return packing.join_tensor_shards(pieces, layout)
 
 
 def _read(shard: tf.Variable) -> tf.Tensor:

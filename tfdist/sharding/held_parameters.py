@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.graphs import tape
-from tfdist.sharding.config import MeshConfig
+from tfdist.sharding.config import config_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.units import compute_dtype_of, copy_of, gather_group, readers_of, sources_of
 
@@ -43,7 +43,7 @@ class HeldParameters:
         self._seen: dict[Key, tf.Tensor] = {}  # what reads return: the whole, as the tapes know it
         self.names: dict[str, Key] = {}
         self._after: Sequence[tf.Operation] = ()
-        self._config: MeshConfig  # of what has been read
+        self._config = config_of(tf.distribute.get_strategy())
         self.is_open = False
 
     @contextlib.contextmanager
@@ -67,11 +67,11 @@ class HeldParameters:
         """Returns what is held now, of all that has been read since `held()` or `renew`."""
         return dict(self._wholes)
 
-    def read(self, variable: Any, config: MeshConfig, dtype: tf.DType) -> tf.Tensor:
+    def read(self, variable: Any, dtype: tf.DType) -> tf.Tensor:
         """Returns the whole (local) value of `variable` in `dtype`, on this rank's tapes."""
-        key, self._config = (id(variable), dtype), config
+        key = (id(variable), dtype)
         if key not in self._known:
-            group = self._program.shared(ParameterGroups, config.group_bytes).group_of(variable)
+            group = self._program.shared(ParameterGroups, self._config.group_bytes).group_of(variable)
             self._known[key] = (variable, group, compute_dtype_of(variable, dtype))
         whole = self.whole(key)
         with self._program.outermost():  # a loop hands its gradient on to what it captures
@@ -110,17 +110,12 @@ class HeldParameters:
 
     def _gather(self, group: ParameterGroup, compute_dtype: tf.DType | None) -> None:
         program = self._program
-        here = program.mesh.coordinate(program.rank).pipe
-        members = [v for v in group.variables if v.layout.is_data_sharded and here in (v.layout.pipe_owners or [here])]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(program.outermost())
-            stack.enter_context(program.on_trial(is_on=False))
-            stack.enter_context(tape.stop_recording())
-            stack.enter_context(tf.control_dependencies(None))
-            stack.enter_context(tf.control_dependencies(self._after))
-            stack.enter_context(tf.device(program.device))
-            shards = {id(v): v.component(program.rank).value() for v in members}
-            for member, whole in gather_group(program, members, shards, compute_dtype, f"unshard/{group.name}", self._config):
-                key = (id(member), whole.dtype)
-                self._known.setdefault(key, (member, group, compute_dtype))
-                self._wholes[key] = whole
+        with program.outermost(), program.on_trial(is_on=False), tape.stop_recording(), tf.control_dependencies(None):
+            here = program.mesh.coordinate(program.rank)
+            members = [v for v in group.variables if v.layout.is_data_sharded and v.layout.stores(here)]
+            with tf.control_dependencies(self._after):
+                shards = {id(v): v.component(program.rank).value() for v in members}
+                for member, whole in gather_group(program, members, shards, compute_dtype, f"unshard/{group.name}", self._config):
+                    key = (id(member), whole.dtype)
+                    self._known.setdefault(key, (member, group, compute_dtype))
+                    self._wholes[key] = whole

@@ -40,7 +40,9 @@ or beside an edge from a gather to what reads it, and so close no cycle; what wa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -50,21 +52,19 @@ from tfdist.graphs import tape
 _ADDING = ("AddV2", "AddN", "EnsureShape", "Identity")
 
 
+def is_limited(program: RankProgram) -> bool:
+    """Whether collectives of the data axis wait, when they begin, for all that is queued: of a traced step, on GPUs."""
+    return program.transport_of(program.group_ranks("data")).waits_for_queue and not program.is_eager
+
+
 def is_on_chain(program: RankProgram) -> bool:
-    """Whether collectives of the data axis begin as said in the note on chains."""
-    ranks = program.group_ranks("data")
-    return program.transport_of(ranks).waits_for_queue and not program.is_eager and not program.has_own_turns(ranks)
+    """Whether they begin so, and as said in the note on chains."""
+    return is_limited(program) and not begins_by_itself(program)
 
 
 def begins_by_itself(program: RankProgram) -> bool:
-    """Whether collectives of the data axis begin as said, each when its input is there."""
-    ranks = program.group_ranks("data")
-    return program.transport_of(ranks).waits_for_queue and program.has_own_turns(ranks)
-
-
-def is_limited(program: RankProgram) -> bool:
-    """Whether collectives of the data axis begin in one of both ways."""
-    return is_on_chain(program) or begins_by_itself(program)
+    """Whether they begin so, and each when its input is there."""
+    return is_limited(program) and program.has_own_turns(program.group_ranks("data"))
 
 
 def limit_lead(
@@ -85,7 +85,7 @@ def limit_lead(
         collectives_each: how many collectives are to pass behind the products of a message, where they are on a chain; else
             behind those of the last one.
     """
-    if not program.transport_of(program.group_ranks("data")).waits_for_queue or program.is_eager:
+    if not is_limited(program):
         return
     gradients = [gradient for message in messages for gradient in message]
     if not all(tf.is_symbolic_tensor(gradient) and gradient.graph is program.graph for gradient in gradients):
@@ -98,7 +98,7 @@ def limit_lead(
         ends.append(max([*ends[-1:], *(numbers[maker.name] for maker in makers)]))
     needed = tape.ancestors(gradients, operations, by_control=False)  # not what stands for a sum, and is there after a reduction
     before: set[tf.Operation] = set()
-    for end, following in zip(ends, ends[1:], strict=False):
+    for end, following in itertools.pairwise(ends):
         last = operations[end]
         if last.type in tape.CALLS:  # see the note on sums
             before |= tape.ancestors([last], [operation for operation in operations if operation not in before])
@@ -111,7 +111,7 @@ def limit_lead(
             # At its end its successor on the chain is free, too, and would wait for these.
             run_when_done([operation for operation in held if operation not in needing], after, program, "lead")
             held, after = [operation for operation in held if operation in needing], [last, operations[passed[0]]]
-        for part in _in_parts(held, collectives_each if is_apart else 1):
+        for part in in_parts(held, collectives_each if is_apart else 1):
             run_when_done(part, after, program, "lead")
             after = [part[-1]]
 
@@ -175,10 +175,8 @@ def begin_backward(readers: Sequence[tf.Operation], start: tf.Operation, program
     What is gathered again for those that follow would else wait for them. On a chain it waits, too, for what stands there before
     it: sums of a loss.
     """
-    if not program.transport_of(program.group_ranks("data")).waits_for_queue:
-        return
-    before = [start, *last_on_chain(readers, program)]
-    run_when_done(readers, before, program, "backward")
+    if is_limited(program):
+        run_when_done(readers, [start, *last_on_chain(readers, program)], program, "backward")
 
 
 def last_on_chain(before: Sequence[tf.Operation], program: RankProgram) -> list[tf.Operation]:
@@ -244,7 +242,7 @@ def queue_apart(first: Sequence[tf.Operation], second: Sequence[tf.Operation], p
 
     Parameters that are gathered ahead: what waits for the end of `first` and of `second` would else begin after both.
     """
-    if first and second and program.transport_of(program.group_ranks("data")).waits_for_queue:
+    if first and second and is_limited(program):
         numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
         last = max(first, key=lambda operation: numbers[operation.name])
         later = [operation for operation in second if numbers[operation.name] > numbers[last.name]]
@@ -260,10 +258,10 @@ def _needing(operation: tf.Operation, later: Sequence[tf.Operation]) -> set[tf.O
     return found
 
 
-def _in_parts(operations: Sequence[tf.Operation], count: int) -> list[Sequence[tf.Operation]]:
-    """Returns `operations` in up to `count` parts of about equally many, none empty."""
-    bounds = [len(operations) * place // count for place in range(count + 1)]
-    return [operations[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False) if begin < end]
+def in_parts(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Returns `items` in up to `count` runs of about equally many, none empty."""
+    bounds = [len(items) * place // count for place in range(count + 1)]
+    return [items[begin:end] for begin, end in itertools.pairwise(bounds) if begin < end]
 
 
 def _made_by(operation: tf.Operation, numbers: Mapping[str, int]) -> tf.Operation:

@@ -39,7 +39,7 @@ from tfdist.sharding.watched_writes import watch_writes
 
 
 class KeptWeights:
-    """The assembled weights of one strategy. It keeps no variable alive.
+    """The assembled weights of one strategy, whose `extended` has them as `kept_weights`. It keeps no variable alive.
 
     Args:
         limit_bytes: how much may be kept in all, of what is not in `gathered`.
@@ -49,7 +49,6 @@ class KeptWeights:
         self._limit_bytes = limit_bytes
         self._values: dict[int, tuple[tf.Tensor, int]] = {}  # and their bytes, by the variable's number
         self._gathered: collections.Counter[int] = collections.Counter()  # how many blocks of `gathered` a variable is in
-        self._watched: set[int] = set()  # variables whose end is waited for
         self._writer: int | None = None  # the thread that has written last
         self.kept_bytes = 0
 
@@ -61,7 +60,8 @@ class KeptWeights:
             return kept[0]
         value, size = assemble(variable), math.prod(variable.layout.shape) * variable.dtype.size
         if self._may_keep(variable, size):
-            self._keep(variable, value, size)
+            self._values[variable.number] = value, size
+            self.kept_bytes += size
         return value
 
     def _may_keep(self, variable: Any, size: int) -> bool:
@@ -72,20 +72,10 @@ class KeptWeights:
         is_called = keras_scope.current_layer() is not None  # else it is saved, or looked at, once
         return is_called and not is_elsewhere(variable) and self.kept_bytes + size <= self._limit_bytes
 
-    def _keep(self, variable: Any, value: tf.Tensor, size: int) -> None:
-        self._values[variable.number] = value, size
-        self.kept_bytes += size
-        if variable.number not in self._watched:
-            self._watched.add(variable.number)
-            weakref.finalize(variable, self._end_of, variable.number).atexit = False
-
-    def _forget(self, number: int) -> None:
+    def forget(self, number: int) -> None:
+        """Drops the value of the variable of this number, which is gone, or out of `gathered`."""
         _, size = self._values.pop(number, (None, 0))
         self.kept_bytes -= size
-
-    def _end_of(self, number: int) -> None:
-        self._watched.discard(number)
-        self._forget(number)
 
     @contextlib.contextmanager
     def gathered(self, variables: Sequence[Any]) -> Iterator[None]:
@@ -101,7 +91,7 @@ class KeptWeights:
             self._gathered.subtract(numbers)
             for number in new:
                 if not self._gathered[number]:
-                    self._forget(number)
+                    self.forget(number)
 
     def expect_writes(self) -> None:
         """From now on this thread may keep values, no other: it runs what may write."""
@@ -112,7 +102,7 @@ class KeptWeights:
         if rank_program() is None:  # else it is a thread of a rank; that of the run has been noted
             self.expect_writes()
         for dropped in [number] if number is not None else list(self._values):
-            self._forget(dropped)
+            self.forget(dropped)
 
     def drop_at_write(self, number: int | None = None) -> None:
         """Notes that what is traced or runs here writes the variable of this number; None: some or all."""
@@ -135,22 +125,15 @@ def sharded_parameters(what: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
-def tells_of_writes(shard: tf.Variable) -> None:
-    """Makes `shard`, a component of a `ShardedVariable`, tell its strategy's `KeptWeights` of every assignment to it."""
-    watch_writes(shard, _drop_first)
+def watch(variable: Any) -> None:
+    """Makes `variable`, a `ShardedVariable`, tell its strategy's `KeptWeights` of every assignment to a shard, and of its end."""
+    for shard in variable.values:
+        watch_writes(shard, _drop_first)
+    weakref.finalize(variable, variable.distribute_strategy.extended.kept_weights.forget, variable.number).atexit = False
 
 
 def _drop_first(shard: tf.Variable, write: Callable[[], Any]) -> Any:
     whole = shard.handle._distributed_container()
     if whole is not None:
-        kept_weights_of(whole.distribute_strategy).drop_at_write(whole.number)
+        whole.distribute_strategy.extended.kept_weights.drop_at_write(whole.number)
     return write()
-
-
-def kept_weights_of(strategy: tf.distribute.Strategy) -> KeptWeights:
-    """Returns what is kept of the weights of a tfdist strategy.
-
-    The protocol by which variables find it: a tfdist strategy's `extended` has an attribute `kept_weights`.
-    """
-    kept: KeptWeights = strategy.extended.kept_weights
-    return kept

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -91,11 +90,6 @@ class Layout:
     def is_sharded(self) -> bool:
         """Whether some rank stores less than all of the variable."""
         return isinstance(self.data, Shard | Own) or self.is_tensor_sharded or self.pipe_owners is not None
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether each data rank stores a summand of the variable."""
-        return isinstance(self.data, Partial)
 
     @property
     def num_elements(self) -> int:
@@ -188,42 +182,19 @@ class Layout:
         start = min(self.mesh.shard_rank(coordinate) * self.shard_elements, self.local_elements)
         return start, min(start + self.shard_elements, self.local_elements)
 
-    # The reference implementation, in numpy; `ShardedVariable` does the same with tensors and is tested against it.
-
     def shard(self, full: np.ndarray, coordinate: Coordinate) -> np.ndarray:
-        """Returns the component that the rank at `coordinate` stores of the global array `full`; `unshard` inverts it.
+        """Returns the component that the rank at `coordinate` stores of the global array `full`; `assembly.join` inverts it.
 
-        Empty for a rank that another one owns the variable for. Of summands the first data rank's is all of it.
+        Empty for a rank that another one owns the variable for. `packing` does the same with tensors, and is tested against it.
         """
         if not self.stores(coordinate):
             return np.zeros((0,), np.asarray(full).dtype)
         local = np.asarray(full).reshape(self.shape)[self.tensor_slices(coordinate)]
         if self.is_tensor_sharded:
             local = np.pad(local, self.tensor_padding(coordinate))
-        if self.is_partial and coordinate.data:
-            return np.zeros_like(local)
         if not self.is_data_sharded:
             return local.copy()
         start, stop = self.flat_range(coordinate)
         component = np.zeros(self.component_shape, local.dtype)
         component[: stop - start] = local.reshape(-1)[start:stop]
         return component
-
-    def unshard(self, components: Mapping[Coordinate, np.ndarray]) -> np.ndarray:
-        """Returns the global array from the ranks' components; the inverse of `shard`."""
-        pipe = self.first_pipe
-        full = np.empty(self.shape, next(iter(components.values())).dtype)
-        for tensor in range(self.mesh.tensor_parallel_size):
-            local = np.zeros(self.local_elements, full.dtype)
-            data_ranks = range(self.mesh.data_parallel_size if self.is_partial else self.num_shards)
-            for data in data_ranks if self.data_owner is None else [self.data_owner]:
-                coordinate = Coordinate(data, pipe, tensor)
-                component = np.asarray(components[coordinate])
-                if self.is_data_sharded:
-                    start, stop = self.flat_range(coordinate)
-                    local[start:stop] = component[: stop - start]
-                else:
-                    local = component.reshape(-1) + (local if self.is_partial else 0)
-            place = self.tensor_slices(Coordinate(0, pipe, tensor))
-            full[place] = local.reshape(self.local_shape)[tuple(map(slice, full[place].shape))]
-        return full

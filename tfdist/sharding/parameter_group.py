@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tfdist.sharding import keras_scope
+
+Key = TypeVar("Key")
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,16 +63,32 @@ class ParameterGroups:
         layer = _owner(variable, layers)
         if layer is None:
             return ParameterGroup(variable.name.partition("/")[0], [variable])
-        members, filled = _new_members(layer, grouped), _bytes_of(layer)
-        for following in itertools.islice(itertools.dropwhile(lambda known: known is not layer, layers), 1, None):
-            more = _new_members(following, grouped)
-            filled += _bytes_of(following)
-            # A group is gathered once for each dtype in which it is read.
-            alike = getattr(following, "compute_dtype", None) == getattr(layer, "compute_dtype", None)
-            if filled > self._group_bytes or not more or not alike:
-                break
-            members |= more
-        return ParameterGroup(getattr(layer, "name", type(layer).__name__), list(members.values()))
+        following = itertools.islice(itertools.dropwhile(lambda known: known is not layer, layers), 1, None)
+        parameters = [(one, {id(member): member for member in _parameters(one)}) for one in (layer, *following)]
+        sizes = [(one, {key: v.layout.local_elements * v.dtype.size for key, v in own.items()}) for one, own in parameters]
+        known = {key: member for _, own in parameters for key, member in own.items()}
+        members = [known[key] for key in gathered_together(sizes, grouped, self._group_bytes)]
+        return ParameterGroup(getattr(layer, "name", type(layer).__name__), members)
+
+
+def gathered_together(layers: Iterable[tuple[Any, Mapping[Key, int]]], grouped: Collection[Key], group_bytes: int) -> list[Key]:
+    """Returns the keys of the first layer's parameters, and of those of small layers behind it, that are not `grouped` yet.
+
+    Args:
+        layers: layers of a model, in the order in which they made their first parameters, each with the bytes of its own.
+        grouped: the keys of parameters that have a group.
+        group_bytes: as of `ParameterGroups`.
+    """
+    members: dict[Key, None] = {}
+    filled, dtypes = 0, set()
+    for layer, sizes in layers:
+        more = dict.fromkeys(key for key in sizes if key not in grouped)
+        filled += sum(sizes.values())
+        dtypes.add(getattr(layer, "compute_dtype", None))  # a group is gathered once for each dtype in which it is read
+        if members and (filled > group_bytes or not more or len(dtypes) > 1):
+            break
+        members |= more
+    return list(members)
 
 
 def _layers_of(model: Any | None) -> list[Any]:
@@ -92,19 +110,10 @@ def _owner(variable: Any, layers: Sequence[Any]) -> Any | None:
 
 
 def _parameters(layer: Any) -> list[Any]:
-    return [member for member, _, _ in keras_scope.own_variables(layer) if getattr(member, "is_parameter", False)]
-
-
-def _new_members(layer: Any, grouped: dict[int, ParameterGroup]) -> dict[int, Any]:
-    """Returns the parameters of `layer` that have no group yet, by id, and notes on each what its layer knows of it."""
-    found = {}
+    """Returns the parameters of `layer`, and notes on each what its layer knows of it."""
+    found = []
     for member, keras_variable, is_autocast in keras_scope.own_variables(layer):
-        if getattr(member, "is_parameter", False) and id(member) not in grouped:
-            member.is_autocast = is_autocast
-            member.keras_variable = weakref.ref(keras_variable)
-            found[id(member)] = member
+        if getattr(member, "is_parameter", False):
+            member.is_autocast, member.keras_variable = is_autocast, weakref.ref(keras_variable)
+            found.append(member)
     return found
-
-
-def _bytes_of(layer: Any) -> int:
-    return sum(variable.layout.local_elements * variable.dtype.size for variable in _parameters(layer))

@@ -26,7 +26,7 @@ from tfdist.graphs import tape
 from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.placements import Own, Partial, Replicate, Shard
+from tfdist.sharding.placements import Own, Replicate, Shard
 
 _KEPT = "_tfdist_placement"
 
@@ -64,10 +64,8 @@ class PlacementRequest:
         return is_parameter or self.tensor != Replicate() or self.pipe_owners is not None
 
     def layout(self, spec: tf.TensorSpec | tf.Tensor, is_trainable: bool, config: MeshConfig) -> Layout:
-        """Returns the layout of a variable of the shape and dtype of `spec`."""
+        """Returns the layout of a variable of the shape and dtype of `spec`, which is no sum of summands."""
         mesh, shape, is_floating = config.mesh, tuple(spec.shape.as_list()), spec.dtype.is_floating
-        if self.is_partial:
-            return Layout(shape, mesh, data=Partial())
         parameter = self.slot_of
         if parameter is not None:
             if not is_floating or shape != parameter.shape:

@@ -34,7 +34,7 @@ def rank_values(variables: Sequence[Any]) -> list[np.ndarray]:
     """
     cross_replica = cross_replica_of(variables[0].distribute_strategy)
     held = [tf.concat([_flat(variable, index) for variable in variables], 0) for index in range(len(variables[0].values))]
-    if cross_replica is not None and cross_replica.is_multi_worker:
+    if cross_replica.is_multi_worker:
         packed = cross_replica.of_all_ranks(held, "rank_values")[0].numpy()
     else:
         packed = np.stack([one.numpy() for one in held])

@@ -96,7 +96,9 @@ class Recomputation:
         outputs = [output for output in outputs if program.exists_here(output)]
         if tf.compat.v1.get_default_graph() is not program.graph or not outputs:
             return result
-        region = self._region(tape.operations_since(before), outputs)
+        again = [op for op in tape.operations_since(before) if op.name not in self._left_alone and tape.can_be_made_again(op)]
+        kept = {output.name for output in outputs}
+        region = Region(again, [tensor for op in again for tensor in op.outputs if tensor.name not in kept])
         with tape.stop_recording():
             passed = {id(output): tf.identity(output) for output in outputs}
         tape.record_gradient("Recompute", list(passed.values()), outputs, functools.partial(self._repeat, region))
@@ -104,11 +106,6 @@ class Recomputation:
             copy_mask(output, mark_shard(passed[id(output)], shard_of(output)))
         self._regions.append(region)
         return tf.nest.pack_sequence_as(result, [passed.get(id(leaf), leaf) for leaf in leaves], expand_composites=True)
-
-    def _region(self, operations: Sequence[tf.Operation], outputs: Sequence[tf.Tensor]) -> Region:
-        again = [op for op in operations if op.name not in self._left_alone and tape.can_be_made_again(op)]
-        kept = {output.name for output in outputs}
-        return Region(again, [tensor for op in again for tensor in op.outputs if tensor.name not in kept])
 
     def _repeat(self, region: Region, *upstream: Any) -> list[Any]:
         """The tape's way back through a region's results: makes its operations again, once `upstream` is there."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.checkpoint import tensor_callable
 from tensorflow.python.distribute import distribute_lib, values, values_util
 from tensorflow.python.trackable import base as trackable
 
@@ -150,15 +151,12 @@ class PartialSyncOnReadVariable(_WithLayout, values.SyncOnReadVariable):
         last = max(range(len(ranks)), key=lambda index: mesh.coordinate(ranks[index]).pipe)
         return self._values[last].read_value()
 
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
-        (saved,) = super()._gather_saveables_for_checkpoint().values()
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        total = tensor_callable.Callable(self._get_cross_replica, self.dtype, self._primary.device)
+        return {trackable.VARIABLE_VALUE_KEY: total}
 
-        def saveable(name: str = self._common_name) -> Any:
-            found = saved(name)
-            found.restore = lambda tensors, shapes: self._store(tensors[0])  # TensorFlow's divides by the number of ranks
-            return found
-
-        return {trackable.VARIABLE_VALUE_KEY: saveable}
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        return {}  # TensorFlow's would be restored divided by the number of ranks
 
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> tf.Operation:
         """Restores the sum, wherever it is called."""

@@ -13,7 +13,6 @@ optimizer steps, before any other collective, and at the end at the latest.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -27,12 +26,11 @@ from tfdist.placements.eager import EagerFacts
 from tfdist.placements.kinds import Replicate
 from tfdist.sharding import host_lead
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
-from tfdist.sharding.config import MeshConfig
+from tfdist.sharding.config import config_of
 from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_stubs import GradientStubs, Stub
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
-from tfdist.sharding.kept_weights import kept_weights_of
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.nested_tapes import NestedTapes
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
@@ -61,7 +59,7 @@ class UnshardSchedule:
         self._units: list[Unit] = []
         self._live: list[Unit] = []
         self._emitting = self._takes_own = False
-        self._config: MeshConfig | None = None
+        self._config = config_of(tf.distribute.get_strategy())
         self._has_regathered = False
         self._regathering: set[tf.Operation] = set()  # operations of gathers of backward, which their gates alone hold back
         self._differentiated: set[int] = set()
@@ -72,12 +70,11 @@ class UnshardSchedule:
 
     # Forward
 
-    def read(self, variable: Any, config: MeshConfig, dtype: tf.DType) -> tf.Tensor:
+    def read(self, variable: Any, dtype: tf.DType) -> tf.Tensor:
         """Returns the full (local) value of `variable` in `dtype`, gathered with its group, on this rank's tapes."""
         if self._program.is_eager:
-            return self._read_eagerly(variable, config, dtype)
-        self._config = config
-        group = self._program.shared(ParameterGroups, config.group_bytes).group_of(variable)
+            return self._read_eagerly(variable, dtype)
+        group = self._program.shared(ParameterGroups, self._config.group_bytes).group_of(variable)
         compute_dtype = compute_dtype_of(variable, dtype)
         with self._program.outermost():
             for unit in reversed(self._live):
@@ -85,9 +82,9 @@ class UnshardSchedule:
                     return unit.outputs[id(variable)]
             return self._gather(group, compute_dtype).outputs[id(variable)]
 
-    def _read_eagerly(self, variable: Any, config: MeshConfig, dtype: tf.DType) -> tf.Tensor:
+    def _read_eagerly(self, variable: Any, dtype: tf.DType) -> tf.Tensor:
         """Gathers at every read, and reduces the gradient as soon as the tape has it: there is no graph to rewrite."""
-        program, layouts = self._program, [variable.layout]
+        program, config, layouts = self._program, self._config, [variable.layout]
         shard = variable.component(program.rank).value()  # on the tapes that watch the variable
         with tape.stop_recording():
             (full,) = gather_parameters(program, [shard], [variable], f"unshard/{variable.name}", config, dtype)
@@ -122,7 +119,7 @@ class UnshardSchedule:
         self._order.has_written = True
         if self._program.outer is not None:
             self._program.outer.attachment(UnshardSchedule).invalidate()
-        kept_weights_of(tf.distribute.get_strategy()).drop_at_write()
+        tf.distribute.get_strategy().extended.kept_weights.drop_at_write()
 
     def has_gradient(self, variable: Any) -> bool:
         """Whether a tape of this trace was asked for the gradient of `variable`."""
@@ -172,15 +169,6 @@ class UnshardSchedule:
         gathered = gather_group(self._program, variables, shards, unit.compute_dtype, label, self._config)
         return {id(variable): full for variable, full in gathered}
 
-    def stub_of(self, variable: Any, shard: tf.Tensor, summand: tf.Tensor) -> tf.Tensor:
-        """Returns what stands for the gradient of `variable`, of whose sum over the data ranks this rank has `shard`.
-
-        `summand`, of the parameter's shape, is what this rank adds to that sum, where somebody adds up what ranks return.
-        """
-        stub = self._stubs.make(variable, summand)
-        self._stubs.note_reduced(stub, shard)
-        return stub.tensor
-
     def is_of_sums(self, gradient: tf.Tensor) -> bool:
         """Whether `gradient` is computed from what a tape has returned: it is then whole, and the same on all ranks."""
         self.flush(below := self._stubs.below(gradient))
@@ -217,9 +205,7 @@ class UnshardSchedule:
         program = rank_program()
         here = program.here() if program is not None else None
         if here is not None and here is not self._program:
-            schedule = here.attachment(UnshardSchedule)
-            schedule._config = self._config
-            return schedule._on_gradient(unit, variable, upstream)
+            return here.attachment(UnshardSchedule)._on_gradient(unit, variable, upstream)
         full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
         full.set_shape(variable.layout.local_shape)
         if tape.in_vectorized_map() or in_loop(self._program.graph):
@@ -323,15 +309,12 @@ class UnshardSchedule:
 
     def _regathers(self, uses: dict[int, list[Reader]], numbers: dict[str, int]) -> list[Regather]:
         places = {index: {numbers[reader.operation.name] for reader in readers} for index, readers in uses.items()}
-        regathers = [Regather(index, tuple(sorted(found))) for index, found in places.items()]
-        if regathers and not self._has_regathered:
+        if places and not self._has_regathered:
             self._has_regathered = True
-            first = min(regathers, key=lambda regather: min(regather.uses))
-            if first.unit == len(self._units) - 1:
-                # Gathered last and needed first: the forward copy is still there and serves backward.
-                self._units[first.unit].is_kept = True
-                regathers[regathers.index(first)] = dataclasses.replace(first, is_kept=True)
-        return regathers
+            first = min(places, key=lambda index: min(places[index]))
+            # Gathered last and needed first: the forward copy is still there and serves backward.
+            self._units[first].is_kept = first == len(self._units) - 1
+        return [Regather(index, tuple(sorted(found)), self._units[index].is_kept) for index, found in places.items()]
 
     def _start_of_backward(self, uses: dict[int, list[Reader]], numbers: dict[str, int]) -> list[tf.Operation]:
         """Returns the operations whose results the first backward reader of a parameter needs besides the parameter."""

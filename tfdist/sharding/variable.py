@@ -9,19 +9,17 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.checkpoint import tensor_callable
 from tensorflow.python.distribute import distribute_lib, values, values_util
 from tensorflow.python.trackable import base as trackable
-from tensorflow.python.training.saving import saveable_object
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, Where, current_program, nested_functions, rank_program, where
 from tfdist.graphs import tape
-from tfdist.sharding import keras_scope, packing
+from tfdist.sharding import kept_weights, keras_scope, packing
 from tfdist.sharding.as_number import AsNumber
 from tfdist.sharding.assembly import assemble, is_elsewhere
-from tfdist.sharding.config import config_of
 from tfdist.sharding.held_parameters import HeldParameters
-from tfdist.sharding.kept_weights import kept_weights_of, tells_of_writes
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.slot_reads import SlotReads
 from tfdist.sharding.unshard import UnshardSchedule
@@ -80,8 +78,8 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         self._ranks = tuple(ranks)
         self._full_shape = tf.TensorShape(layout.shape)
         super().__init__(strategy, components, aggregation)
-        for component in components if is_parameter else ():
-            tells_of_writes(component)
+        if is_parameter:
+            kept_weights.watch(self)
         layer = keras_scope.current_layer()
         self.maker: Callable[[], Any] = (lambda: None) if layer is None else weakref.ref(layer)
 
@@ -154,7 +152,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
             return self._local_component()
         held = program.attachment(HeldParameters)
         reader = held if held.is_open else program.attachment(UnshardSchedule)
-        return reader.read(self, config_of(self._distribute_strategy), dtype)
+        return reader.read(self, dtype)
 
     def _check_is_here(self, program: RankProgram) -> None:
         """Raises NotHereError on a rank that stores nothing of the variable, nor can gather it from its data and tensor peers."""
@@ -168,7 +166,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         """Returns the full value, to gradient tapes a read of this variable. See `assemble`."""
         if len(self._values) > 1:
             nested_functions.check_not_compiled(f"The variable {self.name!r}, of which several devices have a part, is read")
-        full = kept_weights_of(self._distribute_strategy).read(self, assemble)
+        full = self._distribute_strategy.extended.kept_weights.read(self, assemble)
         return full if where() is Where.SYMBOLIC_BUILD else tape.read_of(self, full)
 
     def __getattr__(self, name: str) -> Any:
@@ -198,13 +196,6 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
 
     def _dense_var_to_tensor(self, dtype: Any = None, name: str | None = None, as_ref: bool = False) -> tf.Tensor:
         return tf.convert_to_tensor(self._read(), dtype=dtype, name=name)
-
-    def sparse_read(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        """Reads rows, as `tf.nn.embedding_lookup` does."""
-        return tf.gather(self.read_value(), indices, name=name)
-
-    def gather_nd(self, indices: tf.Tensor, name: str | None = None) -> tf.Tensor:
-        return tf.gather_nd(self.read_value(), indices, name=name)
 
     @property
     def handle(self) -> tf.Tensor:
@@ -273,8 +264,13 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
 
     # Saving
 
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Callable[..., Any]]:
-        return {trackable.VARIABLE_VALUE_KEY: lambda name=self._common_name: _ShardedSaveable(self, name)}
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        """A checkpoint has the full variable, so that any other program can restore it, and the reverse."""
+        whole = tensor_callable.Callable(lambda: assemble(self), self.dtype, self._primary.device)
+        return {trackable.VARIABLE_VALUE_KEY: whole}
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        return {}  # the base class's would save one shard; now an old `Saver`, too, serializes to tensors
 
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> tf.Operation:
         """Restores every rank's shard, wherever it is called.
@@ -299,17 +295,3 @@ def read_if_sharded(value: Any) -> Any:
     """Returns what a sharded variable, of Keras or TensorFlow, reads as here; anything else as it is."""
     stored = value._value if isinstance(value, keras.Variable) else value
     return tf.convert_to_tensor(value) if isinstance(stored, ShardedVariable) else value
-
-
-class _ShardedSaveable(saveable_object.SaveableObject):
-    """Saves a sharded variable as the full one, so that any other program can restore it, and the reverse."""
-
-    def __init__(self, variable: ShardedVariable, name: str):
-        self._variable = variable
-        spec = saveable_object.SaveSpec(
-            tensor=lambda: assemble(variable), slice_spec="", name=name, dtype=variable.dtype, device=variable._primary.device
-        )
-        super().__init__(spec.tensor, [spec], name)
-
-    def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: Any) -> tf.Operation:
-        return self._variable._restore_from_tensors({trackable.VARIABLE_VALUE_KEY: restored_tensors[0]})

@@ -31,21 +31,10 @@ class ZeroPlacements:
         """Returns the part of the full tensor that one rank holds, `kind` being a field's name."""
         return 1 / data_parallel_size if isinstance(getattr(self, kind), Shard) else 1.0
 
-    def bytes_per_parameter(self, data_parallel_size: int, num_slots: int = 2, itemsize: int = 4) -> float:
-        """Returns bytes of model state per parameter and rank, without padding.
-
-        Args:
-            data_parallel_size: N.
-            num_slots: optimizer slots per parameter (Adam: 2).
-            itemsize: bytes of one element.
-        """
-        weights = {"parameter": 1, "gradient": 1, "optimizer_state": num_slots}
-        return itemsize * sum(count * self.fraction(kind, data_parallel_size) for kind, count in weights.items())
-
-    @property
-    def traffic(self) -> int:
-        """Elements moved per parameter, rank and step, up to the factor (N-1)/N: 2 for stages 0-2, 3 for stage 3."""
-        return 3 if isinstance(self.parameter, Shard) else 2
+    def bytes_per_parameter(self, data_parallel_size: int) -> float:
+        """Returns bytes of model state per parameter and rank, without padding, of Adam in float32."""
+        sizes = {"parameter": 4, "gradient": 4, "optimizer_state": 8}
+        return sum(size * self.fraction(kind, data_parallel_size) for kind, size in sizes.items())
 
 
 ZERO_STAGES = {

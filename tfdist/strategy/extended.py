@@ -55,8 +55,6 @@ class ShardedExtendedMixin(VariableCreation):
         self.kept_weights = KeptWeights(sharding.kept_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
-        if not self.communicator.is_multi_worker:
-            self._check_compression()
         self.draws_unsaved = False  # whether a step draws from what no backup has
         # Those that were built for its variables: of each, how many steps are known to be behind it (`checkpoint.unsaved`).
         self.optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -285,4 +283,5 @@ class ShardedMirroredExtended(ShardedExtendedMixin, mirrored_strategy.MirroredEx
         strategy._collective_key_base = 1000 * next(self._next_key_base)
         mesh = sharding.mesh
         self._setup(sharding, communicator or Communicator(mesh, choose_transport(mesh.devices)))
+        self._check_compression()
         super().__init__(strategy, devices=self._local_devices(), cross_device_ops=self._get_cross_device_ops(None))

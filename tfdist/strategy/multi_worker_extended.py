@@ -15,7 +15,6 @@ from tfdist.collectives import (
     CollectivePlan,
     Communicator,
     PlanAgreement,
-    choose_transport,
     connect_shared_memory,
     find_member_orders,
     make_groups,
@@ -31,32 +30,25 @@ from tfdist.strategy.extended import ShardedExtendedMixin
 class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_strategy.CollectiveAllReduceExtended):
     """The devices of all workers; `_worker_devices` are this worker's.
 
-    Without a `cluster` there is one worker, and no server; `server_runs` where this process has become a worker for an earlier
-    strategy.
+    `server_runs` where this process has become a worker for an earlier strategy.
     """
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
         sharding: MeshConfig,
-        cluster: Cluster | None,
+        communicator: Communicator,
+        cluster: Cluster,
         cluster_resolver: Any,
         communication_options: Any,
         server_runs: bool,
     ):
         self._cluster = cluster
-        self._agreement: PlanAgreement | None = None
-        mesh = sharding.mesh
-        here, workers = (cluster.worker_index, cluster.num_workers) if cluster else (0, 1)
-        each = mesh.world_size // workers
-        implementation = communication_options.implementation
-        self._implementation = getattr(implementation, "value", implementation)
-        transport = choose_transport(mesh.devices, self._implementation, workers > 1)
-        self._setup(sharding, Communicator(mesh, transport, range(here * each, (here + 1) * each)))
+        self._setup(sharding, communicator)
         self._std_server_started = server_runs
         super().__init__(strategy, cluster_resolver, communication_options)
 
-    def connect(self, store: Coordination, timeout_seconds: float) -> None:
+    def connect(self, store: Coordination, timeout_seconds: float, shares_memory: bool) -> None:
         """Once all workers have met: chooses the groups' transports, and lets traced steps and datasets be compared."""
         self._coordination = store
         self._compared_datasets = itertools.count()
@@ -67,8 +59,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         mesh = self.communicator.mesh
         if are_cpus(mesh.devices):
             message_axis = "pipe" if mesh.pipeline_parallel_size > 1 else None
-            is_wanted = self._implementation != "RING"
-            connect_shared_memory(self.communicator, store, timeout_seconds, is_wanted=is_wanted, message_axis=message_axis)
+            connect_shared_memory(self.communicator, store, timeout_seconds, is_wanted=shares_memory, message_axis=message_axis)
         self._check_compression()
 
     # Devices
@@ -83,12 +74,6 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         config.experimental.collective_nccl = self.communicator.transport is NCCL
         return config
 
-    def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
-        if self._cluster is None:
-            self._initialize_local(cluster_resolver, devices=self._local_devices())
-        else:
-            self._initialize_multi_worker(cluster_resolver)
-
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         devices = self._local_devices()
         return tuple(devices), tf.DeviceSpec.from_string(devices[0]).device_type
@@ -96,8 +81,6 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     # Variables
 
     def _share_initial_value(self, kwargs: dict[str, Any], layout: Layout | None) -> None:
-        if not self.cross_replica.is_multi_worker:
-            return
         owners = layout.pipe_owners if layout is not None else None
         value = self._initial_spec(kwargs, owners)
         spec = f"{value.dtype.name}{value.shape.as_list()}"
@@ -112,18 +95,12 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         elif isinstance(value, tf.Tensor):
             kwargs["initial_value"] = self.cross_replica.from_first_owner(value, owners)
 
-    def _get_variable_creator_initial_value(self, replica_id: int, device: str, primary_var: Any, **kwargs: Any) -> Any:
-        # Shared already, by `_share_initial_value`: on this worker it only has to be copied to the other devices.
-        mirrored = mirrored_strategy.MirroredExtended._get_variable_creator_initial_value
-        if replica_id == 0:
-            return kwargs["initial_value"]
-        return mirrored(self, replica_id=replica_id, device=device, primary_var=primary_var, **kwargs)
+    # Shared already, by `_share_initial_value`: on this worker it only has to be copied to the other devices.
+    _get_variable_creator_initial_value = mirrored_strategy.MirroredExtended._get_variable_creator_initial_value
 
     # Running
 
     def _check_agreement(self, plan: CollectivePlan) -> None:
-        if self._agreement is None:
-            return
         self._agreement.check(plan)
         if self.communicator.transport is NCCL:
             make_groups(self.communicator, plan)
@@ -132,10 +109,6 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         reduce_op = sums_again.as_reduced(reduce_op, self.one_per_replica(value), self._container_strategy())
-        if not self.cross_replica.is_multi_worker:
-            return mirrored_strategy.MirroredExtended._reduce_to(
-                self, reduce_op, self.one_per_replica(value), destinations, options
-            )
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if isinstance(value, values.Mirrored) and mean:
             return value
@@ -146,10 +119,6 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         return self._everywhere(self.cross_replica.all_reduce(parts, "mean" if mean else "sum"), destinations)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        if not self.cross_replica.is_multi_worker:
-            return mirrored_strategy.MirroredExtended._gather_to_implementation(
-                self, self.one_per_replica(value), destinations, axis, options
-            )
         parts = self._parts(value)
         if parts is None:
             parts = [tf.convert_to_tensor(value)] * len(self.worker_devices)
@@ -171,8 +140,6 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
 
     def _experimental_distribute_dataset(self, dataset: tf.data.Dataset, options: Any) -> Any:
         """As on one machine, after a comparison of the workers' datasets."""
-        if not self.cross_replica.is_multi_worker:
-            return super()._experimental_distribute_dataset(dataset, options)
         if tf.executing_eagerly():
             self._check_same_data(dataset)
         dataset = parts.of_known_length(dataset)
@@ -196,10 +163,10 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
 
     @property
     def names_of_processes(self) -> tuple[str, ...]:
-        return tuple(map(str, self._cluster.tasks)) if self._cluster else ("this process",)
+        return tuple(map(str, self._cluster.tasks))
 
     def tell_all(self, what: str, value: str) -> list[str]:
-        if not self.cross_replica.is_multi_worker or not tf.executing_eagerly():
+        if not tf.executing_eagerly():
             return [value] * self.num_processes
         return self._coordination.meet(what, value, self._timeout_seconds)
 

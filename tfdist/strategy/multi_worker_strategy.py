@@ -10,11 +10,12 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import abort_shared_memory
+from tfdist.collectives import Communicator, abort_shared_memory, choose_transport
 from tfdist.compression import Compressor
 from tfdist.mesh import worker_devices
 from tfdist.runtime import Cluster, Coordination, FailureWatch, Watched, coordination, read_cluster, share_cores
 from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
+from tfdist.strategy.extended import ShardedMirroredExtended
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
 from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, takes_settings
 
@@ -109,41 +110,51 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         config = dataclasses.replace(config, bucket_bytes=options.bytes_per_pack or config.bucket_bytes)
         hosts = [host for host in cluster.hosts for _ in range(number)] if cluster else []
         self._sharding_config = MeshConfig.over(devices, config, hosts)
+        resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        implementation = getattr(options.implementation, "value", options.implementation)
+        transport = choose_transport(self.mesh.devices, implementation, cluster is not None)
+        # Not MultiWorkerMirroredStrategy.__init__, which makes its own extended.
+        if cluster is None:
+            extended = ShardedMirroredExtended(self, self._sharding_config, Communicator(self.mesh, transport))
+            extended._cluster_resolver = resolver  # where `self.cluster_resolver` looks for it
+            tf.distribute.Strategy.__init__(self, extended)
+            return
+        first = cluster.worker_index * number
+        communicator = Communicator(self.mesh, transport, range(first, first + number))
         serial = next(self._serials)
         self._collective_key_base = 1000 * serial
-        server_runs = cluster is not None and coordination.is_started()
+        server_runs = coordination.is_started()
         if server_runs and MultiWorkerShardedStrategy._watch is None:
             raise errors.runtime_error(
                 "Another strategy, such as `tf.distribute.MultiWorkerMirroredStrategy`, has made this process a worker already: "
                 "its servers have other settings, and nobody watches the other workers.",
                 fix="Make the tfdist strategy first; another strategy may be made after it.",
             )
-        resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        watch = FailureWatch(cluster, abort_shared_memory, peer_timeout_seconds) if cluster and not server_runs else None
+        watch = None if server_runs else FailureWatch(cluster, abort_shared_memory, peer_timeout_seconds)
         try:
             if watch is not None:
                 coordination.configure(cluster, rendezvous_timeout_seconds, peer_timeout_seconds)
                 watch.start(rendezvous_timeout_seconds)
                 MultiWorkerShardedStrategy._watch = watch
             with coordination.starting_servers():
-                extended = ShardedCollectiveExtended(self, self._sharding_config, cluster, resolver, options, server_runs)
+                extended = ShardedCollectiveExtended(
+                    self, self._sharding_config, communicator, cluster, resolver, options, server_runs
+                )
         except (tf.errors.OpError, TimeoutError) as error:
             if watch is not None:
                 watch.close()
             raise RuntimeError(_not_met(cluster, rendezvous_timeout_seconds, str(error).splitlines()[0])) from error
         if watch is not None:
             watch.servers_run = True
-        # Not MultiWorkerMirroredStrategy.__init__, which makes its own extended.
         tf.distribute.Strategy.__init__(self, extended)
-        if cluster is not None:
-            self._meet(f"strategy_{serial}", rendezvous_timeout_seconds)
+        self._meet(f"strategy_{serial}", rendezvous_timeout_seconds, shares_memory=implementation != "RING")
 
     @property
     def cluster(self) -> Cluster | None:
         """The workers; None for a job of one."""
         return self._cluster
 
-    def _meet(self, name: str, timeout_seconds: float) -> None:
+    def _meet(self, name: str, timeout_seconds: float, shares_memory: bool) -> None:
         """Waits for all workers, compares their settings, and starts to watch them."""
         watch = MultiWorkerShardedStrategy._watch
         communicator = self.extended.communicator
@@ -166,7 +177,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
                         fix="Start the same program with the same arguments, and as many devices, on every worker.",
                     )
         coordination.seed_if_unseeded()
-        self.extended.connect(self._coordination, self._step_timeout_seconds)
+        self.extended.connect(self._coordination, self._step_timeout_seconds, shares_memory)
 
     def _settings(self) -> dict[str, Any]:
         config, mesh = self._sharding_config, self.mesh

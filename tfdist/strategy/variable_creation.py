@@ -46,10 +46,9 @@ class VariableCreation(_Extended):
         if layout is None or not is_slot:
             self._share_initial_value(kwargs, layout)
         if layout is None:
-            made = super()._create_variable(next_creator, **kwargs)
-            self._check_compressible(made, is_slot)
-            return with_layout(made, self._sharding.mesh, request.is_of_metric)
-        made = self._create_sharded(next_creator, layout, is_slot, kwargs)
+            made = with_layout(super()._create_variable(next_creator, **kwargs), self._sharding.mesh, request.is_of_metric)
+        else:
+            made = self._create_sharded(next_creator, layout, is_slot, kwargs)
         self._check_compressible(made, is_slot)
         return made
 

@@ -337,16 +337,10 @@ def _split(gradients: Sequence[Any], count: int, bucket_bytes: int | None) -> li
     buckets = [list(range(len(gradients)))] if bucket_bytes is None else assign_buckets(sizes, bucket_bytes)
     if len(buckets) < count:  # the last ones are cut in more: what is sent before a step's end has less to pass behind
         pieces = [count * (place + 1) // len(buckets) - count * place // len(buckets) for place in range(len(buckets))]
-        runs = [run for bucket, number in zip(buckets, sorted(pieces), strict=True) for run in _even_runs(bucket, number)]
+        runs = [run for bucket, number in zip(buckets, sorted(pieces), strict=True) for run in host_lead.in_parts(bucket, number)]
     else:
-        runs = [list(itertools.chain(*several)) for several in _even_runs(buckets, count)]
+        runs = [list(itertools.chain(*several)) for several in host_lead.in_parts(buckets, count)]
     return [tf.nest.flatten([gradients[place] for place in run], expand_composites=True) for run in runs]
-
-
-def _even_runs(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """Returns `items` in at most `count` runs of about as many, none empty."""
-    bounds = [len(items) * place // count for place in range(count + 1)]
-    return [items[start:stop] for start, stop in itertools.pairwise(bounds) if start < stop]
 
 
 def ends_of(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
