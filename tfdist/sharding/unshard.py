@@ -77,7 +77,7 @@ class UnshardSchedule:
         if self._program.is_eager:
             return self._read_eagerly(variable, config, dtype)
         self._config = config
-        group = self._program.shared(ParameterGroups, config.group_bytes).group_of(variable)
+        group = self._program.plan.attachment(ParameterGroups, config.group_bytes).group_of(variable)
         compute_dtype = compute_dtype_of(variable, dtype)
         with self._program.outermost():
             for unit in reversed(self._live):

@@ -90,7 +90,7 @@ class OrderedMessages(KernelMessages):
         pair = (min(source, destination), max(source, destination))
         key = program.begin("send", x, pair, label, source, rows=rows)
         arguments = kernel_arguments(program, self._hint, 2, program.communicator.group_key(pair), key)
-        return functools.partial(by_sum, arguments={**arguments, "ordering_token": [program.token()]})
+        return functools.partial(by_sum, arguments={**arguments, "ordering_token": [program.turn(pair, key)]})
 
 
 def _as(x: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
