@@ -238,7 +238,7 @@ def test_a_worker_that_traces_nothing_is_named():
 
 def test_a_worker_that_does_something_else_is_named():
     def elsewhere(agreement):
-        agreement._coordination.meet("the creation of a variable", "float32[3]", 5.0)
+        agreement.coordination.meet("the creation of a variable", "float32[3]", 5.0)
 
     errors = compare([lambda a: a.check(plan(0, *SAME)), lambda a: a.check(plan(1, *SAME)), elsewhere])
     assert "worker 2 (host2:1) is at the creation of a variable float32[3]" in errors[0]

@@ -75,8 +75,8 @@ CASES = {
     "slow": (machine(speed=20.0), "all_reduce moves 20 GB/s over NV18 (NVLink), of which 450 GB/s is said", "NCCL_P2P_LEVEL"),
     "slow network": (machine(speed=2.0, hosts=("a", "b")), "all_reduce moves 2 GB/s", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"),
     "no shared memory": (
-        machine(reason="the workers could not share memory (0 bytes are free in /dev/shm)", transport="ring"),
-        "--shm-size",
+        machine(reason="the workers could not share memory (they see no /dev/shm in common)", transport="ring"),
+        "--ipc",
     ),
     "unlike": (machine(devices=[gpu(0), gpu(1, card="A100", compute_capability="8.0")]), "The cards differ (A100, H100)"),
     "old": (machine(devices=[gpu(i, compute_capability="7.5") for i in range(2)]), "7.5 has no bfloat16: use mixed_float16"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -23,6 +24,7 @@ from tfdist.runtime import Coordination
 Chains = Mapping[int, Sequence[Ranks]]  # by rank, the groups of its collectives, in order
 
 
+@dataclasses.dataclass(eq=False)
 class PlanAgreement:
     """Compares the plans of one strategy over its workers, and finds ranks that would wait for each other (see `circles`).
 
@@ -31,15 +33,12 @@ class PlanAgreement:
     looked at beside what the others have written the first time. The communicator's `instance_keys` must agree, too.
     """
 
-    def __init__(
-        self, coordination: Coordination, instance_keys: InstanceKeys, timeout_seconds: float, ranks_per_worker: int = 1
-    ):
-        self._coordination = coordination
-        self._instance_keys = instance_keys
-        self._timeout_seconds = timeout_seconds
-        self._ranks_per_worker = ranks_per_worker
-        # By the digest of what is compared: its place, the same on all workers, and the other workers' chains.
-        self._known: dict[str, tuple[int, Chains]] = {}
+    coordination: Coordination
+    instance_keys: InstanceKeys
+    timeout_seconds: float
+    ranks_per_worker: int
+    # By the digest of what is compared: its place, the same on all workers, and the other workers' chains.
+    _known: dict[str, tuple[int, Chains]] = dataclasses.field(default_factory=dict, init=False)
 
     def check(self, plan: CollectivePlan) -> None:
         """Compares `plan` with the other workers' plans of this moment.
@@ -70,24 +69,24 @@ class PlanAgreement:
 
         Of workers that run the same one is enough: in the others the same stands before the same.
         """
-        here = self._coordination.cluster.worker_index
+        here = self.coordination.cluster.worker_index
         names, numbers = _numbered(chains)
         # Workers that share all other groups are told apart by the ranks in groups of their own.
-        first = here * self._ranks_per_worker
+        first = here * self.ranks_per_worker
         alike = [ranks if json.dumps(ranks) in groups else ["own", *(rank - first for rank in ranks)] for ranks in names]
         mine = _digest([digest, alike, numbers])
         # Before the digest: who reads a digest finds the text.
-        self._coordination.put(f"plan/{place}/{here}", _packed([groups, notes, names, numbers]))
-        digests = self._coordination.meet("a training, test or predict step", mine, self._timeout_seconds)
+        self.coordination.put(f"plan/{place}/{here}", _packed([groups, notes, names, numbers]))
+        digests = self.coordination.meet("a training, test or predict step", mine, self.timeout_seconds)
         others: dict[int, list[Ranks]] = {}
         for theirs in dict.fromkeys(digests):
             if theirs != mine:
                 index = digests.index(theirs)
-                text = self._coordination.get(f"plan/{place}/{index}", self._timeout_seconds)
+                text = self.coordination.get(f"plan/{place}/{index}", self.timeout_seconds)
                 their_groups, their_notes, their_names, their_numbers = _unpacked(text)
                 self._compare([groups, notes], [their_groups, their_notes], index)
                 their_names = [tuple(ranks) for ranks in their_names]
-                for rank, chain in enumerate(their_numbers, index * self._ranks_per_worker):
+                for rank, chain in enumerate(their_numbers, index * self.ranks_per_worker):
                     others[rank] = [their_names[number] for number in chain]
         return others
 
@@ -99,44 +98,42 @@ class PlanAgreement:
         waiting = ranks_in_circles(chains)
         if not waiting:
             return
-        mine, tasks = plan.chains(), self._coordination.cluster.tasks
+        mine, tasks = plan.chains(), self.coordination.cluster.tasks
         places = ", ".join(
-            f"rank {rank} ({tasks[rank // self._ranks_per_worker]}) in "
+            f"rank {rank} ({tasks[rank // self.ranks_per_worker]}) in "
             + (mine[rank][place].name if rank in mine else f"one of {list(chains[rank][place])}")
             for rank, place in sorted(waiting.items())
         )
-        self._coordination.fail(f"Ranks would wait for each other for ever: {places}.", fix=ONE_ORDER)
+        self.coordination.fail(f"Ranks would wait for each other for ever: {places}.", fix=ONE_ORDER)
 
     def _entry(self, record: CollectiveRecord) -> list[Any]:
         shape = [-1 if size is None else size for size in record.shape]
-        return [record.op, shape, record.dtype, record.source, self._instance_keys.key(record), record.label]
+        return [record.op, shape, record.dtype, record.source, self.instance_keys.key(record), record.label]
 
     def _compare(self, mine: list[Any], theirs: list[Any], other: int) -> None:
         """Raises for the first difference in a group that both workers have a part in, or in the notes."""
         (groups, notes), (other_groups, other_notes) = mine, theirs
-        here, there = self._coordination.cluster.task, self._coordination.cluster.tasks[other]
+        here, there = self.coordination.cluster.task, self.coordination.cluster.tasks[other]
         for ranks in dict.fromkeys([*groups, *other_groups]):
             own, others = groups.get(ranks, []), other_groups.get(ranks, [])
-            workers = {rank // self._ranks_per_worker for rank in json.loads(ranks)}
-            if not {self._coordination.cluster.worker_index, other} <= workers:
+            workers = {rank // self.ranks_per_worker for rank in json.loads(ranks)}
+            if not {self.coordination.cluster.worker_index, other} <= workers:
                 continue
             place = first_difference(own, others)
             if place is not None:
-                self._coordination.fail(
+                self.coordination.fail(
                     f"Workers run different programs: collective {place} of ranks {ranks} is {_described(own, place)} on {here}, "
                     f"but {_described(others, place)} on {there}. Run so, both would hang."
                 )
         for note, other_note in itertools.zip_longest(notes, other_notes, fillvalue="missing"):
             if note != other_note:
-                self._coordination.fail(f"Workers run different programs: {note} on {here}, but {other_note} on {there}.")
+                self.coordination.fail(f"Workers run different programs: {note} on {here}, but {other_note} on {there}.")
 
 
 def first_difference(mine: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> int | None:
     """Returns the first place at which two sequences of entries differ (labels, which come last, do not count), or None."""
-    for place, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-        if list(one[:-1]) != list(other[:-1]):
-            return place
-    return None if len(mine) == len(theirs) else min(len(mine), len(theirs))
+    pairs = enumerate(itertools.zip_longest(mine, theirs, fillvalue=()))
+    return next((place for place, (one, other) in pairs if list(one[:-1]) != list(other[:-1])), None)
 
 
 def _described(entries: Sequence[Sequence[Any]], place: int) -> str:

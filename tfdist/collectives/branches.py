@@ -70,7 +70,7 @@ class Selection:
                 if op.type in tape.BRANCHES and op.inputs[0].name == self._selector.name
             )
             operation._update_input(0, self._agreed)
-            self._root.shared(SharedResources).check(operation, self._root)
+            self._root.plan.attachment(SharedResources).check(operation, self._root)
         return result
 
     def _traced(self, function: Callable[[], Any]) -> Callable[[], Any]:

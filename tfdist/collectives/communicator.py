@@ -15,8 +15,6 @@ from tfdist.collectives.plan import CollectivePlan, Ranks
 from tfdist.mesh import DATA_AXES, MESH_AXES, DeviceMesh
 
 if TYPE_CHECKING:
-    from tfdist.collectives.transports.chunked import Chunked
-    from tfdist.collectives.transports.kernels import Kernels
     from tfdist.collectives.transports.transport import MessageTransport, Transport
 
 # Room for all pairs of 350 ranks, twice; keys are int32, so that a process may have 8,000 communicators.
@@ -45,7 +43,7 @@ class Communicator:
     def __init__(
         self,
         mesh: DeviceMesh,
-        transport: Kernels | Chunked,
+        transport: Transport,
         local_ranks: Sequence[int] | None = None,
         absent_ranks: Sequence[int] = (),
     ):

@@ -47,7 +47,7 @@ class CrossReplica:
             reduced = reduced / tf.cast(len(ranks), value.dtype) if reduce_op == "mean" else reduced
             return _of_last_pipe_rank(program, reduced, label)
 
-        return self.call(("all_reduce", reduce_op, label), lambda p, v: _carried(emit, p, v), values)
+        return self.call(("all_reduce", reduce_op, label), emit, values)
 
     def all_gather(self, values: Sequence[tf.Tensor], axis: int = 0, label: str = "gather") -> list[tf.Tensor]:
         """Concatenates over the data axis, in rank order, along `axis`, which may differ in length.
@@ -63,7 +63,7 @@ class CrossReplica:
             gathered = ops.all_gather_uneven(program, swapped, program.group_ranks("data"), "data", label)
             return tf.transpose(gathered, axes) if axis else gathered
 
-        return self.call(("all_gather", axis, label), lambda p, v: _carried(emit, p, v), values)
+        return self.call(("all_gather", axis, label), emit, values)
 
     def of_all_ranks(self, values: Sequence[tf.Tensor], label: str = "ranks") -> list[tf.Tensor]:
         """Stacks the values of all ranks, along every axis of the mesh, in rank order: (world_size, ...)."""
@@ -74,13 +74,13 @@ class CrossReplica:
                 stacked = group_ops.all_gather(program, stacked, program.group_ranks(mesh_axis), label)
             return stacked
 
-        return self.call(("of_all_ranks", label), lambda p, v: _carried(emit, p, v), values)
+        return self.call(("of_all_ranks", label), emit, values)
 
     def sum_over_workers(self, value: tf.Tensor, label: str = "reduce/workers") -> tf.Tensor:
         """Sums one `value` per worker over the workers; returns it on this one."""
         members = self._communicator.first_ranks
         emit = functools.partial(group_ops.all_reduce, ranks=members, reduce_op="sum", label=label)
-        return self.call(("workers", label), lambda p, v: _carried(emit, p, v), [value], members, name=label)[0]
+        return self.call(("workers", label), emit, [value], members, name=label)[0]
 
     def from_chief(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the first worker's `value` on every worker; the others give one of the same shape and dtype."""
@@ -89,7 +89,7 @@ class CrossReplica:
         def emit(program: RankProgram, value: tf.Tensor) -> tf.Tensor:
             return group_ops.broadcast(program, value, value.shape, members, members[0], "broadcast/chief")
 
-        return self.call("from_chief", lambda p, v: _carried(emit, p, v), [value], members)[0]
+        return self.call("from_chief", emit, [value], members)[0]
 
     def from_first_owner(self, value: tf.Tensor, pipe_ranks: Sequence[int]) -> tf.Tensor:
         """Returns the `value` of the first of the ranks at the coordinates `pipe_ranks` of "pipe", on every worker that has one.
@@ -108,7 +108,7 @@ class CrossReplica:
                     value = group_ops.broadcast(program, value, value.shape, pair, firsts[0], "broadcast/owner")
             return value
 
-        return self.call(("from_first_owner", tuple(firsts)), lambda p, v: _carried(emit, p, v), [value], firsts)[0]
+        return self.call(("from_first_owner", tuple(firsts)), emit, [value], firsts)[0]
 
     def call(
         self, key: Hashable, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None = None, name: str = ""
@@ -136,7 +136,7 @@ class CrossReplica:
         for rank, value in zip(ranks, values, strict=True):
             program = RankProgram(communicator, rank, tf.compat.v1.get_default_graph(), plan, [value])
             with tf.device(program.device):
-                result = emit(program, value)
+                result = _carried(emit, program, value)
                 ended = program.close(result)
                 if ended:  # code outside replicas may stop the graph: when no worker has data any more
                     with tf.control_dependencies(ended):

@@ -94,17 +94,17 @@ class EagerProgram(RankProgram):
             for call in calls:
                 call.is_done = True
             return
-        served = False
+        come: dict[Ranks, list[_Call]] = {}
         for call in waiting:
-            members = [other for other in waiting if other.record.ranks == call.record.ranks]
-            here = [rank for rank in self.communicator.local_ranks if rank in call.record.ranks]
-            if not call.is_done and len(members) == len(here):
-                values = [member.value for member in members]
-                results = self._cross_replica.call(call.key, call.emit, values, call.record.ranks)
-                for member, result in zip(members, results, strict=True):
-                    member.result, member.is_done = result, True
-                served = True
-        if not served:
+            come.setdefault(call.record.ranks, []).append(call)
+        local_ranks = set(self.communicator.local_ranks)
+        complete = [members for ranks, members in come.items() if len(members) == len(local_ranks.intersection(ranks))]
+        for members in complete:
+            call, given = members[0], [member.value for member in members]
+            results = self._cross_replica.call(call.key, call.emit, given, call.record.ranks)
+            for member, result in zip(members, results, strict=True):
+                member.result, member.is_done = result, True
+        if not complete:
             stuck = {call.rank: call.record for call in waiting}
             raise errors.runtime_error(
                 f"Ranks wait for each other in vain: {stuck}; the others have returned.",

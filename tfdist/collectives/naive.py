@@ -1,14 +1,8 @@
 """The all-reduce that needs no idea: everybody sends to one master, which adds up and sends back.
 
-Kept because it explains the ring. With S bytes and N ranks the master receives (N-1) S and sends (N-1) S: its link carries
-2 (N-1) S bytes, growing with N, while the others' links idle. The ring splits S in N pieces and keeps every link busy: each rank
-sends 2 S (N-1)/N bytes, less than 2 S for every N.
-
-        naive                            ring
-        1 ──S──▶ 0 ◀──S── 2              0 ──S/N──▶ 1
-                 ▲                       ▲          │      2 (N-1) such steps
-                 S                      S/N        S/N
-                 3                       3 ◀──S/N── 2
+Kept because it explains the ring (docs/concepts.md). With S bytes and N ranks the master's link carries 2 (N-1) S bytes, growing
+with N, while the others' idle. The ring splits S in N pieces and keeps every link busy: each rank sends 2 S (N-1)/N bytes, less
+than 2 S for every N.
 """
 
 from __future__ import annotations

@@ -114,10 +114,13 @@ class CollectivePlan:
         self._of_kind: collections.Counter[tuple[int, tuple[Any, ...]]] = collections.Counter()
         self._attachments: dict[type, Any] = {}
 
-    def attachment(self, kind: type) -> Any:
-        """Returns the one `kind()` that all local ranks of this trace share, made on first use. It has `check_complete`, too."""
+    def attachment(self, kind: type, *arguments: Any) -> Any:
+        """Returns the one `kind(*arguments)` that all local ranks of this trace share, made on first use.
+
+        It may have a `check_complete`, too.
+        """
         if kind not in self._attachments:
-            self._attachments[kind] = kind()
+            self._attachments[kind] = kind(*arguments)
         return self._attachments[kind]
 
     def add(self, rank: int, record: CollectiveRecord) -> int:
@@ -163,7 +166,8 @@ class CollectivePlan:
     def check_complete(self) -> None:
         """Raises RuntimeError when ranks would wait for ever: for one that ran fewer collectives, or for each other."""
         for attached in self._attachments.values():
-            attached.check_complete()
+            if hasattr(attached, "check_complete"):
+                attached.check_complete()
         self._attachments.clear()  # they may hold tensors, and with them the graph, of a trace whose plan is kept
         for ranks, agreed in self._agreed.items():
             counts = {rank: self._position[rank, ranks] for rank in ranks if rank in self.local_ranks}

@@ -66,15 +66,7 @@ class RankProgram:
 
     is_eager = False
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        rank: int,
-        graph: tf.Graph,
-        plan: CollectivePlan,
-        arguments: Any = (),
-        shared: dict[Callable[..., Any], Any] | None = None,
-    ):
+    def __init__(self, communicator: Communicator, rank: int, graph: tf.Graph, plan: CollectivePlan, arguments: Any = ()):
         self.communicator = communicator
         self.mesh = communicator.mesh
         self.rank = rank
@@ -101,7 +93,6 @@ class RankProgram:
         self._branches: list[tf.Graph] = []
         self._trusted: list[tf.Tensor] = []
         self._attachments: dict[Callable[[RankProgram], Any], Any] = {}
-        self._shared = {} if shared is None else shared
         self._constants: dict[Any, tf.Tensor] = {}
 
     def attachment(self, kind: Callable[[RankProgram], Any]) -> Any:
@@ -115,16 +106,6 @@ class RankProgram:
     def is_dealt(self, argument: Any) -> bool:
         """Whether `argument`, one of `arguments`, is this rank's own, and not what all ranks are called with."""
         return self.dealt is None or id(argument) in self.dealt
-
-    def share(self, one: Any) -> None:
-        """Makes `one` what `shared(type(one))` returns, for an object that is made before the ranks."""
-        self._shared[type(one)] = one
-
-    def shared(self, kind: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the one `kind(*arguments)` that the process's ranks share in this trace, made on first use."""
-        if kind not in self._shared:
-            self._shared[kind] = kind(*arguments)
-        return self._shared[kind]
 
     def group_ranks(self, mesh_axis: str) -> tuple[int, ...]:
         """Returns the ranks of this rank's group along `mesh_axis`."""

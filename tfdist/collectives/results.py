@@ -41,21 +41,13 @@ class Results:
     """
 
     def __init__(self, program: RankProgram):
-        self._over_data = set(program.group_ranks("shard"))
-        self._results: dict[tuple[int, str], Result] = {}
+        self.over_data = set(program.group_ranks("shard"))
+        self.noted: dict[tuple[int, str], Result] = {}
         self.tell: Callable[[tf.Tensor, bool, tf.Tensor | None], None] | None = None
-
-    def note(self, found: tf.Tensor, ranks: Ranks, given: tf.Tensor | None, is_like: bool, is_same: bool) -> None:
-        is_of_all = self._over_data <= set(ranks)
-        if tf.is_symbolic_tensor(found):
-            like = given if is_like and tf.is_symbolic_tensor(given) else None
-            self._results[id(found.graph), found.name] = Result(is_of_all, is_of_all and is_same, like)
-        elif self.tell is not None and (is_of_all or is_like):
-            self.tell(found, is_of_all and is_same, given if is_like and not is_of_all else None)
 
     def of(self, tensor: tf.Tensor) -> Result | None:
         """Returns what is noted of `tensor`, of the graph of the step or of a branch; None: no collective has returned it."""
-        return self._results.get((id(tensor.graph), tensor.name))
+        return self.noted.get((id(tensor.graph), tensor.name))
 
 
 def noted(
@@ -74,5 +66,12 @@ def noted(
         is_like: whether each row of `found` is of that row of what each of `ranks` gave.
         is_same: whether all of `ranks` get `found`.
     """
-    program.attachment(Results).note(found, ranks, given, is_like, is_same)
+    results: Results = program.attachment(Results)
+    is_of_all = results.over_data <= set(ranks)
+    is_same = is_same and is_of_all
+    if tf.is_symbolic_tensor(found):
+        like = given if is_like and tf.is_symbolic_tensor(given) else None
+        results.noted[id(found.graph), found.name] = Result(is_of_all, is_same, like)
+    elif results.tell is not None and (is_of_all or is_like):
+        results.tell(found, is_same, None if is_of_all else given)
     return found

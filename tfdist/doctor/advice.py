@@ -144,7 +144,7 @@ def _no_shared_memory(seen: Seen) -> Iterator[str]:
     if "could not share memory" in reason:
         yield (
             f"Workers on one machine talk over gRPC, several times slower than through memory: {reason}. "
-            "Give /dev/shm room (docker run --shm-size=1g), and let the workers' containers share it (--ipc)."
+            "Let the workers' containers share /dev/shm (docker run --ipc)."
         )
 
 

@@ -28,7 +28,6 @@ _TOLD = re.compile(
 )
 _PACKAGES = re.compile(r"nvidia-(nccl|cudnn|cuda-runtime|cublas)\b", re.IGNORECASE)
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
-_SHARED_MEMORY = pathlib.Path("/dev/shm")
 
 
 def _versions(_: Session) -> Finding:
@@ -113,9 +112,7 @@ def transport_of(session: Session, details: list[DeviceDetails]) -> tuple[str, s
     elif len({task.host for task in session.cluster.tasks}) > 1:
         reason = "the workers are on several machines"
     else:
-        free = os.statvfs(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else None
-        room = f"{free.f_bavail * free.f_frsize:,} bytes are free in" if free else "there is no"
-        reason = f"the workers could not share memory ({room} {_SHARED_MEMORY})"
+        reason = "the workers could not share memory (they see no /dev/shm in common)"
     return way, reason
 
 

@@ -128,7 +128,7 @@ class _Count:
 def op_seeds(draw: Callable[[], _OpSeeds]) -> _OpSeeds:
     """Returns the seeds of the random operation of TensorFlow that is made here; `draw` returns those of one device."""
     program = rank_program()
-    return draw() if program is None else program.shared(RankSeeds).op_seeds(program, draw)
+    return draw() if program is None else program.plan.attachment(RankSeeds).op_seeds(program, draw)
 
 
 def settle(generator: keras.random.SeedGenerator) -> None:

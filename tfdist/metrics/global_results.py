@@ -47,9 +47,6 @@ class _Summed:
     def has(self, metric: keras.metrics.Metric, program: RankProgram) -> bool:
         return self._metrics.setdefault(metric, any(updates.may_add_up(one, program) for one in updates.parts(metric)))
 
-    def check_complete(self) -> None:
-        pass
-
 
 def result(own: Callable[..., Any], metric: keras.metrics.Metric, /, *args: Any, **kwargs: Any) -> Any:
     """Returns `own(*args, **kwargs)`, the `result` of the metric's class; in a rank computed from the sums over the ranks."""

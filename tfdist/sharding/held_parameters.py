@@ -71,7 +71,7 @@ class HeldParameters:
         """Returns the whole (local) value of `variable` in `dtype`, on this rank's tapes."""
         key = (id(variable), dtype)
         if key not in self._known:
-            group = self._program.shared(ParameterGroups, self._config.group_bytes).group_of(variable)
+            group = self._program.plan.attachment(ParameterGroups, self._config.group_bytes).group_of(variable)
             self._known[key] = (variable, group, compute_dtype_of(variable, dtype))
         whole = self.whole(key)
         with self._program.outermost():  # a loop hands its gradient on to what it captures

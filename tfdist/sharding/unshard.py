@@ -74,7 +74,7 @@ class UnshardSchedule:
         """Returns the full (local) value of `variable` in `dtype`, gathered with its group, on this rank's tapes."""
         if self._program.is_eager:
             return self._read_eagerly(variable, dtype)
-        group = self._program.shared(ParameterGroups, self._config.group_bytes).group_of(variable)
+        group = self._program.plan.attachment(ParameterGroups, self._config.group_bytes).group_of(variable)
         compute_dtype = compute_dtype_of(variable, dtype)
         with self._program.outermost():
             for unit in reversed(self._live):

@@ -90,7 +90,7 @@ class ShardedExtendedMixin(VariableCreation):
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
         plan = communicator.new_plan()
         graph = tf.compat.v1.get_default_graph()
-        program_of = functools.partial(RankProgram, communicator, graph=graph, plan=plan, shared={})
+        program_of = functools.partial(RankProgram, communicator, graph=graph, plan=plan)
         result = self._run_ranks(fn, args, kwargs, plan, program_of)
         self._check_agreement(plan)
         give_back_free_memory()
@@ -100,7 +100,7 @@ class ShardedExtendedMixin(VariableCreation):
         self, fn: Callable[..., Any], args: Any, kwargs: Any, plan: CollectivePlan, program_of: Callable[..., RankProgram]
     ) -> Any:
         """Traces `fn` for each local rank, or runs it, with the program that `program_of` makes of the rank and its arguments."""
-        seeds = randomness.RankSeeds()
+        seeds = plan.attachment(randomness.RankSeeds)
         given = tf.nest.flatten((args, kwargs)) if len(self.communicator.local_ranks) > 1 else None
         parts = [x.values for x in given or () if isinstance(x, values.DistributedValues)]
         shapes = [[x.shape for x in of_ranks if tf.is_tensor(x) and x.shape.rank] for of_ranks in parts]
@@ -109,7 +109,6 @@ class ShardedExtendedMixin(VariableCreation):
         def run_rank(*args: Any, **kwargs: Any) -> Any:
             rank = self.communicator.local_ranks[values_util.get_current_replica_id_as_int()]
             program = program_of(rank, arguments=(args, kwargs))
-            program.share(seeds)
             program.dealt = None if given is None else {id(x) for of_ranks in parts for x in of_ranks}
             if given is not None:
                 program.sizes = frozenset(x[0] for of_ranks in shapes for x in of_ranks if x[0] is not None)

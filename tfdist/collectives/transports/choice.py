@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 from tfdist import errors
 from tfdist.collectives.transports.chunked import Chunked
-from tfdist.collectives.transports.kernels import NCCL, RING, Kernels
+from tfdist.collectives.transports.kernels import NCCL, RING
+from tfdist.collectives.transports.transport import Transport
 from tfdist.mesh import uses_physical_gpus
 
 RING_BETWEEN_WORKERS = Chunked(RING, chunk_bytes=2 * 2**20)
 
 
-def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_multi_worker: bool = False) -> Kernels | Chunked:
+def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_multi_worker: bool = False) -> Transport:
     """Returns `NCCL` when every device is a whole physical GPU, else `RING`, between workers in pieces.
 
     Args:

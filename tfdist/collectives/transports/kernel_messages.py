@@ -11,8 +11,6 @@ begins what is not on a chain, nobody can tell.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -23,8 +21,6 @@ from tfdist.collectives.plan import TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_settings import WIDENED, byte_dtype, from_bytes, kernel_arguments, reduction_dtype
 from tfdist.collectives.transports.transport import MessageTransport
-
-_Move = Callable[[tf.Tensor | None, Any, tf.DType], tf.Tensor]  # of what is sent, or of the shape and dtype of what is received
 
 
 class KernelMessages(MessageTransport):
@@ -46,7 +42,7 @@ class KernelMessages(MessageTransport):
             x = tf.ensure_shape(with_zeros(x, padded - rows), x.shape)
         x = tf.cast(x, WIDENED.get(x.dtype, x.dtype))
         carried = _as(x, self._wire_dtype(program, x.dtype))
-        self._begin(program, carried, padded, program.rank, destination, label)(carried, None, carried.dtype)
+        self._move(program, carried, None, padded, program.rank, destination, label)
 
     def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
         dtype = WIDENED.get(spec.dtype, spec.dtype)
@@ -57,23 +53,24 @@ class KernelMessages(MessageTransport):
                 shape = tf.concat([[padded], tf.constant(spec.shape[1:].as_list(), tf.int32)], 0)
         else:
             shape = tf.constant(spec.shape.as_list(), tf.int32)
-        received = self._begin(program, carried, padded, source, program.rank, label)(None, shape, carried.dtype)
+        received = self._move(program, carried, shape, padded, source, program.rank, label)
         received = _as(tf.ensure_shape(received, spec.shape), dtype)
         return tf.cast(received if padded is None else received[:rows], spec.dtype)
 
     def _wire_dtype(self, program: RankProgram, dtype: tf.DType) -> tf.DType:
         return byte_dtype(dtype)
 
-    def _begin(
-        self, program: RankProgram, x: TensorLike, rows: tf.Tensor | None, source: int, destination: int, label: str
-    ) -> _Move:
+    def _move(
+        self, program: RankProgram, x: TensorLike, shape: Any, rows: tf.Tensor | None, source: int, destination: int, label: str
+    ) -> tf.Tensor:
+        """Moves `x`, of which a receiver gives the `shape`, as a tensor, and the dtype; `rows`: how many, where it is unknown."""
         key = program.begin_message(x, source, destination, label)
         if rows is not None:
             with program.on_host():
                 key += log2_ceiling(rows)
         arguments = kernel_arguments(program, self._hint, 2, program.communicator.message_key(source, destination), key)
         token = program.communicator.message_token(program.rank)
-        return functools.partial(by_broadcast, token=token, arguments=arguments)
+        return by_broadcast(x, shape, token, arguments)
 
 
 class OrderedMessages(KernelMessages):
@@ -84,13 +81,13 @@ class OrderedMessages(KernelMessages):
     def _wire_dtype(self, program: RankProgram, dtype: tf.DType) -> tf.DType:
         return reduction_dtype(program, dtype)
 
-    def _begin(
-        self, program: RankProgram, x: TensorLike, rows: tf.Tensor | None, source: int, destination: int, label: str
-    ) -> _Move:
+    def _move(
+        self, program: RankProgram, x: TensorLike, shape: Any, rows: tf.Tensor | None, source: int, destination: int, label: str
+    ) -> tf.Tensor:
         pair = (min(source, destination), max(source, destination))
         key = program.begin("send", x, pair, label, source, rows=rows)
         arguments = kernel_arguments(program, self._hint, 2, program.communicator.group_key(pair), key)
-        return functools.partial(by_sum, arguments={**arguments, "ordering_token": [program.token()]})
+        return by_sum(x, shape, {**arguments, "ordering_token": [program.turn(pair, key)]})
 
 
 def _as(x: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -98,16 +95,16 @@ def _as(x: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return from_bytes(x, dtype) if x.dtype.size == dtype.size else tf.cast(x, dtype)
 
 
-def by_broadcast(given: tf.Tensor | None, shape: Any, dtype: tf.DType, token: tf.Tensor, arguments: dict[str, Any]) -> tf.Tensor:
-    """Returns what one member of a group gives, by a broadcast with a kernel's `arguments`; None is `given` by the others.
+def by_broadcast(x: TensorLike, shape: Any, token: tf.Tensor, arguments: dict[str, Any]) -> tf.Tensor:
+    """Returns the `x` of one member of a group, by a broadcast with a kernel's `arguments`; the others give `shape` and dtype.
 
     A send or receive whose output nobody reads is pruned, so that its peer waits for ever: it is kept by a write to the variable
     `token` afterwards.
     """
-    if given is None:
-        moved = tf.raw_ops.CollectiveBcastRecvV2(T=dtype, shape=shape, **arguments)
+    if tf.is_tensor(x):
+        moved = tf.raw_ops.CollectiveBcastSendV2(input=x, **arguments)
     else:
-        moved = tf.raw_ops.CollectiveBcastSendV2(input=given, **arguments)
+        moved = tf.raw_ops.CollectiveBcastRecvV2(T=x.dtype, shape=shape, **arguments)
     with tf.control_dependencies([moved]):
         tf.raw_ops.AssignAddVariableOp(resource=token, value=tf.zeros([], tf.int64))
     return moved
@@ -119,6 +116,6 @@ def reduced(given: tf.Tensor, arguments: dict[str, Any], reduce_op: str = "sum")
     return tf.raw_ops.CollectiveReduceV2(input=given, merge_op=merge_op, final_op="Id", max_subdivs_per_device=-1, **arguments)
 
 
-def by_sum(given: tf.Tensor | None, shape: Any, dtype: tf.DType, arguments: dict[str, Any]) -> tf.Tensor:
+def by_sum(x: TensorLike, shape: Any, arguments: dict[str, Any]) -> tf.Tensor:
     """Returns what `by_broadcast` does, by a sum to which receivers give negative zeros: they change no bit of what is sent."""
-    return reduced(tf.fill(shape, tf.cast(-0.0, dtype)) if given is None else given, arguments)
+    return reduced(x if tf.is_tensor(x) else tf.fill(shape, tf.cast(-0.0, x.dtype)), arguments)

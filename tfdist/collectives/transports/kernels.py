@@ -52,8 +52,6 @@ _TWO_MESSAGES_FROM_BYTES = 2**20
 class Kernels(Transport):
     """What the ring and NCCL have in common."""
 
-    hint: str  # `communication_hint` of the kernels
-
     def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         carried = tf.cast(x, reduction_dtype(program, x.dtype))
         elements = x.shape.num_elements()
@@ -124,10 +122,10 @@ class Ring(Kernels):
         carried = as_bytes(x) if is_source else tf.TensorSpec(x.shape, byte_dtype(x.dtype))
         key = program.begin(op, carried, ranks, label, source)
         arguments = kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key)
-        given, shape = (carried, None) if is_source else (None, tf.constant(x.shape.as_list(), tf.int32))
+        shape = None if is_source else tf.constant(x.shape.as_list(), tf.int32)
         # The kernel takes no ordering token: to read the rank's before and to write it after puts it on the chain.
         with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)]):
-            moved = by_broadcast(given, shape, carried.dtype, program.token(), arguments)
+            moved = by_broadcast(carried, shape, program.token(), arguments)
         return from_bytes(moved if is_source else tf.ensure_shape(moved, x.shape), x.dtype)
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
@@ -152,9 +150,9 @@ class Nccl(Kernels):
     def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         """A sum to which the other members give nothing: see the note on who receives."""
         dtype = reduction_dtype(program, x.dtype)
-        given = tf.cast(x, dtype) if program.rank == source else None
-        arguments = self._begin(program, op, tf.TensorSpec(x.shape, dtype), ranks, label, source)
-        return tf.cast(by_sum(given, x.shape, dtype, arguments), x.dtype)
+        carried = tf.cast(x, dtype) if program.rank == source else tf.TensorSpec(x.shape, dtype)
+        arguments = self._begin(program, op, carried, ranks, label, source)
+        return tf.cast(by_sum(carried, x.shape, arguments), x.dtype)
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """What is summed on the way travels in the wider of both dtypes."""

@@ -45,6 +45,7 @@ class MessageTransport(abc.ABC):
 class Transport(abc.ABC):
     """How the collectives of a group of ranks travel."""
 
+    hint: str  # `communication_hint` of TensorFlow's kernels, where they move bytes
     messages: MessageTransport  # how messages between two ranks travel that have no other way
     holds_thread = False  # whether a collective holds one of the threads that run operations until all members have come
     # Whether collectives within one process begin when their input is there, in an order that the transport makes the same on all

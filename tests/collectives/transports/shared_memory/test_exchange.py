@@ -9,19 +9,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdist.collectives.transports.shared_memory.exchange import SLOTS, Exchange, file_bytes, slot_bytes
+from tfdist.collectives.transports.shared_memory.exchange import SLOTS, Exchange, slot_bytes
 from tfdist.collectives.transports.shared_memory.peers import PeerLost
 
 SLOT_BYTES = 256  # so that small arrays take several turns
 
 
 def group(size, slot_bytes=SLOT_BYTES):
-    memory = mmap.mmap(-1, size * SLOTS * slot_bytes)
+    memories = [mmap.mmap(-1, SLOTS * slot_bytes) for _ in range(size)]
     peers = [{} for _ in range(size)]
     for one in range(size):
         for other in range(one):
             peers[one][other], peers[other][one] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return [Exchange(memory, place, peers[place]) for place in range(size)]
+    return [Exchange(memories, place, peers[place]) for place in range(size)]
 
 
 def together(members, call):
@@ -170,6 +170,6 @@ def test_members_at_different_collectives_are_told():
 
 
 @pytest.mark.parametrize(("size", "mib"), [(2, 8), (3, 8), (4, 8), (8, 16), (17, 32), (64, 32), (512, 64)])
-def test_the_file_of_a_group(size, mib):
+def test_the_memory_of_a_group(size, mib):
     assert slot_bytes(size) % 64 == 0
-    assert file_bytes(size) <= mib * 2**20 < file_bytes(size) + size * SLOTS * 64
+    assert size * SLOTS * slot_bytes(size) <= mib * 2**20 < size * SLOTS * (slot_bytes(size) + 64)

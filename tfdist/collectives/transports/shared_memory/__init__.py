@@ -1,6 +1,6 @@
 """Memory that CPU workers of one machine share: four to eight times as fast as gRPC between them.
 
-peers          what both protocols stand on: mapped memory, sockets, waiting, giving up
+peers          what both protocols stand on: sockets, waiting, giving up
 exchange       collectives of a group, in turns
 mailbox        messages between two processes
 python_calls   Python functions as operations of TensorFlow

@@ -1,42 +1,39 @@
 """Messages between processes of one machine through memory that they share. No TensorFlow here.
 
-Each process has memory of its own, in slots, which only it writes and the others map. A message is written to a free slot, its
-notice goes over a socket, and who has read the slot marks it as free.
+Each process has memory of its own, in slots. A message is written to a free slot, its notice goes over a socket, and who has read
+the slot marks it as free.
 
     sender                                  receiver
     mark a free slot as taken, write it
     ── notice: key, slot, size ──────────▶  wait for the notice of this key; keep those of others
                                             read the slot, mark it as free
 
-Sending waits for nobody: where no slot is free there is a new one, so that the memory grows to what is under way at once. A
-socket has room for some hundred notices that are not read yet; whoever waits, for a notice or for such room, reads all that have
-come, and so no two processes wait for each other.
+Sending waits for nobody: where the slot that was used least lately is not free there is a new one, so that the memory grows to
+what is under way at once. A socket has room for some hundred notices that are not read yet; whoever waits, for a notice or for
+such room, reads all that have come, and so no two processes wait for each other.
 """
 
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import socket
 import struct
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from typing import Self
 
 import numpy as np
 
-from tfdist.collectives.transports.shared_memory.peers import PeerLost, Peers, Segment, bytes_of
+from tfdist.collectives.transports.shared_memory.peers import PeerLost, Peers
 
-# The first bytes of a slot tell whether it is taken; the rest holds the message.
+# The first byte of a slot tells whether it is taken; from here on it holds the message.
 _HEADER_BYTES = 64
-# A message's key; where a segment of memory begins, and its length; where in it the slot begins; the message's length.
-_NOTICE = struct.Struct("<qqqqq")
-# With what a process passes its memory to another.
-_GREETING = b"memory"
-# Memory grows by so much at least, or doubles; what nobody has written takes no room.
-_LEAST_GROWTH = 2**20
+_FREE, _TAKEN = b"\0", b"\1"
+# A message's key; where its slot begins; its length.
+_NOTICE = struct.Struct("<qqq")
+# Linux reads and writes at most 2 GiB at once.
+_MOST_BYTES = 2**30
 # Two threads may wait at once, and one may read what the other waits for.
 _LOOK_AGAIN_MS = 50
 
@@ -50,43 +47,23 @@ class Mailbox:
 
     def __init__(self, memory: io.FileIO, connections: Mapping[int, socket.socket], memories: Mapping[int, io.FileIO]):
         self._memory = memory
-        self._segments = [Segment(memory, 0, 0)]
-        self._used = 0  # bytes of the last segment
+        self._used = 0  # bytes of it
+        # By their length, where they begin; first the one that was used least lately.
+        self._slots: defaultdict[int, deque[int]] = defaultdict(deque)
         self.peers = Peers(connections, "rank", waits_in_calls=False)
-        self._own: defaultdict[int, list[_Slot]] = defaultdict(list)
         self._memories = dict(memories)
-        self._theirs: dict[tuple[int, int], Segment] = {}
         self._arrived: defaultdict[tuple[int, int], deque[tuple[int, ...]]] = defaultdict(deque)
         self._reading = threading.Lock()
         self._writing = threading.Lock()
 
-    @classmethod
-    def connect(cls, connections: Mapping[int, socket.socket]) -> Self:
-        """Makes this process's memory, and exchanges it with the others, by rank, who do the same.
-
-        Raises:
-            PeerLost: one of them has ended.
-        """
-        memory, memories = io.FileIO(os.memfd_create("tfdist"), "r+"), {}
-        peers = Peers(connections, "rank")
-        for rank in connections:
-            with peers.talking_to(rank) as connection:
-                socket.send_fds(connection, [_GREETING], [memory.fileno()])
-        for rank in connections:
-            with peers.talking_to(rank) as connection:
-                _, descriptors, *_ = socket.recv_fds(connection, len(_GREETING), 1)
-            if not descriptors:
-                raise peers.lost(rank)
-            memories[rank] = io.FileIO(descriptors[0], "r+")
-        return cls(memory, connections, memories)
-
     def send(self, destination: int, key: int, x: np.ndarray) -> None:
         """Sends `x`, which may change as soon as this returns, to `destination`."""
-        x = np.asarray(x, order="C")
+        message = _bytes_of(np.asarray(x, order="C"))
         with self._writing:
-            slot = self._free_slot(x.nbytes)
-        slot.bytes[: x.nbytes].view(x.dtype)[...] = x.reshape(-1)
-        notice = _NOTICE.pack(key, *slot.place, x.nbytes)
+            slot = self._free_slot(_HEADER_BYTES + message.nbytes)
+        for start in range(0, message.nbytes, _MOST_BYTES):
+            os.pwrite(self._memory.fileno(), message[start : start + _MOST_BYTES], slot + _HEADER_BYTES + start)
+        notice = _NOTICE.pack(key, slot, message.nbytes)
         while not self.peers.try_send(destination, notice):
             self._read_notices(self.peers.wait(_LOOK_AGAIN_MS, room_for=destination))
 
@@ -98,33 +75,27 @@ class Mailbox:
             if source in self.peers.ended:
                 raise self.peers.lost(source)
             self._read_notices(self.peers.wait(_LOOK_AGAIN_MS))
-        start, length, offset, count = arrived.popleft()
+        slot, count = arrived.popleft()
         if found.nbytes != count:
             raise PeerLost(
                 f"rank {source} has sent {count:,} bytes instead of the {found.nbytes:,} of {found.shape}, {found.dtype}"
             )
-        segment = self._theirs.get((source, start))
-        if segment is None:
-            segment = self._theirs[source, start] = Segment(self._memories[source], start, length)
-        slot = _Slot(segment, offset, _HEADER_BYTES + count)
-        bytes_of(found)[...] = slot.bytes[:count]
-        slot.is_taken[0] = False
+        message, memory = _bytes_of(found), self._memories[source].fileno()
+        for start in range(0, count, _MOST_BYTES):
+            os.preadv(memory, [message[start : start + _MOST_BYTES]], slot + _HEADER_BYTES + start)
+        os.pwrite(memory, _FREE, slot)
 
-    def _free_slot(self, count: int) -> _Slot:
-        """Returns a slot for `count` bytes, marked as taken."""
-        length = max(mmap.PAGESIZE, 1 << (count + _HEADER_BYTES - 1).bit_length())
-        slot = next((slot for slot in self._own[length] if not slot.is_taken[0]), None)
-        if slot is None:
-            if self._used + length > self._segments[-1].length:
-                end = self._segments[-1].end
-                grown = max(length, end, _LEAST_GROWTH)
-                self._memory.truncate(end + grown)
-                self._segments.append(Segment(self._memory, end, grown))
-                self._used = 0
-            slot = _Slot(self._segments[-1], self._used, length)
-            self._own[length].append(slot)
+    def _free_slot(self, count: int) -> int:
+        """Returns where a slot for `count` bytes begins, marked as taken."""
+        length = 1 << (count - 1).bit_length()
+        memory, slots = self._memory.fileno(), self._slots[length]
+        if slots and os.pread(memory, 1, slots[0]) == _FREE:
+            slot = slots.popleft()
+        else:
+            slot = self._used
             self._used += length
-        slot.is_taken[0] = True
+        slots.append(slot)
+        os.pwrite(memory, _TAKEN, slot)
         return slot
 
     def _read_notices(self, ranks: Iterable[int]) -> None:
@@ -135,11 +106,6 @@ class Mailbox:
                     self._arrived[rank, key].append(tuple(place))
 
 
-class _Slot:
-    """Place for one message in a segment of memory."""
-
-    def __init__(self, segment: Segment, offset: int, length: int):
-        self.place = segment.start, segment.length, offset
-        begin = offset + _HEADER_BYTES
-        self.is_taken = segment.bytes[offset : offset + 8].view(np.int64)
-        self.bytes = segment.bytes[begin : offset + length]
+def _bytes_of(x: np.ndarray) -> memoryview:
+    """Returns the bytes of `x`, not a copy."""
+    return x.reshape(-1).view(np.uint8).data

@@ -49,7 +49,7 @@ class SharedMemory(Transport):
         return tf.ensure_shape(_move(program, key, self._exchange.all_to_all, [x], [_shape(x)], x.dtype)[0], x.shape)
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
-        return self._reduce_scatter(program, program.begin("reduce_scatter", x, ranks, label), [x], dtype)[0]
+        return self.reduce_scatter_parts(program, [x], ranks, label, dtype)[0]
 
     def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         key = program.begin(op, x, ranks, label, source)
@@ -67,10 +67,8 @@ class SharedMemory(Transport):
     def reduce_scatter_parts(
         self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
     ) -> list[tf.Tensor]:
-        packed = tf.TensorSpec([len(ranks), sum(part.shape[1] for part in parts)], parts[0].dtype)
-        return self._reduce_scatter(program, program.begin("reduce_scatter", packed, ranks, label), parts, dtype)
-
-    def _reduce_scatter(self, program: RankProgram, key: Any, parts: Sequence[tf.Tensor], dtype: tf.DType) -> list[tf.Tensor]:
+        packed = tf.TensorSpec([len(ranks), sum(part.shape[1] for part in parts)], parts[0].dtype) if parts[1:] else parts[0]
+        key = program.begin("reduce_scatter", packed, ranks, label)
         shapes = [part.shape[1:] if part.shape.is_fully_defined() else tf.shape(part)[1:] for part in parts]
         moved = _move(program, key, self._exchange.reduce_scatter, parts, shapes, sum_dtype(parts[0].dtype))
         return [tf.cast(tf.ensure_shape(one, part.shape[1:]), dtype) for one, part in zip(moved, parts, strict=True)]
@@ -116,14 +114,10 @@ class MailboxMessages(MessageTransport):
         has_unknown_rows = bool(spec.shape.rank) and spec.shape[0] is None
         shape = tf.stack([rows, *spec.shape[1:]]) if has_unknown_rows else spec.shape
         with tf.control_dependencies(received):
-            take = functools.partial(_take, self.mailbox, source, key)
-            [found] = call_python(program, take, [_turn(counter)], [(shape, spec.dtype)], counter)
+            take = functools.partial(self.mailbox.receive, source, key)
+            [found] = call_python(program, lambda _, found: take(found), [_turn(counter)], [(shape, spec.dtype)], counter)
         received[:] = [found.op]
         return tf.ensure_shape(found, spec.shape)
-
-
-def _take(mailbox: Mailbox, source: int, key: int, _: Any, found: np.ndarray) -> None:
-    mailbox.receive(source, key, found)
 
 
 def _received(_: RankProgram) -> list[tf.Operation]:
