@@ -26,12 +26,11 @@ from tfdist.losses.layer_losses import eager_losses
 from tfdist.losses.sliced_batch import is_on_trial
 from tfdist.losses.step_gradients import gradient_of_targets, weighted_in_gradient
 from tfdist.losses.tensors_of_weights import is_of_weights
-from tfdist.losses.trainer_step import entered_with_the_loss, enters_with_the_loss, of_trainer
+from tfdist.losses.trainer_step import of_trainer, trainer_step
 from tfdist.optimizers.application import noted
 from tfdist.pipeline.model import PipelineModel
 from tfdist.sharding import UnshardSchedule, config_of
 from tfdist.sharding.gradient_weight import GradientWeight
-from tfdist.sharding.nested_tapes import NestedTapes
 
 _MODULE = "keras.src.losses.loss"
 
@@ -135,9 +134,10 @@ def _clear_losses(original: Callable[..., None], self: Any) -> None:
 @replaces(TENSORFLOW_TRAINER, "train_step")
 def _train_step(original: Callable[..., Any], self: Any, data: Any) -> Any:
     """Keras sums the gradients of the ranks; a rank's weight enters them with the loss, for nothing."""
-    if config_of(self._distribute_strategy) is None or not _computes_as_keras(self):
+    program = None if config_of(self._distribute_strategy) is None or trainer_step() is None else rank_program()
+    if program is None or not _computes_as_keras(self):
         return original(self, data)
-    with entered_with_the_loss():
+    with program.attachment(GradientWeight).entered_with_the_loss():
         return original(self, data)
 
 
@@ -145,7 +145,9 @@ def _train_step(original: Callable[..., Any], self: Any, data: Any) -> Any:
 def _compute_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """The loss that Keras differentiates is a rank's own mean; its gradient must count what the rank has of the batch."""
     loss = original(self, *args, **kwargs)
-    return weighted_in_gradient(loss) if enters_with_the_loss() else loss
+    program = rank_program()
+    enters = program is not None and program.attachment(GradientWeight).is_in_loss
+    return weighted_in_gradient(loss) if enters else loss
 
 
 @replaces("tensorflow.GradientTape", "gradient")
@@ -166,12 +168,11 @@ def _gradient(
     program = rank_program()
     if program is None:
         return gradient(target, output_gradients)
-    with program.attachment(GradientWeight).of_gradient():
-        with program.attachment(NestedTapes).going_back() as is_nested:
-            if is_nested:
-                return gradient(target, output_gradients)
-            found = gradient_of_targets(self, gradient, target, sources, output_gradients)
-        return noted(found, sources, is_of_weights)
+    weight: GradientWeight = program.attachment(GradientWeight)
+    with weight.of_gradient():
+        if weight.is_nested:
+            return gradient(target, output_gradients)
+        return noted(gradient_of_targets(self, gradient, target, sources, output_gradients), sources, is_of_weights)
 
 
 @replaces(

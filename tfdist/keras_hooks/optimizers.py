@@ -9,11 +9,11 @@ import keras
 
 from tfdist.keras_hooks.table import replaces
 from tfdist.optimizers.after_update import overwrite_with_averages
-from tfdist.optimizers.application import apply, assign_owners_if_needed, decay_weights
+from tfdist.optimizers.application import apply, decay_weights
 from tfdist.optimizers.late_scope import move_to_variables
 from tfdist.optimizers.loss_scaling import apply_unscaled, scale_loss
 from tfdist.optimizers.outside_ranks import in_scope_of, stands_outside_ranks, step_of_all_ranks
-from tfdist.optimizers.ownership import owner_of
+from tfdist.optimizers.ownership import assign_owners, owner_of
 from tfdist.optimizers.publication import keep_exact_shards_of
 from tfdist.optimizers.residuals import keep_residuals_of
 from tfdist.optimizers.step import accumulates_partial_sums
@@ -42,7 +42,7 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
         check_no_overwriting(self, variables)
     original(self, variables)  # averages and accumulators: elementwise, whatever the optimizer
     if config is not None:
-        assign_owners_if_needed(self, variables, config)
+        assign_owners(self, variables, config)
         keep_exact_shards_of(self, variables, config)
         inner = getattr(self, "inner_optimizer", self)
         steppers = getattr(inner, "optimizers", [inner])

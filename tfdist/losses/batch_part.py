@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.placements.rank_rows import RankRows
+from tfdist.placements.totals import wide
 
 
 class BatchPart(abc.ABC):
@@ -35,7 +36,7 @@ class BatchPart(abc.ABC):
         if weights is not None:
             # Weights that a model computes get the gradient that they have on one device: an all-reduce carries it.
             return self.totals([], [tf.reduce_sum(weights)])[0]
-        dtype = widened(values).dtype
+        dtype = wide(values).dtype
         if mask is None:
             return self.totals([tf.cast(tf.size(values), dtype)], [])[0]
         sizes = [tf.cast(tf.size(x), dtype) for x in (values, mask)]
@@ -61,17 +62,12 @@ class RankBatch(BatchPart):
 
     def logged(self, value: tf.Tensor) -> tf.Tensor:
         """Returns what is logged of a loss of which this rank has the share `value`."""
-        wide = widened(value)
+        values = wide(value)
         if value.shape.rank == 0:
-            (loss,) = self._rows.sums_over_ranks([wide], "loss/value")
+            (loss,) = self._rows.sums_over_ranks([values], "loss/value")
         else:
             # With reduction None a loss has one value per example, and Keras logs their mean.
-            summands = [tf.reduce_sum(wide), tf.cast(tf.size(wide), wide.dtype)]
+            summands = [tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype)]
             total, count = self._rows.sums_over_ranks(summands, "loss/value")
             loss = tf.math.divide_no_nan(total, count)
         return tf.cast(loss, value.dtype)
-
-
-def widened(x: tf.Tensor) -> tf.Tensor:
-    """Returns `x` in a dtype that holds a batch's sums and counts: half precision overflows or stops counting."""
-    return tf.cast(x, tf.float32) if x.dtype in (tf.float16, tf.bfloat16) else x

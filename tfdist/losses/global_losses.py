@@ -44,7 +44,7 @@ from keras.src.losses import loss as keras_loss
 
 from tfdist import temporary
 from tfdist.collectives import rank_program
-from tfdist.losses.batch_part import BatchPart, RankBatch, widened
+from tfdist.losses.batch_part import BatchPart, RankBatch
 from tfdist.losses.given_batch import GivenBatch
 from tfdist.losses.sliced_batch import current_sliced_batch, is_on_trial
 from tfdist.losses.trainer_step import trainer_step
@@ -53,6 +53,7 @@ from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Placement
 from tfdist.placements.repair import Repair
 from tfdist.placements.telling import is_sum, known, known_of_loss, without_extremes
+from tfdist.placements.totals import wide
 
 _local = threading.local()
 
@@ -104,10 +105,10 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         return values if current_sliced_batch() is not None else _of_number(values, known_of_loss(rank_program(), values))
     is_weighted = reduction == "mean_with_sample_weight" and weights is not None
     values, mask, is_of_all = _of_all_rows(values, mask)
-    divisor = _part().divisor(values, widened(weights) if is_weighted else None, mask)
+    divisor = _part().divisor(values, wide(weights) if is_weighted else None, mask)
     if is_of_all and not is_weighted:
         divisor /= len(rank_program().group_ranks("data"))  # each has counted all rows
-    loss = tf.cast(tf.math.divide_no_nan(tf.reduce_sum(widened(values)), divisor), values.dtype)
+    loss = tf.cast(tf.math.divide_no_nan(tf.reduce_sum(wide(values)), divisor), values.dtype)
     return of_all_rows(loss) if is_of_all else _of_share(loss)
 
 

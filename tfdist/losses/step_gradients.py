@@ -62,10 +62,14 @@ def gradient_of_targets(
     weights = program.attachment(GradientWeight)
     if _are_of_all_rows(program, targets, sources):
         return gradient(target, output_gradients)
+
+    def taken(seeds: Any, began_with: tf.Tensor | None = None, factor: tf.Tensor | None = None) -> Any:
+        with temporary.attributes(weights, began_with=began_with), _going_back(program, gradient_tape, factor):
+            return gradient(targets, seeds)
+
     if step is None:
         seeds = _seeds_of_shares(program, targets, output_gradients)
-        with _going_back(program, gradient_tape, lambda: None):
-            found = gradient(targets, seeds)
+        found = taken(seeds)
         if seeds is not output_gradients or not _are_same_on_all(program, targets):
             _declare(program, found, sources, lambda _: How.SUM)
         return found
@@ -75,9 +79,7 @@ def gradient_of_targets(
     is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken behind it
     is_sharded = [v is not None and v.layout.is_data_sharded and not is_of_examples for v in variables]
     if weights.of_wholes() is None:
-        began_with = temporary.attributes(weights, began_with=step.weight())
-        with began_with, _going_back(program, gradient_tape, lambda: None):
-            found = gradient(targets, output_gradients)
+        found = taken(output_gradients, began_with=step.weight())
         _declare(program, found, sources, lambda _: How.SUM)
         return found
     begins_with_weight = all(of_rows) or any(is_sharded) or _sends_gradients(program) or _is_not_linear(program)
@@ -90,9 +92,7 @@ def gradient_of_targets(
     else:
         seeds = None
     began_with = weight if begins_with_weight and not all(of_rows) else None
-    factor = None if begins_with_weight else weight
-    with temporary.attributes(weights, began_with=began_with), _going_back(program, gradient_tape, lambda: factor):
-        found = gradient(targets, seeds)
+    found = taken(seeds, began_with, None if begins_with_weight else weight)
     flat = []
     for grad, is_of_rows, is_reduced in zip(tf.nest.flatten(found), of_rows, is_sharded, strict=True):
         if is_of_rows and not begins_with_weight:
@@ -100,7 +100,7 @@ def gradient_of_targets(
         elif begins_with_weight and not is_of_rows and not is_reduced:
             grad = _changed(grad, lambda x: tf.math.divide_no_nan(x, tf.cast(weight, x.dtype)))
         flat.append(grad)
-    weights.note_of_rows([grad for grad, is_of_rows in zip(flat, of_rows, strict=True) if is_of_rows])
+        weights.has_of_rows |= is_of_rows and grad is not None
     found = tf.nest.pack_sequence_as(found, flat)
     _declare(program, found, sources, lambda place: How.SUM if is_sharded[place] and begins_with_weight else How.MEAN)
     return found
@@ -173,8 +173,8 @@ def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any)
 
 
 @contextlib.contextmanager
-def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: Callable[[], tf.Tensor | None]) -> Iterator[None]:
-    """A block in which a tape is asked for gradients that will be multiplied by `factor()` where they are reduced."""
+def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: tf.Tensor | None) -> Iterator[None]:
+    """A block in which a tape is asked for gradients that will be multiplied by `factor` where they are reduced."""
     if program.is_eager:
         with program.attachment(EagerFacts).not_seen():
             yield

@@ -81,17 +81,3 @@ def _of_means(logs: Any, model: Any, program: RankProgram) -> Any:
         return as_mean(program, x, f"log/{name}", model, f"What a step of {type(model).__name__} returns as {name!r}")
 
     return keras.tree.pack_sequence_as(logs, [mean(path, x) for path, x in keras.tree.flatten_with_path(logs)])
-
-
-def enters_with_the_loss() -> bool:
-    """Whether Keras's own `train_step` is traced or runs here, and gives gradients the weight with the loss."""
-    program = rank_program(peers_on="data")
-    return program is not None and program.attachment(GradientWeight).is_in_loss
-
-
-def entered_with_the_loss() -> contextlib.AbstractContextManager[None]:
-    """A block of Keras's own `train_step`, where `weighted_in_gradient` gives gradients their weight."""
-    program = rank_program()
-    if trainer_step() is None or program is None:
-        return contextlib.nullcontext()
-    return program.attachment(GradientWeight).entered_with_the_loss()

@@ -7,8 +7,7 @@ A rank that updates a metric with its own rows leaves a summand of the metric's 
     self.total.assign_add(ops.mean(y_true == y_pred))                does not: it is no sum over rows
 
 The update is traced into a graph that is thrown away, and every value that is assigned there is followed back to what it is
-computed of. What this file does not know counts as not adding up: such a metric is updated with the rows of all ranks, which is
-exact for every metric and costs their all-gather.
+computed of. What this file does not know counts as not adding up.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import tensorflow as tf
 from tfdist.metrics.arguments import dense, mapped, others
 from tfdist.placements.graph_facts import TracedFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate
+from tfdist.placements.telling import is_sum
 
 _FUNCTIONS = frozenset("Case If PartitionedCall StatefulPartitionedCall StatelessCase StatelessIf StatelessWhile While".split())
 _ASSIGNMENTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
@@ -54,8 +54,7 @@ class _Update(TracedFacts):
     def adds_up(self) -> bool:
         for op in self._operations:
             if op.type in _ASSIGNMENTS:
-                value = self.of(op.inputs[1])
-                if not (isinstance(value, Partial) and value.is_sum):
+                if not is_sum(self.of(op.inputs[1])):
                     return False
             elif op.type in _FUNCTIONS or (op.type != "ReadVariableOp" and any(x.dtype == tf.resource for x in op.inputs)):
                 return False  # what is assigned in a branch, a loop or a nested function is not seen

@@ -11,25 +11,13 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
 from tfdist.graphs import tape
-from tfdist.optimizers.ownership import assign_owners
 from tfdist.optimizers.step import apply_gradients, whole_sums
-from tfdist.optimizers.support import is_elementwise, is_wrapper
 from tfdist.optimizers.target import variable_of
 from tfdist.optimizers.update import decays
-from tfdist.sharding import MeshConfig, Shard, config_of, placement
+from tfdist.sharding import MeshConfig, config_of, placement
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.tape_gradients import TapeGradients
-
-
-def assign_owners_if_needed(optimizer: Any, variables: Sequence[Any], config: MeshConfig) -> None:
-    """Gives an owner to each variable that `optimizer` can only step on whole, and that no rank would hold whole otherwise."""
-    if is_elementwise(optimizer) or is_wrapper(optimizer):
-        return
-    if not isinstance(config.placements.optimizer_state, Shard):
-        # Ranks that hold a variable whole may step on it; what is sharded over the tensor axis needs an owner to be whole.
-        variables = [v for v in variables if variable_of(v).layout.is_tensor_sharded]
-    assign_owners(optimizer, variables, config.mesh.num_shards)
 
 
 def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], bool]) -> Any:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.mesh import MESH_AXES
+from tfdist.placements.totals import wide
 from tfdist.sharding import Layout, MeshConfig, Shard
 
 
@@ -29,8 +30,7 @@ def clip(
     if kind == "clipvalue":
         return [tf.clip_by_value(grad, -limit, limit) for grad in grads]
     if kind == "clipnorm":
-        squares = [_square(grad) for grad in grads]
-        norms = tf.sqrt(_sum(squares, layouts, ("data", "tensor"), kind, config, program))
+        norms = tf.sqrt(_squares(grads, layouts, ("data", "tensor"), kind, config, program))
         factors = [limit / tf.maximum(norm, limit) for norm in tf.unstack(norms, num=len(grads))]
     else:
         factors = [global_factor(norm_of(grads, layouts, config, program), limit)] * len(grads)
@@ -45,12 +45,11 @@ def global_factor(norm: tf.Tensor, limit: Any) -> tf.Tensor:
 
 def norm_of(grads: Sequence[tf.Tensor], layouts: Sequence[Layout], config: MeshConfig, program: RankProgram) -> tf.Tensor:
     """Returns the L2 norm of the gradients of all ranks together, (), of which `grads` are this rank's, reduced ones."""
-    squares = [_square(grad) for grad in grads]
-    return tf.sqrt(_sum(squares, layouts, MESH_AXES, "global_norm", config, program, together=True))
+    return tf.sqrt(_squares(grads, layouts, MESH_AXES, "global_norm", config, program, together=True))
 
 
-def _sum(
-    squares: Sequence[tf.Tensor],
+def _squares(
+    grads: Sequence[tf.Tensor],
     layouts: Sequence[Layout],
     mesh_axes: Sequence[str],
     label: str,
@@ -58,7 +57,11 @@ def _sum(
     program: RankProgram,
     together: bool = False,
 ) -> tf.Tensor:
-    """Returns the sum of each of `squares` over the ranks along `mesh_axes`, (len(squares),), or of all `together`, ()."""
+    """Returns the squared norm of each of `grads` over the ranks along `mesh_axes`, (len(grads),), or of all `together`, ().
+
+    They are squared in a dtype that holds that: half precision overflows at 256.
+    """
+    squares = [tf.reduce_sum(tf.square(wide(grad))) for grad in grads]
     if not isinstance(config.placements.optimizer_state, Shard):
         mesh_axes = [mesh_axis for mesh_axis in mesh_axes if mesh_axis != "data"]  # all data ranks have reduced the same
     coordinate = program.mesh.coordinate(program.rank)
@@ -75,9 +78,3 @@ def _sum(
         name = label if mesh_axis == "data" else f"{label}/{mesh_axis}"
         total = group_ops.all_reduce(program, total, program.group_ranks(mesh_axis), "sum", name)
     return tf.cast(total, result_dtype)
-
-
-def _square(grad: tf.Tensor) -> tf.Tensor:
-    """Returns the squared norm of `grad`, taken in a dtype that holds it: half precision overflows at 256."""
-    wide = tf.cast(grad, tf.float32) if grad.dtype in (tf.float16, tf.bfloat16) else grad
-    return tf.reduce_sum(tf.square(wide))

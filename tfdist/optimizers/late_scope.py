@@ -33,8 +33,6 @@ def move_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
 
 def move_to_variables(optimizer: Any, variables: Sequence[Any]) -> None:
     """Moves an optimizer that was made in no scope, and is not built yet, under the tfdist strategy that all `variables` have."""
-    if optimizer.built or not is_none(optimizer._distribution_strategy):
-        return
     strategies = {getattr(variable_of(variable), "distribute_strategy", None) for variable in variables}
     if len(strategies) == 1 and config_of(strategy := strategies.pop()) is not None:
         move_optimizer(optimizer, strategy)

@@ -47,8 +47,7 @@ class EarlyScales:
             with self._program.root.outermost(), tape.stop_recording():
                 now = tf.convert_to_tensor(optimizer.dynamic_scale)
         for scale in scales:
-            for reader in scale.consumers():
-                tape.reconnect(reader, scale, now)
+            tape.reconnect(scale.op, scale.op.inputs[0], now)
 
 
 def scale_loss(original: Callable[..., Any], optimizer: Any, loss: Any) -> Any:

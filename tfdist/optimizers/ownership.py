@@ -15,7 +15,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist.optimizers.support import is_elementwise, is_wrapper
 from tfdist.optimizers.target import variable_of
+from tfdist.sharding import MeshConfig, Shard
 
 _owners: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
@@ -33,10 +35,16 @@ def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def assign_owners(optimizer: Any, variables: Sequence[Any], num_ranks: int) -> None:
-    """Gives each of `variables` an owner among the `num_ranks` of a group: slots that `optimizer` makes for it live there."""
+def assign_owners(optimizer: Any, variables: Sequence[Any], config: MeshConfig) -> None:
+    """Gives an owner to each variable that `optimizer` can only step on whole, and that no rank would hold whole otherwise: slots
+    that `optimizer` makes for it live there."""
+    if is_elementwise(optimizer) or is_wrapper(optimizer):
+        return
+    if not isinstance(config.placements.optimizer_state, Shard):
+        # Ranks that hold a variable whole may step on it; what is sharded over the tensor axis needs an owner to be whole.
+        variables = [v for v in variables if variable_of(v).layout.is_tensor_sharded]
     sizes = [math.prod(variable.shape) * variable_of(variable).dtype.size for variable in variables]
-    owners = balanced_owners(sizes, num_ranks)
+    owners = balanced_owners(sizes, config.mesh.num_shards)
     _owners[optimizer] = {variable_of(variable)._unique_id: owner for variable, owner in zip(variables, owners, strict=True)}
 
 

@@ -23,7 +23,8 @@ from tfdist.collectives import RankProgram, group_ops
 from tfdist.collectives.transports.transport import sum_dtype
 from tfdist.optimizers.target import Target
 from tfdist.placements.eager import EagerFacts
-from tfdist.placements.kinds import Partial, Replicate
+from tfdist.placements.kinds import Replicate
+from tfdist.placements.telling import is_sum
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
@@ -82,13 +83,12 @@ def of_own_mean(grad: tf.Tensor, program: RankProgram) -> tf.Tensor:
         optimizer.apply([tf.IndexedSlices(of_rows, ids)], [table])
     """
     weights = program.attachment(GradientWeight)
-    weight = weights.of_wholes() if weights.of_rows else None
+    weight = weights.of_wholes() if weights.has_of_rows else None
     if weight is None:
         return grad
     facts = program.attachment(EagerFacts if program.is_eager else TapeGradients)
     placement = facts.of(grad) if program.is_eager else facts.placement_of(grad)
-    is_of_rows = isinstance(placement, Partial) and placement.is_sum
-    return tf.math.divide_no_nan(grad, tf.cast(weight, grad.dtype)) if is_of_rows else grad
+    return tf.math.divide_no_nan(grad, tf.cast(weight, grad.dtype)) if is_sum(placement) else grad
 
 
 def summand_of_sum(total: tf.Tensor, target: Target) -> tf.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.mesh import MESH_AXES
 from tfdist.optimizers.target import local_part, variable_of
@@ -25,15 +26,10 @@ def slots_of(optimizer: Any, parameter: Any) -> list[tf.Variable]:
 @contextlib.contextmanager
 def slots_replaced(optimizer: Any, parameter: Any, stand_ins: Sequence[Any]) -> Iterator[None]:
     """Within it, Keras's slots of `parameter` read and write `stand_ins`, in the order of `slots_of`."""
-    slots = _entries_of(optimizer, parameter)
-    values = [slot._value for slot in slots]
-    try:
-        for slot, stand_in in zip(slots, stand_ins, strict=True):
-            slot._value = stand_in
+    with contextlib.ExitStack() as replaced:
+        for slot, stand_in in zip(_entries_of(optimizer, parameter), stand_ins, strict=True):
+            replaced.enter_context(temporary.attributes(slot, _value=stand_in))
         yield
-    finally:
-        for slot, value in zip(slots, values, strict=True):
-            slot._value = value
 
 
 def publish_slots(optimizer: Any, program: RankProgram) -> None:

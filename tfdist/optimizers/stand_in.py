@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -94,12 +94,8 @@ class StandIn(tf.__internal__.types.Tensor):
         return tf.convert_to_tensor(self.value(), dtype, name=name)
 
 
-def _delegate(operator: str) -> Callable[..., tf.Tensor]:
-    def apply(self: StandIn, *others: Any) -> tf.Tensor:
-        return getattr(self.value(), operator)(*others)
-
-    apply.__name__ = operator
-    return apply
+def _of_value(self: StandIn, operator: str, *others: Any) -> tf.Tensor:
+    return getattr(self.value(), operator)(*others)
 
 
 _OPERATORS = """
@@ -108,4 +104,4 @@ _OPERATORS = """
 """
 
 for _operator in _OPERATORS.split():
-    setattr(StandIn, _operator, _delegate(_operator))
+    setattr(StandIn, _operator, functools.partialmethod(_of_value, _operator))

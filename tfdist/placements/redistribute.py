@@ -43,7 +43,7 @@ class Redistribution:
     """What has been redistributed in the graph of one rank's program; an attachment of the program, and of a branch's.
 
     Attributes:
-        factor: returns by what the gradient that is being taken will be multiplied where it is reduced; None: by 1.
+        factor: what the gradient that is being taken will be multiplied by where it is reduced; None: 1.
     """
 
     IS_OF_BRANCH = True
@@ -57,7 +57,7 @@ class Redistribution:
         self._changes: list[_Agreement | tf.Operation] = []  # of which tapes must be told
         self._made: set[tf.Operation] = set()  # which they have not seen
         self._told: dict[int, tuple[tf.GradientTape, int]] = {}  # how many, by the id of a tape, which stays its own
-        self.factor: Callable[[], tf.Tensor | None] = lambda: None
+        self.factor: tf.Tensor | None = None
 
     def found(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns what `agree` or `gather` has made of `tensor`."""
@@ -200,7 +200,7 @@ class Redistribution:
 
     def _of_one_device(self, *upstream: tf.Tensor) -> list[tf.Tensor]:
         """Returns the derivatives of one device, from those that have come back to what ranks have agreed on."""
-        factor = self.factor()
+        factor = self.factor
         given = [tf.convert_to_tensor(x) for x in upstream]
         found: dict[int, tf.Tensor] = {}
         for place, x in enumerate(given):
@@ -217,12 +217,10 @@ class Redistribution:
         return [found[place] for place in range(len(given))]
 
     def _with_factor(self, x: tf.Tensor) -> tf.Tensor:
-        factor = self.factor()
-        return x if factor is None else tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype))
+        return x if self.factor is None else tf.math.multiply_no_nan(x, tf.cast(self.factor, x.dtype))
 
     def _without_factor(self, x: tf.Tensor) -> tf.Tensor:
-        factor = self.factor()
-        return x if factor is None else tf.math.divide_no_nan(x, tf.cast(factor, x.dtype))
+        return x if self.factor is None else tf.math.divide_no_nan(x, tf.cast(self.factor, x.dtype))
 
 
 def _inputs_first(changes: Sequence[_Agreement | tf.Operation]) -> list[_Agreement | tf.Operation]:

@@ -195,6 +195,6 @@ def known_of_loss(program: RankProgram, value: tf.Tensor) -> Placement:
     return known(program, value, f"loss/{name}", function, f"The loss `{name}`")
 
 
-def is_sum(placement: Placement) -> bool:
+def is_sum(placement: Placement | None) -> bool:
     """Whether what a rank has adds up over the ranks."""
     return isinstance(placement, Partial) and placement.is_sum

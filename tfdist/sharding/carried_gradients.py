@@ -23,13 +23,11 @@ class CarriedGradients:
 
     def __init__(self, program: RankProgram):
         del program
-        self._taken: set[tuple[int, str]] = set()
-        self._graphs: list[tf.Graph] = []  # kept, so that their ids stay their own
+        self._taken: dict[tuple[int, str], tf.Tensor] = {}  # kept, so that the ids of their graphs stay their own
 
     def note(self, gradient: tf.Tensor) -> None:
         """Notes that `gradient`, in the graph of a loop or a branch, is a rank's summand."""
-        self._taken.add((id(gradient.graph), gradient.name))
-        self._graphs.append(gradient.graph)
+        self._taken[id(gradient.graph), gradient.name] = gradient
 
     def out_of(self, operation: tf.Operation) -> list[tf.Tensor]:
         """Returns the outputs of `operation` that are linear in gradients taken inside of it, with nothing added; else none."""

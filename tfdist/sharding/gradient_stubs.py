@@ -17,7 +17,7 @@ Gathering makes all gradients exist whole, as at stage 1, and adds a third to wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -99,7 +99,9 @@ class GradientStubs:
     def __init__(self, program: RankProgram):
         self._program = program
         self._stubs: dict[str, Stub] = {}
-        self._linear = gradient_graph.Derived(self._as_stub, is_of_tapes=True)
+        self._linear = gradient_graph.Derived(
+            lambda x: frozenset([self._stubs[x.name]]) if x.name in self._stubs else None, is_of_tapes=True
+        )
         self._layouts = _OnShards(lambda x: self._stubs[x.name].layout if x.name in self._stubs else None, program)
         self._images: dict[str, tf.Tensor] = {}  # shards by the name of the whole tensor that they are of
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._stubs)
@@ -137,9 +139,6 @@ class GradientStubs:
             self._program.attachment(CarriedGradients).note(summand)
         return summand
 
-    def _as_stub(self, tensor: tf.Tensor) -> frozenset[Stub] | None:
-        return frozenset([self._stubs[tensor.name]]) if tensor.name in self._stubs else None
-
     def shard_of(self, gradient: tf.Tensor) -> tf.Tensor | None:
         """Returns this rank's shard of `gradient`: of a sum, or of what elementwise operations make of sums; None: of neither."""
         is_here = tf.is_symbolic_tensor(gradient) and gradient.graph is self._program.graph
@@ -169,27 +168,37 @@ class GradientStubs:
     def fill_what_is_read(self) -> None:
         """Fills the stubs that have been reduced and are read by more than what an optimizer does on shards."""
         missing = [stub for stub in self._stubs.values() if stub.shard is not None and not stub.is_whole]
-        self._gather([stub for stub in missing if self._is_read_whole(stub.tensor)])
+        self._gather([stub for stub in missing if not all(gets_summand for *_, gets_summand in self._readers(stub.tensor))])
 
     def write_summands(self) -> None:
         """Lets variables that are written in a loop of one's own get this rank's summands."""
         for stub in self._stubs.values():
-            self._write_summands(stub.tensor)
+            for operation, tensor, gets_summand in list(self._readers(stub.tensor)):
+                if gets_summand:
+                    tape.reconnect(operation, tensor, self._summand(tensor))
 
     def close(self) -> None:
         """Gives stubs that are not filled a value, since an operation may need all that it is given, whatever is read of it."""
         with self._program.outermost(), tape.stop_recording():
             for stub in self._stubs.values():
                 if not stub.is_whole and stub.tensor.consumers():
-                    self._connect(stub, self._summand(stub.tensor))
+                    _connect(stub, self._summand(stub.tensor))
 
-    def _is_read_whole(self, tensor: tf.Tensor) -> bool:
-        return any(
-            any(self._layouts.of(output) is None or self._is_read_whole(output) for output in _after(operation, tensor))
-            or not operation.outputs
-            for operation in tensor.consumers()
-            if not (self._gets_summand(operation, tensor) or self._is_only_written(operation))
-        )
+    def _readers(self, tensor: tf.Tensor) -> Iterator[tuple[tf.Operation, tf.Tensor, bool]]:
+        """Yields what reads `tensor`, or an elementwise function of it, and is none itself: the operation, what it reads, and
+        whether it gets this rank's summand, and not the sum."""
+        for operation in tensor.consumers():
+            if self._gets_summand(operation, tensor):
+                yield operation, tensor, True
+                continue
+            is_only_written, after = self._is_only_written(operation), list(operation.outputs)
+            if operation.type == "IdentityN":  # whose outputs depend on an input each
+                after = [y for x, y in zip(operation.inputs, operation.outputs, strict=True) if tape.same(x, tensor)]
+            followed = [x for x in after if is_only_written or self._layouts.of(x) is not None]
+            for x in followed:
+                yield from self._readers(x)
+            if len(followed) < len(after) or not operation.outputs:
+                yield operation, tensor, False
 
     def _is_only_written(self, operation: tf.Operation) -> bool:
         """Whether what `operation` returns is linear in stubs, and goes to variables, as `_gets_summand` says, nowhere else."""
@@ -209,14 +218,6 @@ class GradientStubs:
             return False
         return gradient_graph.written(operation, tensor) is not None and self._linear.of(tensor) is not None
 
-    def _write_summands(self, tensor: tf.Tensor) -> None:
-        for operation in tensor.consumers():
-            if self._gets_summand(operation, tensor):
-                tape.reconnect(operation, tensor, self._summand(tensor))
-            for output in _after(operation, tensor):
-                if self._layouts.of(output) is not None or self._is_only_written(operation):
-                    self._write_summands(output)
-
     def _summand(self, tensor: tf.Tensor) -> tf.Tensor:
         summands, found = {}, self._linear.of(tensor)
         for stub in [stub for stub in self._stubs.values() if stub in found]:  # in one order on all ranks
@@ -233,15 +234,9 @@ class GradientStubs:
             for place, whole in gather_shards_in_buckets(self._program, shards, layouts, 8 * 2**20, "all_gather/gradient"):
                 stub = stubs[place]
                 stub.is_whole = True
-                self._connect(stub, whole)
+                _connect(stub, whole)
                 self._program.attachment(Facts).declare(stub.tensor, Replicate())
 
-    def _connect(self, stub: Stub, value: tf.Tensor) -> None:
-        tape.reconnect(stub.tensor.op, stub.tensor.op.inputs[0], value)
 
-
-def _after(operation: tf.Operation, tensor: tf.Tensor) -> list[tf.Tensor]:
-    """Returns what `operation` returns that depends on `tensor`, one of its inputs."""
-    if operation.type != "IdentityN":
-        return list(operation.outputs)
-    return [output for source, output in zip(operation.inputs, operation.outputs, strict=True) if tape.same(source, tensor)]
+def _connect(stub: Stub, value: tf.Tensor) -> None:
+    tape.reconnect(stub.tensor.op, stub.tensor.op.inputs[0], value)

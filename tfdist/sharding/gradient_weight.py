@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
@@ -22,7 +21,7 @@ class GradientWeight:
         whole (stages 0 to 2, or made by the program itself)           the weight
         what a tape hands to a sharded parameter (stage 3)             1, the tape began with the weight; 0 without rows
         of a loss that was weighted itself (`entered_with_the_loss`)   nothing
-        made of what a tape returned for rows, which counts the weight 1: it is divided by the weight first (`each_once`)
+        made of what a tape returned for rows, which counts the weight 1, it is divided by the weight first (`of_own_mean`)
 
     A gradient of a rank without rows may be NaN, the mean of nothing. It counts nothing.
     """
@@ -32,8 +31,9 @@ class GradientWeight:
         self._weight: Callable[[], tf.Tensor] | None = None
         self.is_in_loss = False
         self._has_entered = False
+        self._num_going_back = 0  # tapes, one within the other
         self.began_with: tf.Tensor | None = None  # with what weight at the losses the gradient began that is being taken
-        self.of_rows: dict[int, tf.Tensor] = {}  # gradients that count the weight, by id
+        self.has_of_rows = False  # whether a tape has returned gradients of rows of the batch, which count the weight already
 
     def use(self, weight: Callable[[], tf.Tensor]) -> None:
         """Lets gradients count what `weight` returns, a scalar; it may send a message, and is called where all ranks run."""
@@ -56,8 +56,17 @@ class GradientWeight:
     def of_gradient(self) -> Iterator[None]:
         """A block in which a gradient is taken and noted: in one that a loss, or a metric, is made of no weight has entered."""
         has_entered, self._has_entered = self._has_entered, False
-        with temporary.attributes(self, is_in_loss=self.is_in_loss and has_entered):
+        is_in_loss = self.is_in_loss and has_entered
+        with temporary.attributes(self, is_in_loss=is_in_loss, _num_going_back=self._num_going_back + 1):
             yield
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the gradient is taken on the way back of another tape, by the function of a `tf.custom_gradient`.
+
+        TensorFlow's `tf.recompute_grad` does so. It is a part of what the outer tape returns: nothing is weighted or summed here.
+        """
+        return self._num_going_back > 1
 
     def without_weight(self, upstream: tf.Tensor) -> tf.Tensor:
         """Returns `upstream`, that of a gradient which has been reduced, without the weight that the tape began with.
@@ -65,11 +74,6 @@ class GradientWeight:
         A reduced gradient is that of the global batch, and what is computed of it no mean of the rank's own.
         """
         return upstream if self.began_with is None else tf.math.divide_no_nan(upstream, tf.cast(self.began_with, upstream.dtype))
-
-    def note_of_rows(self, grads: Iterable[Any]) -> None:
-        """Notes that `grads`, which a tape has returned for rows of the batch, count the weight already."""
-        parts = [x for x in tf.nest.flatten(list(grads), expand_composites=True) if tf.is_tensor(x) and x.dtype.is_floating]
-        self.of_rows.update((id(part), part) for part in parts)
 
     def of_wholes(self) -> tf.Tensor | None:
         """Returns what whole gradients are multiplied by, a scalar; None: nothing."""

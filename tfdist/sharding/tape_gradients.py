@@ -30,6 +30,7 @@ from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement
 from tfdist.placements.repair import Repair
+from tfdist.placements.totals import wide
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.gradient_numbers import GradientNumbers
@@ -53,7 +54,7 @@ class TapeGradients:
     def __init__(self, program: RankProgram):
         self._program = program
         self._summands: dict[str, _Summand] = {}
-        self._linear = gradient_graph.Derived(self._as_summand)
+        self._linear = gradient_graph.Derived(lambda x: frozenset([self._summands[x.name]]) if x.name in self._summands else None)
         self._images: dict[str, tf.Tensor] = {}  # by the name of what is linear in summands: the same of the sums
         self._wholes: set[str] = set()
         self._slots: set[str] = set()  # whole values of an optimizer's slots
@@ -113,15 +114,13 @@ class TapeGradients:
             self._is_asked = True
             self._program.before_collective.append(self.settle)
             self._program.at_close.append(lambda _: self.settle())
-            self._program.before_branch.append(self._prepare_branch)
+            # A branch may wait for a variable that was written with what has been read so far, and send something.
+            self._program.before_branch += [lambda _: self.settle(), self._let_branch_read]
             self._program.summands.append(self._read_as_summand)
 
     def _add(self, summand: _Summand) -> None:
         self._summands[summand.tensor.name] = summand
         self._linear.forget(summand.tensor)
-
-    def _as_summand(self, tensor: tf.Tensor) -> frozenset[_Summand] | None:
-        return frozenset([self._summands[tensor.name]]) if tensor.name in self._summands else None
 
     def _find_carried(self) -> None:
         if self._is_asked:
@@ -195,11 +194,6 @@ class TapeGradients:
         with self._marked(), self._program.outermost(), tape.stop_recording():
             self._sum_missing(dict.fromkeys(summand for grad in grads for summand in self._linear.of(grad) or ()))
 
-    def _prepare_branch(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Sums what has been read so far: a branch may wait for a variable that was written with it, and send something."""
-        self.settle()
-        self._let_branch_read(tensors)
-
     def _let_branch_read(self, tensors: Sequence[tf.Tensor]) -> bool:
         """Whether some of `tensors`, read in a branch, are computed from gradients: of which it will read the sums."""
         self._find_carried()
@@ -268,8 +262,7 @@ class TapeGradients:
 
     def _sum_of_carried(self, summand: _Summand) -> tf.Tensor:
         program, grad = self._program, summand.tensor
-        wide = tf.cast(grad, tf.float32) if grad.dtype.size < 4 else grad
-        mine = weighted(wide, program.attachment(GradientWeight).of_wholes())
+        mine = weighted(wide(grad), program.attachment(GradientWeight).of_wholes())
         total = group_ops.all_reduce(program, mine, program.group_ranks("data"), "sum", "all_reduce/carried_gradient")
         return tf.cast(total, grad.dtype)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import temporary
+from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
 from tfdist.graphs import tape
 from tfdist.placements.eager import EagerFacts
@@ -32,7 +32,6 @@ from tfdist.sharding.gradient_stubs import GradientStubs, Stub
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.known_sums import KnownSums
-from tfdist.sharding.nested_tapes import NestedTapes
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
 from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.recomputation import Recomputation
@@ -212,7 +211,13 @@ class UnshardSchedule:
             return [tf.cast(full, variable.dtype)]
         if full.graph is not self._program.graph:
             raise nested_functions.refusal(variable)
-        self._program.attachment(NestedTapes).refuse(variable.name)
+        if self._program.attachment(GradientWeight).is_nested:
+            raise errors.not_implemented(
+                f"The function of a `tf.custom_gradient` (or `tf.recompute_grad`) takes the gradient of {variable.name!r}, of "
+                "which each device has a part, with a tape of its own.",
+                fix="To compute a layer again in backward use `tfdist.layers.recompute(model, ...)` or `keras.remat`; else write "
+                "the gradient down, or use `zero_stage=2`.",
+            )
         self._differentiated.add(id(variable))
         with tape.stop_recording():
             stub = self._stubs.make(variable, full, unit).tensor
