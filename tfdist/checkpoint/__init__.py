@@ -3,13 +3,3 @@
 from tfdist.checkpoint.backups import FitBackup
 from tfdist.checkpoint.log_rows import keep_rows_before
 from tfdist.checkpoint.writing_role import all_workers_inside, chief_decides, cluster_strategy_of, is_chief, tfdist_strategy
-
-__all__ = [
-    "FitBackup",
-    "all_workers_inside",
-    "chief_decides",
-    "cluster_strategy_of",
-    "is_chief",
-    "keep_rows_before",
-    "tfdist_strategy",
-]

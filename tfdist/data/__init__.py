@@ -6,17 +6,3 @@ from tfdist.data.ends import Ends
 from tfdist.data.fit_data import FitData
 from tfdist.data.generators import Tape
 from tfdist.data.split import split_batches
-
-__all__ = [
-    "DistributedDataset",
-    "DistributedDatasetsFromFunction",
-    "Ends",
-    "FitData",
-    "Tape",
-    "comparison",
-    "parts",
-    "position",
-    "signature",
-    "split_batches",
-    "steps",
-]

@@ -11,19 +11,3 @@ from tfdist.mesh.devices import (
     worker_devices,
 )
 from tfdist.mesh.logical_gpus import use_logical_gpus
-
-__all__ = [
-    "DATA_AXES",
-    "MESH_AXES",
-    "Coordinate",
-    "DeviceMesh",
-    "are_cpus",
-    "current_mesh",
-    "default_devices",
-    "resolve_devices",
-    "short_name",
-    "use_logical_cpus",
-    "use_logical_gpus",
-    "uses_physical_gpus",
-    "worker_devices",
-]

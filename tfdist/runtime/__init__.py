@@ -14,22 +14,3 @@ from tfdist.runtime.python_random import random_states, set_random_states
 from tfdist.runtime.tf_config import read_cluster
 from tfdist.runtime.threads import operations_at_once, share_cores
 from tfdist.runtime.watched import Watched
-
-__all__ = [
-    "Cluster",
-    "Coordination",
-    "FailureWatch",
-    "JobRun",
-    "Task",
-    "Watched",
-    "before_first_use",
-    "begin_use",
-    "give_back_free_memory",
-    "operations_at_once",
-    "random_states",
-    "read_cluster",
-    "remove_after_success",
-    "set_random_states",
-    "share_cores",
-    "this_run",
-]

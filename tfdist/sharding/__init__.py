@@ -10,32 +10,3 @@ from tfdist.sharding.replicated_variables import PartialSyncOnReadVariable, with
 from tfdist.sharding.unshard import UnshardSchedule
 from tfdist.sharding.variable import ShardedVariable, read_if_sharded
 from tfdist.sharding.zero import ZERO_STAGES, ZeroPlacements, placements_of
-
-__all__ = [
-    "ZERO_STAGES",
-    "KeptWeights",
-    "Layout",
-    "MeshConfig",
-    "Partial",
-    "PartialSyncOnReadVariable",
-    "PlacementRequest",
-    "Replicate",
-    "Shard",
-    "ShardedVariable",
-    "ShardingConfig",
-    "UnshardSchedule",
-    "ZeroPlacements",
-    "config_of",
-    "current_placement",
-    "kept_placement",
-    "layers_within",
-    "placement",
-    "placements_of",
-    "read_if_sharded",
-    "request_placement",
-    "with_layout",
-    "settings_of",
-    "sharded_parameters",
-    "travels_exactly",
-    "with_settings_listed",
-]

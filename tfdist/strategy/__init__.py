@@ -2,5 +2,3 @@
 
 from tfdist.strategy.multi_worker_strategy import MultiWorkerShardedStrategy
 from tfdist.strategy.sharded_strategy import ShardedStrategy
-
-__all__ = ["MultiWorkerShardedStrategy", "ShardedStrategy"]

@@ -7,18 +7,3 @@ from tfdist.tensor_plans.parallelize import parallelize
 from tfdist.tensor_plans.plan import TensorPlan
 from tfdist.tensor_plans.suggest import suggest_plan
 from tfdist.tensor_plans.suggested_plan import SuggestedPlan, SuggestedSharding
-
-__all__ = [
-    "ShardableLayer",
-    "LayerSharding",
-    "ModelGraph",
-    "SuggestedSharding",
-    "SuggestedPlan",
-    "TensorPlan",
-    "sharded_axes",
-    "sharded_weights",
-    "parallelize",
-    "resolve",
-    "suggest_plan",
-    "trace_model",
-]
