@@ -49,6 +49,10 @@ class HeadedLayer:
         queries = vars(layer)[self.query_heads]
         return queries, vars(layer)[self.key_value_heads] if self.key_value_heads else queries
 
+    def activity_regularizer_of(self, layer: keras.Layer) -> Any | None:
+        """Returns what regularizes the outputs of the layer's projections, to which Keras hands it on."""
+        return getattr(layer, "_activity_regularizer", None) or layer.activity_regularizer
+
 
 _KERAS: dict[str, Any] = {
     "inputs": ("query", "value", "key"),

@@ -27,7 +27,7 @@ from tfdist.layers.randomness import sharded_region
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, shard_variables
 from tfdist.layers.shared_heads import SharedHeadsEinsumDense, are_shared, check_heads
 from tfdist.sharding import Shard
-from tfdist.sharding.sharded_activations import copy_mask, shard_of
+from tfdist.sharding.sharded_activations import ActivationShard, copy_mask, shard_of
 
 
 class _ParallelAttention(ShardedWeights):
@@ -121,7 +121,7 @@ class _ParallelAttention(ShardedWeights):
         if made.bias is None:
             return outputs
         output, bias, *rest = outputs
-        bias = sharded_tensors.mark(tf.identity(bias), 1)
+        bias = sharded_tensors.mark(tf.identity(bias), ActivationShard(1))
         return (output, sharded_tensors.whole(bias) if self.gather_output else bias, *rest)
 
 
@@ -176,7 +176,7 @@ class _ParallelKerasAttention(_ParallelAttention):
         check_divisible(self._made.query_heads.lstrip("_"), queries, parts, self.name)
         if self._made.key_value_heads is not None:
             check_heads(self._made.key_value_heads, keys_values, parts, self.name)
-        regularizer = getattr(self, "_activity_regularizer", None) or getattr(self, "activity_regularizer", None)
+        regularizer = self._made.activity_regularizer_of(self)
         if parts > 1 and regularizer is not None:
             raise errors.not_implemented(
                 f"`activity_regularizer` of layer {self.name!r} would see a part of the heads only.",

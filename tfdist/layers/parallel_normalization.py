@@ -92,7 +92,7 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
             scale=keras.ops.cast(tf.convert_to_tensor(self.gamma), x.dtype) if self.scale else None,
             epsilon=self.epsilon,
         )
-        return sharded_tensors.mark(keras.ops.cast(outputs, self.compute_dtype), self.axis, self.moving_mean.shape[0])
+        return sharded_tensors.mark(keras.ops.cast(outputs, self.compute_dtype), self.output_shard)
 
     def _follow(self, variable: keras.Variable, moving: Any, value: Any) -> None:
         """Moves a statistic of this rank's channels towards that of the batch. `Variable.assign` would want all channels."""

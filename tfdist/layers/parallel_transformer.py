@@ -185,9 +185,9 @@ class ParallelTransformerBlock(keras.layers.Layer):
         attended = self._attention(normed, normed, use_causal_mask=self.use_causal_mask, training=training)
         x = keras.ops.add(x, self._dropped(attended, training))
         x = keras.ops.add(x, self._dropped(self._mlp(self._mlp_norm(x)), training))
-        if not self.sequence_parallel:
-            return x
-        return regions.gather_from(x, 1, f"{self.name}/gather_sequence") if self.gather_output else sharded_tensors.mark(x, 1)
+        if self.sequence_parallel and self.gather_output:
+            return regions.gather_from(x, 1, f"{self.name}/gather_sequence")
+        return sharded_tensors.mark(x, self.output_shard)
 
     @property
     def output_shard(self) -> ActivationShard | None:

@@ -96,8 +96,8 @@ class Executor:
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
         self._actions = frozenset(action for actions in self.schedule.orders.values() for action in actions)
-        self._made: dict[Action, list[tf.Tensor]] = {}  # by the action, what other actions begin with, of this rank or another
-        self._arrived: dict[Action, list[tf.Tensor]] = {}  # by the action that takes it, what was received ahead of its turn
+        # By the action that made it, what others begin with: of this rank, or received ahead of its turn.
+        self._made: dict[Action, list[tf.Tensor]] = {}
         self._output_specs: dict[tuple[int, int], list[tf.TensorSpec]] = {}  # of the gradients that a forward's outputs will have
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._to_recompute: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
@@ -268,9 +268,7 @@ class Executor:
         source = next((one for one in inputs_of(action, self._actions) if one.stage_index != action.stage_index), None)
         if source is None:
             return [] if action.phase is Phase.FORWARD else self.work.upstream(action.microbatch)
-        if self.schedule.rank_of(source.stage_index) == self.pipe_rank:
-            return self._made.pop(source)
-        return self._arrived.pop(action) if action in self._arrived else self._posted(Message(source, action))
+        return self._made.pop(source) if source in self._made else self._posted(Message(source, action))
 
     def _transfer(self, message: Message) -> None:
         """Sends a message in its turn; receives it where that has to be in turn, else `_receive` will."""
@@ -279,7 +277,7 @@ class Executor:
             for place, x in enumerate(self._made.pop(message.source)):
                 point_to_point.send_message(self.program, x, destination, f"{_label(message.source)}/{place}")
         elif point_to_point.message_transport(self.program, source).is_in_order:
-            self._arrived[message.taker] = self._posted(message)
+            self._made[message.source] = self._posted(message)
 
     def _posted(self, message: Message) -> list[tf.Tensor]:
         stage, microbatch = self.stages[message.taker.stage_index], message.taker.microbatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -86,9 +86,10 @@ class Microbatches:
         return [_made_of([x], lambda whole: _slices(whole, first, self._sizes[index])) for x in outputs]
 
 
-def joined(parts: Iterable[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Returns what the model has made of all rows, from what it has made of each microbatch's own."""
-    return [_made_of(of_all, lambda *of_each: tf.concat(of_each, 0)) for of_all in zip(*parts, strict=True)]
+def joined(parts: Mapping[int, Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """Returns what the model has made of all rows, from what it has made of each microbatch's own, by number."""
+    in_order = [parts[microbatch] for microbatch in sorted(parts)]
+    return [_made_of(of_all, lambda *of_each: tf.concat(of_each, 0)) for of_all in zip(*in_order, strict=True)]
 
 
 def _made_of(outputs: Sequence[tf.Tensor], make: Callable[..., tf.Tensor]) -> tf.Tensor:

@@ -64,7 +64,7 @@ class Step:
         self._all_data = (inputs, *rest)
         self._batch = SlicedBatch(program, self._data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
-        self._outputs: list[list[tf.Tensor]] = []
+        self._outputs: dict[int, list[tf.Tensor]] = {}  # by microbatch; a schedule may take them in any order
         self._batch_data = data
         self._metrics_wait: bool | None = None  # for the outputs of all microbatches; None: not known yet
         self._first_outputs: list[tf.Tensor] = []  # of the first microbatch, for the sizes
@@ -72,7 +72,7 @@ class Step:
             self._build_trackers()
         self._trackers = LossTrackers(model, self._batch.weigh)
         self.schedule = schedule
-        self._last_stage: list[list[tf.Tensor]] = []  # its outputs for each microbatch, where losses are of all together
+        self._last_stage: dict[int, list[tf.Tensor]] = {}  # its outputs by microbatch, where losses are of all together
         self._upstream: list[list[tf.Tensor]] | None = None
         self._is_together = has_loss and not self._adds_up()
         if self._is_together and training:
@@ -217,14 +217,14 @@ class Step:
         if stage_index < self._staged.last_stage:
             return
         if self._is_together:
-            self._last_stage.append(stage_outputs)
+            self._last_stage[microbatch] = stage_outputs
         stage_outputs = self._data.own_rows(microbatch, stage_outputs)
         if self._has_loss and self._metrics_wait is None:
             # What is no sum over rows, or may be none, needs all rows: outputs are kept until the step's end for that alone.
             is_own = type(self._model).compute_metrics is not keras.Model.compute_metrics
             self._metrics_wait = is_own or not updates.add_up_over_slices(self._model.metrics, stage_outputs)
         if not self._has_loss or self._metrics_wait:
-            self._outputs.append([gathered(self._program, x) for x in stage_outputs])
+            self._outputs[microbatch] = [gathered(self._program, x) for x in stage_outputs]
             return
         x, y, sample_weight = self._data[microbatch]
         inputs, predictions = self._staged.inputs_like_model(x), self._staged.outputs_like_model(stage_outputs)
@@ -250,10 +250,11 @@ class Step:
 
     def _loss_together(self) -> list[list[tf.Tensor]]:
         """Computes the loss of all microbatches together; returns its gradients by the ends of each of them."""
-        ends, weights = list(map(ends_of, self._last_stage)), self._staged.weights[self._staged.last_stage]
+        ends = [ends_of(self._last_stage[microbatch]) for microbatch in sorted(self._last_stage)]
+        weights = self._staged.weights[self._staged.last_stage]
         with tf.GradientTape() as recorder:
             recorder.watch(ends)
-            outputs = joined(self._data.own_rows(*pair) for pair in enumerate(self._last_stage))
+            outputs = joined({microbatch: self._data.own_rows(microbatch, x) for microbatch, x in self._last_stage.items()})
             with self._batch.together(self._all_data, outputs):
                 with losses_of(self._model), self._trackers.withheld(0):
                     loss = weighted_in_gradient(self._mean(self._all_data, outputs))

@@ -9,12 +9,12 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.pipeline.deferred_weights import is_deferred, strategy_of
+from tfdist.pipeline.deferred_weights import strategy_of
 from tfdist.pipeline.model import PipelineModel
 from tfdist.sharding import Shard, config_of, kept_placement
+from tfdist.tables import table_lines
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, kind_of
 from tfdist.tensor_plans.layer_shardings import LayerSharding, resolve
-from tfdist.tensor_plans.tables import table_lines
 
 
 def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[[str], Any] | None = print) -> keras.Model:
@@ -129,9 +129,7 @@ def _described(shardings: Sequence[LayerSharding], size: int) -> str:
 
 
 def _of_one_rank(weight: keras.Variable, size: int) -> int:
-    """Returns how many elements a tensor rank keeps of a weight, which a pipeline makes later."""
-    if not is_deferred(weight):
-        return weight._value.layout.local_elements
+    """Returns how many elements a tensor rank keeps of a weight, which a pipeline may make later."""
     shape, placement = list(weight.shape), kept_placement(weight).get("tensor")
     if isinstance(placement, Shard):
         shape[placement.axis] = -(-shape[placement.axis] // size)

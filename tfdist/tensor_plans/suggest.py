@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 import keras
 
 from tfdist import errors
+from tfdist.tables import size_text
 from tfdist.tensor_plans import keras_tracing
 from tfdist.tensor_plans.layer_kinds import (
     COLUMN,
@@ -36,7 +37,6 @@ from tfdist.tensor_plans.layer_shardings import LayerSharding, layer_shardings
 from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer, trace_model
 from tfdist.tensor_plans.pairing import Flow
 from tfdist.tensor_plans.suggested_plan import SuggestedPlan, SuggestedSharding
-from tfdist.tensor_plans.tables import size_text
 from tfdist.tensor_plans.traffic import moved_units
 
 BREAK_EVEN_VECTORS = 256
