@@ -41,6 +41,7 @@ or beside an edge from a gather to what reads it, and so close no cycle; what wa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -111,7 +112,7 @@ def limit_lead(
             # At its end its successor on the chain is free, too, and would wait for these.
             run_when_done([operation for operation in held if operation not in needing], after, program, "lead")
             held, after = [operation for operation in held if operation in needing], [last, operations[passed[0]]]
-        for part in _in_parts(held, collectives_each if is_apart else 1):
+        for part in in_parts(held, collectives_each if is_apart else 1):
             run_when_done(part, after, program, "lead")
             after = [part[-1]]
 
@@ -260,10 +261,10 @@ def _needing(operation: tf.Operation, later: Sequence[tf.Operation]) -> set[tf.O
     return found
 
 
-def _in_parts(operations: Sequence[tf.Operation], count: int) -> list[Sequence[tf.Operation]]:
-    """Returns `operations` in up to `count` parts of about equally many, none empty."""
-    bounds = [len(operations) * place // count for place in range(count + 1)]
-    return [operations[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False) if begin < end]
+def in_parts(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Returns `items` in up to `count` parts of about equally many, none empty."""
+    bounds = [len(items) * place // count for place in range(count + 1)]
+    return [items[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False) if begin < end]
 
 
 def _made_by(operation: tf.Operation, numbers: Mapping[str, int]) -> tf.Operation:

@@ -7,7 +7,7 @@ every layer of interest called within is noted as such.
 
 Nothing of the model changes: no nodes are recorded on its layers, no variable is assigned, no loss is added.
 
-Private names: `Node`, which records a call on a layer. `symbolic_call` and `_layers` have no public equal either.
+Private names: `Node`, which records a call on a layer. `symbolic_call` has no public equal either.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from keras.src.layers import layer as keras_layer
 
 from tfdist import temporary
 from tfdist.layers import elementwise
+from tfdist.sharding import layers_within
 from tfdist.tensor_plans.model_inputs import Call
 
 
@@ -106,23 +107,6 @@ def trace(model: keras.Model, leaves: Sequence[keras.Layer], inputs: Call, *, tr
     return result
 
 
-def sublayers(layer: keras.Layer) -> list[keras.Layer]:
-    """Returns the layers that a layer holds directly, in the order in which it made them."""
-    return list(layer._layers)
-
-
-def all_layers(layer: keras.Layer) -> list[keras.Layer]:
-    """Returns a layer and those within it at any depth, each once, outer before inner."""
-    found: dict[int, keras.Layer] = {}
-    pending = [layer]
-    while pending:
-        current = pending.pop()
-        if current not in found:
-            found[current] = None
-            pending.extend(reversed(sublayers(current)))
-    return list(found)
-
-
 def first_line(error: Exception) -> str:
     """Returns an exception in one short line."""
     text = re.sub(r"\x1b\[\d+m", "", str(error))  # Keras prints in bold
@@ -142,8 +126,8 @@ class _Recorder:
         self.thread = threading.get_ident()
         self.leaves = frozenset(leaves)
         self.followed = {}
-        for layer in all_layers(model):
-            held = self.leaves.intersection(all_layers(layer)) - {layer}
+        for layer in layers_within(model):
+            held = self.leaves.intersection(layers_within(layer)) - {layer}
             if held and layer not in self.leaves:
                 self.followed[layer] = held
         self.owners: dict[int, set[keras.Layer]] = {}

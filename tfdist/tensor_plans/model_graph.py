@@ -13,6 +13,7 @@ import keras
 
 from tfdist import errors
 from tfdist.layers.elementwise import is_elementwise_activation
+from tfdist.sharding import layers_within
 from tfdist.tensor_plans import keras_tracing
 from tfdist.tensor_plans.keras_tracing import Trace
 from tfdist.tensor_plans.layer_kinds import LOOPS, LayerKind, is_attention, kind_of, obstacle, path_of
@@ -111,9 +112,9 @@ def _opaque(traces: Sequence[Trace]) -> int:
 
 def _shardable(model: keras.Model) -> tuple[list[keras.Layer], set[keras.Layer]]:
     """Returns the layers that can be sharded, and those of them that stand in a layer that calls them in a loop."""
-    layers = keras_tracing.all_layers(model)
-    within = {inner for layer in layers if is_attention(layer) for inner in keras_tracing.all_layers(layer)[1:]}
-    looped = {inner for layer in layers if isinstance(layer, LOOPS) for inner in keras_tracing.all_layers(layer)[1:]}
+    layers = layers_within(model)
+    within = {inner for layer in layers if is_attention(layer) for inner in layers_within(layer)[1:]}
+    looped = {inner for layer in layers if isinstance(layer, LOOPS) for inner in layers_within(layer)[1:]}
     leaves = [layer for layer in layers if kind_of(layer) and layer not in within]
     return leaves, looped.intersection(leaves)
 

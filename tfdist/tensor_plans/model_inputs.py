@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,15 +18,6 @@ OPEN_SIZES = (128, 16)
 OPEN_DTYPES = ("float32", "int32")
 
 
-@dataclasses.dataclass(frozen=True)
-class InputSpec:
-    """An input of a subclassed model: its dtype is not known."""
-
-    shape: tuple[int | None, ...]
-    dtype: str | None = None
-    sparse: bool = False
-
-
 def symbolic_calls(model: keras.Model) -> Iterator[tuple[Call, int | None]]:
     """Yields calls of the model on symbols, the likeliest first, each with the size that stands for those left open, if any are.
 
@@ -41,7 +31,7 @@ def symbolic_calls(model: keras.Model) -> Iterator[tuple[Call, int | None]]:
         symbols = []
         for spec in flat:
             shape = [known or (size if axis else BATCH) for axis, known in enumerate(spec.shape)]
-            symbols.append(keras.KerasTensor(shape, spec.dtype or dtype, sparse=spec.sparse))
+            symbols.append(keras.KerasTensor(shape, spec.dtype or dtype, sparse=getattr(spec, "sparse", False)))
         structure = keras.tree.pack_sequence_as(specs, symbols)
         yield (((), structure) if is_keyword else ((structure,), {})), size
 
@@ -63,5 +53,5 @@ def _specs(shapes: Any) -> Any:
     if isinstance(shapes, Mapping):
         return {name: _specs(shape) for name, shape in shapes.items()}
     if all(size is None or isinstance(size, int) for size in shapes):
-        return InputSpec(tuple(shapes))
+        return keras.InputSpec(shape=tuple(shapes))
     return [_specs(shape) for shape in shapes]

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 import keras
 
 from tfdist import errors
+from tfdist.sharding import layers_within
 from tfdist.tables import size_text
-from tfdist.tensor_plans import keras_tracing
 from tfdist.tensor_plans.layer_kinds import (
     COLUMN,
     REPLICATE,
@@ -251,7 +251,7 @@ def _one_role_per_path(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> d
 
 def _patterns(model: keras.Model, roles: Mapping[str, str]) -> dict[str, str]:
     r"""Returns patterns that give each path its role: "^block_\d+_mlp$" for all that differ in numbers only, if they agree."""
-    paths = {path_of(layer) for layer in keras_tracing.all_layers(model)[1:] if layer.weights}
+    paths = {path_of(layer) for layer in layers_within(model)[1:] if layer.weights}
     patterns: dict[str, str] = {}
     for path, role in roles.items():
         general = "^" + re.sub(r"\d+", r"\\d+", re.escape(path)) + "$"
