@@ -3,8 +3,6 @@
     rank i of t: H / t query heads; K / t heads of keys and values, or, where t is a multiple of K, the one that its queries ask
                  whole projections: queries, keys, values by column, the output by row
 
-One all-reduce forward, of the output, and one backward, of the input's gradient.
-
 A call reads the numbers of heads of the layer in Python: within a replica those attributes give the rank's own numbers.
 """
 
@@ -20,12 +18,12 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions, sharded_tensors
-from tfdist.layers.headed_layers import GROUPED_QUERY, MULTI_HEAD, HeadedLayer
+from tfdist.layers.headed_layers import GROUPED_QUERY, MULTI_HEAD, HeadedLayer, are_shared
 from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallel, RowParallelDense
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
 from tfdist.layers.randomness import sharded_region
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, shard_variables
-from tfdist.layers.shared_heads import SharedHeadsEinsumDense, are_shared, check_heads
+from tfdist.layers.shared_heads import SharedHeadsEinsumDense
 from tfdist.sharding import Shard
 from tfdist.sharding.sharded_activations import ActivationShard, copy_mask, shard_of
 
@@ -172,10 +170,8 @@ class _ParallelKerasAttention(_ParallelAttention):
         super().build(query_shape, value_shape, key_shape)
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
-        queries, keys_values = self._made.heads_of(self)
-        check_divisible(self._made.query_heads.lstrip("_"), queries, parts, self.name)
-        if self._made.key_value_heads is not None:
-            check_heads(self._made.key_value_heads, keys_values, parts, self.name)
+        for name, size in self._made.sizes_of(self, parts).items():
+            check_divisible(name, size, parts, self.name)
         regularizer = self._made.activity_regularizer_of(self)
         if parts > 1 and regularizer is not None:
             raise errors.not_implemented(

@@ -117,15 +117,14 @@ def first_line(error: Exception) -> str:
 class _Recorder:
     """The state of one trace; the patched methods of Keras call it.
 
-    Layers are followed (their `call` runs on symbols) if they hold a leaf. Inside a step that is not followed, tensors are
-    TensorFlow's: `running` holds such steps, outer before inner.
+    Inside a step that is not followed, tensors are TensorFlow's: `running` holds such steps, outer before inner.
     """
 
     def __init__(self, model: keras.Model, leaves: Sequence[keras.Layer]) -> None:
         self.trace = Trace()
         self.thread = threading.get_ident()
         self.leaves = frozenset(leaves)
-        self.followed = {}
+        self.followed = {}  # layers whose `call` runs on symbols, with the leaves that they hold
         for layer in layers_within(model):
             held = self.leaves.intersection(layers_within(layer)) - {layer}
             if held and layer not in self.leaves:

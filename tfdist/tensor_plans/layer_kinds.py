@@ -18,7 +18,6 @@ from tfdist.layers.einsum_axes import COLUMN, ROW, einsum_label, sharded_axes
 from tfdist.layers.headed_layers import GROUPED_QUERY, MULTI_HEAD, HeadedLayer, computes_as, headed_layer
 from tfdist.layers.parallel_attention import parallel_class
 from tfdist.layers.sharded_weights import ShardedWeights
-from tfdist.layers.shared_heads import are_shared
 
 VOCAB, REPLICATE = "vocab", "replicate"
 ROLES = (COLUMN, ROW, VOCAB, REPLICATE)
@@ -125,11 +124,7 @@ def sharded_sizes(layer: keras.Layer, role: str, ranks: int = 1) -> dict[str, in
     """
     kind = kind_of(layer)
     if kind.heads is not None:
-        queries, keys_values = kind.heads.heads_of(layer)
-        sizes = {kind.heads.query_heads.lstrip("_"): queries}
-        if kind.heads.key_value_heads and not are_shared(keys_values, ranks):
-            sizes[kind.heads.key_value_heads.lstrip("_")] = keys_values
-        return sizes
+        return kind.heads.sizes_of(layer, ranks)
     if role == VOCAB:
         return {}
     if kind.is_normalization:
