@@ -89,8 +89,8 @@ def test_training_and_inference_may_differ():
 def test_a_layer_that_takes_no_symbols_is_one_step():
     trace = trace_model(with_raw_ops()).traces[0]
     assert [type(layer) for layer, _ in trace.opaque] == [RawOps]
-    assert [call.layer.name for call in trace.hidden] == ["first", "second"]
-    assert [call.input_shape[1:] for call in trace.hidden] == [(8,), (16,)]
+    assert [layer.name for layer in trace.hidden] == ["first", "second"]
+    assert [given[1:] for given, _ in trace.hidden.values()] == [(8,), (16,)]
     assert [event.operation.name for event in trace.events if isinstance(event.operation, keras.Layer)] == ["raw", "up", "down"]
 
 

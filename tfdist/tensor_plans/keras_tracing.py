@@ -30,6 +30,8 @@ from tfdist.layers import elementwise
 from tfdist.sharding import layers_within
 from tfdist.tensor_plans.model_inputs import Call
 
+Shapes = tuple[tuple[int | None, ...], ...]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Event:
@@ -50,15 +52,6 @@ class Event:
     reads_variables: bool
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class HiddenCall:
-    """A call of a layer of interest within an opaque step, by the shapes of its first input and output."""
-
-    layer: keras.Layer
-    input_shape: tuple[int | None, ...]
-    output_shape: tuple[int | None, ...]
-
-
 @dataclasses.dataclass
 class Trace:
     """What one call of the model did.
@@ -67,7 +60,8 @@ class Trace:
         inputs: the symbols that the model was called with.
         outputs: the symbols that it returned.
         events: the steps, in order.
-        hidden: calls within opaque steps, in order.
+        hidden: the layers of interest that opaque steps call, in order, each with the shapes of its first input and output; ()
+            where these are not known.
         opaque: (layer, why) of each layer whose `call` could not be followed.
         foreign_reads: layers whose weights were read while none of their calls was running.
         needs_gradient: the symbols that a gradient flows back through: trainable weights come before them.
@@ -76,7 +70,7 @@ class Trace:
     inputs: tuple[keras.KerasTensor, ...] = ()
     outputs: tuple[keras.KerasTensor, ...] = ()
     events: list[Event] = dataclasses.field(default_factory=list)
-    hidden: list[HiddenCall] = dataclasses.field(default_factory=list)
+    hidden: dict[keras.Layer, Shapes] = dataclasses.field(default_factory=dict)
     opaque: list[tuple[keras.Layer, str]] = dataclasses.field(default_factory=list)
     foreign_reads: set[keras.Layer] = dataclasses.field(default_factory=set)
     needs_gradient: set[keras.KerasTensor] = dataclasses.field(default_factory=set)
@@ -162,7 +156,7 @@ class _Recorder:
             return original(layer, *args, **kwargs)
         if layer not in self.followed:
             return self._record(layer, functools.partial(_symbolic_call, original, layer), args, kwargs)
-        start, hidden = len(self.trace.events), len(self.trace.hidden)
+        start, hidden = len(self.trace.events), dict(self.trace.hidden)
         try:
             outputs = layer.call(*args, **kwargs)
             self._check(_symbols(outputs))
@@ -170,10 +164,10 @@ class _Recorder:
         except Exception as error:  # whatever a user's code raises when it is given symbols
             self.trace.opaque.append((layer, first_line(error)))
         # The leaves within are called again here, hidden; those that are not, by a Functional's own shape inference, are noted.
-        del self.trace.events[start:], self.trace.hidden[hidden:]
+        del self.trace.events[start:]
+        self.trace.hidden = hidden
         outputs = self._record(layer, functools.partial(original, layer), args, kwargs)
-        seen = {call.layer for call in self.trace.hidden}
-        self.trace.hidden += [HiddenCall(leaf, (), ()) for leaf in self.followed[layer] if leaf not in seen]
+        self.trace.hidden |= {leaf: () for leaf in self.followed[layer] if leaf not in self.trace.hidden}
         return outputs
 
     def operation_step(self, original: Callable[..., Any], operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
@@ -210,8 +204,8 @@ class _Recorder:
         return outputs
 
     def _hide(self, layer: keras.Layer, inputs: Any, outputs: Any) -> None:
-        shapes = (tuple(getattr(keras.tree.flatten(values)[0], "shape", ())) for values in (inputs, outputs))
-        self.trace.hidden.append(HiddenCall(layer, *shapes))
+        shapes = tuple(tuple(getattr(keras.tree.flatten(values)[0], "shape", ())) for values in (inputs, outputs))
+        self.trace.hidden.setdefault(layer, shapes)
 
     def _check(self, symbols: Sequence[keras.KerasTensor]) -> None:
         if not self.known.issuperset(symbols):

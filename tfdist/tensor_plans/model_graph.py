@@ -121,20 +121,20 @@ def _shardable(model: keras.Model) -> tuple[list[keras.Layer], set[keras.Layer]]
 
 def _in_order_of_calls(leaves: Sequence[keras.Layer], traces: Sequence[Trace]) -> list[keras.Layer]:
     order = dict.fromkeys(event.operation for trace in traces for event in trace.events if event.operation in set(leaves))
-    order |= dict.fromkeys(call.layer for trace in traces for call in trace.hidden)
+    order |= dict.fromkeys(layer for trace in traces for layer in trace.hidden)
     return list(order | dict.fromkeys(leaves))
 
 
 def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> ShardableLayer:
     kind = kind_of(layer)
     calls = [[event for event in trace.events if event.operation is layer] for trace in traces]
-    hidden = [(call, trace) for trace in traces for call in trace.hidden if call.layer is layer]
+    hidden = [trace for trace in traces if layer in trace.hidden]
     seen = next(((events, trace) for events, trace in zip(calls, traces, strict=True) if events), None)
     uses: tuple[LayerUse, ...] = ()
     if seen is not None:
         uses = tuple(seen_use(event, seen[1]) for event in seen[0])
-    elif hidden and hidden[0][0].input_shape:
-        uses = (hidden_use(*hidden[0]),)
+    elif hidden and any(hidden[0].hidden[layer][:1]):
+        uses = (hidden_use(layer, hidden[0]),)
     reason = obstacle(layer)
     if is_in_loop:
         reason = "the layer around it runs it in a loop or replaces its weights"

@@ -65,8 +65,7 @@ def biases_to_gather(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> set
             elif len(event.outputs) > 1:
                 sources[event.outputs[1]] = given | {event.operation}
         found |= frozenset().union(*(sources[x] for x in trace.outputs if x in sources))
-    hidden = {call.layer for trace in graph.traces for call in trace.hidden}
-    return returning if returning & hidden else found
+    return returning if any(returning & trace.hidden.keys() for trace in graph.traces) else found
 
 
 class Flow:
