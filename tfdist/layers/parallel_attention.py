@@ -25,7 +25,7 @@ from tfdist.layers.randomness import sharded_region
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, shard_variables
 from tfdist.layers.shared_heads import SharedHeadsEinsumDense
 from tfdist.sharding import Shard
-from tfdist.sharding.sharded_activations import ActivationShard, copy_mask, shard_of
+from tfdist.sharding.sharded_activations import ActivationShard, copy_mask, mark_shard, shard_of
 
 
 class _ParallelAttention(ShardedWeights):
@@ -119,7 +119,7 @@ class _ParallelAttention(ShardedWeights):
         if made.bias is None:
             return outputs
         output, bias, *rest = outputs
-        bias = sharded_tensors.mark(tf.identity(bias), ActivationShard(1))
+        bias = mark_shard(tf.identity(bias), ActivationShard(1))
         return (output, sharded_tensors.whole(bias) if self.gather_output else bias, *rest)
 
 

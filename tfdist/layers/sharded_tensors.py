@@ -17,14 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.layers import regions
-from tfdist.sharding.sharded_activations import ActivationShard, copy_mask, mark_shard, shard_of
-
-
-def mark(x: tf.Tensor, shard: ActivationShard | None) -> tf.Tensor:
-    """Says that `x`, a layer's output, is this rank's `shard`; None: it is whole. `shard_of` reads it."""
-    if shard is not None and regions.tensor_program() is not None:
-        mark_shard(x, ActivationShard(shard.axis % x.shape.rank, shard.size))
-    return x
+from tfdist.sharding.sharded_activations import copy_mask, shard_of
 
 
 def whole(x: Any) -> Any:
