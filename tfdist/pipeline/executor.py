@@ -55,7 +55,6 @@ class _Forward:
     stage_inputs: list[tf.Tensor]
     targets: list[tf.Tensor]
     ends: list[tf.Tensor]  # of its outputs, that gradients begin with
-    began: int  # how many operations the graph had before the forward
     weights: dict[Any, tf.Tensor]  # that were gathered then (stage 3), of a forward without a call
 
 
@@ -207,7 +206,6 @@ class Executor:
 
         A forward that `is_past` is computed from an earlier state of the stage's layers, which no traced function reads.
         """
-        began = tape.operations_so_far()
         model_inputs = self.data.fed[microbatch]
         call = None if is_past else self.functions.call(stage, stage_inputs, model_inputs, has_backward=True)
         with tf.GradientTape() as recorder:
@@ -218,7 +216,7 @@ class Executor:
         weights = {} if self._held is None or call is not None else self._held.wholes()
         is_last = stage.index == len(self.stages) - 1
         ends = ends_of(outputs) if is_last else floats(outputs)
-        self._forwards[stage.index, microbatch] = _Forward(recorder, call, stage_inputs, targets, ends, began, weights)
+        self._forwards[stage.index, microbatch] = _Forward(recorder, call, stage_inputs, targets, ends, weights)
         return outputs, losses
 
     def _compute_again(self, action: Action) -> None:
@@ -252,12 +250,10 @@ class Executor:
             of_inputs = forward.call.gradients_of_inputs(upstream or list(map(with_zeros, of_ends, ends)))
             of_weights = list(map(added, forward.call.gradients_of_weights(), of_losses))
         of_inputs = list(map(with_zeros, of_inputs, inputs))
-        # The gradient of a loop changes the loop's forward, and some of what it adds comes before that.
-        made = tape.operations_since(before)
-        before_forward = tape.ancestors(tape.operations_since(forward.began)[: -len(made) or None], made)
         if stage.index > 0:
             self._made[action] = of_inputs
-        made = [operation for operation in made if operation not in before_forward]
+        for_loops = tape.made_for_loops(tape.operations_since(0), before)  # which stand before the forward
+        made = [operation for operation in tape.operations_since(before) if operation not in for_loops]
         in_turn = [operation for operation in made if tape.has_a_turn(operation)] if forward.call is None else []
         return _Gradients(of_inputs, of_weights, made, in_turn)
 

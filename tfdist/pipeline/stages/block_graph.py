@@ -215,24 +215,21 @@ def graph_of_blocks(model: keras.Model, names: Sequence[str], inputs: Any) -> ke
     watches = [_Watch(model, names, inputs, training) for training in (True, False)]
     _check_calls(*watches)
     watch = watches[0]
-    outputs: list[list[Any]] = []  # by call, symbolic Keras tensors
-    for number in range(len(watch.calls) + 1):
-        _add_part(number, watches, outputs)
-        if number == len(watch.calls):
-            break
-        call, arguments = watch.calls[number], [watch.known.get(_name(x), x) for x in watch.arguments(number)]
+    for number, call in enumerate(watch.calls):
+        _add_part(number, watches)
+        arguments = [watch.known.get(_name(x), x) for x in watch.arguments(number)]
         args, kwargs = tree.pack_sequence_as((call.args, call.kwargs), arguments)
         kwargs.pop("training", None)  # which a stage says
         made = tree.flatten(call.block(*args, **kwargs))
-        outputs.append(made)
         for one in watches:
             symbols = tree.flatten(one.calls[number].outputs)
             one.known.update((x.name, new) for x, new in zip(symbols, made, strict=True) if tf.is_tensor(x))
+    _add_part(len(watch.calls), watches)
     results = [watch.known[x.name] for x in tree.flatten(watch.results)]
     return keras.Model(inputs, tree.pack_sequence_as(watch.results, results), name=f"{model.name}_of_blocks")
 
 
-def _add_part(number: int, watches: Sequence[_Watch], outputs: Sequence[Sequence[Any]]) -> None:
+def _add_part(number: int, watches: Sequence[_Watch]) -> None:
     """Adds the part that ends at call `number`, if something that the call takes is not known yet."""
     model, inputs = watches[0].model, watches[0].given
     results = [watch.arguments(number) for watch in watches]
@@ -260,7 +257,8 @@ def _add_part(number: int, watches: Sequence[_Watch], outputs: Sequence[Sequence
         )
     needs = sorted(needed)
     part = _Part(watches[0], number, needs=needs, own={**early, **own}, early=set(early), wanted=new)
-    made_here = part([*tree.flatten(inputs), *(outputs[index][place] for index, place in needs)])
+    of_blocks = [tree.flatten(watches[0].calls[index].outputs)[place] for index, place in needs]
+    made_here = part([*tree.flatten(inputs), *(watches[0].known[x.name] for x in of_blocks)])
     for watch, result in zip(watches, results, strict=True):
         watch.known.update((_name(result[place]), x) for place, x in zip(new, made_here, strict=True))
 
