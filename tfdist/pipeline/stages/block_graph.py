@@ -193,7 +193,12 @@ class _Part(keras.layers.Layer):
                 made = tree.flatten(model(tree.pack_sequence_as(watch.given, list(given[:count])), training=training))
         except Reached as reached:
             made = tree.flatten(reached.arguments)
-        self._losses_of_part = _taken_off(model, others)
+        losses: list[Any] = []  # of the part, taken off the layers that added them
+        for layer in model._flatten_layers():
+            first = others.get(id(layer), 0)
+            losses += layer._losses[first:]
+            del layer._losses[first:]
+        self._losses_of_part = losses
         return [made[place] for place in self._wanted]
 
     def _get_own_losses(self) -> list[Any]:
@@ -309,13 +314,3 @@ def _zeros_like(symbol: Any, rows: tf.Tensor) -> Any:
     sizes = [1 if size is None else size for size in symbol.shape]
     zeros = tf.zeros([rows, *sizes[1:]] if symbol.shape.rank else [], symbol.dtype)
     return tf.ensure_shape(zeros, symbol.shape)
-
-
-def _taken_off(model: keras.Model, before: dict[int, int]) -> list[Any]:
-    """Takes off the layers of `model` the losses beyond those that they had `before`, as many by id, and returns them."""
-    taken = []
-    for layer in model._flatten_layers():
-        count = before.get(id(layer), 0)
-        taken.extend(layer._losses[count:])
-        del layer._losses[count:]
-    return taken
