@@ -95,14 +95,11 @@ class _ParallelAttention(ShardedWeights):
                 f"A cache of keys and values in layer {self.name!r}, whose heads are spread over the tensor ranks.",
                 fix="Generate outside `strategy.run`, as `generate` does: there the layer is whole.",
             )
-        entered: dict[int, tf.Tensor] = {}  # one that is given twice enters once
-        for name in made.inputs:
-            x = given.get(name)
-            if x is not None:
-                if id(x) not in entered:
-                    entered[id(x)] = regions.enter_region(x, self.sequence_parallel, self.name)
-                    copy_mask(x, entered[id(x)])
-                given[name] = entered[id(x)]
+        inputs = {id(given[name]): given[name] for name in made.inputs if given.get(name) is not None}  # each once
+        for x in inputs.values():
+            entered = regions.enter_region(x, self.sequence_parallel, self.name)
+            copy_mask(x, entered)
+            given.update((name, entered) for name in made.inputs if given.get(name) is x)
         for name in ("attention_mask", made.bias):
             x = given.get(name)
             if x is None or len(x.shape) != 4 or x.shape[1] == 1:
