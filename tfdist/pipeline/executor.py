@@ -97,7 +97,6 @@ class Executor:
         self._actions = frozenset(action for actions in self.schedule.orders.values() for action in actions)
         # By the action that made it, what others begin with: of this rank, or received ahead of its turn.
         self._made: dict[Action, list[tf.Tensor]] = {}
-        self._output_specs: dict[tuple[int, int], list[tf.TensorSpec]] = {}  # of the gradients that a forward's outputs will have
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._to_recompute: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
         self._held_back: dict[tuple[int, int], _Gradients] = {}
@@ -159,7 +158,6 @@ class Executor:
             self.work.observe(stage.index, microbatch, outputs, losses)
         if stage.index < len(self.stages) - 1:
             self._made[action] = outputs
-            self._output_specs[stage.index, microbatch] = [tf.TensorSpec(x.shape, x.dtype) for x in floats(outputs)]
         self._end_after([*outputs, *losses])
 
     def _backward(self, action: Action) -> None:
@@ -276,9 +274,10 @@ class Executor:
             self._made[message.source] = self._posted(message)
 
     def _posted(self, message: Message) -> list[tf.Tensor]:
-        stage, microbatch = self.stages[message.taker.stage_index], message.taker.microbatch
-        is_forward = message.taker.phase is Phase.FORWARD
-        specs = self.work.input_specs(stage, microbatch) if is_forward else self._output_specs[stage.index, microbatch]
+        # The inputs of a stage travel forward, the gradients of those that have any back.
+        microbatch, later = message.taker.microbatch, max(message.source.stage_index, message.taker.stage_index)
+        specs = self.work.input_specs(self.stages[later], microbatch)
+        specs = specs if message.taker.phase is Phase.FORWARD else floats(specs)
         rank, rows = self._rank_of(message.source), self.data.fed_rows[microbatch]
         # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
         # would wait: that action may need it.
