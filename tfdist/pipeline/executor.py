@@ -20,17 +20,15 @@ import keras
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import RankProgram, point_to_point
+from tfdist.collectives import point_to_point
 from tfdist.graphs import tape
 from tfdist.losses.own_rows import OWN_ROWS
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.gradients import GradientSum, added
-from tfdist.pipeline.microbatches import Microbatches
 from tfdist.pipeline.pace import Pace
 from tfdist.pipeline.schedules.actions import Action, Phase
 from tfdist.pipeline.schedules.dataflow import inputs_of
 from tfdist.pipeline.schedules.messages import Message, events
-from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, ends_of, floats
 from tfdist.sharding.held_parameters import HeldParameters
@@ -68,30 +66,25 @@ class _Gradients:
     in_turn: Sequence[tf.Operation]  # those of `made` that TensorFlow runs in the order of tracing
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
 class Executor:
     """Runs one step of a pipeline on one rank.
+
+    Args:
+        work: the step, which the executor asks about the batch: all that is neither order nor transport nor a gradient.
+        functions: which compute stages, where they can.
+        gradients: to which each backward adds those of its stage's weights.
+        clock: is read when an action starts and when it has ended.
 
     Attributes:
         pipe_rank: the rank's coordinate on the mesh axis "pipe".
         end: after `run`, operations at whose end all of the rank's actions have ended.
     """
 
-    schedule: Schedule
-    stages: Sequence[StageLayer]  # all of them; the executor computes those of its rank
-    program: RankProgram | None  # None: one device computes all stages
-    work: Step  # which the executor asks about the batch: all that is neither order nor transport nor a gradient
-    weights: Sequence[Sequence[Any]]  # by stage: the variables whose gradients are wanted
-    data: Microbatches  # of the batch; at most as many as the schedule has
-    functions: StageFunctions  # which compute stages, where they can
-    training: bool  # whether there is a backward
-    recompute: bool  # whether a forward keeps its stage's inputs only, and is computed again for the backward
-    gradients: GradientSum  # to which each backward adds those of its stage's weights
-    gathers_anew: bool = False  # whether every action gathers its stage's weights (stage 3); else one step gathers them once
-    clock: ActionClock | None = None  # is read when an action starts and when it has ended
-
-    def __post_init__(self) -> None:
-        program = self.program
+    def __init__(self, work: Step, *, functions: StageFunctions, gradients: GradientSum, clock: ActionClock | None):
+        self.work, self.functions, self.gradients, self.clock = work, functions, gradients, clock
+        self.schedule, self.data, self.training = work.schedule, work.data, work.training
+        self.stages, self.weights = work.staged.stages, work.staged.weights
+        self.program = program = work.program
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
         self._actions = frozenset(action for actions in self.schedule.orders.values() for action in actions)
@@ -124,7 +117,7 @@ class Executor:
                     if isinstance(event, Message):
                         self._transfer(event)
                         continue
-                    if self._held is not None and self.gathers_anew:
+                    if self._held is not None and self.work.model.reshard_after_microbatch:
                         self._held.renew(self.end)
                     self.end = self._pace.behind(self.end, is_sent=True)
                     run_phase[action.phase](action)
@@ -145,7 +138,7 @@ class Executor:
             self.work.annotate(stage, microbatch, stage_inputs)
         self._read_clock(action, stage_inputs)
         with tf.control_dependencies(self.end):
-            if self.training and not self.recompute:
+            if self.training and not self.work.model.recompute:
                 outputs, losses = self._record(stage, microbatch, stage_inputs)
             else:
                 if self.training:
@@ -204,8 +197,7 @@ class Executor:
 
         A forward that `is_past` is computed from an earlier state of the stage's layers, which no traced function reads.
         """
-        model_inputs = self.data.fed[microbatch]
-        call = None if is_past else self.functions.call(stage, stage_inputs, model_inputs, has_backward=True)
+        call = None if is_past else self.functions.call(stage, stage_inputs, self.data.fed[microbatch], has_backward=True)
         with tf.GradientTape() as recorder:
             recorder.watch(floats(stage_inputs) if call is None else call.ends)
             outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs

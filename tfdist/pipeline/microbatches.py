@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives import RankProgram
 from tfdist.sharding.sharded_activations import mark_shard, shard_of
 
 _BORNE = ("_keras_mask", "_keras_logits")  # what Keras has put on a model's output, rows, too
@@ -29,8 +30,7 @@ class Microbatches:
     Args:
         data: the rank's batch.
         total: how many microbatches the schedule has.
-        replicas: the number of data ranks.
-        on_host: the scope in which numbers of rows are computed, such as `RankProgram.on_host`.
+        program: the rank's; None: one device computes all stages.
 
     Attributes:
         count: how many microbatches are computed, the first ones of `total`.
@@ -41,9 +41,9 @@ class Microbatches:
         may_be_empty: whether one that is computed may have no rows.
     """
 
-    def __init__(
-        self, data: Any, total: int, *, replicas: int = 1, on_host: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ):
+    def __init__(self, data: Any, total: int, program: RankProgram | None):
+        replicas = 1 if program is None else program.mesh.data_parallel_size
+        on_host = contextlib.nullcontext if program is None else program.on_host
         leaves = [leaf for leaf in tf.nest.flatten(data) if tf.is_tensor(leaf)]
         self.known_rows = known = leaves[0].shape[0]
         is_short = known is not None and known < total
