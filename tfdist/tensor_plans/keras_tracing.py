@@ -137,17 +137,15 @@ class _Recorder:
         """In place of `Layer.__call__`."""
         if layer not in self.leaves:
             return original(layer, *args, **kwargs)
-        if self.running:
-            with self.opaque(layer):
-                outputs = original(layer, *args, **kwargs)
-            self._hide(layer, (args, kwargs), outputs)
-            return outputs
-        # Positions and the like are computed at once, even on symbols; their way through this layer is looked for too.
-        args, kwargs = keras.tree.map_structure(self._as_symbol, (args, kwargs))
+        if not self.running:
+            # Positions and the like are computed at once, even on symbols; their way through this layer is looked for too.
+            args, kwargs = keras.tree.map_structure(self._as_symbol, (args, kwargs))
         start = len(self.trace.events)
-        outputs = original(layer, *args, **kwargs)
+        with self.opaque(layer) if self.running else contextlib.nullcontext():
+            outputs = original(layer, *args, **kwargs)
         if all(event.operation is not layer for event in self.trace.events[start:]):
-            self._hide(layer, (args, kwargs), outputs)
+            shapes = tuple(tuple(getattr(keras.tree.flatten(values)[0], "shape", ())) for values in ((args, kwargs), outputs))
+            self.trace.hidden.setdefault(layer, shapes)
         return outputs
 
     def layer_step(self, original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -202,10 +200,6 @@ class _Recorder:
         self.trace.events.append(event)
         self.known.update(event.outputs)
         return outputs
-
-    def _hide(self, layer: keras.Layer, inputs: Any, outputs: Any) -> None:
-        shapes = tuple(tuple(getattr(keras.tree.flatten(values)[0], "shape", ())) for values in (inputs, outputs))
-        self.trace.hidden.setdefault(layer, shapes)
 
     def _check(self, symbols: Sequence[keras.KerasTensor]) -> None:
         if not self.known.issuperset(symbols):
