@@ -143,7 +143,7 @@ class Executor:
             else:
                 if self.training:
                     # What the layers write themselves: statistics, and the states of random numbers.
-                    state = [(v, tf.convert_to_tensor(v.value)) for v in stage.variables_of_operations() if not v.trainable]
+                    state = [(v, tf.convert_to_tensor(v.value)) for v in stage.variables if not v.trainable]
                     self._to_recompute[stage.index, microbatch] = (stage_inputs, state)
                 call = self.functions.call(stage, stage_inputs, self.data.fed[microbatch], has_backward=False)
                 outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -49,9 +49,4 @@ def _input_specs(model: keras.Model) -> tuple[Any, bool]:
 
 
 def _specs(shapes: Any) -> Any:
-    """Returns the structure of specs for a structure of shapes."""
-    if isinstance(shapes, Mapping):
-        return {name: _specs(shape) for name, shape in shapes.items()}
-    if all(size is None or isinstance(size, int) for size in shapes):
-        return keras.InputSpec(shape=tuple(shapes))
-    return [_specs(shape) for shape in shapes]
+    return keras.tree.map_shape_structure(lambda shape: keras.InputSpec(shape=shape), shapes)

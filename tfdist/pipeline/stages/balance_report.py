@@ -44,7 +44,7 @@ def report(staged: StagedModel, costs: Sequence[Cost]) -> str:
                 first if first == last else f"{first} .. {last}",
                 size_text(of_stage, ""),
                 f"{of_stage / total:.1%}",
-                size_text(sum(map(variable_bytes, stage.variables_of_operations()))),
+                size_text(sum(map(variable_bytes, stage.variables))),
                 "-" if is_last else size_text(bytes_per_example(stage.stage_outputs)),
             )
         )

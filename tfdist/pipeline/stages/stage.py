@@ -60,11 +60,6 @@ class StageLayer(keras.layers.Layer):
         """Returns what the stage's layers gave `add_loss` in their last call, activity regularizers among it."""
         return [loss for layer in self._flatten_layers() for loss in layer._get_own_losses()]
 
-    def variables_of_operations(self) -> list[keras.Variable]:
-        """Returns the weights and other variables of the stage's layers, each once."""
-        found = [v for operation in self.operations if isinstance(operation, keras.layers.Layer) for v in operation.variables]
-        return list({id(variable): variable for variable in found}.values())
-
 
 def nodes_in_order(module: keras.Model) -> list[Any]:
     """Returns the nodes of a functional model in the order of computation, without the nodes of its inputs."""
