@@ -291,9 +291,8 @@ class Executor:
 
     def _end_after(self, made: Sequence[tf.Tensor]) -> None:
         """Says that the action ends when all of `made` exist."""
-        if not tf.executing_eagerly():
-            made = [x for x in made if x is not None]
-            self.end = [tf.group(*made)] if made else self.end
+        if made and not tf.executing_eagerly():
+            self.end = [tf.group(*made)]
 
 
 def _label(source: Action) -> str:

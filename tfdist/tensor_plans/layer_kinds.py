@@ -93,11 +93,10 @@ def path_of(layer: keras.Layer) -> str:
 
 
 def obstacle(layer: keras.Layer) -> str | None:
-    """Returns why a layer of a kind that can be sharded cannot be, as it is; None if nothing is in the way."""
+    """Returns why a built layer of a kind that can be sharded cannot be, as it is; None if nothing is in the way."""
     activation = getattr(layer, "activation", None)
     heads = kind_of(layer).heads
     reasons = {
-        "it is not built": not layer.built,
         "it is quantized": getattr(layer, "quantization_mode", None) is not None,
         "its channels are in groups": getattr(layer, "groups", 1) != 1,
         "it renormalizes batches": getattr(layer, "renorm", False),

@@ -32,9 +32,8 @@ class LayerUse:
 def seen_use(event: Event, trace: Trace) -> LayerUse:
     """Returns the use of a layer in a call that was followed."""
     batch = trace.batch_size
-    kind = kind_of(event.operation)
     # A bias of an attention's scores, (batch, heads, target, source), stays with the heads.
-    entering = [x for x in event.inputs if len(x.shape) < 4] if kind is not None and kind.returns_more else event.inputs
+    entering = [x for x in event.inputs if len(x.shape) < 4 or not kind_of(event.operation).returns_more]
     is_reverse = keras.backend.is_float_dtype(event.inputs[0].dtype)
     return LayerUse(
         gradient_elements=_elements([x for x in entering if x in trace.needs_gradient]) / batch,
