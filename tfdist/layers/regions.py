@@ -86,12 +86,12 @@ def scatter_to(x: tf.Tensor, axis: int = -1, label: str = "scatter_to") -> tf.Te
     Raises:
         ValueError: the number of tensor ranks does not divide the size of `axis`.
     """
-    return _region(x, own_part, activations.all_gather, label, axis=axis)
+    return _region(x, _own_part, activations.all_gather, label, axis=axis)
 
 
 def gather_from(x: tf.Tensor, axis: int = -1, label: str = "gather_from") -> tf.Tensor:
     """Leaves a sharded region with all ranks' parts, for what all compute alike. Forward: all-gather; backward: own part."""
-    return _region(x, activations.all_gather, own_part, label, axis=axis)
+    return _region(x, activations.all_gather, _own_part, label, axis=axis)
 
 
 def gather_for_region(x: tf.Tensor, axis: int = 1, label: str = "gather_for_region") -> tf.Tensor:
@@ -125,8 +125,8 @@ def leave_region(x: tf.Tensor, bias: Any, sequence_parallel: bool, label: str) -
     return reduce_scatter_from(x, 1, f"{label}/reduce_scatter"), bias
 
 
-def own_part(program: RankProgram, x: tf.Tensor, axis: int, **sent: str) -> tf.Tensor:
-    """Returns this rank's part of a whole tensor, without a gradient of its own; nothing is `sent`."""
+def own_part(program: RankProgram, x: tf.Tensor, axis: int) -> tf.Tensor:
+    """Returns this rank's part of a whole tensor, without a gradient of its own."""
     parts = activations.split(x, program.mesh.tensor_parallel_size, axis)
     return parts[program.mesh.coordinate(program.rank).tensor]
 
@@ -148,6 +148,10 @@ class _Entered:
 
 # What a border does with a tensor, given (program, tensor), and how that is `sent`: mesh_axis, label and, if there is one, axis.
 _Side = Callable[..., tf.Tensor]
+
+
+def _own_part(program: RankProgram, x: tf.Tensor, axis: int, **sent: str) -> tf.Tensor:
+    return own_part(program, x, axis)
 
 
 def _region(x: tf.Tensor, forward: _Side, backward: _Side, label: str, **axis: int) -> tf.Tensor:
